@@ -1,0 +1,47 @@
+# Every target makes .venv by itself; nothing is needed but Python 3.11 or newer.
+
+PYTHON := .venv/bin/python
+READY := .venv/.ready
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check format bench docs clean
+
+help: ## Show this help
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY) ## Kill a publisher half way, reopen its queue, drain it, print the ledger
+	$(PYTHON) examples/kill_and_recover.py
+
+test: $(READY) ## Run all tests (WORKERS=2 at a time; ARGS are pytest's)
+	$(PYTHON) -m pytest -n $(WORKERS) $(ARGS)
+
+check: $(READY) ## Lint, formatting, types, import contracts
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check
+	$(PYTHON) -m mypy
+	.venv/bin/lint-imports
+
+format: $(READY) ## Format the code and fix what ruff can fix
+	$(PYTHON) -m ruff check --fix-only
+	$(PYTHON) -m ruff format
+
+bench: $(READY) ## Run all benchmarks, write docs/benchmarks.md
+	$(PYTHON) -m benchmarks.report
+
+docs: $(READY)-docs ## Build the documentation into site/
+	.venv/bin/zensical build --strict --clean
+
+clean: ## Remove everything that is made, .venv included
+	rm -rf .venv site dist build .demo .hypothesis
+	rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt scripts/bootstrap
+	scripts/bootstrap dev,bench
+	@touch $@
+
+$(READY)-docs: $(READY)
+	scripts/bootstrap docs
+	@touch $@

@@ -1,0 +1,103 @@
+"""The error tree, drawn so that a caller can tell what to do next.
+
+TurnlaneError
+├── RetryLater             nothing is lost; the same call may succeed later
+│   ├── QueueFull          no room within the time allowed
+│   ├── QueueEmpty         nothing to read within the time allowed
+│   ├── AckNotStored       done() could not be recorded; the batch is still yours
+│   ├── StorageFailed      the disk did not read or write; what it held is still there
+│   ├── DirectoryLocked    another process holds the queue's directory
+│   └── TransportDown      the node cannot be reached
+├── Never                  the same call will fail again
+│   ├── QueueClosed        the queue takes or gives no more events
+│   ├── EventTooLarge      the event can never fit
+│   ├── SchemaMismatch     a column has another type than the queue's
+│   ├── NotSupported       this kind of queue does not do that
+│   ├── ConfigError        a setting is wrong; names the knob
+│   ├── NotAQueue          the directory holds no queue that can be read
+│   └── DirectoryUnusable  the directory cannot be written
+└── Bug                    turnlane, or the code calling it, is wrong
+    └── BatchFreed         the contents were given up with free()
+"""
+
+from __future__ import annotations
+
+
+class TurnlaneError(Exception):
+    """Root of every error that turnlane raises on purpose."""
+
+
+class RetryLater(TurnlaneError):
+    """Nothing is lost; the same call may succeed later. ``after`` hints when, in seconds."""
+
+    def __init__(self, message: str = "", *, after: float | None = None) -> None:
+        super().__init__(message)
+        self.after = after
+
+
+class QueueFull(RetryLater):
+    """The queue had no room within the time allowed."""
+
+
+class QueueEmpty(RetryLater):
+    """The queue had nothing to read within the time allowed."""
+
+
+class AckNotStored(RetryLater):
+    """``done()`` could not be recorded. The batch is still the caller's: call ``done()`` again."""
+
+
+class StorageFailed(RetryLater):
+    """The disk did not let the queue read or write."""
+
+
+class DirectoryLocked(RetryLater):
+    """Another process holds the queue's directory."""
+
+
+class TransportDown(RetryLater):
+    """The node at the far end cannot be reached."""
+
+
+class Never(TurnlaneError):
+    """The same call will fail again; do not retry it."""
+
+
+class QueueClosed(Never):
+    """The queue is closed: it takes no more events, or has none left to give."""
+
+
+class EventTooLarge(Never):
+    """The event, or block, is larger than the queue can ever hold."""
+
+
+class SchemaMismatch(Never):
+    """A column of the block has another type than the same column of the queue."""
+
+
+class NotSupported(Never):
+    """This kind of queue does not offer the operation."""
+
+
+class ConfigError(Never):
+    """A setting is wrong or contradicts another; ``knob`` names it."""
+
+    def __init__(self, knob: str, message: str) -> None:
+        super().__init__(f"{knob}: {message}")
+        self.knob = knob
+
+
+class NotAQueue(Never):
+    """The directory holds no queue that turnlane can read."""
+
+
+class DirectoryUnusable(Never):
+    """The queue's directory cannot be created or written."""
+
+
+class Bug(TurnlaneError):
+    """turnlane, or the code that calls it, broke its own rules."""
+
+
+class BatchFreed(Bug):
+    """The batch's contents were given up with ``free()``; they cannot be read or released."""

@@ -1,0 +1,103 @@
+"""From pydantic's errors to ours: every problem named by its knob, in words a user can act on."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from turnlane.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
+
+_WORDS: Final = {
+    "missing": "is required",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be more than {gt:g}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be less than {lt:g}",
+    "finite_number": "must be a finite number",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be text",
+    "path_type": "must be a path",
+    "enum": "must be one of {expected}",
+    "literal_error": "must be one of {expected}",
+}
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong with a setting."""
+
+    knob: str
+    message: str
+
+
+class Contradiction(ValueError):
+    """Raised by a model's own validator: settings that are right alone and wrong together."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__("; ".join(f"{knob}: {message}" for knob, message in problems))
+        self.problems = tuple(problems)
+
+
+def config_error(error: ValidationError, knobs: Iterable[str] = ()) -> ConfigError:
+    """One ``ConfigError`` for all that pydantic found, a line for each problem.
+
+    ``knobs`` are the names that exist, to guess what a misspelt one was meant to be.
+    """
+    names = list(knobs)
+    first, *others = [problem for detail in error.errors() for problem in _problems(detail, names)]
+    lines = [first.message, *(f"{knob}: {message}" for knob, message in others)]
+    return ConfigError(first.knob, "\n".join(lines))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``; did you mean x?`` if a known word is close, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _problems(detail: ErrorDetails, names: list[str]) -> Iterator[Problem]:
+    where = [str(part) for part in detail["loc"]]
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, Contradiction):
+        for knob, message in cause.problems:
+            yield Problem(".".join([*where, knob]), message)
+    elif detail["type"] == "extra_forbidden":
+        hint = did_you_mean(where[-1], names)
+        yield Problem(".".join(where), f"there is no such knob{hint}")
+    elif cause is not None:
+        yield Problem(".".join(where), str(cause))
+    else:
+        yield Problem(".".join(where), _reworded(detail))
+
+
+def _reworded(detail: ErrorDetails) -> str:
+    context: dict[str, Any] = {**detail.get("ctx", {})}
+    expected = _choices(str(context.get("expected", "")))
+    words = _WORDS.get(detail["type"])
+    if words is None:
+        return detail["msg"][:1].lower() + detail["msg"][1:]
+    if detail["type"] == "missing":
+        return words
+    hint = did_you_mean(str(detail["input"]), expected.split(", ")) if expected else ""
+    return f"{words.format(**{**context, 'expected': expected})}, not {_shown(detail)}{hint}"
+
+
+def _choices(expected: str) -> str:
+    """``'a', 'b' or <Letter.C: 'c'>`` as ``a, b, c``."""
+    return ", ".join(re.findall(r"'([^']*)'", expected))
+
+
+def _shown(detail: ErrorDetails) -> str:
+    text = repr(detail["input"])
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,298 @@
+"""Quantities as people write them: ``30s``, ``512Mi``, ``80%``, ``22:00-06:00``.
+
+``Duration`` and ``Size`` stand in pydantic models and come out as plain seconds and bytes;
+:class:`Percentage` and :class:`TimeWindow` stand there as they are. Every parser raises
+``ValueError`` with what is allowed and an example.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from datetime import time, timedelta
+from decimal import Decimal
+from typing import Annotated, ClassVar, Final, Self
+
+from pydantic import BeforeValidator, GetJsonSchemaHandler, WithJsonSchema
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+LONGEST: Final = 36_500 * 86_400.0
+"""A hundred years: beyond it, the operating system's own waits overflow."""
+
+LARGEST: Final = 2**63 - 1
+"""The largest size a file, or a 64-bit counter, can have."""
+
+_SECONDS: Final = {
+    "d": Decimal(86_400),
+    "h": Decimal(3_600),
+    "m": Decimal(60),
+    "s": Decimal(1),
+    "ms": Decimal("1e-3"),
+    "us": Decimal("1e-6"),
+}
+_BYTES: Final = {
+    "Ti": 2**40,
+    "Gi": 2**30,
+    "Mi": 2**20,
+    "Ki": 2**10,
+    "T": 10**12,
+    "G": 10**9,
+    "M": 10**6,
+    "k": 10**3,
+    "": 1,
+}
+
+_NUMBER: Final = r"[0-9]+(?:\.[0-9]+)?"
+_DURATION: Final = "".join(rf"(?:({_NUMBER}){unit})?" for unit in _SECONDS)
+_SIZE: Final = rf"({_NUMBER}) ?(Ti|Gi|Mi|Ki|T|G|M|k|K)?B?"
+_CLOCK: Final = r"([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?"
+
+_DURATION_HELP: Final = (
+    "write a number and a unit (d, h, m, s, ms, us), such as 30s, 500ms or 1h30m; "
+    "a plain number is seconds"
+)
+_SIZE_HELP: Final = (
+    "write a number and a unit (Ki, Mi, Gi, Ti, or k, M, G, T for powers of 1000), "
+    "such as 512Mi or 1Gi; a plain number is bytes"
+)
+_PERCENTAGE_HELP: Final = "write more than 0 and at most 100 with a percent sign, such as 80%"
+_WINDOW_HELP: Final = (
+    "write two different times of day, such as 22:00-06:00 (which runs over midnight)"
+)
+
+
+def parse_duration(value: object) -> float:
+    """Seconds from ``30s``, ``1h30m``, a plain number of seconds or a ``timedelta``."""
+    seconds = _seconds(value)
+    if seconds is None or not 0 <= seconds <= LONGEST:
+        raise ValueError(f"{value!r} is not a duration; {_DURATION_HELP}")
+    return seconds
+
+
+def _seconds(value: object) -> float | None:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if not isinstance(value, str):
+        return _plain_number(value)
+    text = value.strip()
+    if re.fullmatch(_NUMBER, text):
+        return float(text)
+    match = re.fullmatch(_DURATION, text)
+    if match is None or not text:
+        return None
+    parts = zip(match.groups(), _SECONDS.values(), strict=True)
+    return float(sum(Decimal(count) * unit for count, unit in parts if count is not None))
+
+
+def format_duration(seconds: float) -> str:
+    """The shortest usual way to write it; :func:`parse_duration` gives the same number back."""
+    exact = Decimal(repr(parse_duration(seconds)))
+    if exact == 0:
+        return "0s"
+    if exact < Decimal("1e-3"):
+        return f"{_digits(exact.scaleb(6))}us"
+    if exact < 1:
+        return f"{_digits(exact.scaleb(3))}ms"
+    written = ""
+    for unit in ("d", "h", "m"):
+        count, exact = divmod(exact, _SECONDS[unit])
+        written += f"{_digits(count)}{unit}" if count else ""
+    return written + (f"{_digits(exact)}s" if exact else "")
+
+
+def parse_size(value: object) -> int:
+    """Bytes from ``512Mi``, ``10MB``, ``64 KiB`` or a plain whole number."""
+    size = _bytes(value)
+    if size is None or size != int(size) or not 0 <= size <= LARGEST:
+        raise ValueError(f"{value!r} is not a size; {_SIZE_HELP}")
+    return int(size)
+
+
+def _bytes(value: object) -> Decimal | int | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if not isinstance(value, str):
+        number = _plain_number(value)
+        return None if number is None else Decimal(number)
+    match = re.fullmatch(_SIZE, value.strip())
+    if match is None:
+        return None
+    digits, unit = match.groups()
+    return Decimal(digits) * _BYTES["k" if unit == "K" else unit or ""]
+
+
+def format_size(size: int) -> str:
+    """The shortest exact way to write it; :func:`parse_size` gives the same number back."""
+    size = parse_size(size)
+    if size == 0:
+        return "0"
+    whole = (f"{size // unit}{name}" for name, unit in _BYTES.items() if size % unit == 0)
+    return min(whole, key=len)
+
+
+def _plain_number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) <= LARGEST and math.isfinite(value) else None
+
+
+def _digits(number: Decimal) -> str:
+    """Decimal digits without an exponent and without idle zeros."""
+    text = f"{number:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+Duration = Annotated[
+    float,
+    BeforeValidator(parse_duration),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "minimum": 0},
+                {"type": "string", "pattern": rf"^(?:{_NUMBER}|(?=.){_DURATION})$"},
+            ],
+            "description": "a duration, such as 30s, 500ms or 1h30m; a plain number is seconds",
+            "examples": ["30s", "500ms", "1h30m"],
+        }
+    ),
+]
+"""Seconds, written as ``30s``."""
+
+Size = Annotated[
+    int,
+    BeforeValidator(parse_size),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 0},
+                {"type": "string", "pattern": rf"^{_SIZE}$"},
+            ],
+            "description": "a size, such as 512Mi or 10M; a plain number is bytes",
+            "examples": ["512Mi", "1Gi", "10M"],
+        }
+    ),
+]
+"""Bytes, written as ``512Mi``."""
+
+
+class _Written:
+    """A value that has a written form: gives pydantic its parser, its text and its schema."""
+
+    schema: ClassVar[JsonSchemaValue]
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        raise NotImplementedError
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _source: object, _handler: object) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls.parse, serialization=core_schema.to_string_ser_schema()
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, _schema: CoreSchema, _handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return dict(cls.schema)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Percentage(_Written):
+    """A share of something else: ``80%``. More than 0, at most 100."""
+
+    schema: ClassVar[JsonSchemaValue] = {
+        "anyOf": [
+            {"type": "string", "pattern": rf"^{_NUMBER} ?%?$"},
+            {"type": "number", "exclusiveMinimum": 0, "maximum": 100},
+        ],
+        "description": "a percentage, such as 80%",
+        "examples": ["80%"],
+    }
+
+    value: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.value <= 100:
+            raise ValueError(f"{self.value!r} is not a percentage; {_PERCENTAGE_HELP}")
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        """A percentage from ``80%``, or from a plain number that means the same."""
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            match = re.fullmatch(rf"({_NUMBER}) ?%?", value.strip())
+            number = float(match[1]) if match else None
+        else:
+            number = _plain_number(value)
+        if number is None or not 0 < number <= 100:
+            raise ValueError(f"{value!r} is not a percentage; {_PERCENTAGE_HELP}")
+        return cls(number)
+
+    def of(self, total: int) -> int:
+        """So much of ``total``, rounded down."""
+        return int(Decimal(repr(self.value)) * total / 100)
+
+    def __str__(self) -> str:
+        return f"{_digits(Decimal(repr(self.value)))}%"
+
+
+@dataclass(frozen=True, slots=True)
+class TimeWindow(_Written):
+    """A span of the day from ``start`` up to, not including, ``end``; may run over midnight."""
+
+    schema: ClassVar[JsonSchemaValue] = {
+        "type": "string",
+        "pattern": r"^[0-9]{1,2}:[0-9]{2}(:[0-9]{2})?-[0-9]{1,2}:[0-9]{2}(:[0-9]{2})?$",
+        "description": "a span of the day, such as 22:00-06:00",
+        "examples": ["22:00-06:00"],
+    }
+
+    start: time
+    end: time
+
+    def __post_init__(self) -> None:
+        if self.start == self.end:
+            raise ValueError(f"{self} is empty; {_WINDOW_HELP}")
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        """A window from ``22:00-06:00`` or ``09:00:30-24:00``."""
+        if isinstance(value, cls):
+            return value
+        text = value.strip() if isinstance(value, str) else ""
+        match = re.fullmatch(rf"{_CLOCK} ?- ?{_CLOCK}", text)
+        try:
+            if match is None:
+                raise ValueError(text)  # noqa: TRY301 - one message for all that may be wrong
+            hour, minute, second, *end = (int(part or 0) for part in match.groups())
+            if end == [24, 0, 0]:
+                end = [0, 0, 0]
+            return cls(time(hour, minute, second), time(end[0], end[1], end[2]))
+        except ValueError:
+            raise ValueError(f"{value!r} is not a time window; {_WINDOW_HELP}") from None
+
+    def contains(self, moment: time) -> bool:
+        """Whether ``moment`` lies in the window."""
+        return self._since_start(moment) < self._since_start(self.end)
+
+    def seconds_until_open(self, moment: time) -> float:
+        """How long from ``moment`` until the window opens; 0 inside it."""
+        return 0.0 if self.contains(moment) else 86_400 - self._since_start(moment)
+
+    def _since_start(self, moment: time) -> float:
+        return (_second_of_day(moment) - _second_of_day(self.start)) % 86_400
+
+    def __str__(self) -> str:
+        return f"{_clock_text(self.start)}-{_clock_text(self.end)}"
+
+
+def _second_of_day(moment: time) -> float:
+    return moment.hour * 3_600 + moment.minute * 60 + moment.second + moment.microsecond / 1_000_000
+
+
+def _clock_text(moment: time) -> str:
+    return moment.isoformat("seconds" if moment.second else "minutes")

@@ -1,0 +1,164 @@
+"""Who may come in: the bounds of a queue, the line of publishers in front of it, load shedding."""
+
+from __future__ import annotations
+
+import abc
+import threading
+from collections import deque
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from turnlane.errors import QueueClosed
+from turnlane.events import Block
+
+UNBOUNDED = 1 << 62
+
+
+class Entry(abc.ABC):
+    """One event or one block that wants in."""
+
+    events: int
+    size: int
+
+    @abc.abstractmethod
+    def enter(self) -> None:
+        """Put it into the queue. Called once, under the queue's lock, when there is room."""
+
+
+class Waiter:
+    """A publisher in the line. Whoever makes room puts its entry in and wakes it."""
+
+    __slots__ = ("_signal", "entry", "refused", "woken")
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.woken = False
+        self.refused = False
+        self._signal = threading.Lock()
+        self._signal.acquire()
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block until let in or refused; false on timeout."""
+        return self._signal.acquire(timeout=-1 if timeout is None else max(timeout, 0))
+
+    def admit(self) -> None:
+        """Put the entry in and wake its publisher."""
+        self.entry.enter()
+        self.woken = True
+        self._signal.release()
+
+    def refuse(self) -> None:
+        """Wake the publisher empty-handed: the queue was closed."""
+        self.woken = self.refused = True
+        self._signal.release()
+
+
+class Gate:
+    """What is inside counts against two bounds; what does not fit stands in line.
+
+    Belongs to a queue and is only touched under its lock. ``calm_bytes`` is the one number that
+    the fast path of publishing compares with: the bound in bytes while nothing special is going
+    on, and -1 whenever a publisher has to look closer.
+    """
+
+    __slots__ = ("_closed", "_held", "bytes", "calm_bytes", "depth", "line", "max_bytes", "size")
+
+    def __init__(self, size: int | None, max_bytes: int | None) -> None:
+        self.size = UNBOUNDED if size is None else size
+        self.max_bytes = UNBOUNDED if max_bytes is None else max_bytes
+        self.depth = 0
+        self.bytes = 0
+        self.line: deque[Waiter] = deque()
+        self._held = False
+        self._closed = False
+        self.calm_bytes = self.max_bytes
+
+    def fits(self, events: int, size: int) -> bool:
+        """Whether there is room, the line left aside."""
+        return (
+            not self._held
+            and self.depth + events <= self.size
+            and self.bytes + size <= self.max_bytes
+        )
+
+    @property
+    def room(self) -> int:
+        """How many more events the bound in events lets in."""
+        return 0 if self._held else max(0, self.size - self.depth)
+
+    def charge(self, events: int, size: int) -> None:
+        """Count events against the bounds."""
+        self.depth += events
+        self.bytes += size
+
+    def refund(self, events: int, size: int) -> None:
+        """Give room back and let in who stands first in line."""
+        self.depth -= events
+        self.bytes -= size
+        if self.line:
+            self.let_in()
+
+    def hold(self, held: bool) -> None:
+        """Keep everybody out, whatever the room (the disk is full, say), or stop doing so."""
+        if held is not self._held:
+            self._held = held
+            self.let_in()
+
+    def let_in(self) -> None:
+        """Admit from the front of the line as long as there is room. Nobody overtakes."""
+        while self.line and self.fits(self.line[0].entry.events, self.line[0].entry.size):
+            waiter = self.line.popleft()
+            waiter.admit()
+        self._look()
+
+    def join(self, entry: Entry) -> Waiter:
+        """Stand at the end of the line."""
+        waiter = Waiter(entry)
+        self.line.append(waiter)
+        self._look()
+        return waiter
+
+    def leave(self, waiter: Waiter) -> None:
+        """Give up standing in line; the next may be smaller and fit."""
+        self.line.remove(waiter)
+        self.let_in()
+
+    def close(self) -> None:
+        """Send everybody in line away."""
+        self._closed = True
+        while self.line:
+            self.line.popleft().refuse()
+        self._look()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nobody is let in any more."""
+        return self._closed
+
+    def check_open(self, name: str) -> None:
+        """Raise ``QueueClosed`` if so."""
+        if self._closed:
+            msg = f"queue {name!r} is closed"
+            raise QueueClosed(msg)
+
+    def _look(self) -> None:
+        self.calm_bytes = -1 if self._closed or self._held or self.line else self.max_bytes
+
+
+def sampled(block: Block, seen: int, interval: int) -> Block:
+    """One of ``interval`` events, counted on from ``seen`` events before."""
+    rows = np.arange(-seen % interval, block.num_rows, interval)
+    return block.take(pa.array(rows))
+
+
+def shed(block: Block, severity: int) -> Block:
+    """The block without events as unimportant as ``severity`` or more so.
+
+    Severities count downwards: 0 is an emergency, 7 is debug. Events without one are kept.
+    """
+    if "severity" not in block.schema.names:
+        return block
+    keep = pc.fill_null(pc.less(block.column("severity"), severity), fill_value=True)
+    return block.filter(keep)

@@ -1,0 +1,310 @@
+"""The one contract that every kind of queue keeps.
+
+A queue has two ends. A :class:`Producer` publishes and hears, in the order in which it published,
+how far its events have come. A consumer takes a :class:`Batch` and settles it: ``done()``, or
+``release()`` to have it read again. Kinds differ in where events wait, never in these rules.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from turnlane.events import Event
+    from turnlane.queues.stats import Stats
+
+
+class AckLevel(enum.StrEnum):
+    """How far an event has to come before its producer hears of it."""
+
+    ACCEPTED = "accepted"
+    """The queue holds it."""
+    PERSISTED = "persisted"
+    """It would survive a crash. A queue that keeps nothing on disk says so on delivery."""
+    DELIVERED = "delivered"
+    """A consumer has settled it."""
+
+
+class FullBehavior(enum.StrEnum):
+    """What publishing does when the queue is full."""
+
+    BLOCK = "block"
+    DROP_NEWEST = "drop_newest"
+    DROP_OLDEST = "drop_oldest"
+
+
+class Durability(enum.StrEnum):
+    """What stood behind an ack at the moment it was given."""
+
+    ALWAYS = "always"
+    """Synced to the disk before anyone was told."""
+    INTERVAL = "interval"
+    """Synced to the disk, at most one sync interval after it was accepted."""
+    NEVER = "never"
+    """Written to the operating system: survives the process, not a power loss."""
+    MEMORY = "memory"
+    """In memory only: gone with the process."""
+
+
+class FlowControl(enum.StrEnum):
+    """How a producer behaves before the queue is full."""
+
+    NONE = "none"
+    """It cannot wait (UDP): published at once, up to the bound."""
+    LIGHT = "light"
+    """It can be slowed down (TCP): waits a moment above ``light_delay_mark``."""
+    FULL = "full"
+    """It can wait as long as needed (files): waits above ``full_delay_mark``."""
+
+
+class Outcome(enum.StrEnum):
+    """How an event left the queue. All but the first two are drops, counted by reason."""
+
+    DELIVERED = "delivered"
+    DEAD = "dead"
+    NEWEST = "newest"
+    OLDEST = "oldest"
+    SEVERITY = "severity"
+    SAMPLED = "sampled"
+    CLOSED = "closed"
+    CORRUPT = "corrupt"
+    MISSING = "missing"
+
+    @property
+    def is_drop(self) -> bool:
+        """Whether the event is gone for good."""
+        return self not in (Outcome.DELIVERED, Outcome.DEAD)
+
+
+class Ack(NamedTuple):
+    """What a producer is told: so many more of its events, in publish order, came this far.
+
+    Published events are always ``count`` plus ``dropped`` in the end, unless the queue was closed.
+    """
+
+    count: int
+    dropped: int
+    end: int
+    """Every event of this producer below this offset is covered by this ack or an earlier one."""
+    level: AckLevel
+    durability: Durability
+
+
+class Published(NamedTuple):
+    """What became of a published block."""
+
+    first: int
+    """The offset of its first event in the queue."""
+    accepted: int
+    """How many of its events are now in the queue."""
+    dropped: int
+    """How many the queue's policy shed."""
+    repeated: int
+    """How many were already there: sent again by a producer that had not heard the ack."""
+
+
+AckCallback = Callable[[Ack], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a batch stands: its offsets ``first`` to ``end - 1`` and how often it was handed out."""
+
+    first: int
+    end: int
+    attempt: int = 1
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+
+class Producer(abc.ABC):
+    """The publishing end. Safe to use from several threads; acks then cover all of them."""
+
+    @abc.abstractmethod
+    def publish(
+        self,
+        value: bytes,
+        key: str | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timestamp: int | None = None,
+        severity: int | None = None,
+        source: str | None = None,
+        timeout: float | None = None,
+    ) -> bool:
+        """Publish one event; true if the queue has it, false if its policy dropped it.
+
+        Blocks while the queue is full, first come first served, for ``timeout`` seconds at most
+        (default: the queue's ``full_timeout``), then raises ``QueueFull``. A producer whose level
+        is above ``accepted`` and that has no callback returns only once that level is reached.
+        ``timestamp`` is in microseconds since the epoch (default: now).
+        """
+
+    @abc.abstractmethod
+    def try_publish(
+        self,
+        value: bytes,
+        key: str | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timestamp: int | None = None,
+        severity: int | None = None,
+        source: str | None = None,
+    ) -> bool:
+        """Like :meth:`publish`, but never blocks: false when there is no room at this moment."""
+
+    @abc.abstractmethod
+    def publish_block(
+        self, block: pa.RecordBatch, *, sequence: int | None = None, timeout: float | None = None
+    ) -> Published:
+        """Publish a block of events; a block larger than the queue goes in piece by piece.
+
+        ``sequence`` numbers the block's first event among all that this producer ever published:
+        what the queue already has from it is not taken twice.
+        """
+
+    @abc.abstractmethod
+    def try_publish_block(
+        self, block: pa.RecordBatch, *, sequence: int | None = None
+    ) -> Published | None:
+        """Publish the whole block without blocking, or nothing of it (``None``)."""
+
+    @abc.abstractmethod
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all this producer published has reached its level; false on timeout."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stop publishing. Acks for what was published still come."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Batch(abc.ABC):
+    """Events handed to a consumer, to be settled by exactly one of its verbs.
+
+    As a context manager it is done when the block ends well and released when it raises.
+    """
+
+    place: Place
+
+    @property
+    @abc.abstractmethod
+    def block(self) -> pa.RecordBatch:
+        """The events, in order. Raises ``BatchFreed`` after :meth:`free`."""
+
+    @abc.abstractmethod
+    def free(self) -> None:
+        """Give up the contents once somebody else has them; counts and acks stay."""
+
+    @abc.abstractmethod
+    def done(self) -> None:
+        """Settle the batch as delivered. A second call is harmless."""
+
+    @abc.abstractmethod
+    def dead(self) -> None:
+        """Settle the batch as undeliverable; the caller has kept it as dead letters."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Give the batch back to be read again, its attempt counted. Not after :meth:`free`."""
+
+    @property
+    def attempt(self) -> int:
+        """1 when handed out for the first time."""
+        return self.place.attempt
+
+    def __len__(self) -> int:
+        return len(self.place)
+
+    def __iter__(self) -> Iterator[Event]:
+        from turnlane.events import events_of
+
+        return events_of(self.block, self.place.first)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.done()
+        else:
+            self.release()
+
+
+class Queue(abc.ABC):
+    """A queue of events. Every method may be called from any thread."""
+
+    @abc.abstractmethod
+    def producer(
+        self,
+        *,
+        ack: AckLevel | str = AckLevel.ACCEPTED,
+        on_ack: AckCallback | None = None,
+        flow: FlowControl | str = FlowControl.NONE,
+        producer_id: str | None = None,
+    ) -> Producer:
+        """Make a producer. ``on_ack`` runs on a thread of its own, never on the publisher's."""
+
+    @abc.abstractmethod
+    def get(self, max_events: int | None = None, timeout: float | None = None) -> Batch:
+        """Take the next batch, oldest first; released batches come before fresh ones.
+
+        Blocks until there is one; ``QueueEmpty`` after ``timeout`` seconds, ``QueueClosed`` once
+        the queue is closed, or finished and drained.
+        """
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Take no more events; consumers go on until everything is settled."""
+
+    @abc.abstractmethod
+    def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
+        """Close for good; what is left stays on disk, or is counted as dropped if in memory.
+
+        With ``drain``, first :meth:`finish` and wait until consumers have settled everything, for
+        ``timeout`` seconds at most (default: ``shutdown_timeout``). Nothing is acked by a close.
+        A second call is harmless.
+        """
+
+    @abc.abstractmethod
+    def stats(self) -> Stats:
+        """The ledger, gauges and counters at this moment."""
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The queue's name, for logs, metrics and the ``queue`` column."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,270 @@
+"""The ``direct`` kind: a lane of length zero.
+
+Publishing *is* the consumer's call, on the publisher's own thread, and its failure is the
+publisher's. Nothing waits, so there is nothing to get and nothing to lose.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+from turnlane.clock import SYSTEM_CLOCK, Clock
+from turnlane.errors import BatchFreed, EventTooLarge, NotSupported, QueueClosed, RetryLater
+from turnlane.events import EVENT_OVERHEAD, Block, block_of, prepared
+from turnlane.queues.acks import Dispatcher, Follower, Watermark
+from turnlane.queues.admission import sampled
+from turnlane.queues.batch import BatchState, HeldBatch
+from turnlane.queues.contract import (
+    AckCallback,
+    AckLevel,
+    Batch,
+    Durability,
+    FlowControl,
+    Outcome,
+    Producer,
+    Published,
+    Queue,
+)
+from turnlane.queues.ledger import Totals
+from turnlane.queues.portion import Portion
+from turnlane.queues.positions import Positions
+from turnlane.queues.settings import QueueSettings
+from turnlane.queues.stats import Stats
+
+Consumer = Callable[[Batch], None]
+"""Takes a batch. Returning means done; raising means that nothing of it was delivered."""
+
+
+class DirectQueue(Queue):
+    """Calls ``consumer`` for every event or block published, one call per publish."""
+
+    def __init__(
+        self, settings: QueueSettings, consumer: Consumer, *, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self.settings = settings
+        self.time_ns = clock.time_ns
+        self._consumer = consumer
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._positions = Positions()
+        self._totals = Totals()
+        self._marks = {level: Watermark(level, Durability.MEMORY, 0) for level in AckLevel}
+        self._acks = Dispatcher(settings.name)
+        self._seen = 0
+        self._failed = 0
+        self._running = 0
+        self._closed = False
+
+    def producer(
+        self,
+        *,
+        ack: AckLevel | str = AckLevel.ACCEPTED,
+        on_ack: AckCallback | None = None,
+        flow: FlowControl | str = FlowControl.NONE,
+        producer_id: str | None = None,
+    ) -> DirectProducer:
+        FlowControl(flow)  # nothing waits here, but a wrong word is still wrong
+        if producer_id is not None:
+            msg = "a direct queue keeps nothing by which to tell a repeat"
+            raise NotSupported(msg)
+        if on_ack is None:
+            return DirectProducer(self, AckLevel(ack), None)
+        self._acks.start()
+        return DirectProducer(self, AckLevel(ack), Follower(on_ack))
+
+    def get(self, max_events: int | None = None, timeout: float | None = None) -> NoReturn:
+        del max_events, timeout
+        with self._lock:
+            self._check_open()
+        msg = f"queue {self.name!r} is direct: it calls its consumer and has nothing to get"
+        raise NotSupported(msg)
+
+    def sampled(self, block: Block) -> Block:
+        """What sampling leaves of a block."""
+        interval = self.settings.sampling_interval
+        with self._lock:
+            self._check_open()
+            seen, self._seen = self._seen, self._seen + block.num_rows
+            if interval == 1:
+                return block
+            kept = sampled(block, seen, interval)
+            self._totals.add(Outcome.SAMPLED, block.num_rows - kept.num_rows)
+        return kept
+
+    def deliver(self, block: Block, level: AckLevel, follower: Follower | None) -> int:
+        """Have the consumer take a block; returns its first offset, or raises what it raised."""
+        with self._lock:
+            self._check_open()
+            first = self._positions.end
+            self._positions.end = first + block.num_rows
+            self._running += 1
+        batch = HeldBatch(self, Portion(first, first + block.num_rows, 0, [block]))
+        try:
+            self._consumer(batch)
+            if batch.state is BatchState.RELEASED:
+                msg = f"the consumer of queue {self.name!r} gave the events back"
+                raise RetryLater(msg)
+            batch.done()
+        finally:
+            self._settle(batch, level, follower)
+        return first
+
+    def _settle(self, batch: HeldBatch, level: AckLevel, follower: Follower | None) -> None:
+        with self._lock:
+            place = batch.place
+            self._positions.settle(place.first, place.end)
+            if batch.state is not BatchState.SETTLED:
+                self._failed += len(place)
+            elif follower is not None:
+                self._marks[level].follow(follower, place.first, place.end)
+            for mark in self._marks.values():
+                self._acks.send(mark.advance(self._positions.low))
+            self._running -= 1
+            self._idle.notify_all()
+
+    def free_batch(self, batch: HeldBatch) -> None:
+        """Give up a batch's contents."""
+        batch.freed = True
+        batch.portion.pieces = None
+
+    def settle_batch(self, batch: HeldBatch, outcome: Outcome) -> None:
+        """Count a batch as delivered or dead, once."""
+        with self._lock:
+            if batch.state is BatchState.OUT:
+                batch.state = BatchState.SETTLED
+                self._totals.add(outcome, len(batch))
+
+    def release_batch(self, batch: HeldBatch) -> None:
+        """Refuse a batch: the publisher will hear of it."""
+        if batch.freed:
+            msg = f"batch {batch.place.first} was freed and cannot be released"
+            raise BatchFreed(msg)
+        with self._lock:
+            if batch.state is BatchState.OUT:
+                batch.state = BatchState.RELEASED
+
+    def _check_open(self) -> None:
+        if self._closed:
+            msg = f"queue {self.name!r} is closed"
+            raise QueueClosed(msg)
+
+    def finish(self) -> None:
+        with self._lock:
+            self._closed = True
+
+    def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
+        self.finish()
+        if drain:
+            limit = self.settings.shutdown_timeout if timeout is None else timeout
+            with self._lock:
+                self._idle.wait_for(lambda: not self._running, limit)
+        self._acks.stop()
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
+
+    def stats(self) -> Stats:
+        with self._lock:
+            # Offsets of failed publishes were used but their events never accepted.
+            pending = self._positions.pending
+            return Stats(
+                name=self.name,
+                kind=self.settings.kind.value,
+                ledger=self._totals.ledger(self._positions.end - self._failed, pending),
+                size=pending,
+                bytes=0,
+                max_size=0,
+                max_bytes=None,
+                in_flight=pending,
+                blocked_publishers=0,
+                memory_blocks=0,
+                pushes=self._seen,
+                full_waits=0,
+                releases=self._failed,
+            )
+
+
+class DirectProducer(Producer):
+    """Publishes by calling the consumer. Every level is reached when publish returns."""
+
+    def __init__(self, queue: DirectQueue, level: AckLevel, follower: Follower | None) -> None:
+        self._queue = queue
+        self._level = level
+        self._follower = follower
+        self._closed = False
+
+    def publish(
+        self,
+        value: bytes,
+        key: str | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timestamp: int | None = None,
+        severity: int | None = None,
+        source: str | None = None,
+        timeout: float | None = None,
+    ) -> bool:
+        del timeout  # there is nothing to wait for but the consumer itself
+        stamp = self._queue.time_ns() // 1000 if timestamp is None else timestamp
+        block = block_of(
+            [value],
+            timestamps=stamp,
+            keys=[key],
+            headers=[headers],
+            severities=[severity],
+            sources=[source],
+        )
+        return self._deliver(block).accepted > 0
+
+    def try_publish(
+        self,
+        value: bytes,
+        key: str | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timestamp: int | None = None,
+        severity: int | None = None,
+        source: str | None = None,
+    ) -> bool:
+        return self.publish(
+            value,
+            key,
+            headers=headers,
+            timestamp=timestamp,
+            severity=severity,
+            source=source,
+        )
+
+    def publish_block(
+        self, block: Block, *, sequence: int | None = None, timeout: float | None = None
+    ) -> Published:
+        del timeout
+        if sequence is not None:
+            msg = "a sequence needs a producer made with producer_id"
+            raise ValueError(msg)
+        return self._deliver(prepared(block, self._queue.time_ns))
+
+    def try_publish_block(self, block: Block, *, sequence: int | None = None) -> Published:
+        return self.publish_block(block, sequence=sequence)
+
+    def _deliver(self, block: Block) -> Published:
+        if self._closed:
+            msg = f"this producer of queue {self._queue.name!r} is closed"
+            raise QueueClosed(msg)
+        limit = self._queue.settings.max_event_bytes
+        if block.num_rows == 1 and block.column("value").nbytes + EVENT_OVERHEAD > limit:
+            msg = f"an event of {block.column('value').nbytes} bytes exceeds max_event_bytes {limit}"
+            raise EventTooLarge(msg)
+        kept = self._queue.sampled(block)
+        first = self._queue.deliver(kept, self._level, self._follower) if kept.num_rows else -1
+        return Published(first, kept.num_rows, block.num_rows - kept.num_rows, 0)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        del timeout
+        return True
+
+    def close(self) -> None:
+        self._closed = True

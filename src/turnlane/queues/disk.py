@@ -1,0 +1,117 @@
+"""The ``disk`` kind: an append-only log under a tail in memory, with group commit.
+
+Publishers put events into memory and go on; the writer writes what has gathered, syncs as
+``durability`` says, and only then moves the ``persisted`` watermark. While it syncs, the next group
+gathers, so the more publishers wait, the more of them share a sync. A consumer that keeps up is
+served from the tail and never reads the disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import replace
+
+from turnlane.clock import SYSTEM_CLOCK, Clock
+from turnlane.queues.contract import Durability
+from turnlane.queues.log.files import Disk
+from turnlane.queues.portion import Portion
+from turnlane.queues.settings import QueueSettings
+from turnlane.queues.stored import Job, StoredQueue
+
+JOB_BYTES = 16 << 20
+"""The most that is written at once: more would only make those wait who wait for a sync."""
+
+
+class DiskQueue(StoredQueue):
+    """Everything accepted is written; what is acked ``persisted`` survives any crash."""
+
+    def __init__(
+        self, settings: QueueSettings, *, clock: Clock = SYSTEM_CLOCK, disk: Disk | None = None
+    ) -> None:
+        super().__init__(settings, clock=clock, disk=disk)
+        self._unwritten: deque[Portion] = deque()
+        self._unwritten_bytes = 0
+        self._synced_at = 0.0
+        self.gate.charge(self.positions.pending, self.store.unsettled_bytes())
+        self.start()
+
+    def sealed(self, portion: Portion) -> None:
+        # A copy: consumers cut pieces off the one in the tail.
+        self._unwritten.append(replace(portion))
+        self._unwritten_bytes += portion.size
+        if self._unwritten_bytes >= self.settings.write_buffer:
+            self.work.notify()
+            if self.must_wait():
+                self.gate.hold(True)
+
+    def must_wait(self) -> bool:
+        return self._unwritten_bytes >= self.settings.memory_bytes
+
+    # ── when and what to write ───────────────────────────────────────────────────────────────
+
+    def next_job(self) -> Job:
+        while (pause := self._due_in()) is None or pause > 0:
+            self.idle = pause is None
+            self.rest_heed()
+            self.work.wait(pause)
+            self.idle = False
+        self.rest_heed()
+        return self._job()
+
+    def _due_in(self) -> float | None:
+        """Seconds until there is something to do; ``None`` if nothing is known of."""
+        if self.stopping or self.urgent or self.can_retire():
+            return 0.0
+        if self._unwritten_bytes >= self.settings.write_buffer:
+            return 0.0
+        if not self._has_unsynced() and not self.untidy():
+            return None
+        return max(0.0, self._synced_at + self._interval() - time.monotonic())
+
+    def _has_unsynced(self) -> bool:
+        written = self.store.log
+        unsynced = self.durability is not Durability.NEVER and written.synced_end < written.end
+        return unsynced or bool(self._unwritten or self.tail.open.values)
+
+    def _interval(self) -> float:
+        if self.durability is Durability.ALWAYS:
+            return 0.0
+        if self.durability is Durability.NEVER:
+            return self.settings.stale_flush
+        return min(self.settings.sync_interval, self.settings.stale_flush)
+
+    def _job(self) -> Job:
+        """Everything gathered, and what belongs to the interval if that is over."""
+        due = time.monotonic() >= self._synced_at + self._interval()
+        if due or self.urgent or self.stopping:
+            self.tail.seal()
+        portions, size = [], 0
+        for portion in self._unwritten:
+            if portions and size + portion.size > JOB_BYTES:
+                break
+            portions.append(portion)
+            size += portion.size
+        if due:
+            self._synced_at = time.monotonic()
+        whole = len(portions) == len(self._unwritten)
+        sync = self.durability is not Durability.NEVER and (due or self.urgent or self.stopping)
+        tidy = due or self.stopping or self.can_retire()
+        return Job(portions, sync=sync, tidy=tidy and whole)
+
+    def committed(self) -> None:
+        end = self.store.log.end
+        while self._unwritten and self._unwritten[0].end <= end:
+            self._unwritten_bytes -= self._unwritten.popleft().size
+        self._evict_tail(end)
+
+    def _evict_tail(self, written: int) -> None:
+        """Keep the tail within its bound; what leaves it is on disk."""
+        while self.tail.bytes > self.settings.memory_bytes:
+            oldest = self.tail.oldest()
+            if oldest is None or oldest.end > written:
+                return
+            self.tail.drop_oldest()
+
+    def left_over(self) -> int:
+        return sum(map(len, self._unwritten)) + len(self.tail.open)

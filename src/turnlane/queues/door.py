@@ -1,0 +1,114 @@
+"""The policies a publisher meets on its way in: sampling, shedding, flow control, a full queue.
+
+Everything here runs under the queue's lock, except standing in line.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from turnlane.errors import QueueFull
+from turnlane.queues.admission import Gate, Waiter
+from turnlane.queues.contract import FlowControl, FullBehavior, Outcome
+from turnlane.queues.entries import PublishEntry
+from turnlane.queues.settings import QueueSettings
+
+
+class Door:
+    """Applies a queue's settings to what wants in.
+
+    ``evict(events)`` settles that many of the oldest unread events and says whether there were
+    any; ``drop(outcome, events)`` counts events that were turned away.
+    """
+
+    def __init__(
+        self,
+        settings: QueueSettings,
+        gate: Gate,
+        lock: threading.Lock,
+        evict: Callable[[int], bool],
+        drop: Callable[[Outcome, int], None],
+    ) -> None:
+        self._settings = settings
+        self._gate = gate
+        self._lock = lock
+        self._calmer = threading.Condition(lock)
+        self._evict = evict
+        self._drop = drop
+        self._seen = 0
+        self.full_waits = 0
+        """Times a publisher found the queue full."""
+
+    @property
+    def blocks(self) -> bool:
+        """Whether publishers wait when the queue is full, rather than events being dropped."""
+        return self._settings.full_behavior is FullBehavior.BLOCK
+
+    def calm_depth(self, flow: FlowControl) -> int:
+        """The depth below which a publisher with this flow control needs no second look."""
+        if self._settings.sampling_interval > 1:
+            return -1
+        marks = (self._gate.size, self._settings.marks.discard, self._mark(flow))
+        return min(mark for mark in marks if mark is not None)
+
+    def _mark(self, flow: FlowControl) -> int | None:
+        if flow is FlowControl.NONE:
+            return None
+        marks = self._settings.marks
+        return marks.light_delay if flow is FlowControl.LIGHT else marks.full_delay
+
+    def screen(self, entry: PublishEntry, flow: FlowControl) -> None:
+        """Take out of the entry what sampling and load shedding drop; slow its publisher down."""
+        interval = self._settings.sampling_interval
+        if interval > 1:
+            seen, self._seen = self._seen, self._seen + entry.events
+            self._drop(Outcome.SAMPLED, entry.sample(seen, interval))
+        severity, mark = self._settings.discard_severity, self._settings.marks.discard
+        if severity is not None and mark is not None and self._gate.depth >= mark:
+            self._drop(Outcome.SEVERITY, entry.shed(severity))
+        if entry.events:
+            self._slow_down(flow)
+
+    def _slow_down(self, flow: FlowControl) -> None:
+        mark = self._mark(flow)
+        if mark is not None:
+            limit = self._settings.light_delay if flow is FlowControl.LIGHT else None
+            self._calmer.wait_for(lambda: self._gate.depth < mark or self._gate.closed, limit)
+
+    def calm(self) -> None:
+        """There is more room: publishers that were slowed down look again."""
+        self._calmer.notify_all()
+
+    def make_room(self, entry: PublishEntry) -> bool:
+        """Apply a dropping policy to a full queue; false if the entry may not come in."""
+        self.full_waits += 1
+        if self._settings.full_behavior is FullBehavior.DROP_OLDEST:
+            while not self._gate.fits(entry.events, entry.size) and self._evict(
+                self._surplus(entry)
+            ):
+                pass
+        if not self._gate.fits(entry.events, entry.size):
+            self._drop(Outcome.NEWEST, entry.keep(self._gate.room))
+        if not self._gate.fits(entry.events, entry.size):
+            self._drop(Outcome.NEWEST, entry.keep(0))
+        return entry.events > 0
+
+    def _surplus(self, entry: PublishEntry) -> int:
+        """How many events have to go, judged by the average size."""
+        gate = self._gate
+        excess = gate.bytes + entry.size - gate.max_bytes
+        by_bytes = -(-excess * gate.depth // max(1, gate.bytes))
+        return max(1, gate.depth + entry.events - gate.size, by_bytes)
+
+    def stand_in_line(self, waiter: Waiter, timeout: float | None) -> None:
+        """Wait to be let in. Not under the lock."""
+        limit = self._settings.full_timeout if timeout is None else timeout
+        if not waiter.wait(limit):
+            with self._lock:
+                if not waiter.woken:
+                    self._gate.leave(waiter)
+                    msg = f"queue {self._settings.name!r} had no room for {limit:g} s"
+                    raise QueueFull(msg)
+        if waiter.refused:
+            self._gate.check_open(self._settings.name)

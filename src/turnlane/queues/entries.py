@@ -1,0 +1,145 @@
+"""What stands at a queue's door: one event, or one block of events."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from turnlane.events import Block
+from turnlane.queues.acks import Ticket
+from turnlane.queues.admission import Entry, sampled, shed
+from turnlane.queues.contract import Published
+from turnlane.queues.log.position import Stamp
+
+if TYPE_CHECKING:
+    from turnlane.queues.producer import HoldingProducer
+
+Annotations = tuple[str | None, Mapping[str, str] | None, int | None, str | None]
+
+
+class PublishEntry(Entry):
+    """Something a producer publishes; once ``inside``, ``ticket`` is what it has to wait for."""
+
+    def __init__(self, producer: HoldingProducer) -> None:
+        self.producer = producer
+        self.ticket: Ticket | None = None
+        self.inside = False
+
+    @property
+    def is_repeat(self) -> bool:
+        """Whether the queue has all of it already."""
+        return False
+
+    @abc.abstractmethod
+    def sample(self, seen: int, interval: int) -> int:
+        """Keep one of ``interval`` events; returns how many that drops."""
+
+    @abc.abstractmethod
+    def shed(self, severity: int) -> int:
+        """Drop events no more important than ``severity``; returns how many."""
+
+    @abc.abstractmethod
+    def keep(self, events: int) -> int:
+        """Keep only the first ``events``; returns how many that drops."""
+
+
+class EventEntry(PublishEntry):
+    """A single event."""
+
+    def __init__(
+        self,
+        producer: HoldingProducer,
+        value: bytes,
+        stamp: int,
+        size: int,
+        rest: Annotations,
+    ) -> None:
+        super().__init__(producer)
+        self.events = 1
+        self.size = size
+        self._value = value
+        self._stamp = stamp
+        self._rest = rest
+
+    def enter(self) -> None:
+        queue = self.producer.queue
+        first = queue.append_event(self._value, self._stamp, self.size, self._rest)
+        self.ticket = self.producer.entered(first, first + 1)
+        self.inside = True
+
+    def sample(self, seen: int, interval: int) -> int:
+        return self.keep(0 if seen % interval else 1)
+
+    def shed(self, severity: int) -> int:
+        own = self._rest[2]
+        return self.keep(0 if own is not None and own >= severity else 1)
+
+    def keep(self, events: int) -> int:
+        dropped = max(0, self.events - events)
+        self.events -= dropped
+        return dropped
+
+
+class BlockEntry(PublishEntry):
+    """A block, possibly numbered by its producer so that repeats can be told."""
+
+    def __init__(self, producer: HoldingProducer, block: Block, sequence: int | None) -> None:
+        super().__init__(producer)
+        self.published = Published(-1, 0, 0, 0)
+        self._sequence = sequence
+        self._end_sequence = None if sequence is None else sequence + block.num_rows
+        self._set(block)
+
+    def _set(self, block: Block) -> None:
+        self._block = block
+        self.events = block.num_rows
+        self.size = block.nbytes
+
+    def drop_repeats(self) -> None:
+        """Leave out what the queue has from this producer already."""
+        producer_id = self.producer.hashed_id
+        if self._sequence is None or producer_id is None:
+            return
+        known = self.producer.queue.sequences.get(producer_id, 0)
+        repeated = min(max(0, known - self._sequence), self.events)
+        self._set(self._block.slice(repeated))
+        self._sequence += repeated
+        self.published = self.published._replace(repeated=self.published.repeated + repeated)
+
+    @property
+    def is_repeat(self) -> bool:
+        return not self.events and self.published.repeated > 0 and not self.published.dropped
+
+    def enter(self) -> None:
+        queue = self.producer.queue
+        # Again, now that it is this entry's turn: the same block may have come in by another
+        # connection while it stood in line.
+        self.drop_repeats()
+        stamp = self._number()
+        first = queue.append_block(self._block, self.size, stamp) if self.events else queue.end
+        self.published = self.published._replace(first=first, accepted=self.events)
+        self.ticket = self.producer.entered(first, first + self.events)
+        self.inside = True
+
+    def _number(self) -> Stamp | None:
+        producer_id = self.producer.hashed_id
+        if producer_id is None or self._end_sequence is None:
+            return None
+        self.producer.queue.numbered(producer_id, self._end_sequence)
+        return Stamp(producer_id, self._end_sequence)
+
+    def sample(self, seen: int, interval: int) -> int:
+        return self._reduce(sampled(self._block, seen, interval))
+
+    def shed(self, severity: int) -> int:
+        return self._reduce(shed(self._block, severity))
+
+    def keep(self, events: int) -> int:
+        return self._reduce(self._block.slice(0, max(0, events)))
+
+    def _reduce(self, block: Block) -> int:
+        dropped = self.events - block.num_rows
+        self._set(block)
+        self.published = self.published._replace(dropped=self.published.dropped + dropped)
+        return dropped

@@ -1,0 +1,168 @@
+"""The directory of a queue on disk: who it belongs to, and who holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from turnlane.errors import DirectoryLocked, DirectoryUnusable, NotAQueue
+from turnlane.queues.log.chunks import chunk_name, list_chunks, read_schema
+from turnlane.queues.log.files import Disk
+from turnlane.queues.log.quarantine import Quarantine
+
+FORMAT = 1
+"""The version of ``docs/disk-format.md`` that this code reads and writes."""
+
+IDENTITY = "queue.json"
+LOCK = "lock"
+
+_PID_WIDTH = 20
+
+
+class QueueDirectory:
+    """A queue's directory. As a context manager it is closed at the end.
+
+    :meth:`open` holds it for this object alone, in this process and all others, until
+    :meth:`close`; :meth:`read_only` holds nothing.
+    """
+
+    def __init__(self, path: Path, queue_id: str, name: str, release: Callable[[], None]) -> None:
+        """Use :meth:`open` or :meth:`read_only`."""
+        self.path = path
+        self.queue_id = queue_id
+        """32 hex digits; empty if nothing in a directory that was opened for reading tells it."""
+        self.name = name
+        """The name the queue was created with."""
+        self._release: Callable[[], None] | None = release
+
+    @classmethod
+    def open(cls, path: Path, disk: Disk, name: str | None = None) -> Self:
+        """Lock the directory, made if need be, and find the queue's identity, or give it one.
+
+        ``name`` is for a new queue (default: the directory's). Raises ``DirectoryLocked`` if
+        someone else holds it, ``DirectoryUnusable`` if it cannot be written, and ``NotAQueue``,
+        having changed nothing, if its format is unknown.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            _read_identity(path, disk)
+            with contextlib.ExitStack() as held:
+                held.callback(disk.close, _lock(path, disk))
+                identity = _read_identity(path, disk) or _give_identity(path, disk, name)
+                return cls(path, identity.queue_id, identity.name, held.pop_all().close)
+        except OSError as error:
+            raise DirectoryUnusable(f"{path}: {error.strerror or error}") from error
+
+    @classmethod
+    def read_only(cls, path: Path, disk: Disk) -> Self:
+        """Look at a directory, held by somebody or not; writes nothing.
+
+        Raises ``NotAQueue`` if there is no queue, or none of a format that is known.
+        """
+        try:
+            identity = _read_identity(path, disk)
+            if identity is None and not list_chunks(path, disk):
+                raise NotAQueue(f"{path}: holds neither {IDENTITY} nor chunks")
+        except OSError as error:
+            raise NotAQueue(f"{path}: {error.strerror or error}") from error
+        identity = identity or _Identity(_id_in_chunks(path, disk) or "", path.name)
+        return cls(path, identity.queue_id, identity.name, lambda: None)
+
+    def close(self) -> None:
+        """Let go of the directory; a second call is harmless."""
+        release, self._release = self._release, None
+        if release:
+            release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Identity(NamedTuple):
+    queue_id: str
+    name: str
+
+
+def _lock(path: Path, disk: Disk) -> int:
+    """Lock the directory for as long as the descriptor is open."""
+    fd = disk.open(path / LOCK, create=True)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = bytes(disk.read(fd, _PID_WIDTH, 0)).decode(errors="replace").strip()
+        disk.close(fd)
+        raise DirectoryLocked(f"{path}: held by process {holder or 'unknown'}") from None
+    # The number is for people only: a full disk must not keep the queue from opening. It is
+    # written over the former one, never cut first, for a full disk gives no block back.
+    with contextlib.suppress(OSError):
+        disk.write(fd, [f"{os.getpid():<{_PID_WIDTH}}\n".encode()], 0)
+    return fd
+
+
+def _read_identity(path: Path, disk: Disk) -> _Identity | None:
+    """What queue.json says; nothing if it is missing or unreadable."""
+    try:
+        fd = disk.open(path / IDENTITY, write=False)
+    except FileNotFoundError:
+        return None
+    try:
+        data = bytes(disk.read(fd, min(disk.size(fd), 1 << 16), 0))
+    finally:
+        disk.close(fd)
+    return _parse_identity(path, data)
+
+
+def _parse_identity(path: Path, data: bytes) -> _Identity | None:
+    try:
+        values = json.loads(data)
+        known = values["format"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    if known != FORMAT:
+        raise NotAQueue(f"{path}: its format is {known!r}; this turnlane knows {FORMAT}")
+    queue_id, name = values.get("queue_id"), values.get("name")
+    if not isinstance(queue_id, str) or not isinstance(name, str) or not _is_id(queue_id):
+        return None
+    return _Identity(queue_id, name)
+
+
+def _is_id(text: str) -> bool:
+    return len(text) == 32 and not set(text) - set("0123456789abcdef")
+
+
+def _give_identity(path: Path, disk: Disk, name: str | None) -> _Identity:
+    """Write queue.json, with the id that the chunks have, or a new one."""
+    identity = _Identity(_id_in_chunks(path, disk) or uuid.uuid4().hex, name or path.name)
+    if (path / IDENTITY).exists():
+        Quarantine(path, disk).move(path / IDENTITY)
+    text = json.dumps({"format": FORMAT, **identity._asdict()})
+    disk.write_whole(path / IDENTITY, text.encode() + b"\n")
+    return identity
+
+
+def _id_in_chunks(path: Path, disk: Disk) -> str | None:
+    """The queue id in the newest chunk that has a readable one: older ones may be foreign."""
+    for first in reversed(list_chunks(path, disk)):
+        fd = disk.open(path / chunk_name(first), write=False)
+        try:
+            schema = read_schema(disk, fd)
+        finally:
+            disk.close(fd)
+        if schema and _is_id(schema.queue_id):
+            return schema.queue_id
+    return None

@@ -1,0 +1,112 @@
+"""Every byte that the log reads or writes passes through here.
+
+One thin layer over the operating system, so that ``turnlane.testing.FaultyDisk`` has one place at
+which to fail, fill up, tear or delay.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+Buffers = Sequence["pa.Buffer | bytes | bytearray | memoryview"]
+
+IOV_MAX = 1024
+"""Linux's limit on the buffers of one vectored write."""
+
+
+class Disk:
+    """The real disk. Methods raise ``OSError`` and nothing else."""
+
+    def open(self, path: Path, *, create: bool = False, write: bool = True) -> int:
+        """Open a file and return its descriptor."""
+        flags = os.O_CLOEXEC | (os.O_RDWR if write else os.O_RDONLY)
+        return os.open(path, flags | (os.O_CREAT if create else 0), 0o644)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+        os.close(fd)
+
+    def write(self, fd: int, buffers: Buffers, at: int) -> None:
+        """Write all the buffers, one after the other, from byte ``at`` on."""
+        rest = [memoryview(buffer).cast("B") for buffer in buffers if len(memoryview(buffer))]
+        while rest:
+            done = os.pwritev(fd, rest[:IOV_MAX], at)
+            at += done
+            while rest and done >= len(rest[0]):
+                done -= len(rest.pop(0))
+            if rest and done:
+                rest[0] = rest[0][done:]
+
+    def read(self, fd: int, length: int, at: int) -> pa.Buffer:
+        """Read ``length`` bytes from byte ``at`` on; fewer at the end of the file.
+
+        The memory is Arrow's, which its pool uses again: fresh memory for every frame would cost
+        more in page faults than the reading itself.
+        """
+        buffer = pa.allocate_buffer(length)
+        view = memoryview(buffer)
+        done = 0
+        while done < length:
+            got = os.preadv(fd, [view[done:]], at + done)
+            if not got:
+                break
+            done += got
+        return buffer.slice(0, done)
+
+    def sync(self, fd: int) -> None:
+        """Return once the file's data is on the device."""
+        os.fdatasync(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        """Return once the directory's entries are on the device."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def truncate(self, fd: int, size: int) -> None:
+        """Cut the file to ``size`` bytes."""
+        os.ftruncate(fd, size)
+
+    def allocate(self, fd: int, size: int) -> None:
+        """Reserve ``size`` bytes on the device, so that writing them later cannot fail for space."""
+        os.posix_fallocate(fd, 0, size)
+
+    def size(self, fd: int) -> int:
+        """The file's length."""
+        return os.fstat(fd).st_size
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Rename, replacing ``new``."""
+        old.replace(new)
+
+    def unlink(self, path: Path) -> None:
+        """Delete a file."""
+        path.unlink()
+
+    def listing(self, path: Path) -> list[str]:
+        """The names in a directory, sorted."""
+        return sorted(os.listdir(path))
+
+    def free_bytes(self, path: Path) -> int:
+        """Bytes that an unprivileged process may still write."""
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize
+
+    def write_whole(self, path: Path, data: bytes) -> None:
+        """Replace a file's content in one durable step."""
+        temporary = path.with_name(path.name + ".new")
+        fd = self.open(temporary, create=True)
+        try:
+            self.truncate(fd, 0)
+            self.write(fd, [data], 0)
+            self.sync(fd)
+        finally:
+            self.close(fd)
+        self.rename(temporary, path)
+        self.sync_directory(path.parent)

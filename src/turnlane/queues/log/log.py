@@ -1,0 +1,429 @@
+"""The log: blocks of events appended to chunk files, by one thread, and read by others.
+
+Everything that is written here is either whole or cut off again. ``append`` writes, ``sync`` makes
+durable, ``rescue`` saves what a failed sync has left in doubt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple, Self
+
+import pyarrow as pa
+
+from turnlane.errors import Bug
+from turnlane.queues.log import columns
+from turnlane.queues.log.catalog import Catalog, Chunk, ChunkSpan
+from turnlane.queues.log.chunks import chunk_name, schema_frame
+from turnlane.queues.log.compression import Compression
+from turnlane.queues.log.files import Disk
+from turnlane.queues.log.frames import Data, FrameKind, encode, pack_stamps
+from turnlane.queues.log.messages import Messages
+from turnlane.queues.log.position import Position, Stamp
+from turnlane.queues.log.quarantine import Quarantine
+from turnlane.queues.log.reader import Fault, Found, LogReader
+from turnlane.queues.log.recovery import Recovered, Recovery
+from turnlane.queues.log.rescue import rescue_chunk
+
+__all__ = ["ChunkSpan", "Fault", "Found", "Log", "LogReader", "Position", "SyncFailed"]
+
+_log = logging.getLogger(__name__)
+
+_MEASURE_BYTES = 16 << 20
+"""Written without a sync, this much is one measurement of the disk's speed."""
+
+
+class SyncFailed(OSError):
+    """The disk could not promise to keep what was written: ``rescue()`` before anything else."""
+
+
+class _Planned(NamedTuple):
+    first: int
+    block: pa.RecordBatch
+    schema: pa.Schema
+    stamps: Sequence[Stamp]
+
+
+class _Group:
+    """Frames that go into one chunk with one write."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Data] = []
+        self.size = 0
+        self.starts: list[tuple[int, int]] = []
+        self.end = 0
+
+    def add(self, frame: list[Data], first: int, count: int) -> None:
+        self.starts.append((first, self.size))
+        self.buffers += frame
+        self.size += sum(len(piece) for piece in frame)
+        self.end = first + count
+
+
+class Log:
+    """An open log. One thread writes; :meth:`reader` gives others a view of what is published."""
+
+    def __init__(
+        self,
+        directory: Path,
+        disk: Disk,
+        found: Recovered,
+        *,
+        queue_id: str,
+        chunk_size: int,
+        compression: Compression,
+        floor: int,
+        sync_on_rotate: bool,
+    ) -> None:
+        self._directory = directory
+        self._disk = disk
+        self._queue_id = queue_id
+        self._chunk_size = chunk_size
+        self._compression = compression
+        self._sync_on_rotate = sync_on_rotate
+        self._quarantine = Quarantine(directory, disk)
+        self._catalog = Catalog(found.chunks)
+        self._end = max(found.end, floor)
+        self.synced_end = self._end
+        self.torn_bytes = found.torn_bytes
+        self.recovered_stamps = found.stamps
+        self.recovered_events_bytes = found.events_bytes
+        self.rotations = 0
+        self._active: Chunk | None = None
+        self._fd = -1
+        self._schema = columns.EMPTY
+        self._fitting = columns.Fitting()
+        self._messages = Messages(columns.EMPTY)
+        self._entries_unsynced = False
+        self._sync_failed = False
+        self._uncut = False
+        self._resumable = -1
+        self._unmeasured = (0, 0.0)
+        self._resume(found)
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        disk: Disk,
+        *,
+        queue_id: str,
+        chunk_size: int,
+        compression: Compression,
+        hint: Position | None = None,
+        floor: int = 0,
+        sync_on_rotate: bool = True,
+    ) -> Self:
+        """Recover the log and open it. ``floor`` is the lowest offset that may come next.
+
+        Raises ``NotAQueue`` for an unknown format and ``OSError`` if the directory cannot be read.
+        """
+        found = Recovery(directory, disk, queue_id).run(hint)
+        return cls(
+            directory,
+            disk,
+            found,
+            queue_id=queue_id,
+            chunk_size=chunk_size,
+            compression=compression,
+            floor=floor,
+            sync_on_rotate=sync_on_rotate,
+        )
+
+    def _resume(self, found: Recovered) -> None:
+        """Go on in the last chunk, unless its end is in doubt or offsets are skipped after it."""
+        if not found.chunks:
+            return
+        for chunk in found.chunks[:-1]:
+            chunk.synced_size, chunk.synced_end = chunk.size, chunk.end
+        # What recovery read back may never have been synced: the first sync covers it.
+        last = found.chunks[-1]
+        last.synced_end = self.synced_end = last.first
+        self._schema = last.schema or columns.EMPTY
+        if found.appendable and self._end == last.end:
+            self._active, self._fd = last, self._disk.open(last.path)
+
+    # What there is
+
+    @property
+    def end(self) -> int:
+        """The offset that comes next."""
+        return self._end
+
+    @property
+    def start(self) -> int:
+        """The first offset on disk; ``end`` if there is none."""
+        chunks = self._catalog.chunks
+        return chunks[0].first if chunks else self._end
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all chunk files."""
+        return sum(chunk.size for chunk in self._catalog.chunks)
+
+    @property
+    def position(self) -> Position:
+        """Where the log ends: the hint from which the next recovery starts to look."""
+        if self._active is None:
+            return Position(self._end, 0, self._end)
+        return Position(self._active.first, self._active.size, self._end)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns that have had values."""
+        return self._schema
+
+    def inactive_chunks(self) -> list[ChunkSpan]:
+        """The chunks that may be removed once everything in them is settled."""
+        active = -1 if self._active is None else self._active.first
+        return [span for span in self.chunks() if span.first != active]
+
+    def chunks(self) -> list[ChunkSpan]:
+        """All chunks, oldest first; the last one's end is the log's."""
+        return self._catalog.spans(self._end)
+
+    def reader(self) -> LogReader:
+        """A new reader, to be used by one thread at a time."""
+        return LogReader(self, self._catalog, self._disk, self._quarantine, self._queue_id)
+
+    # Appending
+
+    def append(self, first: int, block: pa.RecordBatch, stamps: Sequence[Stamp] = ()) -> None:
+        """Write one block as one frame; ``first`` may leave a gap after ``end``.
+
+        If it raises, nothing has changed and the same call may be made again: ``SchemaMismatch``
+        for a column of another type, ``SyncFailed`` when a rotation could not sync, ``OSError``.
+        """
+        self.append_many(first, [block], stamps)
+
+    def append_many(
+        self, first: int, blocks: Sequence[pa.RecordBatch], stamps: Sequence[Stamp] = ()
+    ) -> None:
+        """Write several blocks, each as a frame, with as few writes as chunks allow.
+
+        The stamps go with the last frame: a crash before it means a repeat, never a loss. When it
+        raises ``OSError`` some blocks may be in (see ``end``); the same call goes on after them.
+        """
+        self._require_synced()
+        if first < self._end and first != self._resumable:
+            raise Bug(f"offset {first} was appended before: the log ends at {self._end}")
+        self._resumable = first
+        group = _Group()
+        for planned in list(self._plan(first, blocks, stamps)):
+            frame = self._frame(planned)
+            size = sum(len(piece) for piece in frame)
+            if self._needs_chunk(planned.schema, group.size, size):
+                self._write(group)
+                group = _Group()
+                self._start_chunk(planned.first, planned.schema)
+            group.add(frame, planned.first, planned.block.num_rows)
+        self._write(group)
+        self._resumable = -1
+
+    def _plan(
+        self, first: int, blocks: Sequence[pa.RecordBatch], stamps: Sequence[Stamp]
+    ) -> Iterator[_Planned]:
+        """What is still to be written, each with its chunk's schema. Changes nothing."""
+        schema = self._schema
+        for number, block in enumerate(blocks, 1):
+            if block.num_rows and first >= self._end:
+                schema, fitted = self._fitting.fit(schema, block)
+                yield _Planned(first, fitted, schema, stamps if number == len(blocks) else ())
+            first += block.num_rows
+
+    def _frame(self, planned: _Planned) -> list[Data]:
+        if self._messages.schema is not planned.schema:
+            self._messages = Messages(planned.schema)
+        payload = self._messages.message(planned.block)
+        if planned.stamps:
+            payload.insert(0, pack_stamps(planned.stamps))
+        packed = self._compression.pack(payload)
+        return encode(
+            FrameKind.EVENTS,
+            planned.first,
+            planned.block.num_rows,
+            payload if packed is None else [packed],
+            snappy=packed is not None,
+            stamped=bool(planned.stamps),
+        )
+
+    def _needs_chunk(self, schema: pa.Schema, pending: int, size: int) -> bool:
+        active, known = self._active, self._catalog.chunks
+        if active is None or schema is not self._schema:
+            return True
+        if not known or known[-1] is not active:
+            return True  # a reader found that somebody deleted the file
+        used = active.size + pending
+        return used > active.data_start and used + size > self._chunk_size
+
+    def _write(self, group: _Group) -> None:
+        active = self._active
+        if active is None or not group.size:
+            return
+        if self._uncut:
+            self._cut_back(active)
+        started = perf_counter()
+        try:
+            self._disk.write(self._fd, group.buffers, active.size)
+        except OSError:
+            self._uncut = True
+            with contextlib.suppress(OSError):
+                self._cut_back(active)
+            raise
+        self._measure(group.size, perf_counter() - started)
+        for offset, byte in group.starts:
+            active.mark(offset, active.size + byte)
+        # Readers look at the end first: it must never promise what the size does not yet cover.
+        active.size += group.size
+        active.end = group.end
+        self._end = group.end
+
+    def _cut_back(self, active: Chunk) -> None:
+        """Cut off a write that failed; until that works nothing may be written after it."""
+        self._disk.truncate(self._fd, active.size)
+        self._uncut = False
+
+    def _measure(self, size: int, seconds: float, *, synced: bool = False) -> None:
+        size, seconds = self._unmeasured[0] + size, self._unmeasured[1] + seconds
+        if synced or size >= _MEASURE_BYTES:
+            self._compression.wrote(size, seconds)
+            size, seconds = 0, 0.0
+        self._unmeasured = (size, seconds)
+
+    # Chunks
+
+    def rotate(self) -> None:
+        """Start another chunk, so that the former can be removed. Nothing if it has no events."""
+        self._require_synced()
+        if self._active is not None and self._active.first < self._end:
+            self._start_chunk(self._end, self._schema)
+
+    def retire(self) -> None:
+        """Write no more to the active chunk, so that it can be removed. Needs no space."""
+        if self._active is not None and self._active.first < self._end:
+            self._disk.close(self._fd)
+            self._active, self._fd, self._uncut = None, -1, False
+
+    def remove(self, first: int) -> None:
+        """Delete the chunk named ``first``, whose events are all settled; not the active one."""
+        chunk = self._catalog.named(first)
+        if chunk is None:
+            return
+        if chunk is self._active:
+            raise Bug("the active chunk cannot be removed; rotate or retire it first")
+        if chunk.unsaved:
+            self._quarantine.move(chunk.path)
+        else:
+            self._disk.unlink(chunk.path)
+        self._catalog.discard(chunk)
+
+    def _start_chunk(self, first: int, schema: pa.Schema) -> None:
+        if self._sync_on_rotate:
+            self.sync()
+        path = self._directory / chunk_name(first)
+        frame = schema_frame(schema, first, self._queue_id)
+        former = self._catalog.named(first)
+        if former is not None and former.unsaved:
+            self._quarantine.move(former.path)
+        fd = self._create(path, frame)
+        size = sum(len(piece) for piece in frame)
+        chunk = Chunk(first, path, size, first, schema, size, synced_end=first)
+        self._switch(chunk, fd)
+        self.rotations += 1
+
+    def _create(self, path: Path, frame: list[Data]) -> int:
+        """Create a chunk under its name only once its schema is in it."""
+        temporary = path.with_name(path.name + ".new")
+        fd = self._disk.open(temporary, create=True)
+        try:
+            if self._disk.size(fd):
+                # Not otherwise: ext4 flushes a file that was cut to nothing when it is closed.
+                self._disk.truncate(fd, 0)
+            self._disk.write(fd, frame, 0)
+            self._disk.rename(temporary, path)
+        except OSError:
+            self._disk.close(fd)
+            with contextlib.suppress(OSError):
+                self._disk.unlink(temporary)
+            raise
+        # The next sync covers it: until then nothing in the chunk counts as synced anyway.
+        self._entries_unsynced = True
+        return fd
+
+    def _switch(self, chunk: Chunk, fd: int) -> None:
+        self._catalog.add(chunk)
+        if self._fd >= 0:
+            self._disk.close(self._fd)
+        self._active, self._fd, self._schema = chunk, fd, chunk.schema or columns.EMPTY
+        self._uncut = False
+
+    # Durability
+
+    def sync(self) -> None:
+        """Return once everything appended is on the device. Raises ``SyncFailed``."""
+        self._require_synced()
+        end = self._end
+        for chunk in self._unsynced():
+            started = perf_counter()
+            try:
+                self._sync_chunk(chunk)
+                self._sync_entries()
+            except OSError as error:
+                self._sync_failed = True
+                raise SyncFailed(error.errno, f"sync failed: {error.strerror}") from error
+            chunk.synced_size, chunk.synced_end = chunk.size, chunk.end
+            self._measure(0, perf_counter() - started, synced=True)
+        self.synced_end = end
+
+    def _unsynced(self) -> list[Chunk]:
+        return [chunk for chunk in self._catalog.chunks if chunk.synced_size < chunk.size]
+
+    def _sync_chunk(self, chunk: Chunk) -> None:
+        if chunk is self._active:
+            self._disk.sync(self._fd)
+            return
+        fd = self._disk.open(chunk.path)
+        try:
+            self._disk.sync(fd)
+        finally:
+            self._disk.close(fd)
+
+    def _sync_entries(self) -> None:
+        if self._entries_unsynced:
+            self._disk.sync_directory(self._directory)
+            self._entries_unsynced = False
+
+    def rescue(self) -> list[tuple[int, int]]:
+        """After ``SyncFailed``: save what was not synced to new chunks, and sync those.
+
+        Returns the offsets [first, end) that could not be read back. Raises ``OSError`` if it did
+        not succeed; then call it again.
+        """
+        lost: list[tuple[int, int]] = []
+        for chunk in self._unsynced():
+            saved, fd, gone = rescue_chunk(
+                chunk, self._catalog, self._disk, self._quarantine, self._queue_id
+            )
+            lost += gone
+            if chunk is self._active:
+                self._switch(saved, fd)
+            else:
+                self._disk.close(fd)
+        self._sync_entries()
+        self._sync_failed = False
+        self.synced_end = self._end
+        return lost
+
+    def _require_synced(self) -> None:
+        if self._sync_failed:
+            raise SyncFailed(5, "a sync has failed before: rescue() first")
+
+    def close(self) -> None:
+        """Close the files. Syncs nothing."""
+        if self._fd >= 0:
+            self._disk.close(self._fd)
+        self._active, self._fd = None, -1

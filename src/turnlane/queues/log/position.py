@@ -1,0 +1,20 @@
+"""What log and journal hand to each other, apart so that neither has to import the other."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Position(NamedTuple):
+    """A place in the log: byte `byte` of the chunk named `chunk`, where offset `end` comes next."""
+
+    chunk: int
+    byte: int
+    end: int
+
+
+class Stamp(NamedTuple):
+    """What a producer has published: its hashed id (16 bytes) and the sequence it has not yet."""
+
+    producer: bytes
+    next_sequence: int

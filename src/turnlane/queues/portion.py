@@ -1,0 +1,48 @@
+"""A run of consecutive events on its way through a queue, with or without its contents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from turnlane.events import Block
+from turnlane.queues.log.position import Stamp
+
+
+@dataclass(slots=True)
+class Portion:
+    """Offsets ``first`` to ``end - 1``; ``pieces`` is ``None`` while the events are elsewhere."""
+
+    first: int
+    end: int
+    size: int
+    """Bytes that it counts for."""
+    pieces: Sequence[Block] | None
+    attempt: int = 1
+    stamps: Sequence[Stamp] = ()
+    """The numbered producers whose events it completes."""
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+    def head(self, events: int) -> Portion:
+        """Cut off and return the first ``events``; what stays is the rest."""
+        cut = self.first + events
+        size = self.size * events // len(self)
+        pieces, rest = (None, None) if self.pieces is None else _cut(self.pieces, events)
+        head = Portion(self.first, cut, size, pieces, self.attempt)
+        self.first, self.size, self.pieces = cut, self.size - size, rest
+        return head
+
+
+def _cut(pieces: Sequence[Block], events: int) -> tuple[list[Block], list[Block]]:
+    head: list[Block] = []
+    rest = list(pieces)
+    while events:
+        block = rest.pop(0)
+        if block.num_rows > events:
+            rest.insert(0, block.slice(events))
+            block = block.slice(0, events)
+        head.append(block)
+        events -= block.num_rows
+    return head, rest

@@ -1,0 +1,88 @@
+"""Which offsets of a queue are fresh, handed out, or settled: pure bookkeeping, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from turnlane.queues.ranges import Ranges
+
+
+class Positions:
+    """``low`` ≤ ``frontier`` ≤ ``end``: settled below, read below, published below.
+
+    Above ``low``, settled offsets are kept as ranges; above ``frontier`` nothing was read since
+    the queue was opened, though after a restart some of it is settled already.
+    """
+
+    __slots__ = ("_skipped", "end", "frontier", "low", "settled")
+
+    def __init__(
+        self,
+        low: int = 0,
+        end: int = 0,
+        settled: Iterable[tuple[int, int]] = (),
+        skipped: Iterable[tuple[int, int]] = (),
+    ) -> None:
+        self.low = low
+        self.frontier = low
+        self.end = max(low, end)
+        self.settled = Ranges(settled)
+        self._skipped = Ranges(skipped)
+        self._raise_low()
+
+    @property
+    def pending(self) -> int:
+        """How many events are published and not settled."""
+        return self.end - self.low - self.settled.total
+
+    @property
+    def fresh(self) -> int:
+        """How many events were not handed out since the queue was opened."""
+        span = (self.frontier, self.end)
+        return (
+            self.end
+            - self.frontier
+            - self.settled.overlap(*span)
+            - self._skipped.overlap(*span)
+        )
+
+    def next_fresh(self, limit: int) -> tuple[int, int]:
+        """The next run of at most ``limit`` fresh offsets; empty if there is none."""
+        first = self.frontier
+        while True:
+            after = self._skipped.end_of_run(self.settled.end_of_run(first))
+            if after == first:
+                break
+            first = after
+        stops = (self.settled.next_after(first), self._skipped.next_after(first))
+        end = min(self.end, first + limit, *(stop for stop in stops if stop is not None))
+        return first, max(first, end)
+
+    def take(self, end: int) -> None:
+        """Everything below ``end`` counts as read."""
+        self.frontier = max(self.frontier, end)
+        self._skipped.drop_below(self.frontier)
+
+    def settle(self, first: int, end: int) -> int:
+        """Settle a range; returns how many of its events were not settled before."""
+        first = max(first, self.low)
+        if first >= end:
+            return 0
+        fresh = end - first - self.settled.overlap(first, end)
+        self.settled.add(first, end)
+        self._raise_low()
+        return fresh
+
+    def unsettled(self, first: int, end: int) -> list[tuple[int, int]]:
+        """The parts of a range that are not settled."""
+        return self.settled.missing(max(first, self.low), end)
+
+    def is_settled(self, first: int, end: int) -> bool:
+        """Whether every offset of the range is settled."""
+        return self.settled.covers(max(first, self.low), end)
+
+    def _raise_low(self) -> None:
+        self.low = self.settled.end_of_run(self.low)
+        self.settled.drop_below(self.low)
+        self.frontier = max(self.frontier, self.low)
+        self.end = max(self.end, self.low)

@@ -1,0 +1,285 @@
+"""The producer of the holding kinds, with the one path in turnlane that is per event."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from turnlane.errors import EventTooLarge, QueueClosed
+from turnlane.events import EVENT_OVERHEAD, Block, prepared
+from turnlane.queues.acks import Follower, Ticket, Watermark
+from turnlane.queues.contract import (
+    AckCallback,
+    AckLevel,
+    FlowControl,
+    Producer,
+    Published,
+)
+from turnlane.queues.entries import BlockEntry, EventEntry, PublishEntry
+
+if TYPE_CHECKING:
+    from turnlane.queues.holding import HoldingQueue
+
+_MAX_MICROSECONDS = (1 << 63) // 1000
+"""Timestamps are carried in nanoseconds, which have to fit 64 bits."""
+_MAX_SEVERITY = 127
+
+
+def hashed(producer_id: str) -> bytes:
+    """A producer's id as the log keeps it."""
+    return hashlib.sha256(producer_id.encode()).digest()[:16]
+
+
+class HoldingProducer(Producer):
+    """Publishes into a queue that holds events. Safe to share between threads."""
+
+    def __init__(
+        self,
+        queue: HoldingQueue,
+        level: AckLevel,
+        on_ack: AckCallback | None,
+        flow: FlowControl,
+        producer_id: str | None,
+    ) -> None:
+        self.queue = queue
+        self._flow = flow
+        self._follower = None if on_ack is None else Follower(on_ack)
+        self._waits = level is not AckLevel.ACCEPTED and on_ack is None
+        self._mark: Watermark | None = queue.watermarks.get(level)
+        self._notify = self._waits or self._follower is not None
+        self.hashed_id = None if producer_id is None else hashed(producer_id)
+        self._largest = queue.settings.max_event_bytes
+        self._calm = queue.door.calm_depth(flow)
+        """Up to this depth nothing slows a publisher of this kind down."""
+        self._end = 0
+        """The offset after the last event this producer published."""
+        self._closed = False
+
+    def publish(
+        self,
+        value: bytes,
+        key: str | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timestamp: int | None = None,
+        severity: int | None = None,
+        source: str | None = None,
+        timeout: float | None = None,
+    ) -> bool:
+        if type(value) is not bytes:
+            value = _as_bytes(value)
+        size = len(value) + EVENT_OVERHEAD
+        plain = key is headers is severity is source is None
+        if not plain:
+            size += _measured(key, headers, severity, source)
+        queue = self.queue
+        gate = queue.gate
+        stamp = queue.time_ns() if timestamp is None else _nanoseconds(timestamp)
+        # From here to the end of the lock is the hot path: about a microsecond, no calls but
+        # appends. Whatever is out of the ordinary makes one of the comparisons false.
+        with queue.lock:
+            if (
+                gate.depth < self._calm
+                and gate.bytes + size <= gate.calm_bytes
+                and size <= self._largest
+            ):
+                block = queue.tail.open
+                block.values.append(value)
+                block.timestamps.append(stamp)
+                block.size += size
+                if not plain:
+                    block.annotate(key, headers, severity, source)
+                gate.depth += 1
+                gate.bytes += size
+                positions = queue.positions
+                end = positions.end + 1
+                positions.end = self._end = end
+                queue.pushes += 1
+                if block.size >= queue.heed_at:
+                    queue.heed()
+                if not self._notify:
+                    return True
+                ticket = self._expect(end - 1, end)
+            else:
+                ticket = None
+                end = -1
+        if end >= 0:
+            self._await(ticket)
+            return True
+        entry = EventEntry(self, value, stamp, size, (key, headers, severity, source))
+        return self._publish_slowly(entry, timeout, blocking=True)
+
+    def try_publish(
+        self,
+        value: bytes,
+        key: str | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timestamp: int | None = None,
+        severity: int | None = None,
+        source: str | None = None,
+    ) -> bool:
+        value = _as_bytes(value)
+        size = len(value) + EVENT_OVERHEAD + _measured(key, headers, severity, source)
+        stamp = self.queue.time_ns() if timestamp is None else _nanoseconds(timestamp)
+        entry = EventEntry(self, value, stamp, size, (key, headers, severity, source))
+        return self._publish_slowly(entry, None, blocking=False)
+
+    def publish_block(
+        self, block: Block, *, sequence: int | None = None, timeout: float | None = None
+    ) -> Published:
+        block = self.queue.known(prepared(block, self.queue.time_ns))
+        total = Published(-1, 0, 0, 0)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for piece in self._pieces(block):
+            entry = self._block_entry(piece, sequence)
+            left = None if deadline is None else deadline - time.monotonic()
+            self._publish_slowly(entry, left, blocking=True)
+            total = _sum(total, entry.published)
+            if sequence is not None:
+                sequence += piece.num_rows
+        return total
+
+    def try_publish_block(self, block: Block, *, sequence: int | None = None) -> Published | None:
+        block = self.queue.known(prepared(block, self.queue.time_ns))
+        entry = self._block_entry(block, sequence)
+        if entry.size > self.queue.gate.max_bytes or entry.events > self.queue.gate.size:
+            self._too_large(entry)
+        self._publish_slowly(entry, None, blocking=False)
+        return entry.published if entry.inside else None
+
+    def flush(self, timeout: float | None = None) -> bool:
+        if self._mark is None:
+            return True
+        with self.queue.lock:
+            ticket = self._mark.ticket(self._end)
+            if ticket is None:
+                return True
+            self.queue.urge(self._mark.level)
+        return ticket.wait(timeout)
+
+    def close(self) -> None:
+        self._closed = True
+        self._calm = -1
+
+    def _publish_slowly(
+        self, entry: PublishEntry, timeout: float | None, *, blocking: bool
+    ) -> bool:
+        """Everything that the fast path leaves out: policies, flow control, standing in line."""
+        with self.queue.lock:
+            self._check(entry)
+            flow = self._flow if blocking else FlowControl.NONE
+            waiter = self.queue.admit(entry, flow, blocking=blocking)
+        if waiter is not None:
+            self.queue.door.stand_in_line(waiter, timeout)
+        if entry.inside and blocking:
+            self._await(entry.ticket)
+        return entry.inside
+
+    def _check(self, entry: PublishEntry) -> None:
+        self.queue.gate.check_open(self.queue.name)
+        if self._closed:
+            msg = f"this producer of queue {self.queue.name!r} is closed"
+            raise QueueClosed(msg)
+        if entry.events == 1 and entry.size > min(self._largest, self.queue.gate.max_bytes):
+            self._too_large(entry)
+
+    def _too_large(self, entry: PublishEntry) -> None:
+        gate = self.queue.gate
+        msg = (
+            f"{entry.events} events of {entry.size} bytes can never fit queue "
+            f"{self.queue.name!r} (max_event_bytes {self._largest}, size {gate.size}, "
+            f"max_bytes {gate.max_bytes})"
+        )
+        raise EventTooLarge(msg)
+
+    def _pieces(self, block: Block) -> list[Block]:
+        """The block, cut so that each piece fits the queue; a single event may still not."""
+        gate = self.queue.gate
+        whole = max(1, block.num_rows)
+        by_bytes = max(1, int(whole * gate.max_bytes / 2 / max(1, block.nbytes)))
+        step = whole if block.nbytes <= gate.max_bytes else by_bytes
+        step = min(step, gate.size)
+        return [block.slice(start, step) for start in range(0, block.num_rows, step)]
+
+    def _block_entry(self, block: Block, sequence: int | None) -> BlockEntry:
+        if sequence is not None and self.hashed_id is None:
+            msg = "a sequence needs a producer made with producer_id"
+            raise ValueError(msg)
+        return BlockEntry(self, block, sequence)
+
+    def entered(self, first: int, end: int) -> Ticket | None:
+        """An entry of this producer is inside, as events ``first`` to ``end - 1``."""
+        self._end = max(self._end, end)
+        return self._expect(first, end) if self._notify else None
+
+    def _expect(self, first: int, end: int) -> Ticket | None:
+        """Arrange for acks: a callback, or a ticket to wait on."""
+        queue = self.queue
+        if self._follower is not None:
+            if self._mark is None:
+                queue.tell_accepted(self._follower, first, end)
+            else:
+                self._mark.follow(self._follower, first, end)
+            return None
+        if not self._waits or self._mark is None:
+            return None
+        ticket = self._mark.ticket(end)
+        queue.urge(self._mark.level)
+        return ticket
+
+    def _await(self, ticket: Ticket | None) -> None:
+        if ticket is not None and not ticket.wait(None):
+            msg = f"queue {self.queue.name!r} was closed before the event was acked"
+            raise QueueClosed(msg)
+
+
+def _sum(one: Published, other: Published) -> Published:
+    first = one.first if one.first >= 0 else other.first
+    return Published(
+        first,
+        one.accepted + other.accepted,
+        one.dropped + other.dropped,
+        one.repeated + other.repeated,
+    )
+
+
+def _as_bytes(value: object) -> bytes:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    msg = f"an event's value is bytes, not {type(value).__name__}; encode it first"
+    raise TypeError(msg)
+
+
+def _nanoseconds(timestamp: int) -> int:
+    if not -_MAX_MICROSECONDS < timestamp < _MAX_MICROSECONDS:
+        msg = f"timestamp {timestamp} is no number of microseconds since the epoch"
+        raise ValueError(msg)
+    return timestamp * 1000
+
+
+def _measured(
+    key: str | None,
+    headers: Mapping[str, str] | None,
+    severity: int | None,
+    source: str | None,
+) -> int:
+    """The size of an event's optional columns.
+
+    Encoding here, and not only when the block is sealed, gives a wrong type or a lone surrogate
+    back to the publisher who sent it instead of to the thread that seals everybody's events.
+    """
+    size = 0
+    if key is not None:
+        size += len(key.encode())
+    if source is not None:
+        size += len(source.encode())
+    if headers is not None:
+        for name, text in headers.items():
+            size += len(name.encode()) + len(text.encode()) + 8
+    if severity is not None and not 0 <= severity <= _MAX_SEVERITY:
+        msg = f"severity {severity} is not between 0 and {_MAX_SEVERITY}"
+        raise ValueError(msg)
+    return size

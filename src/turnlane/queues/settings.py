@@ -1,0 +1,449 @@
+"""The knobs of every queue, by the same names in code and in configuration.
+
+Each knob is declared once, with its default, meaning, example and the kinds it belongs to; the
+reference table in ``docs/queues.md`` is made from these declarations. What depends on the kind or
+on another knob is filled in after validation, so a queue reads final values and decides nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from turnlane.problems import config_error
+from turnlane.quantities import Duration, Percentage, Size, TimeWindow
+from turnlane.queues.completion import complete
+from turnlane.queues.contract import Durability, FullBehavior
+from turnlane.queues.kinds import ALL, IN_MEMORY, ON_DISK, STORING, WAITING, Kind
+from turnlane.queues.marks import Mark, Marks, events_of
+
+
+class Compression(enum.StrEnum):
+    """Whether frames on disk are compressed."""
+
+    AUTO = "auto"
+    """Where it makes the frame smaller by a fair part."""
+    SNAPPY = "snappy"
+    NONE = "none"
+
+
+def _not_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, not {str(value).lower()}")  # noqa: TRY004 - pydantic
+    return value
+
+
+def _plain_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", value):
+        raise ValueError(f"{value!r} is not a name; use letters, digits, _, . and -, as in web-1")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_not_bool)]
+Rate = Annotated[float, BeforeValidator(_not_bool)]
+Name = Annotated[str, AfterValidator(_plain_name)]
+DiskDurability = Literal[Durability.ALWAYS, Durability.INTERVAL, Durability.NEVER]
+
+
+def _knob(
+    default: object,
+    kinds: tuple[Kind, ...],
+    meaning: str,
+    *,
+    example: object,
+    shown: str | None = None,
+    ge: int | None = None,
+    gt: int | None = None,
+    le: int | None = None,
+) -> Any:  # noqa: ANN401 - as Field() does it, so that the annotation decides
+    """Declare a knob; ``shown`` describes a default that is not simply a value."""
+    extra: dict[str, Any] = {"kinds": [str(kind) for kind in kinds], "shown": shown or str(default)}
+    return Field(
+        default,
+        description=meaning,
+        examples=[example],
+        json_schema_extra=extra,
+        ge=ge,
+        gt=gt,
+        le=le,
+    )
+
+
+class QueueSettings(BaseModel):
+    """The settings of one queue, checked, complete and unchangeable.
+
+    Making one raises ``ConfigError``, which names the knob and lists every problem found.
+    (``model_validate`` raises pydantic's own error, so that a larger model can hold this one.)
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
+
+    kind: Kind = _knob(
+        Kind.MEMORY,
+        ALL,
+        "Where events wait: `direct`, `memory`, `disk`, `disk_assisted` or `proxy`.",
+        example="disk",
+    )
+    name: Name = _knob(
+        "queue",
+        ALL,
+        "Names the queue in logs, metrics and the `queue` column: letters, digits, `_`, `.`, `-`.",
+        example="orders",
+    )
+    path: Path | None = _knob(
+        None,
+        ON_DISK,
+        "The queue's directory, made if it is not there. Required.",
+        example="/var/lib/turnlane/orders",
+        shown="required",
+    )
+
+    # bounds
+    size: Count | None = _knob(
+        None,
+        STORING,
+        "The most events the queue holds; for `disk_assisted`, in memory.",
+        example=100_000,
+        shown="50000; `disk`: no bound",
+        ge=1,
+    )
+    max_bytes: Size | None = _knob(
+        None,
+        WAITING,
+        "The most bytes the queue holds: on disk for `disk`, in memory for the others.",
+        example="512Mi",
+        shown="256Mi; `disk`: 10Gi",
+        ge=1,
+    )
+    memory_percent: Percentage | None = _knob(
+        None,
+        IN_MEMORY,
+        "`max_bytes` as a percentage of the memory that the process or its container may use. "
+        "Not together with `max_bytes`.",
+        example="10%",
+        shown="off",
+    )
+    max_event_bytes: Size = _knob(
+        "64Mi",
+        ALL,
+        "A larger event is refused with `EventTooLarge`. At most `max_bytes` and `resend_bytes`.",
+        example="1Mi",
+        ge=1,
+    )
+
+    # when it fills
+    full_behavior: FullBehavior = _knob(
+        FullBehavior.BLOCK,
+        WAITING,
+        "What publishing does when the queue is full: `block`, `drop_newest` or `drop_oldest`.",
+        example="drop_oldest",
+    )
+    full_timeout: Duration | None = _knob(
+        None,
+        WAITING,
+        "How long publishing blocks before `QueueFull`. Only with `full_behavior: block`.",
+        example="2s",
+        shown="for ever",
+    )
+    discard_mark: Mark | None = _knob(
+        None,
+        WAITING,
+        "From this fill level on, events of `discard_severity` and beyond are shed.",
+        example="98%",
+        shown="off",
+    )
+    discard_severity: Count | None = _knob(
+        None,
+        WAITING,
+        "The most important severity that may be shed: 0 (emergency) to 7 (debug). "
+        "Together with `discard_mark`.",
+        example=5,
+        shown="off",
+        ge=0,
+        le=7,
+    )
+    full_delay_mark: Mark | None = _knob(
+        "97%",
+        WAITING,
+        "From this fill level on, producers that can wait as long as needed (files) wait. "
+        "`null` is off, as it is without a `size`.",
+        example="90%",
+    )
+    light_delay_mark: Mark | None = _knob(
+        "70%",
+        WAITING,
+        "From this fill level on, producers that can be slowed down (TCP) wait `light_delay`. "
+        "`null` is off, as it is without a `size`.",
+        example="60%",
+    )
+    light_delay: Duration = _knob(
+        "1s",
+        WAITING,
+        "How long such a producer waits at most, each time.",
+        example="200ms",
+    )
+    high_watermark: Mark = _knob(
+        "90%",
+        (Kind.DISK_ASSISTED,),
+        "The fill level of the memory at which the oldest events begin to go to disk.",
+        example="80%",
+    )
+    low_watermark: Mark | None = _knob(
+        None,
+        (Kind.DISK_ASSISTED,),
+        "The fill level at which that ends again. Below `high_watermark`.",
+        example="50%",
+        shown="70% of `high_watermark`",
+    )
+
+    # reading
+    dequeue_batch_size: Count = _knob(
+        1024,
+        STORING,
+        "The most events in a batch.",
+        example=5000,
+        ge=1,
+    )
+    minimum_batch_size: Count = _knob(
+        1,
+        WAITING,
+        "Wait for so many events before handing out a batch. At most the size of a batch.",
+        example=100,
+        ge=1,
+    )
+    minimum_batch_timeout: Duration = _knob(
+        "1s",
+        WAITING,
+        "How long to wait for `minimum_batch_size`.",
+        example="250ms",
+    )
+    dequeue_rate: Rate | None = _knob(
+        None,
+        STORING,
+        "The most events handed out per second.",
+        example=5000,
+        shown="no limit",
+        gt=0,
+    )
+    dequeue_window: TimeWindow | None = _knob(
+        None,
+        STORING,
+        "Hand out events only at this time of day, local time; may run over midnight.",
+        example="22:00-06:00",
+        shown="always",
+    )
+    sampling_interval: Count = _knob(
+        1,
+        ALL,
+        "Keep one event of so many; the others are dropped and counted.",
+        example=10,
+        ge=1,
+    )
+
+    # stopping
+    shutdown_timeout: Duration = _knob(
+        "5s",
+        ALL,
+        "How long a draining close waits for consumers.",
+        example="30s",
+    )
+    completion_timeout: Duration = _knob(
+        "30s",
+        STORING,
+        "How long a worker's consumer may take over a batch before it is cancelled and the batch "
+        "released.",
+        example="2m",
+        gt=0,
+    )
+    idle_timeout: Duration = _knob(
+        "60s",
+        STORING,
+        "How long a worker without work lives on.",
+        example="10s",
+    )
+    save_on_shutdown: bool = _knob(
+        default=True,
+        kinds=(Kind.DISK_ASSISTED,),
+        meaning="Write what is in memory to disk on close; otherwise it is dropped and counted.",
+        example=False,
+        shown="true",
+    )
+
+    # workers
+    workers: Count = _knob(
+        1,
+        STORING,
+        "The most workers a pool runs at a time.",
+        example=8,
+        ge=1,
+    )
+    worker_minimum_events: Count | None = _knob(
+        None,
+        STORING,
+        "One more worker for every so many events waiting. At most `size`.",
+        example=5000,
+        shown="`size` / `workers`; without a `size`: `dequeue_batch_size`",
+        ge=1,
+    )
+
+    # disk
+    durability: DiskDurability = _knob(
+        Durability.INTERVAL,
+        ON_DISK,
+        "When data is synced: before every ack (`always`, one sync for all who wait), every "
+        "`sync_interval` (`interval`), or when the operating system likes (`never`).",
+        example="always",
+    )
+    sync_interval: Duration = _knob(
+        "1s",
+        ON_DISK,
+        "The time between syncs. Only with `durability: interval`.",
+        example="200ms",
+        gt=0,
+    )
+    chunk_size: Size = _knob(
+        "64Mi",
+        ON_DISK,
+        "A new chunk file is begun after so many bytes.",
+        example="256Mi",
+        ge=1,
+    )
+    memory_bytes: Size = _knob(
+        "64Mi",
+        ON_DISK,
+        "The log's newest events also kept in memory, so a consumer that keeps up never reads "
+        "the disk.",
+        example="16Mi",
+    )
+    write_buffer: Size = _knob(
+        "1Mi",
+        ON_DISK,
+        "What is gathered before it is written. At most `chunk_size`.",
+        example="256Ki",
+    )
+    stale_flush: Duration = _knob(
+        "30s",
+        ON_DISK,
+        "Gathered events older than this are written even if nothing else asks for it.",
+        example="5s",
+        gt=0,
+    )
+    compression: Compression = _knob(
+        Compression.AUTO,
+        ON_DISK,
+        "Compression of each frame: `snappy`, `none`, or `auto` (where it helps).",
+        example="none",
+    )
+
+    # proxy
+    batch_size: Count = _knob(
+        1024,
+        (Kind.PROXY,),
+        "The most events in a batch sent to the node.",
+        example=4096,
+        ge=1,
+    )
+    batches: Count = _knob(
+        4,
+        (Kind.PROXY,),
+        "How many batches are held; `batches` × `batch_size` is the queue's size.",
+        example=8,
+        ge=1,
+    )
+    resend_bytes: Size = _knob(
+        "64Mi",
+        (Kind.PROXY,),
+        "The most bytes accepted by the node but not yet persisted, kept to be sent again.",
+        example="128Mi",
+        ge=1,
+    )
+
+    def __init__(self, /, **knobs: Any) -> None:
+        try:
+            super().__init__(**knobs)
+        except ValidationError as error:
+            raise config_error(error, type(self).model_fields) from None
+
+    # pydantic's own mark for an __init__ that only wraps the usual one: a model that holds this
+    # one then validates it in place and can say where in the whole the problem lies.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @classmethod
+    def of(cls, **knobs: Any) -> Self:
+        """Settings from knobs as code or configuration has them: ``max_bytes="512Mi"``."""
+        return cls(**knobs)
+
+    def replace(self, **knobs: Any) -> Self:
+        """The same explicit settings with some changed; the rest is worked out anew."""
+        return type(self)(**{knob: getattr(self, knob) for knob in self.model_fields_set} | knobs)
+
+    @classmethod
+    def kinds_of(cls, knob: str) -> tuple[Kind, ...]:
+        """The kinds of queue that a knob belongs to."""
+        extra: Any = cls.model_fields[knob].json_schema_extra
+        return tuple(Kind(kind) for kind in extra["kinds"])
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        """The knobs that were set to something."""
+        return frozenset(knob for knob in self.model_fields_set if getattr(self, knob) is not None)
+
+    @cached_property
+    def marks(self) -> Marks:
+        """The marks in events."""
+        return Marks(
+            discard=self._at_least_one(self.discard_mark),
+            full_delay=self._at_least_one(self.full_delay_mark),
+            light_delay=self._at_least_one(self.light_delay_mark),
+            high=self._high(),
+            low=self._low(),
+        )
+
+    def _at_least_one(self, mark: int | Percentage | None) -> int | None:
+        events = None if mark is None else events_of(mark, self.size)
+        return None if events is None else max(1, events)
+
+    def _high(self) -> int | None:
+        return self._at_least_one(self.high_watermark) if self.kind is Kind.DISK_ASSISTED else None
+
+    def _low(self) -> int | None:
+        high = self._high()
+        if high is None:
+            return None
+        if self.low_watermark is None:
+            return Percentage(70).of(high)
+        return events_of(self.low_watermark, self.size)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, knobs: object) -> object:
+        """Take ``null`` for a knob left out; but a delay mark can be switched off with it."""
+        if not isinstance(knobs, dict):
+            return knobs
+        left_out = cls.model_fields.keys() - {"full_delay_mark", "light_delay_mark"}
+        return {
+            knob: value
+            for knob, value in knobs.items()
+            if value is not None or knob not in left_out
+        }
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        """Refuse contradictions and fill in what follows from kind and other knobs."""
+        complete(self)
+        return self

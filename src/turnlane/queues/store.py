@@ -1,0 +1,234 @@
+"""The durable half of a queue: its directory, journal and log as one thing.
+
+A queue decides *when* to write; the store knows *how*, in which order, and what to do when the
+disk does not play along. :meth:`Store.commit` and :meth:`Store.retire` belong to one thread, the
+queue's writer; everything else may be called from any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Self
+
+from turnlane.events import Block, join
+from turnlane.queues.contract import Durability, Outcome
+from turnlane.queues.ledger import Totals
+from turnlane.queues.log.compression import Compression
+from turnlane.queues.log.directory import QueueDirectory
+from turnlane.queues.log.files import Disk
+from turnlane.queues.log.journal import Journal
+from turnlane.queues.log.journal_state import JournalState
+from turnlane.queues.log.log import Fault, Found, Log, SyncFailed
+from turnlane.queues.log.position import Stamp
+from turnlane.queues.portion import Portion
+from turnlane.queues.positions import Positions
+from turnlane.queues.settings import QueueSettings
+
+log = logging.getLogger(__name__)
+
+FRAME_BYTES = 1 << 20
+"""Small blocks are joined into frames of about this size: it is what disks and readers like."""
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Store:
+    """A queue's directory, held open."""
+
+    def __init__(
+        self, directory: QueueDirectory, journal: Journal, state: JournalState, written: Log
+    ) -> None:
+        """Use :meth:`open`."""
+        self.log = written
+        self.journal = journal
+        self._directory = directory
+        self._state = state
+        self._reader = written.reader()
+        self._visitor = written.reader()
+        self._visiting = threading.Lock()
+        self._sync_failed = False
+        self._lost: list[tuple[int, int]] = []
+        self.full_total = 0
+        self.errors_total = 0
+        self.syncs_total = 0
+        self.quarantined_total = 1 if written.torn_bytes else 0
+
+    @classmethod
+    def open(cls, settings: QueueSettings, disk: Disk) -> Self:
+        """Lock the directory and recover what is in it, in constant time."""
+        assert settings.path is not None, "settings make sure of it"  # noqa: S101
+        with contextlib.ExitStack() as opened:
+            directory = opened.enter_context(
+                QueueDirectory.open(settings.path, disk, settings.name)
+            )
+            journal, state = Journal.open(directory.path, disk, directory.queue_id)
+            opened.callback(journal.close)
+            written = Log.open(
+                directory.path,
+                disk,
+                queue_id=directory.queue_id,
+                chunk_size=settings.chunk_size,
+                compression=Compression(settings.compression.value),
+                hint=state.position,
+                floor=state.floor,
+                sync_on_rotate=settings.durability is not Durability.NEVER,
+            )
+            opened.pop_all()
+        return cls(directory, journal, state, written)
+
+    # What was found
+
+    def positions(self) -> Positions:
+        """Where the queue stood."""
+        low = self._state.low if self._state.found else self.log.start
+        returned = [(first, end) for first, end, _ in self._state.returned]
+        return Positions(low, self.log.end, self._state.settled, returned)
+
+    def totals(self, positions: Positions) -> Totals:
+        """The counts, squared with the positions in case the journal was lost or is behind."""
+        totals = Totals(self._state.totals)
+        known = positions.low + positions.settled.total
+        totals.add(Outcome.DELIVERED, known - totals.numbered)
+        return totals
+
+    def returned(self) -> list[tuple[int, int, int]]:
+        """What was given back before, with the attempt it is to be handed out as."""
+        return self._state.returned
+
+    def sequences(self) -> dict[bytes, int]:
+        """The next sequence number of every numbered producer."""
+        return {**self._state.producers, **self.log.recovered_stamps}
+
+    def unsettled_bytes(self) -> int:
+        """What the events on disk count for."""
+        return max(0, self._state.bytes + self.log.recovered_events_bytes)
+
+    # Writing: the queue's writer only
+
+    def commit(self, portions: Sequence[Portion], *, sync: bool) -> None:
+        """Write portions in offset order, and sync if asked to. On ``OSError``: call it again.
+
+        What the log has already is passed over, so that a call that failed half-way is simply
+        repeated.
+        """
+        try:
+            self._mend()
+            self._write(portions)
+            if sync and self.log.synced_end < self.log.end:
+                self.syncs_total += 1
+                self.log.sync()
+        except OSError as error:
+            self._note(error)
+            raise
+
+    def _mend(self) -> None:
+        if self._sync_failed:
+            self._lost += self.log.rescue()
+            self._sync_failed = False
+
+    def _write(self, portions: Sequence[Portion]) -> None:
+        for run in _runs([portion for portion in portions if portion.end > self.log.end]):
+            blocks = [block for portion in run for block in portion.pieces or ()]
+            stamps = [stamp for portion in run for stamp in portion.stamps]
+            self.log.append_many(run[0].first, frames_of(blocks), stamps)
+
+    def _note(self, error: OSError) -> None:
+        if isinstance(error, SyncFailed):
+            self._sync_failed = True
+        if error.errno in _NO_SPACE:
+            self.full_total += 1
+        else:
+            self.errors_total += 1
+
+    def lost(self) -> list[tuple[int, int]]:
+        """Offsets that a failed sync destroyed since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def hint(self, unsettled_bytes: int, stamps: Sequence[Stamp]) -> None:
+        """Leave a note where the log ends; losing it costs time at recovery and nothing else."""
+        try:
+            self.journal.advanced(self.log.position, unsettled_bytes, stamps)
+        except OSError as error:
+            self._note(error)
+            log.warning("%s: no hint for recovery: %s", self._directory.path, error)
+
+    def settled_chunks(self, positions: Positions) -> list[int]:
+        """The chunks in which everything is settled, the one being written left out."""
+        return [
+            span.first
+            for span in self.log.inactive_chunks()
+            if positions.is_settled(span.first, span.end)
+        ]
+
+    def remove(self, chunks: Sequence[int]) -> None:
+        """Delete chunks. On ``OSError``: call it again."""
+        # Cursor first, then unlink: the other way round a crash would look like a loss.
+        self.journal.sync()
+        for first in chunks:
+            self.log.remove(first)
+
+    # Reading
+
+    def fetch(self, first: int, end: int) -> Found | Fault:
+        """The events from ``first`` on, for the queue's consumers."""
+        found = self._reader.read(first, end - first)
+        if isinstance(found, Fault):
+            self.quarantined_total += found.outcome is Outcome.CORRUPT
+        return found or Fault(first, end, Outcome.MISSING)
+
+    def visit(self, first: int, end: int) -> tuple[int, Block] | None:
+        """The events from ``first`` on, or the next that can be read, for readers by offset."""
+        with self._visiting:
+            while first < end:
+                found = self._visitor.read(first, end - first)
+                if isinstance(found, Found):
+                    return found
+                first = end if found is None else found.end
+        return None
+
+    # Keeping
+
+    def free_bytes(self, disk: Disk) -> int:
+        """What the file system has left."""
+        return disk.free_bytes(self._directory.path)
+
+    def close(self) -> None:
+        """Close everything as it is; snapshot the journal first."""
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._directory.close)
+            closing.callback(self.journal.close)
+            closing.callback(self.log.close)
+            closing.callback(self._reader.close)
+            closing.callback(self._visitor.close)
+
+
+def _runs(portions: Sequence[Portion]) -> list[list[Portion]]:
+    """Portions grouped into runs of consecutive offsets."""
+    runs: list[list[Portion]] = []
+    for portion in portions:
+        if runs and runs[-1][-1].end == portion.first:
+            runs[-1].append(portion)
+        else:
+            runs.append([portion])
+    return runs
+
+
+def frames_of(blocks: Sequence[Block]) -> list[Block]:
+    """Blocks joined into frames of reasonable size; large ones are left as they are."""
+    frames: list[Block] = []
+    gathered: list[Block] = []
+    size = 0
+    for block in blocks:
+        if gathered and size + block.nbytes > FRAME_BYTES:
+            frames.append(join(gathered))
+            gathered, size = [], 0
+        gathered.append(block)
+        size += block.nbytes
+    if gathered:
+        frames.append(join(gathered))
+    return frames

@@ -1,0 +1,349 @@
+"""What the kinds with a disk have in common: a store, and the one thread that writes to it.
+
+A kind says what is to be written and when (:meth:`StoredQueue.next_job`) and what follows from its
+having been written (:meth:`StoredQueue.committed`). A disk that fails or is full makes the queue
+full, not broken: publishers wait, reading and acks go on, and writing is tried again until it
+works.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from turnlane.clock import SYSTEM_CLOCK, Clock
+from turnlane.errors import StorageFailed
+from turnlane.events import Block
+from turnlane.queues.contract import AckLevel, Durability, Outcome
+from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.log.files import Disk
+from turnlane.queues.log.reader import Found
+from turnlane.queues.portion import Portion
+from turnlane.queues.settings import QueueSettings
+from turnlane.queues.stats import Stats
+from turnlane.queues.store import Store
+
+log = logging.getLogger(__name__)
+
+FIRST_RETRY = 0.02
+LAST_RETRY = 1.0
+"""Seconds between attempts to write to a disk that fails, doubling from one to the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the writer does in one round."""
+
+    portions: Sequence[Portion]
+    sync: bool
+    tidy: bool
+    """Also sync the journal, note drops and delete chunks."""
+
+
+class StoredQueue(HoldingQueue):
+    """A queue with a directory of its own, which no other process may use meanwhile."""
+
+    def __init__(
+        self, settings: QueueSettings, *, clock: Clock = SYSTEM_CLOCK, disk: Disk | None = None
+    ) -> None:
+        self.disk = disk or Disk()
+        self.durability = Durability(settings.durability)
+        self.store = Store.open(settings, self.disk)
+        positions = self.store.positions()
+        super().__init__(
+            settings,
+            clock=clock,
+            positions=positions,
+            totals=self.store.totals(positions),
+            sequences=self.store.sequences(),
+        )
+        self.work = threading.Condition(self.lock)
+        self.stopping = False
+        self.urgent = False
+        """A publisher is blocked until something is synced."""
+        self.idle = False
+        """The writer sleeps until the next event comes."""
+        self.tidied_at = time.monotonic()
+        self._give_up_at: float | None = None
+        self._retry = FIRST_RETRY
+        self._trouble = False
+        self._retire_at = 0
+        self._drops: dict[Outcome, int] = {}
+        self._acks_unsynced = False
+        self._flushes = 0
+        self._reload(positions.pending)
+        self._writer = threading.Thread(
+            target=self._run, name=f"turnlane-writer-{settings.name}", daemon=True
+        )
+
+    def _reload(self, pending: int) -> None:
+        """Take over what the store says was there."""
+        self.types.update((field.name, field.type) for field in self.store.log.schema)
+        size = self.store.unsettled_bytes()
+        for first, end, attempt in self.store.returned():
+            share = size * (end - first) // max(1, pending)
+            self.give_back(Portion(first, end, share, None, attempt))
+
+    def start(self) -> None:
+        """Start writing. Apart from construction, so that a kind can finish its own first."""
+        with self.lock:
+            self._set_retire_at()
+        self._writer.start()
+
+    # ── for a kind to say ────────────────────────────────────────────────────────────────────
+
+    @abstractmethod
+    def next_job(self) -> Job:
+        """Wait on ``work`` until there is something to do, and say what. Under the lock."""
+
+    @abstractmethod
+    def committed(self) -> None:
+        """What was to be written is in the log. Under the lock."""
+
+    @abstractmethod
+    def left_over(self) -> int:
+        """How many events would be lost if the writer stopped now. Under the lock."""
+
+    @abstractmethod
+    def must_wait(self) -> bool:
+        """Whether publishers have to wait for the writer. Under the lock."""
+
+    # ── the writer ───────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            while self._round():
+                pass
+        except Exception:
+            log.exception("the writer of queue %s failed; the queue takes no more", self.name)
+            with self.lock:
+                self.gate.close()
+                self.watermarks[AckLevel.PERSISTED].abandon()
+
+    def _round(self) -> bool:
+        """Do one job; false when there will be no more."""
+        with self.lock:
+            job = self.next_job()
+        try:
+            self.store.commit(job.portions, sync=job.sync)
+            if job.portions:
+                self._flushes += 1
+                self._leave_hint(job)
+            if job.tidy:
+                self._tidy()
+        except OSError as error:
+            return self._troubled(error)
+        return self._recovered()
+
+    def _leave_hint(self, job: Job) -> None:
+        stamps = [stamp for portion in job.portions for stamp in portion.stamps]
+        self.store.hint(self.gate.bytes, stamps)
+
+    def _recovered(self) -> bool:
+        """The job is done; true if there will be more."""
+        self._retry = FIRST_RETRY
+        with self.lock:
+            self._trouble = False
+            self._settle_lost()
+            self.advance_persisted()
+            self.committed()
+            self.gate.hold(self.must_wait())
+            self._set_retire_at()
+            self.door.calm()
+            return not self.stopping or self.left_over() > 0
+
+    def _settle_lost(self) -> None:
+        for first, end in self.store.lost():
+            for start, stop in self.positions.unsettled(first, end):
+                self.settle_portion(
+                    Portion(start, stop, 0, None), Outcome.MISSING, stop - start, 0
+                )
+
+    def advance_persisted(self) -> None:
+        """Tell everybody how far the log is safe. Under the lock."""
+        written = self.store.log
+        safe = written.end if self.durability is Durability.NEVER else written.synced_end
+        mark = self.watermarks[AckLevel.PERSISTED]
+        self.acks.send(mark.advance(min(safe, self.positions.end)))
+        self.urgent = mark.awaited
+
+    def _troubled(self, error: OSError) -> bool:
+        """The disk fails: be full, make space if there is any to make, try again later."""
+        with self.lock:
+            if not self._trouble:
+                log.warning("queue %s cannot write: %s; publishers wait", self.name, error)
+            self._trouble = True
+            self.gate.hold(True)
+            out_of_time = self._give_up_at is not None and time.monotonic() > self._give_up_at
+            if out_of_time:
+                return False
+        if not self._make_space():
+            with self.lock:
+                self.work.wait(self._retry)
+                self._retry = min(LAST_RETRY, self._retry * 2)
+        return True
+
+    def _make_space(self) -> bool:
+        """Delete all that is settled, the chunk being written too if nothing in it is needed."""
+        with self.lock:
+            everything = self.positions.is_settled(self.positions.low, self.store.log.end)
+        try:
+            if everything:
+                self.store.log.retire()
+            return self._remove_settled_chunks()
+        except OSError as error:
+            log.debug("queue %s cannot make space: %s", self.name, error)
+            return False
+
+    def _tidy(self) -> None:
+        """What need not happen at once: note drops, sync acks, delete chunks."""
+        with self.lock:
+            drops, self._drops = self._drops, {}
+            acks, self._acks_unsynced = self._acks_unsynced, False
+        for outcome, events in drops.items():
+            self.store.journal.dropped(outcome, events)
+        if acks and self.durability is not Durability.NEVER:
+            self.store.journal.sync()
+        self._remove_settled_chunks()
+        self.tidied_at = time.monotonic()
+
+    def _remove_settled_chunks(self) -> bool:
+        with self.lock:
+            chunks = self.store.settled_chunks(self.positions)
+        if chunks:
+            self.store.remove(chunks)
+        return bool(chunks)
+
+    def _set_retire_at(self) -> None:
+        spans = self.store.log.inactive_chunks()
+        self._retire_at = spans[0].end if spans else 1 << 62
+
+    def can_retire(self) -> bool:
+        """Whether the oldest chunk is settled. Under the lock."""
+        return self.positions.low >= self._retire_at
+
+    def untidy(self) -> bool:
+        """Whether there is anything to tidy up. Under the lock."""
+        return self._acks_unsynced or bool(self._drops)
+
+    # ── hooks ────────────────────────────────────────────────────────────────────────────────
+
+    def heed(self) -> None:
+        super().heed()
+        if self.idle:
+            self.idle = False
+            self.rest_heed()
+            self.work.notify()
+
+    def is_restless(self) -> bool:
+        return self.idle
+
+    def urge(self, level: AckLevel) -> None:
+        if level is AckLevel.PERSISTED:
+            self.urgent = True
+            self.work.notify()
+
+    def settled(self) -> None:
+        if self.idle or self._trouble or self.can_retire():
+            self.work.notify()
+
+    def record_settled(self, portion: Portion, outcome: Outcome) -> None:
+        self.store.journal.settled(portion.first, portion.end, portion.size, outcome)
+        if self.durability is Durability.ALWAYS:
+            self.store.journal.sync()
+        else:
+            self._acks_unsynced = True
+
+    def record_returned(self, portion: Portion) -> None:
+        try:
+            self.store.journal.returned(portion.first, portion.end, portion.attempt)
+        except OSError as error:
+            # Only the count of attempts suffers, and only if the queue is restarted before the
+            # batch is settled.
+            log.warning("queue %s: attempt not recorded: %s", self.name, error)
+
+    def dropped_at_door(self, outcome: Outcome, events: int) -> None:
+        super().dropped_at_door(outcome, events)
+        if events:
+            self._drops[outcome] = self._drops.get(outcome, 0) + events
+
+    def fetch(self, portion: Portion) -> Portion | None:
+        pieces: list[Block] = []
+        at = portion.first
+        try:
+            while at < portion.end:
+                found = self.store.fetch(at, portion.end)
+                if isinstance(found, Found):
+                    pieces.append(found.block)
+                    at += found.block.num_rows
+                elif pieces:
+                    break
+                else:
+                    self._lose(portion, found.first, found.end, found.outcome)
+                    at = min(found.end, portion.end)
+                    portion.head(at - portion.first)
+        except OSError as error:
+            with self.lock:
+                self.give_back(portion)
+            msg = f"queue {self.name!r} cannot read offset {at}: {error}"
+            raise StorageFailed(msg) from error
+        return self._cut(portion, at, pieces) if pieces else None
+
+    def _lose(self, portion: Portion, first: int, end: int, outcome: Outcome) -> None:
+        """Offsets cannot be read, and never will be: settle what of them was not settled."""
+        with self.lock:
+            spans = self.positions.unsettled(first, end)
+        for start, stop in spans:
+            lost = Portion(start, stop, portion.size * (stop - start) // len(portion), None)
+            self.record_settled(lost, outcome)
+            with self.lock:
+                self.settle_portion(lost, outcome, len(lost), lost.size)
+            log.error("queue %s: offsets %d to %d are %s", self.name, start, stop - 1, outcome)
+
+    def _cut(self, portion: Portion, at: int, pieces: list[Block]) -> Portion:
+        """What was found; the rest of the portion is still to be read."""
+        if at < portion.end:
+            head = portion.head(at - portion.first)
+            with self.lock:
+                self.give_back(portion)
+            portion = head
+        return replace(portion, pieces=pieces)
+
+    def read_stored(self, first: int, end: int) -> tuple[int, Block] | None:
+        return self.store.visit(first, end)
+
+    def close_storage(self) -> None:
+        with self.lock:
+            self.stopping = True
+            self._give_up_at = time.monotonic() + self.settings.shutdown_timeout
+            self.work.notify()
+        self._writer.join()
+        with self.lock:
+            lost = self.left_over()
+        try:
+            self.store.journal.snapshot()
+        except OSError as error:
+            log.warning("queue %s: journal not tidied on close: %s", self.name, error)
+        finally:
+            self.store.close()
+        if lost:
+            msg = f"queue {self.name!r} could not write {lost} accepted events before it closed"
+            raise StorageFailed(msg)
+
+    def describe(self) -> Stats:
+        return replace(
+            super().describe(),
+            disk_bytes=self.store.log.bytes,
+            disk_available_bytes=self.store.free_bytes(self.disk),
+            disk_full=self.store.full_total,
+            disk_errors=self.store.errors_total,
+            syncs=self.store.syncs_total,
+            meta_syncs=self.store.journal.syncs,
+            rotations=self.store.log.rotations,
+            flushes=self._flushes,
+            quarantined=self.store.quarantined_total,
+        )

@@ -1,0 +1,406 @@
+"""Does the journal say after opening what it was told before?"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import logging
+import struct
+import tempfile
+import threading
+from pathlib import Path
+
+import google_crc32c
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from turnlane.queues.contract import Outcome
+from turnlane.queues.log.files import Disk
+from turnlane.queues.log.journal import NAMES, Journal
+from turnlane.queues.log.journal_state import MAX_PRODUCERS, JournalState
+from turnlane.queues.log.position import Position, Stamp
+from turnlane.testing import FaultyDisk
+
+ID = "0123456789abcdef" * 2
+DELIVERED, DEAD, NEWEST = Outcome.DELIVERED, Outcome.DEAD, Outcome.NEWEST
+P1, P2 = b"1" * 16, b"2" * 16
+
+
+# The state, and what each record does to it
+
+
+def settled(*spans: tuple[int, int]) -> JournalState:
+    state = JournalState()
+    for first, end in spans:
+        state.settle(first, end, 10 * (end - first), DELIVERED)
+    return state
+
+
+def test_settling_in_order_raises_low() -> None:
+    state = settled((0, 5), (5, 8))
+    assert (state.low, state.settled, state.totals) == (8, [], {DELIVERED: 8})
+
+
+def test_settling_out_of_order_keeps_ranges_until_the_gap_closes() -> None:
+    state = settled((10, 20), (30, 40), (20, 25))
+    assert (state.low, state.settled) == (0, [(10, 25), (30, 40)])
+    state.settle(0, 10, 0, DEAD)
+    assert (state.low, state.settled) == (25, [(30, 40)])
+    assert state.totals == {DELIVERED: 25, DEAD: 10}
+
+
+def test_nothing_is_counted_twice() -> None:
+    state = settled((0, 10), (20, 30))
+    state.bytes = 1000
+    state.settle(5, 25, 200, DEAD)
+    assert state.totals == {DELIVERED: 20, DEAD: 10}
+    assert state.bytes == 900
+    state.settle(0, 30, 300, DEAD)
+    assert state.totals == {DELIVERED: 20, DEAD: 10}
+
+
+def test_an_empty_range_settles_nothing() -> None:
+    assert settled((0, 0), (5, 5), (7, 3)) == JournalState()
+
+
+def test_what_is_settled_is_no_longer_returned() -> None:
+    state = JournalState()
+    state.give_back(0, 100, 2)
+    state.settle(40, 60, 0, DELIVERED)
+    assert state.returned == [(0, 40, 2), (60, 100, 2)]
+    state.settle(0, 40, 0, DELIVERED)
+    assert (state.low, state.returned) == (60, [(60, 100, 2)])
+
+
+def test_what_is_returned_again_has_the_later_attempt() -> None:
+    state = JournalState()
+    state.give_back(0, 100, 2)
+    state.give_back(50, 150, 3)
+    assert state.returned == [(0, 50, 2), (50, 150, 3)]
+
+
+def test_what_is_settled_is_never_returned() -> None:
+    state = settled((0, 10), (20, 30))
+    state.give_back(5, 40, 2)
+    assert state.returned == [(10, 20, 2), (30, 40, 2)]
+
+
+def test_the_position_and_the_stamps_never_go_back() -> None:
+    state = JournalState()
+    state.advance(Position(0, 800, 100), 1000, [Stamp(P1, 50)])
+    state.advance(Position(0, 400, 50), 500, [Stamp(P1, 25)])
+    assert (state.position, state.bytes) == (Position(0, 800, 100), 1000)
+    assert state.producers == {P1: 50}
+    state.advance(Position(100, 64, 100), 900, [])
+    assert (state.position, state.bytes) == (Position(100, 64, 100), 900)
+
+
+def test_only_the_most_recent_producers_are_remembered() -> None:
+    state = JournalState()
+    for number in range(MAX_PRODUCERS):
+        state.stamp(Stamp(number.to_bytes(16), 1))
+    state.stamp(Stamp((0).to_bytes(16), 2))
+    state.stamp(Stamp(P1, 1))
+    assert len(state.producers) == MAX_PRODUCERS
+    assert (0).to_bytes(16) in state.producers
+    assert (1).to_bytes(16) not in state.producers
+
+
+def test_the_floor_is_above_everything_known() -> None:
+    state = settled((0, 10))
+    assert state.floor == 10
+    state.settle(20, 30, 0, DELIVERED)
+    assert state.floor == 30
+    state.advance(Position(0, 0, 40), 0, [])
+    assert state.floor == 40
+
+
+offset = st.integers(0, 60)
+spans = st.tuples(offset, offset).map(sorted)
+
+
+@given(st.lists(st.tuples(st.booleans(), spans, st.integers(1, 9)), max_size=30))
+def test_the_state_equals_plain_sets(steps: list[tuple[bool, list[int], int]]) -> None:
+    state, done, back = JournalState(), set[int](), dict[int, int]()
+    for settling, (first, end), attempt in steps:
+        numbers = range(first, end)
+        if settling:
+            state.settle(first, end, end - first, DELIVERED)
+            done |= set(numbers)
+        else:
+            state.give_back(first, end, attempt)
+            back |= dict.fromkeys(numbers, attempt)
+        back = {number: attempt for number, attempt in back.items() if number not in done}
+    above = {number for first, end in state.settled for number in range(first, end)}
+    assert set(range(state.low)) | above == done
+    assert state.low not in done
+    assert state.totals.get(DELIVERED, 0) == len(done) == -state.bytes
+    assert {n: a for first, end, a in state.returned for n in range(first, end)} == back
+    assert state.returned == sorted(state.returned)
+
+
+# The files
+
+
+def reopened(path: Path) -> JournalState:
+    journal, state = Journal.open(path, Disk(), ID)
+    journal.close()
+    return state
+
+
+def test_a_new_journal_is_fresh_and_preallocated(tmp_path: Path) -> None:
+    state = reopened(tmp_path)
+    assert state == JournalState()
+    assert not state.found
+    for name in NAMES:
+        status = (tmp_path / name).stat()
+        assert status.st_size == 1 << 20
+        assert status.st_blocks * 512 >= 1 << 20
+
+
+def tell_everything(journal: Journal) -> None:
+    journal.settled(0, 10, 100, DELIVERED)
+    journal.settled(20, 30, 100, DEAD)
+    journal.returned(10, 15, 2)
+    journal.returned(15, 20, 1_000_000)
+    journal.advanced(Position(0, 81920, 1400), 48213, [Stamp(P1, 7), Stamp(P2, 9)])
+    journal.settled(1000, 1100, 13, Outcome.CORRUPT)
+    journal.dropped(NEWEST, 17)
+
+
+EVERYTHING = {
+    "low": 10,
+    "settled": [(20, 30), (1000, 1100)],
+    "returned": [(10, 15, 2), (15, 20, 65535)],
+    "totals": {DELIVERED: 10, DEAD: 10, Outcome.CORRUPT: 100, NEWEST: 17},
+    "bytes": 48200,
+    "position": Position(0, 81920, 1400),
+    "producers": {P1: 7, P2: 9},
+    "found": True,
+}
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_everything_told_is_there_after_opening(tmp_path: Path, snapshot: bool) -> None:
+    journal, _ = Journal.open(tmp_path, Disk(), ID)
+    tell_everything(journal)
+    if snapshot:
+        journal.snapshot()
+    journal.close()
+    state = reopened(tmp_path)
+    assert {name: getattr(state, name) for name in EVERYTHING} == EVERYTHING
+
+
+def test_the_bytes_are_those_of_the_format(tmp_path: Path) -> None:
+    journal, _ = Journal.open(tmp_path, Disk(), ID)
+    tell_everything(journal)
+    journal.close()
+    data = (tmp_path / "journal.b").read_bytes()
+    magic, generation, length, payload_crc, crc = struct.unpack_from("<8sQQII", data)
+    payload = data[32 : 32 + length]
+    assert (magic, generation) == (b"TLJOURN1", 1)
+    assert crc == google_crc32c.value(data[:28])
+    assert payload_crc == google_crc32c.value(payload)
+    assert json.loads(payload)["queue_id"] == ID
+    start = 32 + length + -length % 8
+    records = [data[at : at + 48] for at in range(start, start + 8 * 48, 48)]
+    generation_crc = google_crc32c.value(struct.pack("<Q", generation))
+    for record in records:
+        checksum = google_crc32c.extend(generation_crc, record[4:])
+        assert record[:4] == checksum.to_bytes(4, "little")
+    fields = [struct.unpack("<BBHQQQQQ", record[4:]) for record in records]
+    half = int.from_bytes(P1[:8], "little")
+    assert fields[0] == (1, 0, 0, 0, 0, 10, 100, 0)
+    assert fields[1] == (1, 1, 0, 0, 20, 30, 100, 0)
+    assert fields[2] == (2, 0, 2, 0, 10, 15, 0, 0)
+    assert fields[4] == (5, 0, 0, 0, half, half, 7, 0)
+    assert fields[6] == (3, 0, 0, 0, 0, 81920, 1400, 48213)
+    assert fields[7] == (1, 7, 0, 0, 1000, 1100, 13, 0)
+
+
+def test_a_position_and_its_stamps_are_one_write(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    journal, _ = Journal.open(tmp_path, disk, ID)
+    before = disk.operations["write"], disk.operations["sync"]
+    journal.advanced(Position(0, 8, 1), 0, [Stamp(bytes([n]) * 16, n) for n in range(20)])
+    assert (disk.operations["write"], disk.operations["sync"]) == (before[0] + 1, before[1])
+    journal.close()
+
+
+def test_reading_changes_nothing(tmp_path: Path) -> None:
+    journal, _ = Journal.open(tmp_path, Disk(), ID)
+    tell_everything(journal)
+    before = {name: (tmp_path / name).read_bytes() for name in NAMES}
+    assert Journal.read(tmp_path, Disk(), ID) == dataclasses.replace(journal.state(), found=True)
+    assert {name: (tmp_path / name).read_bytes() for name in NAMES} == before
+    journal.close()
+
+
+def test_the_state_given_out_is_a_copy(tmp_path: Path) -> None:
+    journal, state = Journal.open(tmp_path, Disk(), ID)
+    state.settle(0, 10, 0, DELIVERED)
+    assert journal.state().low == 0
+    journal.settled(0, 5, 0, DELIVERED)
+    assert state.low == 10
+    journal.close()
+
+
+def test_many_records_change_files_again_and_again(tmp_path: Path) -> None:
+    journal, _ = Journal.open(tmp_path, Disk(), ID)
+    for number in range(70_000):
+        journal.settled(number, number + 1, 1, DELIVERED)
+    assert journal.syncs == 2 * 4
+    assert all((tmp_path / name).stat().st_size == 1 << 20 for name in NAMES)
+    journal.close()
+    state = reopened(tmp_path)
+    assert (state.low, state.totals) == (70_000, {DELIVERED: 70_000})
+
+
+def test_a_large_snapshot_makes_the_file_larger(tmp_path: Path) -> None:
+    journal, _ = Journal.open(tmp_path, Disk(), ID, file_size=16384)
+    stamps = [Stamp(number.to_bytes(16), number) for number in range(2000)]
+    journal.advanced(Position(0, 0, 1), 0, stamps)
+    for number in range(2000):
+        journal.settled(2 * number + 1, 2 * number + 2, 1, DELIVERED)
+    journal.close()
+    state = reopened(tmp_path)
+    assert len(state.producers) == len(state.settled) == 2000
+
+
+def test_threads_may_tell_at_the_same_time(tmp_path: Path) -> None:
+    journal, _ = Journal.open(tmp_path, Disk(), ID, file_size=32768)
+
+    def tell(start: int) -> None:
+        for number in range(start, 8000, 4):
+            journal.settled(number, number + 1, 1, DELIVERED)
+
+    threads = [threading.Thread(target=tell, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    journal.sync()
+    for thread in threads:
+        thread.join()
+    journal.close()
+    state = reopened(tmp_path)
+    assert (state.low, state.totals[DELIVERED], state.bytes) == (8000, 8000, -8000)
+
+
+def test_after_closing_nothing_can_be_told(tmp_path: Path) -> None:
+    journal, _ = Journal.open(tmp_path, Disk(), ID)
+    journal.close()
+    journal.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        journal.settled(0, 1, 1, DELIVERED)
+
+
+def test_a_new_queue_causes_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal, _ = Journal.open(tmp_path, Disk(), ID)
+    journal.close()
+    assert not caplog.records
+
+
+def test_a_missing_journal_beside_chunks_causes_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / f"{0:016x}.chunk").touch()
+    with caplog.at_level(logging.WARNING):
+        journal, _ = Journal.open(tmp_path, Disk(), ID)
+    journal.close()
+    assert "no journal" in caplog.text
+
+
+# The model
+
+
+class JournalMachine(RuleBasedStateMachine):
+    """Whatever is told, in whatever order, a journal opened again says what a state says."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.disk = FaultyDisk()
+        self.model = JournalState()
+        self.open()
+
+    def open(self) -> None:
+        # The smallest file: it changes every few records.
+        self.journal, state = Journal.open(Path(self.folder.name), self.disk, ID, file_size=16384)
+        assert state == dataclasses.replace(self.model, found=state.found)
+
+    @rule(
+        first=offset,
+        count=st.integers(0, 20),
+        size=st.integers(0, 2**40),
+        how=st.sampled_from(list(Outcome)),
+    )
+    def settle(self, first: int, count: int, size: int, how: Outcome) -> None:
+        self.journal.settled(first, first + count, size, how)
+        self.model.settle(first, first + count, size, how)
+
+    @rule(first=offset, count=st.integers(0, 20), attempt=st.integers(1, 70_000))
+    def give_back(self, first: int, count: int, attempt: int) -> None:
+        self.journal.returned(first, first + count, attempt)
+        self.model.give_back(first, first + count, attempt)
+
+    @rule(
+        end=st.integers(0, 2**63),
+        size=st.integers(0, 2**40),
+        producers=st.lists(st.binary(min_size=16, max_size=16), max_size=80),
+    )
+    def advance(self, end: int, size: int, producers: list[bytes]) -> None:
+        stamps = [Stamp(producer, end // 2) for producer in producers]
+        self.journal.advanced(Position(end // 3, end // 4, end), size, stamps)
+        self.model.advance(Position(end // 3, end // 4, end), size, stamps)
+
+    @rule(events=st.integers(0, 2**40), how=st.sampled_from(list(Outcome)))
+    def drop(self, events: int, how: Outcome) -> None:
+        self.journal.dropped(how, events)
+        self.model.drop(how, events)
+
+    @rule(count=st.integers(1, 200))
+    def settle_many(self, count: int) -> None:
+        for number in range(self.model.low, self.model.low + count):
+            self.settle(number, 1, 1, DELIVERED)
+
+    @rule(op=st.sampled_from(["write", "sync"]), nth=st.integers(1, 4))
+    def a_call_fails(self, op: str, nth: int) -> None:
+        self.disk.fail(op, nth=nth, match="journal")
+        for number in range(4):
+            try:
+                self.journal.settled(200 + number, 201 + number, 1, DEAD)
+            except OSError as error:
+                assert error.errno == errno.EIO  # noqa: PT017
+            else:
+                self.model.settle(200 + number, 201 + number, 1, DEAD)
+        self.disk.clear()
+
+    @rule()
+    def snapshot(self) -> None:
+        self.journal.snapshot()
+
+    @rule()
+    def sync(self) -> None:
+        self.journal.sync()
+
+    @rule()
+    def reopen(self) -> None:
+        self.journal.close()
+        self.open()
+
+    @invariant()
+    def says_the_same(self) -> None:
+        if hasattr(self, "journal"):
+            state = self.journal.state()
+            assert state == dataclasses.replace(self.model, found=state.found)
+
+    def teardown(self) -> None:
+        if hasattr(self, "journal"):
+            self.reopen()
+            self.journal.close()
+            self.folder.cleanup()
+
+
+TestJournalMachine = JournalMachine.TestCase

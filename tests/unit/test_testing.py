@@ -1,0 +1,184 @@
+"""Do the stand-ins fail as planned, and only then?"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from turnlane.testing import FaultyDisk, ManualClock
+
+
+def test_a_manual_clock_moves_only_when_told() -> None:
+    clock = ManualClock(time_ns=5_000_000_000, monotonic=10.0)
+    assert (clock.time_ns(), clock.monotonic()) == (5_000_000_000, 10.0)
+    clock.advance(1.5)
+    assert (clock.time_ns(), clock.monotonic()) == (6_500_000_000, 11.5)
+
+
+def test_a_jump_moves_the_wall_clock_alone() -> None:
+    clock = ManualClock(time_ns=5_000_000_000, monotonic=10.0)
+    clock.jump(-2)
+    assert (clock.time_ns(), clock.monotonic()) == (3_000_000_000, 10.0)
+
+
+def test_time_does_not_go_back() -> None:
+    with pytest.raises(ValueError, match="jump"):
+        ManualClock().advance(-1)
+
+
+@pytest.fixture
+def disk() -> FaultyDisk:
+    return FaultyDisk()
+
+
+def fails(disk: FaultyDisk, fd: int, at: int = 0, data: bytes = b"x") -> int | None:
+    """The errno of a write, if it failed."""
+    try:
+        disk.write(fd, [data], at)
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def test_a_fault_hits_the_nth_call_as_often_as_planned(disk: FaultyDisk, tmp_path: Path) -> None:
+    fd = disk.open(tmp_path / "file", create=True)
+    disk.fail("write", nth=2, times=2, error=errno.EROFS)
+    outcomes = [fails(disk, fd) for _ in range(4)]
+    assert outcomes == [None, errno.EROFS, errno.EROFS, None]
+    assert disk.operations["write"] == 4
+
+
+def test_a_fault_without_end_lasts_until_cleared(disk: FaultyDisk, tmp_path: Path) -> None:
+    fd = disk.open(tmp_path / "file", create=True)
+    disk.fail("write", times=None)
+    assert [fails(disk, fd) for _ in range(3)] == [errno.EIO] * 3
+    disk.clear()
+    assert fails(disk, fd) is None
+
+
+def test_a_fault_may_be_for_some_files_only(disk: FaultyDisk, tmp_path: Path) -> None:
+    good = disk.open(tmp_path / "good", create=True)
+    bad = disk.open(tmp_path / "bad", create=True)
+    disk.fail("sync", match="bad")
+    disk.sync(good)
+    with pytest.raises(OSError, match="bad"):
+        disk.sync(bad)
+
+
+def test_every_operation_can_fail(disk: FaultyDisk, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    fd = disk.open(path, create=True)
+    calls: dict[str, Callable[[], object]] = {
+        "open": lambda: disk.open(path),
+        "write": lambda: disk.write(fd, [b"x"], 0),
+        "read": lambda: disk.read(fd, 1, 0),
+        "sync": lambda: disk.sync(fd),
+        "sync_directory": lambda: disk.sync_directory(tmp_path),
+        "truncate": lambda: disk.truncate(fd, 0),
+        "allocate": lambda: disk.allocate(fd, 8),
+        "size": lambda: disk.size(fd),
+        "rename": lambda: disk.rename(path, path),
+        "unlink": lambda: disk.unlink(path),
+        "listing": lambda: disk.listing(tmp_path),
+        "free_bytes": lambda: disk.free_bytes(tmp_path),
+        "close": lambda: disk.close(fd),
+    }
+    for op, call in calls.items():
+        disk.fail(op)
+        with pytest.raises(OSError, match="Input/output"):
+            call()
+
+
+def test_an_operation_that_does_not_exist_is_refused(disk: FaultyDisk) -> None:
+    with pytest.raises(ValueError, match="no operation 'fsync'; there are allocate"):
+        disk.fail("fsync")
+
+
+def test_a_torn_write_keeps_its_beginning(disk: FaultyDisk, tmp_path: Path) -> None:
+    fd = disk.open(tmp_path / "file", create=True)
+    disk.tear(nth=2, keep_bytes=3)
+    disk.write(fd, [b"....."], 0)
+    with pytest.raises(OSError, match="Input/output"):
+        disk.write(fd, [b"ab", b"cd"], 0)
+    assert (tmp_path / "file").read_bytes() == b"abc.."
+
+
+def test_a_full_disk_takes_what_fits(disk: FaultyDisk, tmp_path: Path) -> None:
+    fd = disk.open(tmp_path / "file", create=True)
+    disk.fill(after_bytes=5)
+    assert disk.free_bytes(tmp_path) == 5
+    with pytest.raises(OSError, match="No space"):
+        disk.write(fd, [b"abc", b"defg"], 0)
+    assert (tmp_path / "file").read_bytes() == b"abcde"
+
+
+def test_a_full_disk_takes_what_was_allocated(disk: FaultyDisk, tmp_path: Path) -> None:
+    fd = disk.open(tmp_path / "file", create=True)
+    disk.allocate(fd, 100)
+    disk.fill()
+    assert fails(disk, fd, 0, bytes(100)) is None
+    assert fails(disk, fd, 100) == errno.ENOSPC
+    with pytest.raises(OSError, match="No space"):
+        disk.allocate(fd, 101)
+
+
+@pytest.mark.parametrize("way", ["unlink", "truncate", "rename", "drain", "unfill"])
+def test_space_comes_back(disk: FaultyDisk, tmp_path: Path, way: str) -> None:
+    fd = disk.open(tmp_path / "file", create=True)
+    other = disk.open(tmp_path / "other", create=True)
+    disk.write(other, [bytes(10)], 0)
+    disk.fill()
+    assert fails(disk, fd) == errno.ENOSPC
+    {
+        "unlink": lambda: disk.unlink(tmp_path / "other"),
+        "truncate": lambda: disk.truncate(other, 0),
+        "rename": lambda: disk.rename(tmp_path / "file", tmp_path / "other"),
+        "drain": lambda: disk.drain(10),
+        "unfill": disk.unfill,
+    }[way]()
+    assert fails(disk, fd, 0, bytes(10)) is None
+    assert fails(disk, fd, 10) == (None if way == "unfill" else errno.ENOSPC)
+
+
+def test_a_delayed_call_does_not_delay_others(disk: FaultyDisk, tmp_path: Path) -> None:
+    slow = disk.open(tmp_path / "slow", create=True)
+    fast = disk.open(tmp_path / "fast", create=True)
+    disk.delay("sync", seconds=0.5, match="slow")
+    thread = threading.Thread(target=disk.sync, args=(slow,))
+    thread.start()
+    disk.sync(fast)
+    assert thread.is_alive()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("plan", "left"),
+    [
+        ("disk.kill('write', nth=2)", b"...."),
+        ("disk.tear(nth=2, keep_bytes=2, kill=True)", b"ab.."),
+    ],
+)
+def test_a_kill_is_a_kill(tmp_path: Path, plan: str, left: bytes) -> None:
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from turnlane.testing import FaultyDisk\n"
+        "disk = FaultyDisk()\n"
+        f"{plan}\n"
+        "fd = disk.open(Path(sys.argv[1]), create=True)\n"
+        "disk.write(fd, [b'....'], 0)\n"
+        "disk.write(fd, [b'abcd'], 0)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    path = tmp_path / "file"
+    ended = subprocess.run([sys.executable, "-c", program, str(path)], env=environment, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert path.read_bytes() == left
