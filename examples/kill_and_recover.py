@@ -30,6 +30,7 @@ from rich.progress import (
 from rich.table import Table
 
 import turnlane
+from turnlane.events import values_of
 
 EVENT_BYTES = 100
 BLOCK_EVENTS = 5_000
@@ -165,7 +166,7 @@ def drain(queue: turnlane.Queue, account: Account, bar: Progress, task: TaskID) 
             batch = queue.get()
         except turnlane.QueueClosed:
             return
-        account.arrive(batch.block.column("value").to_pylist())
+        account.arrive(values_of([batch.block]))
         batch.done()
         bar.advance(task, len(batch))
 
@@ -197,8 +198,8 @@ def run(path: Path, account: Account, console: Console) -> turnlane.Ledger:
             return queue.stats().ledger
 
 
-def table_of(account: Account, ledger: turnlane.Ledger, *, adds_up: bool) -> Table:
-    """The account as a table, over the queue's own ledger."""
+def table_of(account: Account, *, adds_up: bool) -> Table:
+    """The account as a table."""
     table = Table(title="Every event accounted for" if adds_up else "It does not add up")
     table.add_column("events")
     table.add_column("", justify="right")
@@ -218,7 +219,6 @@ def table_of(account: Account, ledger: turnlane.Ledger, *, adds_up: bool) -> Tab
         ("out of order", account.out_of_order),
     ):
         table.add_row(what, f"{count:,}", style="red" if count else "green")
-    table.caption = str(ledger)
     return table
 
 
@@ -236,7 +236,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="turnlane-") as directory:
         ledger = run(Path(directory) / "queue", account, console)
     adds_up = account.adds_up and ledger.adds_up and ledger.delivered == account.events
-    console.print(table_of(account, ledger, adds_up=adds_up))
+    console.print(table_of(account, adds_up=adds_up))
+    console.print(f"The queue's ledger: {ledger}", soft_wrap=True)
     return 0 if adds_up else 1
 
 

@@ -1,7 +1,7 @@
 """What is left of the journal after damage, death and a disk that fails?
 
 Always a state that once was: all that was told before some moment, and nothing after it. Where
-nothing but the process died, that moment is the last call that returned.
+nothing but the process died, that moment is the last call that returned, or the one under way.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def low(path: Path) -> int:
     return state.low
 
 
-def start_of_records(data: bytes) -> int:
+def start_of_records(data: bytes | bytearray) -> int:
     length: int = struct.unpack_from("<Q", data, 16)[0]
     return 32 + length + -length % 8
 
@@ -341,14 +341,10 @@ def test_what_follows_a_change_that_failed_is_kept_if_the_process_dies(
     disk = FaultyDisk()
     journal, _ = reopen(tmp_path, disk)
     disk.fail(op, nth, match="journal.a")
-    told = 0
-    while not (failed := disk.operations["sync"] + disk.operations["size"] > 4 and told > 200):
-        settle(journal, range(told, told + 1))
-        told += 1
-        assert Journal.read(tmp_path, Disk(), ID).low == told or told < 260
-    assert failed
-    settle(journal, range(told, told + 40))
-    assert Journal.read(tmp_path, Disk(), ID).low == told + 40
+    for number in range(400):
+        settle(journal, range(number, number + 1))
+        if number > 250:  # the change is tried, and fails, soon after
+            assert Journal.read(tmp_path, Disk(), ID).low == number + 1
     journal.close()
 
 
@@ -367,14 +363,22 @@ def test_while_files_cannot_be_changed_the_one_grows(tmp_path: Path, op: str, nt
     assert all((tmp_path / name).stat().st_size == SIZE for name in NAMES)
 
 
-@pytest.mark.parametrize(("op", "nth"), STEPS[3:])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [("write", 2)],  # the header was not written, nor the blank one
+        [("sync", 2)],  # it was, and blanked again; who knows which is on the device
+        [("sync", 2), ("write", 3)],  # it was, and stands there
+    ],
+)
 def test_half_a_change_that_cannot_be_undone_refuses_acks(
-    tmp_path: Path, op: str, nth: int
+    tmp_path: Path, faults: list[tuple[str, int]]
 ) -> None:
     """Which file the next opening takes is then in doubt: nothing may be told to either alone."""
     disk = FaultyDisk()
     journal, _ = reopen(tmp_path, disk)
-    disk.fail(op, nth, times=None, match="journal.a")
+    for op, nth in faults:
+        disk.fail(op, nth, times=None, match="journal.a")
     told = settle_until_refused(journal)
     for _ in range(3):
         with pytest.raises(OSError, match="Input/output"):
@@ -384,6 +388,17 @@ def test_half_a_change_that_cannot_be_undone_refuses_acks(
     settle(journal, range(told, told + 100))
     journal.close()
     assert low(tmp_path) == told + 100
+
+
+def test_half_a_change_once_undone_lets_acks_go_on(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    journal, _ = reopen(tmp_path, disk)
+    disk.fail("sync", nth=2, times=2, match="journal.a")
+    told = settle_until_refused(journal)
+    disk.fail("size", times=None, match="journal.a")  # it can be blanked, but still not used
+    settle(journal, range(told, told + 500))
+    journal.close()
+    assert low(tmp_path) == told + 500
 
 
 def settle_until_refused(journal: Journal) -> int:
@@ -424,7 +439,8 @@ def test_after_a_failed_sync_the_other_file_is_written(tmp_path: Path) -> None:
     assert low(tmp_path) == 10
 
 
-def test_a_record_that_could_not_be_written_never_was(tmp_path: Path) -> None:
+def test_a_record_that_could_not_be_written_is_written_when_told_again(tmp_path: Path) -> None:
+    """Until then a death leaves it in doubt: it ends in zeros, and so does the file."""
     disk = FaultyDisk()
     journal, _ = reopen(tmp_path, disk)
     for keep in range(RECORD):
@@ -433,7 +449,7 @@ def test_a_record_that_could_not_be_written_never_was(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="Input/output"):
             journal.settled(keep, keep + 1, 1, DELIVERED)
         assert journal.state() == before
-        assert Journal.read(tmp_path, Disk(), ID).low == keep
+        assert Journal.read(tmp_path, Disk(), ID).low in {keep, keep + 1}
         journal.settled(keep, keep + 1, 1, DELIVERED)
     journal.close()
     assert low(tmp_path) == RECORD
@@ -459,7 +475,7 @@ def test_stamps_are_found_without_their_position_but_never_the_other_way(tmp_pat
     for keep in range(3 * RECORD):
         disk.tear(keep_bytes=keep)
         with pytest.raises(OSError, match="Input/output"):
-            journal.advanced(Position(0, 8, 100), 1, [Stamp(P1, 5), Stamp(P2, 6)])
+            journal.advanced(Position(0, 8, 100), 1 << 63, [Stamp(P1, 5), Stamp(P2, 6)])
         assert Journal.read(tmp_path, Disk(), ID).position is None
     journal.close()
 
@@ -549,4 +565,5 @@ DEATHS = {
 @pytest.mark.parametrize("death", DEATHS)
 def test_a_process_that_dies_has_lost_nothing_it_told(tmp_path: Path, death: str) -> None:
     told = told_before_death(tmp_path, DEATHS[death])
-    assert low(tmp_path) == told
+    in_doubt = death.startswith("record")
+    assert low(tmp_path) in {told, told + in_doubt}

@@ -14,9 +14,10 @@ import pyarrow as pa
 import pytest
 
 from turnlane.errors import DirectoryLocked, DirectoryUnusable, NotAQueue
-from turnlane.queues.log.chunks import chunk_name, schema_frame
+from turnlane.queues.log.chunks import chunk_name
 from turnlane.queues.log.directory import QueueDirectory
 from turnlane.queues.log.files import Disk
+from turnlane.queues.log.frames import FrameKind, encode
 from turnlane.testing import FaultyDisk
 
 DISK = Disk()
@@ -24,8 +25,13 @@ ID = "0123456789abcdef" * 2
 OTHER = "f" * 32
 
 
-def write_chunk(path: Path, first: int, queue_id: str) -> None:
-    frame = schema_frame(pa.schema([("value", pa.binary())]), first, queue_id)
+def write_chunk(path: Path, first: int, queue_id: str, form: bytes = b"1") -> None:
+    marks: dict[bytes | str, bytes | str] = {
+        b"turnlane.queue_id": queue_id.encode(),
+        b"turnlane.format": form,
+    }
+    payload = pa.schema([("value", pa.binary())], marks).serialize()
+    frame = encode(FrameKind.SCHEMA, first, 0, [payload])
     (path / chunk_name(first)).write_bytes(b"".join(bytes(memoryview(piece)) for piece in frame))
 
 
@@ -135,6 +141,17 @@ def test_an_unknown_format_is_refused_and_nothing_changed(
     (tmp_path / "queue.json").write_text(text)
     before = content(tmp_path)
     with pytest.raises(NotAQueue, match="format"):
+        opening(tmp_path, DISK)
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("opening", [QueueDirectory.open, QueueDirectory.read_only])
+def test_chunks_of_an_unknown_format_are_refused_and_nothing_changed(
+    tmp_path: Path, opening: Callable[[Path, Disk], QueueDirectory]
+) -> None:
+    write_chunk(tmp_path, 0, ID, form=b"2")
+    before = content(tmp_path)
+    with pytest.raises(NotAQueue, match="format 2"):
         opening(tmp_path, DISK)
     assert content(tmp_path) == before
 

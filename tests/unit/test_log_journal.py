@@ -69,9 +69,11 @@ def test_an_empty_range_settles_nothing() -> None:
 def test_what_is_settled_is_no_longer_returned() -> None:
     state = JournalState()
     state.give_back(0, 100, 2)
+    state.settle(0, 20, 0, DELIVERED)
+    assert state.returned == [(20, 100, 2)]
     state.settle(40, 60, 0, DELIVERED)
-    assert state.returned == [(0, 40, 2), (60, 100, 2)]
-    state.settle(0, 40, 0, DELIVERED)
+    assert state.returned == [(20, 40, 2), (60, 100, 2)]
+    state.settle(20, 40, 0, DELIVERED)
     assert (state.low, state.returned) == (60, [(60, 100, 2)])
 
 

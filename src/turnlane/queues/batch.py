@@ -46,8 +46,7 @@ class HeldBatch(Batch):
         self.place = Place(portion.first, portion.end, portion.attempt)
         self.state = BatchState.OUT
         self.freed = False
-        self.charged_events = len(portion)
-        self.charged_bytes = portion.size
+        self.charged_events, self.charged_bytes = portion.charge
 
     @property
     def block(self) -> Block:

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+from turnlane.events import Block, Event, events_of
 
-    from turnlane.events import Event
+if TYPE_CHECKING:
     from turnlane.queues.stats import Stats
 
 
@@ -163,7 +162,7 @@ class Producer(abc.ABC):
 
     @abc.abstractmethod
     def publish_block(
-        self, block: pa.RecordBatch, *, sequence: int | None = None, timeout: float | None = None
+        self, block: Block, *, sequence: int | None = None, timeout: float | None = None
     ) -> Published:
         """Publish a block of events; a block larger than the queue goes in piece by piece.
 
@@ -173,7 +172,7 @@ class Producer(abc.ABC):
 
     @abc.abstractmethod
     def try_publish_block(
-        self, block: pa.RecordBatch, *, sequence: int | None = None
+        self, block: Block, *, sequence: int | None = None
     ) -> Published | None:
         """Publish the whole block without blocking, or nothing of it (``None``)."""
 
@@ -207,7 +206,7 @@ class Batch(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def block(self) -> pa.RecordBatch:
+    def block(self) -> Block:
         """The events, in order. Raises ``BatchFreed`` after :meth:`free`."""
 
     @abc.abstractmethod
@@ -235,8 +234,6 @@ class Batch(abc.ABC):
         return len(self.place)
 
     def __iter__(self) -> Iterator[Event]:
-        from turnlane.events import events_of
-
         return events_of(self.block, self.place.first)
 
     def __enter__(self) -> Self:
@@ -252,6 +249,10 @@ class Batch(abc.ABC):
             self.done()
         else:
             self.release()
+
+
+Consumer = Callable[[Batch], None]
+"""The passive end: takes a batch. Returning means done; raising means nothing was delivered."""
 
 
 class Queue(abc.ABC):

@@ -7,7 +7,7 @@ publisher's. Nothing waits, so there is nothing to get and nothing to lose.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NoReturn
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
@@ -19,7 +19,7 @@ from turnlane.queues.batch import BatchState, HeldBatch
 from turnlane.queues.contract import (
     AckCallback,
     AckLevel,
-    Batch,
+    Consumer,
     Durability,
     FlowControl,
     Outcome,
@@ -32,10 +32,6 @@ from turnlane.queues.portion import Portion
 from turnlane.queues.positions import Positions
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.stats import Stats
-
-Consumer = Callable[[Batch], None]
-"""Takes a batch. Returning means done; raising means that nothing of it was delivered."""
-
 
 class DirectQueue(Queue):
     """Calls ``consumer`` for every event or block published, one call per publish."""

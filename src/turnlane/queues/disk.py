@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import replace
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
-from turnlane.queues.contract import Durability
+from turnlane.queues.contract import AckLevel, Durability
 from turnlane.queues.log.files import Disk
 from turnlane.queues.portion import Portion
 from turnlane.queues.settings import QueueSettings
@@ -38,15 +37,15 @@ class DiskQueue(StoredQueue):
 
     def sealed(self, portion: Portion) -> None:
         # A copy: consumers cut pieces off the one in the tail.
-        self._unwritten.append(replace(portion))
+        self._unwritten.append(portion.copy())
         self._unwritten_bytes += portion.size
         if self._unwritten_bytes >= self.settings.write_buffer:
             self.work.notify()
-            if self.must_wait():
+            if self.must_wait(failing=False):
                 self.gate.hold(True)
 
-    def must_wait(self) -> bool:
-        return self._unwritten_bytes >= self.settings.memory_bytes
+    def must_wait(self, *, failing: bool) -> bool:
+        return failing or self._unwritten_bytes >= self.settings.memory_bytes
 
     # ── when and what to write ───────────────────────────────────────────────────────────────
 
@@ -100,6 +99,7 @@ class DiskQueue(StoredQueue):
         return Job(portions, sync=sync, tidy=tidy and whole)
 
     def committed(self) -> None:
+        self.urgent = self.watermarks[AckLevel.PERSISTED].awaited
         end = self.store.log.end
         while self._unwritten and self._unwritten[0].end <= end:
             self._unwritten_bytes -= self._unwritten.popleft().size

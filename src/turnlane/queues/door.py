@@ -49,8 +49,9 @@ class Door:
         """The depth below which a publisher with this flow control needs no second look."""
         if self._settings.sampling_interval > 1:
             return -1
-        marks = (self._gate.size, self._settings.marks.discard, self._mark(flow))
-        return min(mark for mark in marks if mark is not None)
+        marks = self._settings.marks
+        bounds = (self._gate.size, marks.discard, marks.high, self._mark(flow))
+        return min(bound for bound in bounds if bound is not None)
 
     def _mark(self, flow: FlowControl) -> int | None:
         if flow is FlowControl.NONE:

@@ -74,7 +74,7 @@ class HoldingQueue(Queue):
         self.positions = positions or Positions()
         self.gate = Gate(settings.size, settings.max_bytes)
         self.tail = Tail(self.positions.end, self.sealed)
-        self.door = Door(settings, self.gate, self.lock, self._evict, self.dropped_at_door)
+        self.door = Door(settings, self.gate, self.lock, self.evict, self.dropped_at_door)
         self.watermarks = {
             level: Watermark(level, self.durability, self.positions.low)
             for level in (AckLevel.PERSISTED, AckLevel.DELIVERED)
@@ -87,8 +87,8 @@ class HoldingQueue(Queue):
         """Size of the open block from which on a publisher calls :meth:`heed`."""
         self._hunger: dict[int, int] = {}
         """By waiting thread: the queue's end at which to wake it."""
-        self._returned: list[Portion] = []
-        self._out: dict[int, HeldBatch] = {}
+        self.returned: list[Portion] = []
+        self.out: dict[int, HeldBatch] = {}
         self._releases = 0
         self.acks = Dispatcher(settings.name)
         self._pace = Pace(settings.dequeue_rate, settings.dequeue_window, clock)
@@ -149,6 +149,7 @@ class HoldingQueue(Queue):
         self.positions.end = first + events
         self.gate.charge(events, size)
         self.pushes += 1
+        self.grown()
         return first
 
     def numbered(self, producer: bytes, next_sequence: int) -> None:
@@ -191,12 +192,13 @@ class HoldingQueue(Queue):
         ack = Ack(end - first, 0, end, AckLevel.ACCEPTED, self.durability)
         self.acks.send([Notice(follower, ack)])
 
-    def _evict(self, events: int) -> bool:
-        portion = self._next_portion(events)
+    def evict(self, events: int) -> bool:
+        """Drop the oldest unread events; false if there are none. Under the lock."""
+        portion = self.next_portion(events)
         if portion is None:
             return False
         self.record_settled(portion, Outcome.OLDEST)
-        self.settle_portion(portion, Outcome.OLDEST, len(portion), portion.size)
+        self.settle_portion(portion, Outcome.OLDEST, *portion.charge)
         return True
 
     # ── consuming ────────────────────────────────────────────────────────────────────────────
@@ -224,13 +226,13 @@ class HoldingQueue(Queue):
         """The next portion, once there is one and it may be taken. Under the lock."""
         first_seen: float | None = None
         while True:
-            self._check_readable()
-            ready = sum(map(len, self._returned)) + self.positions.fresh
+            self.check_readable()
+            ready = self._backlog()
             if ready and first_seen is None:
                 first_seen = time.monotonic()
             pause = self._pause(ready, limit, first_seen)
             if ready and not pause:
-                portion = self._next_portion(limit)
+                portion = self.next_portion(limit)
                 if portion is not None:
                     self._pace.took(len(portion))
                     return portion
@@ -246,7 +248,8 @@ class HoldingQueue(Queue):
             return 0.0
         return max(0.0, first_seen + self.settings.minimum_batch_timeout - time.monotonic())
 
-    def _check_readable(self) -> None:
+    def check_readable(self) -> None:
+        """Raise ``QueueClosed`` if there is nothing to read and never will be."""
         if self._closed or (self._finished and not self.positions.pending):
             msg = f"queue {self.name!r} is closed" + ("" if self._closed else " and drained")
             raise QueueClosed(msg)
@@ -273,18 +276,18 @@ class HoldingQueue(Queue):
         """Decide from when on publishers have to call :meth:`heed`. Under the lock."""
         self.heed_at = 0 if self._hunger or self.is_restless() else SEAL_BYTES
 
-    def _next_portion(self, limit: int) -> Portion | None:
+    def next_portion(self, limit: int) -> Portion | None:
         """Cut the next portion: what was given back comes first. Under the lock."""
-        if self._returned:
-            if len(self._returned[0]) > limit:
-                return self._returned[0].head(limit)
-            return self._returned.pop(0)
+        if self.returned:
+            if len(self.returned[0]) > limit:
+                return self.returned[0].head(limit)
+            return self.returned.pop(0)
         first, end = self.positions.next_fresh(limit)
         if first >= end:
             return None
         if first < self.tail.first:
             end = min(end, self.tail.first)
-            portion = Portion(first, end, self.average_size(end - first), None)
+            portion = self.stored_portion(first, end)
         else:
             portion = self.tail.take(first, end)
         self.positions.take(end)
@@ -296,12 +299,12 @@ class HoldingQueue(Queue):
     def _hand_out(self, portion: Portion) -> HeldBatch:
         batch = HeldBatch(self, portion)
         with self.lock:
-            self._out[portion.first] = batch
+            self.out[portion.first] = batch
         return batch
 
     def give_back(self, portion: Portion) -> None:
         """Have a portion read again, before anything newer. Under the lock."""
-        insort(self._returned, portion, key=lambda each: each.first)
+        insort(self.returned, portion, key=lambda each: each.first)
         self._readable.notify()
 
     def free_batch(self, batch: HeldBatch) -> None:
@@ -313,7 +316,7 @@ class HoldingQueue(Queue):
                 events = batch.charged_events if self.free_returns_events else 0
                 size, batch.charged_bytes = batch.charged_bytes, 0
                 batch.charged_events -= events
-                self._refund(events, size)
+                self.refund(events, size)
 
     def settle_batch(self, batch: HeldBatch, outcome: Outcome) -> None:
         """Settle a batch for good: recorded first, then visible."""
@@ -332,7 +335,7 @@ class HoldingQueue(Queue):
             raise AckNotStored(msg) from error
         with self.lock:
             batch.state = BatchState.SETTLED
-            self._out.pop(batch.place.first, None)
+            self.out.pop(batch.place.first, None)
             self.settle_portion(batch.portion, outcome, batch.charged_events, batch.charged_bytes)
 
     def release_batch(self, batch: HeldBatch) -> None:
@@ -344,7 +347,7 @@ class HoldingQueue(Queue):
                 msg = f"batch {batch.place.first} was freed and cannot be released"
                 raise BatchFreed(msg)
             batch.state = BatchState.RELEASED
-            self._out.pop(batch.place.first, None)
+            self.out.pop(batch.place.first, None)
             batch.portion.attempt += 1
             self._releases += 1
             self.give_back(batch.portion)
@@ -360,13 +363,14 @@ class HoldingQueue(Queue):
         low = self.positions.low
         for level in (AckLevel.PERSISTED, AckLevel.DELIVERED):
             self.acks.send(self.watermarks[level].advance(low))
-        self._refund(events, size)
+        self.refund(events, size)
         self.settled()
         if self._finished and not self.positions.pending:
             self._readable.notify_all()
             self._drained.notify_all()
 
-    def _refund(self, events: int, size: int) -> None:
+    def refund(self, events: int, size: int) -> None:
+        """Give room back. Under the lock."""
         self.gate.refund(events, size)
         self.door.calm()
 
@@ -398,6 +402,16 @@ class HoldingQueue(Queue):
                 events = stop - start
                 self.settle_portion(portion, outcome, events, self.average_size(events))
                 self.tail.forget_below(self.positions.low)
+
+    def _backlog(self) -> int:
+        return sum(map(len, self.returned)) + self.positions.fresh
+
+    def await_backlog(self, timeout: float) -> int:
+        """Wait until events are ready to be taken; returns how many. 0 on timeout or close."""
+        with self.lock:
+            if not self._backlog() and not self._closed:
+                self._wait_for_end(self.positions.end + 1, timeout)
+            return self._backlog()
 
     def wait_beyond(self, offset: int, timeout: float) -> int:
         """Wait until the queue's end is beyond ``offset``; returns the end either way."""
@@ -466,7 +480,7 @@ class HoldingQueue(Queue):
             bytes=self.gate.bytes,
             max_size=self.settings.size,
             max_bytes=self.settings.max_bytes,
-            in_flight=sum(map(len, self._out.values())),
+            in_flight=sum(map(len, self.out.values())),
             blocked_publishers=len(self.gate.line),
             memory_blocks=self.tail.blocks,
             pushes=self.pushes,
@@ -485,6 +499,13 @@ class HoldingQueue(Queue):
 
     def sealed(self, portion: Portion) -> None:
         """A portion joined the tail. Under the lock."""
+
+    def grown(self) -> None:
+        """Something came in that was not calm. Under the lock."""
+
+    def stored_portion(self, first: int, end: int) -> Portion:
+        """A portion whose contents are in storage. Under the lock."""
+        return Portion(first, end, self.average_size(end - first), None)
 
     def urge(self, level: AckLevel) -> None:
         """A publisher waits for this level: make haste. Under the lock."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from turnlane.events import Block
 from turnlane.queues.log.position import Stamp
@@ -21,16 +21,29 @@ class Portion:
     attempt: int = 1
     stamps: Sequence[Stamp] = ()
     """The numbered producers whose events it completes."""
+    charged: bool = True
+    """Whether it counts against the queue's bounds."""
+    recorded: bool = False
+    """Whether the journal knows that it is settled."""
 
     def __len__(self) -> int:
         return self.end - self.first
+
+    def copy(self) -> Portion:
+        """Another portion of the same events, to be cut independently."""
+        return replace(self)
+
+    @property
+    def charge(self) -> tuple[int, int]:
+        """What it takes of the bounds, in events and bytes."""
+        return (len(self), self.size) if self.charged else (0, 0)
 
     def head(self, events: int) -> Portion:
         """Cut off and return the first ``events``; what stays is the rest."""
         cut = self.first + events
         size = self.size * events // len(self)
         pieces, rest = (None, None) if self.pieces is None else _cut(self.pieces, events)
-        head = Portion(self.first, cut, size, pieces, self.attempt)
+        head = Portion(self.first, cut, size, pieces, self.attempt, charged=self.charged)
         self.first, self.size, self.pieces = cut, self.size - size, rest
         return head
 

@@ -78,7 +78,17 @@ class Store:
                 sync_on_rotate=settings.durability is not Durability.NEVER,
             )
             opened.pop_all()
-        return cls(directory, journal, state, written)
+        store = cls(directory, journal, state, written)
+        if settings.durability is not Durability.NEVER:
+            store.sync_found()
+        return store
+
+    def sync_found(self) -> None:
+        """What a killed process has left in the page cache is promised from now on."""
+        try:
+            self.log.sync()
+        except OSError as error:
+            self._note(error)
 
     # What was found
 

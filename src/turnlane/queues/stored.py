@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
@@ -42,6 +42,10 @@ class Job:
     sync: bool
     tidy: bool
     """Also sync the journal, note drops and delete chunks."""
+    before: Callable[[], None] | None = None
+    """To be called first, outside the lock."""
+    retire: bool = False
+    """Everything in the log is settled: begin anew."""
 
 
 class StoredQueue(HoldingQueue):
@@ -86,7 +90,11 @@ class StoredQueue(HoldingQueue):
         size = self.store.unsettled_bytes()
         for first, end, attempt in self.store.returned():
             share = size * (end - first) // max(1, pending)
-            self.give_back(Portion(first, end, share, None, attempt))
+            charged = self.storage_is_charged
+            self.give_back(Portion(first, end, share, None, attempt, charged=charged))
+
+    storage_is_charged = True
+    """Whether what is on disk counts against the bounds."""
 
     def start(self) -> None:
         """Start writing. Apart from construction, so that a kind can finish its own first."""
@@ -109,8 +117,8 @@ class StoredQueue(HoldingQueue):
         """How many events would be lost if the writer stopped now. Under the lock."""
 
     @abstractmethod
-    def must_wait(self) -> bool:
-        """Whether publishers have to wait for the writer. Under the lock."""
+    def must_wait(self, *, failing: bool) -> bool:
+        """Whether publishers have to wait for the writer, or for a failing disk. Under the lock."""
 
     # ── the writer ───────────────────────────────────────────────────────────────────────────
 
@@ -129,15 +137,22 @@ class StoredQueue(HoldingQueue):
         with self.lock:
             job = self.next_job()
         try:
-            self.store.commit(job.portions, sync=job.sync)
-            if job.portions:
-                self._flushes += 1
-                self._leave_hint(job)
-            if job.tidy:
-                self._tidy()
+            self._do(job)
         except OSError as error:
             return self._troubled(error)
         return self._recovered()
+
+    def _do(self, job: Job) -> None:
+        if job.before is not None:
+            job.before()
+        self.store.commit(job.portions, sync=job.sync)
+        if job.portions:
+            self._flushes += 1
+            self._leave_hint(job)
+        if job.retire:
+            self.store.log.retire()
+        if job.tidy or job.retire:
+            self._tidy()
 
     def _leave_hint(self, job: Job) -> None:
         stamps = [stamp for portion in job.portions for stamp in portion.stamps]
@@ -151,7 +166,7 @@ class StoredQueue(HoldingQueue):
             self._settle_lost()
             self.advance_persisted()
             self.committed()
-            self.gate.hold(self.must_wait())
+            self.gate.hold(self.must_wait(failing=False))
             self._set_retire_at()
             self.door.calm()
             return not self.stopping or self.left_over() > 0
@@ -159,9 +174,8 @@ class StoredQueue(HoldingQueue):
     def _settle_lost(self) -> None:
         for first, end in self.store.lost():
             for start, stop in self.positions.unsettled(first, end):
-                self.settle_portion(
-                    Portion(start, stop, 0, None), Outcome.MISSING, stop - start, 0
-                )
+                lost = self.stored_portion(start, stop)
+                self.settle_portion(lost, Outcome.MISSING, *lost.charge)
 
     def advance_persisted(self) -> None:
         """Tell everybody how far the log is safe. Under the lock."""
@@ -169,7 +183,6 @@ class StoredQueue(HoldingQueue):
         safe = written.end if self.durability is Durability.NEVER else written.synced_end
         mark = self.watermarks[AckLevel.PERSISTED]
         self.acks.send(mark.advance(min(safe, self.positions.end)))
-        self.urgent = mark.awaited
 
     def _troubled(self, error: OSError) -> bool:
         """The disk fails: be full, make space if there is any to make, try again later."""
@@ -177,7 +190,7 @@ class StoredQueue(HoldingQueue):
             if not self._trouble:
                 log.warning("queue %s cannot write: %s; publishers wait", self.name, error)
             self._trouble = True
-            self.gate.hold(True)
+            self.gate.hold(self.must_wait(failing=True))
             out_of_time = self._give_up_at is not None and time.monotonic() > self._give_up_at
             if out_of_time:
                 return False
@@ -253,6 +266,7 @@ class StoredQueue(HoldingQueue):
 
     def record_settled(self, portion: Portion, outcome: Outcome) -> None:
         self.store.journal.settled(portion.first, portion.end, portion.size, outcome)
+        portion.recorded = True
         if self.durability is Durability.ALWAYS:
             self.store.journal.sync()
         else:
@@ -298,10 +312,11 @@ class StoredQueue(HoldingQueue):
         with self.lock:
             spans = self.positions.unsettled(first, end)
         for start, stop in spans:
-            lost = Portion(start, stop, portion.size * (stop - start) // len(portion), None)
+            share = portion.size * (stop - start) // len(portion)
+            lost = Portion(start, stop, share, None, charged=portion.charged)
             self.record_settled(lost, outcome)
             with self.lock:
-                self.settle_portion(lost, outcome, len(lost), lost.size)
+                self.settle_portion(lost, outcome, *lost.charge)
             log.error("queue %s: offsets %d to %d are %s", self.name, start, stop - 1, outcome)
 
     def _cut(self, portion: Portion, at: int, pieces: list[Block]) -> Portion:
@@ -323,16 +338,31 @@ class StoredQueue(HoldingQueue):
             self.work.notify()
         self._writer.join()
         with self.lock:
-            lost = self.left_over()
+            unwritten = self.left_over()
         try:
+            self._give_up_rest()
             self.store.journal.snapshot()
         except OSError as error:
             log.warning("queue %s: journal not tidied on close: %s", self.name, error)
         finally:
             self.store.close()
-        if lost:
-            msg = f"queue {self.name!r} could not write {lost} accepted events before it closed"
+        if unwritten:
+            msg = f"queue {self.name!r} could not write {unwritten} accepted events on close"
             raise StorageFailed(msg)
+
+    def _give_up_rest(self) -> None:
+        """Count what is neither settled nor on disk as dropped: nobody will see it again."""
+        with self.lock:
+            spans = self.positions.unsettled(self.store.log.end, self.positions.end)
+            spans += [
+                (batch.portion.first, batch.portion.end)
+                for batch in self.out.values()
+                if batch.freed and batch.portion.charged and not self.storage_is_charged
+            ]
+            for first, end in spans:
+                self.totals.add(Outcome.CLOSED, self.positions.settle(first, end))
+        for first, end in spans:
+            self.store.journal.settled(first, end, 0, Outcome.CLOSED)
 
     def describe(self) -> Stats:
         return replace(

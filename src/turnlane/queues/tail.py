@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from turnlane.events import Block
 from turnlane.queues.open_block import OpenBlock
@@ -100,6 +100,10 @@ class Tail:
             self.drop_oldest()
         if sealed and sealed[0].first < offset:
             self.bytes -= sealed[0].head(offset - sealed[0].first).size
+
+    def __iter__(self) -> Iterator[Portion]:
+        """The sealed portions, oldest first."""
+        return iter(self._sealed)
 
     def oldest(self) -> Portion | None:
         """The oldest sealed portion, left in place."""

@@ -121,7 +121,7 @@ def read_schema(disk: Disk, fd: int) -> ChunkSchema | None:
         return None
     try:
         schema = pa.ipc.read_schema(payload)
-    except (pa.ArrowException, OSError):
+    except (pa.ArrowException, OSError, EOFError, ValueError):
         return None
     metadata = schema.metadata or {}
     if metadata.get(_FORMAT, FORMAT) != FORMAT:

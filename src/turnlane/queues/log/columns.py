@@ -139,7 +139,7 @@ class Restoring:
 
 def nulls(kind: pa.DataType, rows: int) -> pa.Array[Any]:
     """A column of nulls."""
-    return pa.nulls(rows, cast("Any", kind))
+    return cast("pa.Array[Any]", pa.nulls(rows, cast("Any", kind)))
 
 
 def _places(here: pa.Schema, wanted: pa.Schema) -> list[int]:

@@ -1,7 +1,7 @@
 """Whether to compress a frame: only where that gets it to the disk sooner.
 
-Compressing costs ``1/C`` seconds a byte and saves the writing of ``1 - r`` of it, at ``1/W`` seconds a
-byte. On a fast disk or with data that does not shrink it is a loss, so it is measured, not assumed.
+Compressing costs ``1/C`` seconds a byte and saves the writing of ``1 - r`` of it, at ``1/W``
+seconds a byte. On a fast disk, or with data that does not shrink, that is a loss: so measure.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ class QueueDirectory:
         """
         try:
             path.mkdir(parents=True, exist_ok=True)
-            _read_identity(path, disk)
+            # Before the lock file is made: a format that is unknown is left as it was found.
+            _read_identity(path, disk) or _id_in_chunks(path, disk)
             with contextlib.ExitStack() as held:
                 held.callback(disk.close, _lock(path, disk))
                 identity = _read_identity(path, disk) or _give_identity(path, disk, name)
@@ -158,7 +159,10 @@ def _give_identity(path: Path, disk: Disk, name: str | None) -> _Identity:
 def _id_in_chunks(path: Path, disk: Disk) -> str | None:
     """The queue id in the newest chunk that has a readable one: older ones may be foreign."""
     for first in reversed(list_chunks(path, disk)):
-        fd = disk.open(path / chunk_name(first), write=False)
+        try:
+            fd = disk.open(path / chunk_name(first), write=False)
+        except FileNotFoundError:  # removed by its holder, while someone else only looks
+            continue
         try:
             schema = read_schema(disk, fd)
         finally:

@@ -190,7 +190,7 @@ def decode_events(
     try:
         block = pa.ipc.read_record_batch(message, schema)
         block.validate()
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except (pa.ArrowException, OSError, EOFError, ValueError) as error:
         raise FrameDamaged(f"not a record batch of the chunk's schema: {error}") from error
     if block.num_rows != header.count:
         raise FrameDamaged(f"{block.num_rows} events where the header says {header.count}")

@@ -51,9 +51,10 @@ _log = logging.getLogger(__name__)
 class Journal:
     """One queue's journal. Thread-safe, except that nothing else may run during :meth:`close`.
 
-    Every verb appends with one write. It raises ``OSError`` if that fails: then nothing has
-    happened, and it may be called again. A record survives the death of the process at once, and a
-    power cut after the next :meth:`sync`.
+    Every verb appends with one write. It raises ``OSError`` if that fails: then the state is
+    unchanged, and it may be called again; if the process dies first, the record may yet turn out to
+    be there. A record survives the death of the process at once, a power cut after the next
+    :meth:`sync`.
     """
 
     def __init__(

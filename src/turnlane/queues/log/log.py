@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple, Self
+from typing import Self
 
 import pyarrow as pa
 
 from turnlane.errors import Bug
-from turnlane.queues.log import columns
 from turnlane.queues.log.catalog import Catalog, Chunk, ChunkSpan
 from turnlane.queues.log.chunks import chunk_name, schema_frame
+from turnlane.queues.log.columns import EMPTY
 from turnlane.queues.log.compression import Compression
+from turnlane.queues.log.encoding import Encoder, Group
 from turnlane.queues.log.files import Disk
-from turnlane.queues.log.frames import Data, FrameKind, encode, pack_stamps
-from turnlane.queues.log.messages import Messages
+from turnlane.queues.log.frames import Data
 from turnlane.queues.log.position import Position, Stamp
 from turnlane.queues.log.quarantine import Quarantine
 from turnlane.queues.log.reader import Fault, Found, LogReader
@@ -33,35 +33,9 @@ __all__ = ["ChunkSpan", "Fault", "Found", "Log", "LogReader", "Position", "SyncF
 
 _log = logging.getLogger(__name__)
 
-_MEASURE_BYTES = 16 << 20
-"""Written without a sync, this much is one measurement of the disk's speed."""
-
 
 class SyncFailed(OSError):
     """The disk could not promise to keep what was written: ``rescue()`` before anything else."""
-
-
-class _Planned(NamedTuple):
-    first: int
-    block: pa.RecordBatch
-    schema: pa.Schema
-    stamps: Sequence[Stamp]
-
-
-class _Group:
-    """Frames that go into one chunk with one write."""
-
-    def __init__(self) -> None:
-        self.buffers: list[Data] = []
-        self.size = 0
-        self.starts: list[tuple[int, int]] = []
-        self.end = 0
-
-    def add(self, frame: list[Data], first: int, count: int) -> None:
-        self.starts.append((first, self.size))
-        self.buffers += frame
-        self.size += sum(len(piece) for piece in frame)
-        self.end = first + count
 
 
 class Log:
@@ -83,7 +57,7 @@ class Log:
         self._disk = disk
         self._queue_id = queue_id
         self._chunk_size = chunk_size
-        self._compression = compression
+        self._encoder = Encoder(compression)
         self._sync_on_rotate = sync_on_rotate
         self._quarantine = Quarantine(directory, disk)
         self._catalog = Catalog(found.chunks)
@@ -95,14 +69,11 @@ class Log:
         self.rotations = 0
         self._active: Chunk | None = None
         self._fd = -1
-        self._schema = columns.EMPTY
-        self._fitting = columns.Fitting()
-        self._messages = Messages(columns.EMPTY)
+        self._schema = EMPTY
         self._entries_unsynced = False
         self._sync_failed = False
         self._uncut = False
         self._resumable = -1
-        self._unmeasured = (0, 0.0)
         self._resume(found)
 
     @classmethod
@@ -143,7 +114,7 @@ class Log:
         # What recovery read back may never have been synced: the first sync covers it.
         last = found.chunks[-1]
         last.synced_end = self.synced_end = last.first
-        self._schema = last.schema or columns.EMPTY
+        self._schema = last.schema or EMPTY
         if found.appendable and self._end == last.end:
             self._active, self._fd = last, self._disk.open(last.path)
 
@@ -212,44 +183,17 @@ class Log:
         if first < self._end and first != self._resumable:
             raise Bug(f"offset {first} was appended before: the log ends at {self._end}")
         self._resumable = first
-        group = _Group()
-        for planned in list(self._plan(first, blocks, stamps)):
-            frame = self._frame(planned)
+        group = Group()
+        for planned in self._encoder.plan(self._schema, first, blocks, stamps, end=self._end):
+            frame = self._encoder.frame(planned)
             size = sum(len(piece) for piece in frame)
             if self._needs_chunk(planned.schema, group.size, size):
                 self._write(group)
-                group = _Group()
+                group = Group()
                 self._start_chunk(planned.first, planned.schema)
             group.add(frame, planned.first, planned.block.num_rows)
         self._write(group)
         self._resumable = -1
-
-    def _plan(
-        self, first: int, blocks: Sequence[pa.RecordBatch], stamps: Sequence[Stamp]
-    ) -> Iterator[_Planned]:
-        """What is still to be written, each with its chunk's schema. Changes nothing."""
-        schema = self._schema
-        for number, block in enumerate(blocks, 1):
-            if block.num_rows and first >= self._end:
-                schema, fitted = self._fitting.fit(schema, block)
-                yield _Planned(first, fitted, schema, stamps if number == len(blocks) else ())
-            first += block.num_rows
-
-    def _frame(self, planned: _Planned) -> list[Data]:
-        if self._messages.schema is not planned.schema:
-            self._messages = Messages(planned.schema)
-        payload = self._messages.message(planned.block)
-        if planned.stamps:
-            payload.insert(0, pack_stamps(planned.stamps))
-        packed = self._compression.pack(payload)
-        return encode(
-            FrameKind.EVENTS,
-            planned.first,
-            planned.block.num_rows,
-            payload if packed is None else [packed],
-            snappy=packed is not None,
-            stamped=bool(planned.stamps),
-        )
 
     def _needs_chunk(self, schema: pa.Schema, pending: int, size: int) -> bool:
         active, known = self._active, self._catalog.chunks
@@ -260,7 +204,7 @@ class Log:
         used = active.size + pending
         return used > active.data_start and used + size > self._chunk_size
 
-    def _write(self, group: _Group) -> None:
+    def _write(self, group: Group) -> None:
         active = self._active
         if active is None or not group.size:
             return
@@ -274,7 +218,7 @@ class Log:
             with contextlib.suppress(OSError):
                 self._cut_back(active)
             raise
-        self._measure(group.size, perf_counter() - started)
+        self._encoder.wrote(group.size, perf_counter() - started)
         for offset, byte in group.starts:
             active.mark(offset, active.size + byte)
         # Readers look at the end first: it must never promise what the size does not yet cover.
@@ -286,13 +230,6 @@ class Log:
         """Cut off a write that failed; until that works nothing may be written after it."""
         self._disk.truncate(self._fd, active.size)
         self._uncut = False
-
-    def _measure(self, size: int, seconds: float, *, synced: bool = False) -> None:
-        size, seconds = self._unmeasured[0] + size, self._unmeasured[1] + seconds
-        if synced or size >= _MEASURE_BYTES:
-            self._compression.wrote(size, seconds)
-            size, seconds = 0, 0.0
-        self._unmeasured = (size, seconds)
 
     # Chunks
 
@@ -358,7 +295,7 @@ class Log:
         self._catalog.add(chunk)
         if self._fd >= 0:
             self._disk.close(self._fd)
-        self._active, self._fd, self._schema = chunk, fd, chunk.schema or columns.EMPTY
+        self._active, self._fd, self._schema = chunk, fd, chunk.schema or EMPTY
         self._uncut = False
 
     # Durability
@@ -376,7 +313,7 @@ class Log:
                 self._sync_failed = True
                 raise SyncFailed(error.errno, f"sync failed: {error.strerror}") from error
             chunk.synced_size, chunk.synced_end = chunk.size, chunk.end
-            self._measure(0, perf_counter() - started, synced=True)
+            self._encoder.wrote(0, perf_counter() - started, synced=True)
         self.synced_end = end
 
     def _unsynced(self) -> list[Chunk]:

@@ -40,7 +40,9 @@ class Messages:
     def __init__(self, schema: pa.Schema) -> None:
         self.schema = schema
         self._sink = _Sink()
-        self._writer = pa.ipc.new_stream(pa.PythonFile(cast("IOBase", self._sink), mode="w"), schema)
+        self._writer = pa.ipc.new_stream(
+            pa.PythonFile(cast("IOBase", self._sink), mode="w"), schema
+        )
         # The writer precedes its first batch with the schema, which has a frame of its own.
         self._writer.write_batch(_empty(schema))
         self._sink.pieces = []

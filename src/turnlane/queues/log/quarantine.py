@@ -32,8 +32,13 @@ class Quarantine:
         for path in self._names(f"{chunk:016x}-{byte:x}", f".{kind}"):
             if not path.exists():
                 self._copy(fd, byte, length, path)
-                _log.warning("%d unreadable bytes of %s at byte %d were kept as %s",
-                             length, chunk_name(chunk), byte, path)
+                _log.warning(
+                    "%d unreadable bytes of %s at byte %d were kept as %s",
+                    length,
+                    chunk_name(chunk),
+                    byte,
+                    path,
+                )
                 return path
             if self._same(fd, byte, length, path):
                 return path

@@ -56,7 +56,7 @@ class _Ending(Protocol):
     def end(self) -> int: ...
 
 
-class _Moved(Exception):  # noqa: N818  not an error: the chunk changed and has to be found again
+class _Moved(Exception):
     """The chunk was cut, replaced or removed while it was read."""
 
 
@@ -106,7 +106,7 @@ class LogReader:
 
     def _slice(self, offset: int, max_events: int) -> Found:
         held = self._held
-        assert held is not None  # noqa: S101  the caller has looked
+        assert held is not None
         if offset == held.first and held.block.num_rows <= max_events:
             return held
         return Found(offset, held.block.slice(offset - held.first, max_events))

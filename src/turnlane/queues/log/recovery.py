@@ -17,7 +17,6 @@ from turnlane.queues.log.catalog import Chunk
 from turnlane.queues.log.chunks import (
     ChunkSchema,
     FaultKind,
-    Flaw,
     Whole,
     chunk_name,
     header_at,

@@ -36,8 +36,12 @@ def rescue_chunk(
     if saved.first != chunk.first:
         chunk.cut()  # before the file is: a reader that finds bytes gone then knows why
         rescue.cut_former()
-    _log.warning("a sync failed; %d bytes of %s were written again to %s",
-                 saved.size, chunk.path.name, saved.path.name)
+    _log.warning(
+        "a sync failed; %d bytes of %s were written again to %s",
+        saved.size,
+        chunk.path.name,
+        saved.path.name,
+    )
     return saved, fd, rescue.lost
 
 
@@ -108,9 +112,7 @@ class _Rescue:
         first = chunk.synced_end if flaw.first is None else flaw.first
         self.lost.append((first, chunk.end if flaw.end is None else flaw.end))
         try:
-            self._quarantine.copy(
-                source, flaw.byte, flaw.length, chunk=chunk.first, kind="frame"
-            )
+            self._quarantine.copy(source, flaw.byte, flaw.length, chunk=chunk.first, kind="frame")
         except OSError as error:
             _log.warning("%s keeps bytes that could not be copied: %s", chunk.path, error)
             chunk.unsaved = True

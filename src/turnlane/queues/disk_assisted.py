@@ -1,0 +1,193 @@
+"""The ``disk_assisted`` kind: a memory queue that spills its oldest blocks to disk when it fills.
+
+Invariant, from which order follows: of the events not settled, those below the log's end are on
+disk and the others in memory. So reading the disk first and the memory after is reading in order,
+whatever spilled when.
+
+Three ways into disk assistance: the high watermark is reached (then the oldest go to disk until
+the low watermark), data is found on disk at the start, the queue is closed (then everything goes).
+One way out: all that is on disk is settled; the files go, and the queue is a memory queue again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from turnlane.clock import SYSTEM_CLOCK, Clock
+from turnlane.queues.batch import BatchState, HeldBatch
+from turnlane.queues.contract import AckLevel, Durability, Outcome
+from turnlane.queues.log.files import Disk
+from turnlane.queues.portion import Portion
+from turnlane.queues.ranges import Ranges
+from turnlane.queues.settings import QueueSettings
+from turnlane.queues.stored import Job, StoredQueue
+
+SPILL_BYTES = 16 << 20
+"""The most that is spilled at once."""
+
+
+class DiskAssistedQueue(StoredQueue):
+    """Bounded in memory, and beyond that by the disk. A kill loses what is in memory, no more."""
+
+    storage_is_charged = False
+
+    def __init__(
+        self, settings: QueueSettings, *, clock: Clock = SYSTEM_CLOCK, disk: Disk | None = None
+    ) -> None:
+        super().__init__(settings, clock=clock, disk=disk)
+        marks = settings.marks
+        assert marks.high is not None and marks.low is not None, "settings see to it"  # noqa: S101,PT018
+        self._high: int = marks.high
+        self._low: int = marks.low
+        self._spilling = False
+        self._spill_end = self.store.log.end
+        """Events below this offset are on disk, or being written at this moment."""
+        self._unjournaled: dict[Outcome, Ranges] = {}
+        """What was settled without ever touching the disk; it is told when something spills."""
+        self._synced_at = 0.0
+        self.start()
+
+    @property
+    def assisted(self) -> bool:
+        """Whether there is anything on disk."""
+        return self.positions.low < self.store.log.end
+
+    def grown(self) -> None:
+        if not self._spilling and self.gate.depth >= self._high:
+            self._spilling = True
+            self.work.notify()
+
+    def must_wait(self, *, failing: bool) -> bool:
+        del failing  # a disk that fails leaves a memory queue, which is full when it is full
+        return False
+
+    def stored_portion(self, first: int, end: int) -> Portion:
+        return Portion(first, end, 0, None, charged=False)
+
+    def evict(self, events: int) -> bool:
+        """Drop the oldest unread events in memory: those on disk take no room there."""
+        if self.tail.oldest() is None:
+            self.tail.seal()
+        oldest = self.tail.oldest()
+        if oldest is None:
+            return False
+        portion = self.tail.take(oldest.first, min(oldest.end, oldest.first + events))
+        self.record_settled(portion, Outcome.OLDEST)
+        self.settle_portion(portion, Outcome.OLDEST, *portion.charge)
+        return True
+
+    # ── when and what to write ───────────────────────────────────────────────────────────────
+
+    def next_job(self) -> Job:
+        while (pause := self._due_in()) is None or pause > 0:
+            self.work.wait(pause)
+        return self._job()
+
+    def _due_in(self) -> float | None:
+        if self.stopping or self._spilling or self._can_end() or self.can_retire():
+            return 0.0
+        written = self.store.log
+        unsynced = written.synced_end < written.end and self.durability is not Durability.NEVER
+        if not unsynced and not self.untidy():
+            return None
+        return max(0.0, self._synced_at + self.settings.sync_interval - time.monotonic())
+
+    def _can_end(self) -> bool:
+        """Whether disk assistance is over: there are files, and all in them is settled."""
+        return bool(self.store.log.chunks()) and not self.assisted
+
+    def _job(self) -> Job:
+        due = time.monotonic() >= self._synced_at + self.settings.sync_interval
+        if due:
+            self._synced_at = time.monotonic()
+        keep = 0 if self.stopping else self._low
+        spill = self._spilling or (self.stopping and self.settings.save_on_shutdown)
+        portions = self._oldest(keep) if spill else []
+        if portions:
+            self._spill_end = portions[-1].end
+        sync = self.durability is Durability.ALWAYS or due or self.stopping
+        return Job(
+            portions,
+            sync=sync and self.durability is not Durability.NEVER,
+            tidy=due or self.stopping or self.can_retire(),
+            before=self._tell_journal if portions or self.stopping or self.assisted else None,
+            retire=self._can_end(),
+        )
+
+    def _oldest(self, keep: int) -> list[Portion]:
+        """The oldest events in memory, so that ``keep`` stay; handed out ones are among them."""
+        self.tail.seal()
+        surplus = self.gate.depth - keep
+        chosen: list[Portion] = []
+        size = 0
+        for portion in sorted(self._in_memory(), key=lambda each: each.first):
+            if surplus <= 0 or (chosen and size + portion.size > SPILL_BYTES):
+                break
+            chosen.append(portion)
+            surplus -= len(portion)
+            size += portion.size
+        return chosen
+
+    def _in_memory(self) -> Iterable[Portion]:
+        """Copies of all that is not settled and not on disk."""
+        out = (
+            batch.portion
+            for batch in self.out.values()
+            if batch.state is BatchState.OUT and not batch.freed
+        )
+        on_disk = self.store.log.end
+        for portion in (*out, *self.returned, *self.tail):
+            if portion.charged and portion.end > on_disk:
+                rest = portion.copy()
+                if rest.first < on_disk:
+                    rest.head(on_disk - rest.first)
+                yield rest
+
+    def _tell_journal(self) -> None:
+        """Before anything goes to disk: what never went there and is settled."""
+        with self.lock:
+            unjournaled, self._unjournaled = self._unjournaled, {}
+        for outcome, ranges in unjournaled.items():
+            for first, end in ranges:
+                self.store.journal.settled(first, end, 0, outcome)
+
+    def record_settled(self, portion: Portion, outcome: Outcome) -> None:
+        if portion.first < self._spill_end:
+            super().record_settled(portion, outcome)
+
+    def settle_portion(self, portion: Portion, outcome: Outcome, events: int, size: int) -> None:
+        if not portion.recorded:
+            self._unjournaled.setdefault(outcome, Ranges()).add(portion.first, portion.end)
+        super().settle_portion(portion, outcome, events, size)
+
+    def committed(self) -> None:
+        """What is on disk takes no room in memory any more."""
+        end = self.store.log.end
+        while (oldest := self.tail.oldest()) is not None and oldest.end <= end:
+            self.refund(*self.tail.drop_oldest().charge)
+        for portion in self.returned:
+            if portion.charged and portion.end <= end:
+                self.refund(*portion.charge)
+                portion.charged, portion.pieces = False, None
+        for batch in self.out.values():
+            if batch.portion.charged and batch.portion.end <= end:
+                self._uncharge(batch)
+        self._spilling = self.gate.depth > self._low and self._spilling
+
+    def _uncharge(self, batch: HeldBatch) -> None:
+        batch.portion.charged = False
+        events, size = batch.charged_events, batch.charged_bytes
+        batch.charged_events = batch.charged_bytes = 0
+        self.refund(events, size)
+
+    def urge(self, level: AckLevel) -> None:
+        """Nothing touches the disk for one publisher: ``persisted`` comes with spill or delivery."""
+
+    def settled(self) -> None:
+        super().settled()
+        if self._can_end():
+            self.work.notify()
+
+    def left_over(self) -> int:
+        return self.gate.depth if self.settings.save_on_shutdown else 0

@@ -1,0 +1,87 @@
+"""Compression: is a frame compressed exactly where that pays?"""
+
+from __future__ import annotations
+
+import os
+
+import cramjam
+import pytest
+
+from turnlane.errors import ConfigError
+from turnlane.queues.log.compression import SMALLEST, TRIAL_EVERY, Compression, Mode, pays
+
+TEXT = b"GET /orders/1 200 OK " * 100
+NOISE = os.urandom(2000)
+
+
+class Ticks:
+    """A timer that moves by a fixed step at every look."""
+
+    def __init__(self, step: float) -> None:
+        self.now = 0.0
+        self.step = step
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("ratio", "compress_speed", "write_speed", "expected"),
+    [
+        (0.2, 3e9, 1e8, True),  # a slow disk and text
+        (0.2, 3e9, 5e9, False),  # the page cache is faster than snappy
+        (1.0, 3e9, 1e8, False),  # nothing to gain
+        (1.1, 3e9, 1e8, False),
+        (0.5, 1e9, 5e8, False),  # exactly even
+    ],
+)
+def test_compressing_pays_if_it_costs_less_than_it_saves(
+    ratio: float, compress_speed: float, write_speed: float, expected: bool
+) -> None:
+    assert pays(ratio, compress_speed, write_speed) is expected
+
+
+def test_none_never_compresses() -> None:
+    assert Compression("none").pack([TEXT]) is None
+
+
+def test_snappy_always_compresses_what_shrinks() -> None:
+    packed = Compression("snappy").pack([TEXT[:100], TEXT[100:]])
+    assert packed is not None
+    assert bytes(cramjam.snappy.decompress_raw(packed)) == TEXT
+
+
+@pytest.mark.parametrize("mode", ["auto", "snappy"])
+def test_what_does_not_shrink_or_is_small_stays_as_it_is(mode: Mode) -> None:
+    compression = Compression(mode)
+    compression.wrote(1, 1.0)
+    assert compression.pack([NOISE]) is None
+    assert compression.pack([TEXT[: SMALLEST - 1]]) is None
+
+
+def test_auto_waits_until_it_knows_the_disk() -> None:
+    compression = Compression("auto", timer=Ticks(1e-6))
+    assert compression.pack([TEXT]) is None
+    compression.wrote(1_000_000, 1.0)
+    assert compression.pack([TEXT]) is not None
+
+
+def test_auto_leaves_off_on_a_fast_disk() -> None:
+    compression = Compression("auto", timer=Ticks(1.0))
+    compression.wrote(1 << 30, 0.1)
+    assert compression.pack([TEXT]) is None
+
+
+def test_auto_notices_that_the_data_has_changed() -> None:
+    compression = Compression("auto", timer=Ticks(1e-6))
+    compression.wrote(1_000_000, 1.0)
+    for _ in range(20 * TRIAL_EVERY):
+        assert compression.pack([NOISE]) is None
+    packed = [compression.pack([TEXT]) for _ in range(20 * TRIAL_EVERY)]
+    assert packed[-1] is not None
+
+
+def test_an_unknown_mode_names_the_knob() -> None:
+    with pytest.raises(ConfigError, match="compression"):
+        Compression("zip")  # type: ignore[arg-type]

@@ -1,0 +1,418 @@
+"""The log: does what was appended come back, while it is written and after it was opened again?"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from turnlane.errors import Bug, SchemaMismatch
+from turnlane.events import BASE_SCHEMA, block_of, values_of
+from turnlane.queues.contract import Outcome
+from turnlane.queues.log.compression import Compression, Mode
+from turnlane.queues.log.files import Disk
+from turnlane.queues.log.frames import Stamp
+from turnlane.queues.log.log import Fault, Found, Log
+from turnlane.queues.log.position import Position
+
+QUEUE_ID = "ab" * 16
+
+Opener = Callable[..., Log]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Opener:
+    def opener(
+        *,
+        chunk_size: int = 1 << 20,
+        mode: Mode = "none",
+        hint: Position | None = None,
+        floor: int = 0,
+        sync_on_rotate: bool = True,
+        disk: Disk | None = None,
+    ) -> Log:
+        return Log.open(
+            tmp_path,
+            disk or Disk(),
+            queue_id=QUEUE_ID,
+            chunk_size=chunk_size,
+            compression=Compression(mode),
+            hint=hint,
+            floor=floor,
+            sync_on_rotate=sync_on_rotate,
+        )
+
+    return opener
+
+
+def values(first: int, count: int) -> list[bytes]:
+    return [b"event %d" % offset for offset in range(first, first + count)]
+
+
+def fill(log: Log, count: int, blocks: int = 1) -> None:
+    for _ in range(blocks):
+        log.append(log.end, block_of(values(log.end, count), timestamps=1))
+
+
+def drained(log: Log, offset: int = 0, max_events: int = 1000) -> list[bytes | Fault]:
+    """Everything from ``offset`` on: values, and faults where there are none."""
+    reader = log.reader()
+    found: list[bytes | Fault] = []
+    while (result := reader.read(offset, max_events)) is not None:
+        if isinstance(result, Found):
+            assert result.first == offset
+            assert 0 < result.block.num_rows <= max_events
+            found += values_of([result.block])
+            offset += result.block.num_rows
+        else:
+            assert result.first == offset
+            found.append(result)
+            offset = result.end
+    reader.close()
+    return found
+
+
+def test_an_empty_log_has_nothing_to_read(opened: Opener) -> None:
+    log = opened()
+    assert (log.start, log.end, log.bytes, log.chunks()) == (0, 0, 0, [])
+    assert log.reader().read(0, 10) is None
+
+
+@pytest.mark.parametrize("max_events", [1, 7, 100, 1000])
+@pytest.mark.parametrize("mode", ["none", "snappy", "auto"])
+def test_what_was_appended_comes_back(opened: Opener, mode: Mode, max_events: int) -> None:
+    log = opened(mode=mode, chunk_size=4096)
+    fill(log, 50, blocks=10)
+    assert drained(log, max_events=max_events) == values(0, 500)
+    assert drained(log, 123, max_events) == values(123, 377)
+
+
+def test_reading_gives_the_base_columns_back(opened: Opener) -> None:
+    log = opened()
+    block = block_of([b"a", b"b"], timestamps=5)
+    log.append(0, block)
+    found = log.reader().read(0, 10)
+    assert isinstance(found, Found)
+    assert found.block.schema.equals(BASE_SCHEMA)
+    assert found.block.equals(block)
+
+
+def test_every_column_survives(opened: Opener) -> None:
+    log = opened()
+    block = block_of(
+        [b"a", b"b"],
+        keys=["k", None],
+        headers=[{"x": "1"}, None],
+        severities=[None, 3],
+        sources=["s", "t"],
+        timestamps=5,
+    ).append_column("extra", pa.array([1.5, None]))
+    log.append(0, block)
+    found = log.reader().read(0, 10)
+    assert isinstance(found, Found)
+    assert found.block.equals(block)
+
+
+def test_a_reader_sees_what_is_appended_after_it_came_to_the_end(opened: Opener) -> None:
+    log = opened()
+    reader = log.reader()
+    assert reader.read(0, 10) is None
+    fill(log, 3)
+    assert isinstance(reader.read(0, 10), Found)
+    assert reader.read(3, 10) is None
+    fill(log, 3)
+    found = reader.read(3, 10)
+    assert isinstance(found, Found)
+    assert values_of([found.block]) == values(3, 3)
+
+
+def test_chunks_stay_within_their_size_and_are_named_by_their_first_offset(
+    opened: Opener, tmp_path: Path
+) -> None:
+    log = opened(chunk_size=8192)
+    fill(log, 40, blocks=20)
+    spans = log.chunks()
+    assert len(spans) > 2
+    assert [span.end for span in spans] == [*[span.first for span in spans[1:]], 800]
+    for span in spans:
+        path = tmp_path / f"{span.first:016x}.chunk"
+        assert path.stat().st_size == span.bytes <= 8192
+    assert log.bytes == sum(span.bytes for span in spans)
+    assert log.rotations == len(spans)
+
+
+def test_a_block_larger_than_a_chunk_gets_one_of_its_own(opened: Opener) -> None:
+    log = opened(chunk_size=1000)
+    fill(log, 1)
+    fill(log, 500)
+    fill(log, 1)
+    assert [span.first for span in log.chunks()] == [0, 1, 501]
+    assert drained(log) == values(0, 502)
+
+
+def test_a_new_column_starts_a_chunk_and_an_old_one_does_not(opened: Opener) -> None:
+    log = opened()
+    fill(log, 2)
+    log.append(2, block_of([b"event 2"], keys=["k"], timestamps=1))
+    fill(log, 2)
+    log.append(5, block_of([b"event 5"], keys=["k"], timestamps=1))
+    assert [span.first for span in log.chunks()] == [0, 2]
+    assert drained(log) == values(0, 6)
+
+
+def test_columns_without_values_take_no_room(opened: Opener) -> None:
+    log = opened()
+    log.append(0, block_of([b"a"] * 1000, timestamps=1))
+    bare = log.bytes
+    assert bare < 1000 * (8 + 4 + 1) + 1000
+
+
+def test_another_type_for_a_known_column_is_refused_before_anything_is_written(
+    opened: Opener,
+) -> None:
+    log = opened()
+    fill(log, 2)
+    before = log.position
+    good = block_of([b"x"])
+    for bad in (
+        pa.record_batch({"value": pa.array(["text"])}),
+        pa.record_batch({"severity": pa.array([1], pa.int64())}),
+    ):
+        with pytest.raises(SchemaMismatch):
+            log.append_many(2, [good, bad])
+        assert log.position == before
+
+
+def test_two_columns_of_one_name_are_refused(opened: Opener) -> None:
+    twice = pa.RecordBatch.from_arrays([pa.array([b"x"]), pa.array([b"y"])], ["value", "value"])
+    with pytest.raises(SchemaMismatch):
+        opened().append(0, twice)
+
+
+def test_dictionaries_are_stored_as_plain_values(opened: Opener) -> None:
+    log = opened()
+    keys = pa.array(["a", "b", "a"]).dictionary_encode()
+    for _ in range(2):
+        log.append(log.end, pa.record_batch({"key": keys, "value": pa.array([b"1", b"2", b"3"])}))
+    found = log.reader().read(3, 10)
+    assert isinstance(found, Found)
+    assert found.block.column("key").to_pylist() == ["a", "b", "a"]
+    assert found.block.schema.field("key").type == pa.string()
+
+
+def test_slices_of_a_larger_block_are_stored_as_slices(opened: Opener) -> None:
+    log = opened()
+    whole = block_of(values(0, 1000), keys=[None if i % 3 else "k" for i in range(1000)])
+    log.append(0, whole.slice(0, 7))
+    log.append(7, whole.slice(7, 3))
+    assert drained(log) == values(0, 10)
+    assert log.bytes < 4000
+
+
+def test_a_gap_is_reported_as_missing(opened: Opener) -> None:
+    log = opened()
+    fill(log, 5)
+    log.append(20, block_of(values(20, 5)))
+    expected = [*values(0, 5), Fault(5, 20, Outcome.MISSING), *values(20, 5)]
+    assert drained(log) == expected
+    assert drained(log, 10)[0] == Fault(10, 20, Outcome.MISSING)
+
+
+def test_offsets_never_go_back(opened: Opener) -> None:
+    log = opened()
+    fill(log, 5)
+    with pytest.raises(Bug):
+        log.append(4, block_of([b"x"]))
+
+
+def test_an_empty_block_writes_nothing(opened: Opener) -> None:
+    log = opened()
+    log.append(0, block_of([]))
+    assert log.position == Position(0, 0, 0)
+
+
+def test_several_blocks_are_one_write(opened: Opener) -> None:
+    from turnlane.testing import FaultyDisk
+
+    disk = FaultyDisk()
+    log = opened(disk=disk)
+    fill(log, 1)
+    writes = disk.operations["write"]
+    log.append_many(1, [block_of(values(1 + 3 * n, 3), timestamps=1) for n in range(20)])
+    assert disk.operations["write"] == writes + 1
+    assert drained(log) == values(0, 61)
+
+
+def test_the_log_goes_on_where_it_was(opened: Opener) -> None:
+    log = opened(chunk_size=4096)
+    fill(log, 50, blocks=5)
+    hint = log.position
+    fill(log, 50, blocks=2)
+    log.close()
+    for given in (None, hint):
+        log = opened(chunk_size=4096, hint=given)
+        assert log.end == 350
+        assert log.torn_bytes == 0
+        assert drained(log) == values(0, 350)
+        log.close()
+    log = opened(chunk_size=4096)
+    fill(log, 50)
+    assert drained(log) == values(0, 400)
+
+
+def test_opening_again_keeps_the_columns_and_appends_to_the_same_chunk(opened: Opener) -> None:
+    log = opened()
+    log.append(0, block_of([b"event 0"], keys=["k"], sources=["s"], timestamps=1))
+    log.close()
+    log = opened()
+    fill(log, 2)
+    assert len(log.chunks()) == 1
+    assert drained(log) == values(0, 3)
+
+
+def test_stamps_after_the_hint_are_found_again(opened: Opener) -> None:
+    log = opened(chunk_size=2000)
+    first, second = b"p" * 16, b"q" * 16
+    log.append(0, block_of(values(0, 40)), [Stamp(first, 40)])
+    hint = log.position
+    log.append(40, block_of(values(40, 40)), [Stamp(second, 7)])
+    log.append(80, block_of(values(80, 40)), [Stamp(first, 120), Stamp(second, 8)])
+    assert len(log.chunks()) > 1
+    log.close()
+    log = opened(hint=hint)
+    assert log.recovered_stamps == {first: 120, second: 8}
+    assert log.recovered_events_bytes > 0
+    log.close()
+    log = opened(hint=log.position)
+    log.close()
+
+
+@pytest.mark.parametrize("mode", ["none", "snappy"])
+def test_stamps_do_not_disturb_the_events(opened: Opener, mode: Mode) -> None:
+    log = opened(mode=mode)
+    log.append(0, block_of(values(0, 500)), [Stamp(b"p" * 16, 3)])
+    assert drained(log) == values(0, 500)
+
+
+def test_sync_covers_everything_appended(opened: Opener) -> None:
+    log = opened()
+    fill(log, 5)
+    assert log.synced_end == 0
+    log.sync()
+    assert log.synced_end == 5
+
+
+def test_a_rotation_syncs_the_former_chunk(opened: Opener) -> None:
+    log = opened()
+    fill(log, 5)
+    log.rotate()
+    assert log.synced_end == 5
+
+
+def test_without_sync_on_rotate_a_later_sync_covers_all_chunks(opened: Opener) -> None:
+    from turnlane.testing import FaultyDisk
+
+    disk = FaultyDisk()
+    log = opened(disk=disk, sync_on_rotate=False, chunk_size=500)
+    fill(log, 5, blocks=4)
+    assert disk.operations["sync"] == 0
+    log.sync()
+    assert disk.operations["sync"] == len(log.chunks()) > 1
+    assert log.synced_end == 20
+
+
+def test_a_settled_chunk_can_be_removed_once_the_log_has_another(
+    opened: Opener, tmp_path: Path
+) -> None:
+    log = opened()
+    fill(log, 5)
+    with pytest.raises(Bug):
+        log.remove(0)
+    log.rotate()
+    log.rotate()
+    log.remove(0)
+    assert [span.first for span in log.chunks()] == [5]
+    assert log.start == log.end == 5
+    fill(log, 5)
+    assert drained(log, 5) == values(5, 5)
+    assert [path.name for path in tmp_path.glob("*.chunk")] == ["0000000000000005.chunk"]
+
+
+def test_a_reader_survives_the_removal_of_its_chunk(opened: Opener) -> None:
+    log = opened()
+    fill(log, 5, blocks=2)
+    reader = log.reader()
+    assert isinstance(reader.read(0, 5), Found)
+    log.rotate()
+    fill(log, 5)
+    log.remove(0)
+    assert reader.read(5, 5) == Fault(5, 10, Outcome.MISSING)
+    found = reader.read(10, 5)
+    assert isinstance(found, Found)
+    assert values_of([found.block]) == values(10, 5)
+
+
+def test_a_rotated_empty_chunk_can_grow_its_schema(opened: Opener) -> None:
+    log = opened()
+    fill(log, 5)
+    log.rotate()
+    reader = log.reader()
+    assert isinstance(reader.read(0, 5), Found)
+    assert reader.read(5, 5) is None
+    log.append(5, block_of([b"event 5"], keys=["k"], timestamps=1))
+    found = reader.read(5, 5)
+    assert isinstance(found, Found)
+    assert values_of([found.block]) == values(5, 1)
+
+
+def test_the_floor_starts_a_chunk_of_its_own(opened: Opener) -> None:
+    log = opened()
+    fill(log, 5)
+    log.close()
+    log = opened(floor=9)
+    assert log.end == 9
+    assert drained(log) == [*values(0, 5), Fault(5, 9, Outcome.MISSING)]
+    fill(log, 2)
+    assert [span.first for span in log.chunks()] == [0, 9]
+    assert drained(log, 9) == values(9, 2)
+
+
+def test_seeking_in_a_large_chunk_starts_near_the_offset(opened: Opener) -> None:
+    from turnlane.testing import FaultyDisk
+
+    disk = FaultyDisk()
+    log = opened(chunk_size=64 << 20, disk=disk)
+    for _ in range(200):
+        log.append(log.end, block_of([b"x" * 1000] * 20))
+    reader = log.reader()
+    before = disk.operations["read"]
+    assert isinstance(reader.read(3990, 1), Found)
+    assert disk.operations["read"] - before < 10
+
+
+def test_readers_and_the_writer_do_not_disturb_each_other(opened: Opener) -> None:
+    log = opened(chunk_size=20_000, mode="snappy")
+    total, problems = 20_000, []
+
+    def read() -> None:
+        reader, offset = log.reader(), 0
+        while offset < total:
+            result = reader.read(offset, 64)
+            if isinstance(result, Found):
+                if values_of([result.block]) != values(offset, result.block.num_rows):
+                    problems.append(offset)
+                offset += result.block.num_rows
+            elif result is not None:
+                problems.append(result.first)
+                offset = result.end
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    fill(log, 100, blocks=total // 100)
+    for thread in threads:
+        thread.join()
+    assert problems == []
