@@ -191,4 +191,4 @@ class Dispatcher:
                 try:
                     notice.follower.callback(notice.ack)
                 except Exception:
-                    log.exception("an ack callback of queue %s failed on %s", self._name, notice.ack)
+                    log.exception("queue %s: an ack callback failed on %s", self._name, notice.ack)

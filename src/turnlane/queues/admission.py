@@ -100,7 +100,7 @@ class Gate:
         if self.line:
             self.let_in()
 
-    def hold(self, held: bool) -> None:
+    def hold(self, *, held: bool) -> None:
         """Keep everybody out, whatever the room (the disk is full, say), or stop doing so."""
         if held is not self._held:
             self._held = held
@@ -149,8 +149,7 @@ class Gate:
 
 def sampled(block: Block, seen: int, interval: int) -> Block:
     """One of ``interval`` events, counted on from ``seen`` events before."""
-    rows = np.arange(-seen % interval, block.num_rows, interval)
-    return block.take(pa.array(rows))
+    return block.take(np.arange(-seen % interval, block.num_rows, interval))
 
 
 def shed(block: Block, severity: int) -> Block:
@@ -160,5 +159,5 @@ def shed(block: Block, severity: int) -> Block:
     """
     if "severity" not in block.schema.names:
         return block
-    keep = pc.fill_null(pc.less(block.column("severity"), severity), fill_value=True)
-    return block.filter(keep)
+    less: pa.BooleanArray = pc.less(block.column("severity"), pa.scalar(severity, pa.int8()))
+    return block.filter(pc.if_else(less.is_valid(), less, pa.scalar(value=True)))

@@ -82,7 +82,8 @@ class Outcome(enum.StrEnum):
         return self not in (Outcome.DELIVERED, Outcome.DEAD)
 
 
-class Ack(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Ack:
     """What a producer is told: so many more of its events, in publish order, came this far.
 
     Published events are always ``count`` plus ``dropped`` in the end, unless the queue was closed.
@@ -114,7 +115,7 @@ AckCallback = Callable[[Ack], None]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a batch stands: its offsets ``first`` to ``end - 1`` and how often it was handed out."""
+    """A batch's offsets, ``first`` to ``end - 1``, and how often it was handed out."""
 
     first: int
     end: int
@@ -171,9 +172,7 @@ class Producer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def try_publish_block(
-        self, block: Block, *, sequence: int | None = None
-    ) -> Published | None:
+    def try_publish_block(self, block: Block, *, sequence: int | None = None) -> Published | None:
         """Publish the whole block without blocking, or nothing of it (``None``)."""
 
     @abc.abstractmethod

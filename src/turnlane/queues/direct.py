@@ -33,6 +33,7 @@ from turnlane.queues.positions import Positions
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.stats import Stats
 
+
 class DirectQueue(Queue):
     """Calls ``consumer`` for every event or block published, one call per publish."""
 
@@ -252,7 +253,7 @@ class DirectProducer(Producer):
             raise QueueClosed(msg)
         limit = self._queue.settings.max_event_bytes
         if block.num_rows == 1 and block.column("value").nbytes + EVENT_OVERHEAD > limit:
-            msg = f"an event of {block.column('value').nbytes} bytes exceeds max_event_bytes {limit}"
+            msg = f"an event of {block.nbytes} bytes exceeds max_event_bytes {limit}"
             raise EventTooLarge(msg)
         kept = self._queue.sampled(block)
         first = self._queue.deliver(kept, self._level, self._follower) if kept.num_rows else -1

@@ -42,7 +42,7 @@ class DiskQueue(StoredQueue):
         if self._unwritten_bytes >= self.settings.write_buffer:
             self.work.notify()
             if self.must_wait(failing=False):
-                self.gate.hold(True)
+                self.gate.hold(held=True)
 
     def must_wait(self, *, failing: bool) -> bool:
         return failing or self._unwritten_bytes >= self.settings.memory_bytes
@@ -85,7 +85,8 @@ class DiskQueue(StoredQueue):
         due = time.monotonic() >= self._synced_at + self._interval()
         if due or self.urgent or self.stopping:
             self.tail.seal()
-        portions, size = [], 0
+        portions: list[Portion] = []
+        size = 0
         for portion in self._unwritten:
             if portions and size + portion.size > JOB_BYTES:
                 break

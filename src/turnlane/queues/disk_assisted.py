@@ -37,7 +37,8 @@ class DiskAssistedQueue(StoredQueue):
     ) -> None:
         super().__init__(settings, clock=clock, disk=disk)
         marks = settings.marks
-        assert marks.high is not None and marks.low is not None, "settings see to it"  # noqa: S101,PT018
+        assert marks.high is not None, "settings see to it"
+        assert marks.low is not None, "settings see to it"
         self._high: int = marks.high
         self._low: int = marks.low
         self._spilling = False
@@ -182,7 +183,7 @@ class DiskAssistedQueue(StoredQueue):
         self.refund(events, size)
 
     def urge(self, level: AckLevel) -> None:
-        """Nothing touches the disk for one publisher: ``persisted`` comes with spill or delivery."""
+        """The disk is not touched for one publisher: it waits for the spill or the delivery."""
 
     def settled(self) -> None:
         super().settled()

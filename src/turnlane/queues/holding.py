@@ -138,9 +138,7 @@ class HoldingQueue(Queue):
         """Put a block at the end; returns its first offset. Under the lock."""
         first = self._count_in(block.num_rows, size)
         stamps = () if stamp is None else (stamp,)
-        self.tail.append(
-            Portion(first, first + block.num_rows, size, [block], stamps=stamps)
-        )
+        self.tail.append(Portion(first, first + block.num_rows, size, [block], stamps=stamps))
         self.heed()
         return first
 

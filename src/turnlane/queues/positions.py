@@ -39,12 +39,7 @@ class Positions:
     def fresh(self) -> int:
         """How many events were not handed out since the queue was opened."""
         span = (self.frontier, self.end)
-        return (
-            self.end
-            - self.frontier
-            - self.settled.overlap(*span)
-            - self._skipped.overlap(*span)
-        )
+        return self.end - self.frontier - self.settled.overlap(*span) - self._skipped.overlap(*span)
 
     def next_fresh(self, limit: int) -> tuple[int, int]:
         """The next run of at most ``limit`` fresh offsets; empty if there is none."""

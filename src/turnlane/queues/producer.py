@@ -71,7 +71,7 @@ class HoldingProducer(Producer):
         if type(value) is not bytes:
             value = _as_bytes(value)
         size = len(value) + EVENT_OVERHEAD
-        plain = key is headers is severity is source is None
+        plain = key is None and headers is None and severity is None and source is None
         if not plain:
             size += _measured(key, headers, severity, source)
         queue = self.queue

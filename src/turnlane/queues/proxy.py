@@ -73,9 +73,7 @@ class _Held(HoldingQueue):
     def entrust(self, end: int) -> None:
         """Count what the node keeps as delivered, without telling anybody so."""
         with self.lock:
-            self.totals.add(
-                Outcome.DELIVERED, self.positions.settle(self.positions.low, end)
-            )
+            self.totals.add(Outcome.DELIVERED, self.positions.settle(self.positions.low, end))
 
     def close_storage(self) -> None:
         with self.lock:

@@ -60,7 +60,7 @@ class Store:
     @classmethod
     def open(cls, settings: QueueSettings, disk: Disk) -> Self:
         """Lock the directory and recover what is in it, in constant time."""
-        assert settings.path is not None, "settings make sure of it"  # noqa: S101
+        assert settings.path is not None, "settings make sure of it"
         with contextlib.ExitStack() as opened:
             directory = opened.enter_context(
                 QueueDirectory.open(settings.path, disk, settings.name)

@@ -166,7 +166,7 @@ class StoredQueue(HoldingQueue):
             self._settle_lost()
             self.advance_persisted()
             self.committed()
-            self.gate.hold(self.must_wait(failing=False))
+            self.gate.hold(held=self.must_wait(failing=False))
             self._set_retire_at()
             self.door.calm()
             return not self.stopping or self.left_over() > 0
@@ -190,7 +190,7 @@ class StoredQueue(HoldingQueue):
             if not self._trouble:
                 log.warning("queue %s cannot write: %s; publishers wait", self.name, error)
             self._trouble = True
-            self.gate.hold(self.must_wait(failing=True))
+            self.gate.hold(held=self.must_wait(failing=True))
             out_of_time = self._give_up_at is not None and time.monotonic() > self._give_up_at
             if out_of_time:
                 return False

@@ -1,4 +1,4 @@
-"""What a proxy queue needs of the way to its node. A node's client implements it; tests break it."""
+"""What a proxy queue needs of the way to its node: clients implement it, tests break it."""
 
 from __future__ import annotations
 

@@ -156,8 +156,11 @@ class WorkerPool:
         *,
         dead_letters: DeadLetters | None = None,
     ) -> None:
-        """Start at once. ``dead_letters`` takes batches refused with ``Never``; without it they
-        are tried again for ever, because nothing else would keep them."""
+        """Start at once.
+
+        ``dead_letters`` takes batches refused with ``Never``; without it they are tried again for
+        ever, because nothing else would keep them.
+        """
         self.queue = queue
         self.consumer = consumer
         self.dead_letters = dead_letters

@@ -32,7 +32,7 @@ class Disk:
 
     def write(self, fd: int, buffers: Buffers, at: int) -> None:
         """Write all the buffers, one after the other, from byte ``at`` on."""
-        rest = [memoryview(buffer).cast("B") for buffer in buffers if len(memoryview(buffer))]
+        rest = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
         while rest:
             done = os.pwritev(fd, rest[:IOV_MAX], at)
             at += done
@@ -74,7 +74,7 @@ class Disk:
         os.ftruncate(fd, size)
 
     def allocate(self, fd: int, size: int) -> None:
-        """Reserve ``size`` bytes on the device, so that writing them later cannot fail for space."""
+        """Reserve ``size`` bytes on the device: writing them later cannot fail for space."""
         os.posix_fallocate(fd, 0, size)
 
     def size(self, fd: int) -> int:
