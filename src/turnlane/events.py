@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from turnlane.errors import SchemaMismatch
 
@@ -166,3 +167,12 @@ def events_of(block: Block, first: int = 0) -> Iterator[Event]:
 def values_of(blocks: Iterable[Block]) -> list[bytes | None]:
     """The ``value`` column of the blocks as Python bytes."""
     return [value for block in blocks for value in block.column("value").to_pylist()]
+
+
+def longest_value(block: Block) -> int:
+    """The length in bytes of the block's longest value."""
+    if "value" not in block.schema.names:
+        return 0
+    values = cast("pa.BinaryArray", block.column("value"))
+    longest: int | None = pc.max(pc.binary_length(values)).as_py()
+    return longest or 0

@@ -78,6 +78,8 @@ class Watermark:
         self.position = position
         self.lost = Ranges()
         """Offsets at or above the position that will never arrive: dropped after acceptance."""
+        self.served = 0
+        """How many publishers the last advance has woken."""
         self._runs: deque[_Run] = deque()
         self._tickets: list[Ticket] = []
 
@@ -101,9 +103,9 @@ class Watermark:
         return ticket
 
     @property
-    def awaited(self) -> bool:
-        """Whether a publisher is blocked until this watermark moves."""
-        return bool(self._tickets)
+    def waiting(self) -> int:
+        """How many publishers are blocked until this watermark moves."""
+        return len(self._tickets)
 
     def lose(self, first: int, end: int) -> None:
         """Note that these events were dropped; their publisher is told so in its turn."""
@@ -126,6 +128,7 @@ class Watermark:
             tickets[reached].settle(reached=True)
             reached += 1
         del tickets[:reached]
+        self.served = reached
 
     def _collect(self, position: int) -> list[Notice]:
         counts: dict[Follower, list[int]] = {}

@@ -18,6 +18,13 @@ from turnlane.queues.portion import Portion
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.stored import Job, StoredQueue
 
+TIDY_SECONDS = 1.0
+"""How often to tidy up when every write is synced anyway."""
+
+GATHER_SECONDS = 0.005
+GATHER_SLICE = 0.0005
+"""How long the writer waits for publishers to share a sync, and in which steps it looks."""
+
 JOB_BYTES = 16 << 20
 """The most that is written at once: more would only make those wait who wait for a sync."""
 
@@ -32,6 +39,9 @@ class DiskQueue(StoredQueue):
         self._unwritten: deque[Portion] = deque()
         self._unwritten_bytes = 0
         self._synced_at = 0.0
+        self._together = 1
+        """How many publishers were waiting for the last sync, or came while it ran."""
+        self._gathering = False
         self.gate.charge(self.positions.pending, self.store.unsettled_bytes())
         self.start()
 
@@ -56,7 +66,29 @@ class DiskQueue(StoredQueue):
             self.work.wait(pause)
             self.idle = False
         self.rest_heed()
+        if self.urgent:
+            self._gather()
         return self._job()
+
+    def _gather(self) -> None:
+        """Let those who shared the last sync share the next, as long as they keep coming.
+
+        Without this the first to come back would get a sync of its own, and all others wait for it.
+        """
+        mark = self.watermarks[AckLevel.PERSISTED]
+        until = time.monotonic() + GATHER_SECONDS
+        seen = -1
+        self._gathering = True
+        while seen < mark.waiting < self._together and time.monotonic() < until:
+            seen = mark.waiting
+            self.work.wait(GATHER_SLICE)
+        self._gathering = False
+
+    def urge(self, level: AckLevel) -> None:
+        if level is AckLevel.PERSISTED:
+            self.urgent = True
+            if not self._gathering or self.watermarks[level].waiting >= self._together:
+                self.work.notify()
 
     def _due_in(self) -> float | None:
         """Seconds until there is something to do; ``None`` if nothing is known of."""
@@ -96,11 +128,16 @@ class DiskQueue(StoredQueue):
             self._synced_at = time.monotonic()
         whole = len(portions) == len(self._unwritten)
         sync = self.durability is not Durability.NEVER and (due or self.urgent or self.stopping)
-        tidy = due or self.stopping or self.can_retire()
+        tidy = self.stopping or self.can_retire() or (due and self._is_tidying_time())
         return Job(portions, sync=sync, tidy=tidy and whole)
 
+    def _is_tidying_time(self) -> bool:
+        return time.monotonic() >= self.tidied_at + (self._interval() or TIDY_SECONDS)
+
     def committed(self) -> None:
-        self.urgent = self.watermarks[AckLevel.PERSISTED].awaited
+        mark = self.watermarks[AckLevel.PERSISTED]
+        self.urgent = mark.waiting > 0
+        self._together = mark.served + mark.waiting
         end = self.store.log.end
         while self._unwritten and self._unwritten[0].end <= end:
             self._unwritten_bytes -= self._unwritten.popleft().size

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.queues.batch import BatchState, HeldBatch
-from turnlane.queues.contract import AckLevel, Durability, Outcome
+from turnlane.queues.contract import Durability, Outcome
 from turnlane.queues.log.files import Disk
 from turnlane.queues.portion import Portion
 from turnlane.queues.ranges import Ranges
@@ -107,6 +107,8 @@ class DiskAssistedQueue(StoredQueue):
         portions = self._oldest(keep) if spill else []
         if portions:
             self._spill_end = portions[-1].end
+        else:
+            self._spilling = False
         sync = self.durability is Durability.ALWAYS or due or self.stopping
         return Job(
             portions,
@@ -182,13 +184,11 @@ class DiskAssistedQueue(StoredQueue):
         batch.charged_events = batch.charged_bytes = 0
         self.refund(events, size)
 
-    def urge(self, level: AckLevel) -> None:
-        """The disk is not touched for one publisher: it waits for the spill or the delivery."""
-
     def settled(self) -> None:
         super().settled()
         if self._can_end():
             self.work.notify()
 
     def left_over(self) -> int:
-        return self.gate.depth if self.settings.save_on_shutdown else 0
+        self.tail.seal()
+        return sum(map(len, self._in_memory())) if self.settings.save_on_shutdown else 0

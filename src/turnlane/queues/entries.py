@@ -6,7 +6,7 @@ import abc
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from turnlane.events import Block
+from turnlane.events import EVENT_OVERHEAD, Block, longest_value
 from turnlane.queues.acks import Ticket
 from turnlane.queues.admission import Entry, sampled, shed
 from turnlane.queues.contract import Published
@@ -27,9 +27,17 @@ class PublishEntry(Entry):
         self.inside = False
 
     @property
+    @abc.abstractmethod
+    def largest_event(self) -> int:
+        """The size of its largest event."""
+
+    @property
     def is_repeat(self) -> bool:
         """Whether the queue has all of it already."""
         return False
+
+    def drop_repeats(self) -> None:
+        """Leave out what the queue has from this producer already."""
 
     @abc.abstractmethod
     def sample(self, seen: int, interval: int) -> int:
@@ -61,6 +69,10 @@ class EventEntry(PublishEntry):
         self._value = value
         self._stamp = stamp
         self._rest = rest
+
+    @property
+    def largest_event(self) -> int:
+        return self.size
 
     def enter(self) -> None:
         queue = self.producer.queue
@@ -97,7 +109,6 @@ class BlockEntry(PublishEntry):
         self.size = block.nbytes
 
     def drop_repeats(self) -> None:
-        """Leave out what the queue has from this producer already."""
         producer_id = self.producer.hashed_id
         if self._sequence is None or producer_id is None:
             return
@@ -106,6 +117,12 @@ class BlockEntry(PublishEntry):
         self._set(self._block.slice(repeated))
         self._sequence += repeated
         self.published = self.published._replace(repeated=self.published.repeated + repeated)
+
+    @property
+    def largest_event(self) -> int:
+        if self.events == 1:
+            return self.size
+        return EVENT_OVERHEAD + longest_value(self._block)
 
     @property
     def is_repeat(self) -> bool:

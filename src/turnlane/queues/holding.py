@@ -168,6 +168,7 @@ class HoldingQueue(Queue):
 
     def admit(self, entry: PublishEntry, flow: FlowControl, *, blocking: bool) -> Waiter | None:
         """Let an entry in, apply the policies, or put it in line. Under the lock."""
+        entry.drop_repeats()
         self.door.screen(entry, flow)
         self.gate.check_open(self.name)
         if not entry.events and not entry.is_repeat:
@@ -211,9 +212,12 @@ class HoldingQueue(Queue):
             while True:
                 with self.lock:
                     portion = self._await_portion(limit, deadline)
-                found = portion if portion.pieces is not None else self.fetch(portion)
+                    if portion.pieces is not None:
+                        return self._hand_out(portion)
+                found = self.fetch(portion)
                 if found is not None:
-                    return self._hand_out(found)
+                    with self.lock:
+                        return self._hand_out(found)
         finally:
             self._getting.release()
 
@@ -296,8 +300,7 @@ class HoldingQueue(Queue):
 
     def _hand_out(self, portion: Portion) -> HeldBatch:
         batch = HeldBatch(self, portion)
-        with self.lock:
-            self.out[portion.first] = batch
+        self.out[portion.first] = batch
         return batch
 
     def give_back(self, portion: Portion) -> None:
@@ -442,11 +445,13 @@ class HoldingQueue(Queue):
             self._closed = True
             self._readable.notify_all()
             self._drained.notify_all()
-        self.close_storage()
-        with self.lock:
-            for mark in self.watermarks.values():
-                mark.abandon()
-        self.acks.stop()
+        try:
+            self.close_storage()
+        finally:
+            with self.lock:
+                for mark in self.watermarks.values():
+                    mark.abandon()
+            self.acks.stop()
 
     # ── looking in ───────────────────────────────────────────────────────────────────────────
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from turnlane.errors import EventTooLarge, QueueClosed
-from turnlane.events import EVENT_OVERHEAD, Block, prepared
+from turnlane.events import EVENT_OVERHEAD, MAX_BLOCK_BYTES, Block, prepared
 from turnlane.queues.acks import Follower, Ticket, Watermark
 from turnlane.queues.contract import (
     AckCallback,
@@ -183,7 +183,8 @@ class HoldingProducer(Producer):
         if self._closed:
             msg = f"this producer of queue {self.queue.name!r} is closed"
             raise QueueClosed(msg)
-        if entry.events == 1 and entry.size > min(self._largest, self.queue.gate.max_bytes):
+        largest = min(self._largest, self.queue.gate.max_bytes)
+        if entry.size > largest and entry.largest_event > largest:
             self._too_large(entry)
 
     def _too_large(self, entry: PublishEntry) -> None:
@@ -195,14 +196,15 @@ class HoldingProducer(Producer):
         )
         raise EventTooLarge(msg)
 
-    def _pieces(self, block: Block) -> list[Block]:
-        """The block, cut so that each piece fits the queue; a single event may still not."""
+    def _pieces(self, block: Block) -> Iterator[Block]:
+        """The block, halved until each piece fits the queue; a single event may still not."""
         gate = self.queue.gate
-        whole = max(1, block.num_rows)
-        by_bytes = max(1, int(whole * gate.max_bytes / 2 / max(1, block.nbytes)))
-        step = whole if block.nbytes <= gate.max_bytes else by_bytes
-        step = min(step, gate.size)
-        return [block.slice(start, step) for start in range(0, block.num_rows, step)]
+        rows = block.num_rows
+        if rows > 1 and (rows > gate.size or block.nbytes > min(gate.max_bytes, MAX_BLOCK_BYTES)):
+            yield from self._pieces(block.slice(0, rows // 2))
+            yield from self._pieces(block.slice(rows // 2))
+        elif rows:
+            yield block
 
     def _block_entry(self, block: Block, sequence: int | None) -> BlockEntry:
         if sequence is not None and self.hashed_id is None:
@@ -219,6 +221,8 @@ class HoldingProducer(Producer):
         """Arrange for acks: a callback, or a ticket to wait on."""
         queue = self.queue
         if self._follower is not None:
+            if first == end:
+                return None
             if self._mark is None:
                 queue.tell_accepted(self._follower, first, end)
             else:

@@ -255,11 +255,6 @@ class StoredQueue(HoldingQueue):
     def is_restless(self) -> bool:
         return self.idle
 
-    def urge(self, level: AckLevel) -> None:
-        if level is AckLevel.PERSISTED:
-            self.urgent = True
-            self.work.notify()
-
     def settled(self) -> None:
         if self.idle or self._trouble or self.can_retire():
             self.work.notify()

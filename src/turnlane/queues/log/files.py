@@ -32,6 +32,8 @@ class Disk:
 
     def write(self, fd: int, buffers: Buffers, at: int) -> None:
         """Write all the buffers, one after the other, from byte ``at`` on."""
+        if len(buffers) == 1 and os.pwrite(fd, buffers[0], at) == memoryview(buffers[0]).nbytes:
+            return  # nearly every record of a journal: not worth preparing for anything else
         rest = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
         while rest:
             done = os.pwritev(fd, rest[:IOV_MAX], at)

@@ -208,6 +208,8 @@ class LogReader:
     def _damaged(self, chunk: Chunk, byte: int, offset: int, limit: int) -> Fault | None:
         """No valid header here: keep the bytes up to the next one, and count what is lost."""
         size = chunk.size
+        if byte >= size:
+            raise _Moved  # the writer has cut the file since the caller looked
         found = next_frame(self._disk, self._fd, byte + 8, size, self._offset)
         end = found.header.first if found and found.header.first < limit else limit
         stop = found.byte if found else size
@@ -216,7 +218,7 @@ class LogReader:
         return Fault(offset, end, Outcome.CORRUPT) if end > offset else None
 
     def _set_aside(self, chunk: Chunk, byte: int, length: int, why: str) -> None:
-        if chunk not in self._catalog or byte + length > chunk.size:
+        if chunk not in self._catalog or not byte < byte + length <= chunk.size:
             raise _Moved  # what looked like damage was the writer cutting the file
         _log.warning("%s is damaged at byte %d: %s", chunk.path, byte, why)
         try:
@@ -236,7 +238,7 @@ class LogReader:
 
     def _fill(self, byte: int, length: int, chunk: Chunk) -> None:
         self._window = _NOTHING  # its memory can be used again by this very read
-        self._window = self._disk.read(self._fd, min(length, chunk.size - byte), byte)
+        self._window = self._disk.read(self._fd, max(0, min(length, chunk.size - byte)), byte)
         self._window_at = byte
 
     def _payload(self, chunk: Chunk, header: Header, byte: int) -> pa.Buffer:

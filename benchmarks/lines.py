@@ -1,0 +1,51 @@
+"""Events to measure with: log lines as services write them, the same in every run."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from itertools import cycle, islice
+
+POOL = 20_000
+"""Different lines of each size. More than a compressor's window, and few enough to stay in memory."""
+
+_WORDS = (
+    "accepted account after batch before cache checkout client closed commit connection customer "
+    "deadline delivered disk dropped expired failed fetched handler header idle index inventory "
+    "invoice job key latency lookup message missing node order page payment pending queue reached "
+    "refused replica request restarted retry rotated route scheduled session shard shipped slow "
+    "snapshot socket started stream stopped synced table timeout token upstream user waiting worker"
+).split()
+_SERVICES = ("checkout", "gateway", "inventory", "mailer", "search", "sessions")
+_LEVELS = ("DEBUG", "INFO", "INFO", "INFO", "WARN", "ERROR")
+
+
+@cache
+def _pool(size: int) -> list[bytes]:
+    chance = random.Random(size)
+    return [_line(chance, number, size) for number in range(POOL)]
+
+
+def _line(chance: random.Random, number: int, size: int) -> bytes:
+    seconds, micros = divmod(number * 1_237, 1_000_000)
+    line = (
+        f"2026-08-14T09:{seconds // 60 % 60:02}:{seconds % 60:02}.{micros:06}Z "
+        f"{chance.choice(_LEVELS)} {chance.choice(_SERVICES)}-{chance.randrange(40)} "
+        f"id={chance.getrandbits(48):012x} status={chance.randrange(200, 504)} "
+        f"ms={chance.random() * 900:.2f}"
+    )
+    while len(line) < size:
+        line += f" {chance.choice(_WORDS)}"
+        if chance.random() < 0.2:
+            line += f"={chance.randrange(100_000)}"
+    return line[:size].encode()
+
+
+def log_lines(count: int, size: int) -> list[bytes]:
+    """``count`` lines of exactly ``size`` bytes; after :data:`POOL` of them they repeat."""
+    return list(islice(cycle(_pool(size)), count))
+
+
+def in_blocks(lines: list[bytes], events: int) -> list[list[bytes]]:
+    """The lines in groups of ``events``, the last one perhaps smaller."""
+    return [lines[at : at + events] for at in range(0, len(lines), events)]

@@ -1,0 +1,41 @@
+"""What the figures were taken on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+
+def describe_machine(directory: Path) -> dict[str, str]:
+    """Cores, memory, Python, kernel, and the file system of ``directory``."""
+    mount = _mount(directory)
+    return {
+        "Processor": f"{_processor()}, {os.cpu_count()} cores",
+        "Memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "Python": f"{platform.python_implementation()} {platform.python_version()}",
+        "System": f"{platform.system()} {platform.release()}",
+        "File system": f"{mount[2]} on {mount[0]}" if mount else "unknown",
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _mounts() -> Iterator[tuple[str, str, str]]:
+    for line in Path("/proc/mounts").read_text().splitlines():
+        device, where, kind = line.split()[:3]
+        yield device, where, kind
+
+
+def _mount(directory: Path) -> tuple[str, str, str] | None:
+    path = directory.resolve()
+    over = [mount for mount in _mounts() if path.is_relative_to(mount[1])]
+    return max(over, key=lambda mount: len(mount[1]), default=None)

@@ -1,0 +1,55 @@
+"""Measuring side by side: contestants take turns, and what counts is the median of the turns."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Series:
+    """One quantity, measured once in every round."""
+
+    values: Sequence[float]
+
+    @property
+    def median(self) -> float:
+        """The value to quote."""
+        return statistics.median(self.values)
+
+    @property
+    def low(self) -> float:
+        """The smallest of the rounds."""
+        return min(self.values)
+
+    @property
+    def high(self) -> float:
+        """The largest of the rounds."""
+        return max(self.values)
+
+    def map(self, change: Callable[[float], float]) -> Series:
+        """The series with every value changed."""
+        return Series([change(value) for value in self.values])
+
+    def over(self, other: Series) -> Series:
+        """The ratio to ``other``, round by round: both saw the same machine at the same time."""
+        return Series([own / its for own, its in zip(self.values, other.values, strict=True)])
+
+
+def alternate(
+    contestants: Mapping[str, Callable[[], float]], rounds: int
+) -> dict[str, Series]:
+    """Let contestants take turns, A B C, B C A, …; each says how it did.
+
+    Nobody always runs first, or always after the same neighbour, whose dirty pages it would meet.
+    """
+    names = list(contestants)
+    values: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            gc.collect()
+            values[name].append(contestants[name]())
+    return {name: Series(rates) for name, rates in values.items()}

@@ -1,0 +1,323 @@
+"""The process that the kill loop kills: it uses a queue and tells, over a pipe, what it was told.
+
+It runs in a child forked from a server that has everything imported, so that a life costs some
+milliseconds. A report about an ack is sent after the ack, one about ``done()`` before and after,
+so whoever reads the pipe to its end knows what this process knew when it died.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from turnlane.errors import AckNotStored, QueueClosed, QueueEmpty, RetryLater
+from turnlane.events import Block, block_of
+from turnlane.queues import open_queue
+from turnlane.queues.batch import HeldBatch
+from turnlane.queues.contract import Ack, AckLevel
+from turnlane.queues.disk import DiskQueue
+from turnlane.queues.disk_assisted import DiskAssistedQueue
+from turnlane.queues.producer import HoldingProducer
+from turnlane.testing import FaultyDisk
+
+SINGLES, BLOCKS, NUMBERED, WAITING = range(4)
+"""The producers, by how they publish."""
+
+EVERY_LIFE = -1
+"""In place of a life: the numbered producer sends the same events again until it hears an ack."""
+
+Plan = Sequence[tuple[str, dict[str, Any]]]
+"""Faults to plan: a method of ``FaultyDisk`` and its arguments."""
+
+
+class Identity(NamedTuple):
+    """Who an event is, whatever offset it gets."""
+
+    life: int
+    producer: int
+    number: int
+
+    def value(self) -> bytes:
+        """The event's value: its identity, and some bytes so that chunks fill up."""
+        text = f"{self.life}:{self.producer}:{self.number}:"
+        return text.encode() + bytes(random.Random(text).randbytes(self.number * 37 % 150))
+
+    @classmethod
+    def of(cls, value: bytes) -> Identity:
+        """The identity in a value, which has to be whole."""
+        life, producer, number, _ = value.split(b":", 3)
+        found = cls(int(life), int(producer), int(number))
+        assert value == found.value(), f"{found} came back with other bytes"
+        return found
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The queue was opened."""
+
+    seconds: float
+    low: int
+    end: int
+    ledger: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Persisted:
+    """The producer has heard that its first ``total`` events of this life are persisted."""
+
+    producer: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Got:
+    """A batch was handed out."""
+
+    first: int
+    attempt: int
+    events: list[Identity]
+
+
+@dataclass(frozen=True)
+class Settling:
+    """``done()`` or ``dead()`` is about to be called."""
+
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Settled:
+    """It has returned."""
+
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Releasing:
+    """``release()`` is about to be called."""
+
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The queue was closed in peace."""
+
+    ledger: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Something happened that must not."""
+
+    trace: str
+
+
+Report = Opened | Persisted | Got | Settling | Settled | Releasing | Closed | Failed
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What to do in one life."""
+
+    life: int
+    seed: int
+    knobs: dict[str, Any]
+    resend_from: int
+    """What the numbered producer has not heard an ack for."""
+    appetite: float
+    """How much the consumer takes, in events for every event published."""
+    events: int = 1000
+    plan: Plan = ()
+    close: bool = False
+    """Whether to close the queue at the end rather than wait to be killed."""
+
+
+def live(orders: Orders, pipe: Connection) -> None:
+    """Do as ordered until killed. What goes wrong is reported, too."""
+    reporter = Reporter(pipe)
+    try:
+        Life(orders, reporter).run()
+    except BaseException:  # noqa: BLE001 - the parent decides what it means
+        reporter.tell(Failed(traceback.format_exc()))
+    if not orders.close:
+        threading.Event().wait()
+
+
+class Reporter:
+    """One end of the pipe, for several threads."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._lock = threading.Lock()
+
+    def tell(self, report: Report) -> None:
+        """Send a report; it is out of this process's hands when this returns."""
+        with self._lock:
+            self._pipe.send(report)
+
+
+@dataclass
+class Life:
+    """One opening of the queue, until the process is killed or the queue is closed."""
+
+    orders: Orders
+    reporter: Reporter
+    published: int = 0
+    consumed: int = 0
+    held: list[HeldBatch] = field(default_factory=list)
+    totals: dict[int, int] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Publish and consume at once."""
+        started = time.perf_counter()
+        self.queue = opened(self.orders)
+        seconds = time.perf_counter() - started
+        ledger = self.queue.stats().ledger.as_dict()
+        self.reporter.tell(Opened(seconds, self.queue.low, self.queue.end, ledger))
+        work = (self.singles, self.blocks, self.numbered, self.waiting)
+        threads = [self.thread(task) for task in work]
+        consumer = self.thread(self.consume)
+        for thread in threads:
+            thread.join()
+        if self.orders.close:
+            self.queue.finish()
+            consumer.join()
+            self.queue.close()
+            self.reporter.tell(Closed(self.queue.stats().ledger.as_dict()))
+
+    def thread(self, task: Callable[[random.Random], None]) -> threading.Thread:
+        """Run a task beside the others, with randomness of its own."""
+        rng = random.Random(f"{self.orders.seed} {self.orders.life} {task.__name__}")
+
+        def guarded() -> None:
+            try:
+                task(rng)
+            except BaseException:  # noqa: BLE001 - see above
+                self.reporter.tell(Failed(traceback.format_exc()))
+
+        thread = threading.Thread(target=guarded, daemon=True)
+        thread.start()
+        return thread
+
+    # Publishing
+
+    def producer(self, number: int, **options: Any) -> HoldingProducer:
+        """A producer whose persisted acks are reported as they come."""
+
+        def heard(ack: Ack) -> None:
+            self.totals[number] = self.totals.get(number, 0) + ack.count
+            self.reporter.tell(Persisted(number, self.totals[number]))
+
+        return self.queue.producer(ack=AckLevel.PERSISTED, on_ack=heard, **options)
+
+    def block(self, life: int, producer: int, first: int, count: int) -> Block:
+        """Some consecutive events of a producer."""
+        events = [Identity(life, producer, number) for number in range(first, first + count)]
+        self.published += count
+        return block_of([event.value() for event in events], timestamps=1)
+
+    def singles(self, rng: random.Random) -> None:
+        """One event after the other, without waiting."""
+        producer = self.producer(SINGLES)
+        for number in range(self.orders.events // 4):
+            key = "key" if rng.random() < 0.1 else None
+            producer.publish(Identity(self.orders.life, SINGLES, number).value(), key)
+            self.published += 1
+
+    def blocks(self, rng: random.Random) -> None:
+        """Blocks of various sizes."""
+        producer = self.producer(BLOCKS)
+        number = 0
+        while number < self.orders.events // 2:
+            count = rng.randint(1, 60)
+            producer.publish_block(self.block(self.orders.life, BLOCKS, number, count))
+            number += count
+
+    def numbered(self, rng: random.Random) -> None:
+        """Blocks with sequence numbers, beginning with what may have come through already."""
+        producer = self.producer(NUMBERED, producer_id="numbered")
+        number = self.orders.resend_from
+        for _ in range(self.orders.events // 80):
+            count = rng.randint(1, 40)
+            block = self.block(EVERY_LIFE, NUMBERED, number, count)
+            result = producer.publish_block(block, sequence=number)
+            if result.repeated and number == self.orders.resend_from:
+                # Repeats are not acked again; flushing tells that the queue has them.
+                self.totals[NUMBERED] = result.repeated
+            number += count
+
+    def waiting(self, rng: random.Random) -> None:
+        """Events whose publisher waits for each to be persisted."""
+        producer = self.queue.producer(ack=AckLevel.PERSISTED)
+        for number in range(10):
+            producer.publish(Identity(self.orders.life, WAITING, number).value())
+            self.reporter.tell(Persisted(WAITING, number + 1))
+
+    # Consuming
+
+    def consume(self, rng: random.Random) -> None:
+        """Take batches and settle them in any order, until there is no appetite left."""
+        limit = self.orders.appetite * self.orders.events
+        while self.consumed < limit:
+            try:
+                batch = self.queue.get(rng.randint(1, 50), timeout=0.2)
+            except (QueueClosed, QueueEmpty):
+                break
+            except RetryLater:
+                continue
+            self.take(batch)
+            while len(self.held) > rng.randint(0, 3):
+                self.settle(self.held.pop(rng.randrange(len(self.held))), rng.random())
+        while self.held:
+            self.settle(self.held.pop(), rng.uniform(0, 1))
+
+    def take(self, batch: HeldBatch) -> None:
+        """Look at a batch and hold on to it."""
+        events = [Identity.of(value) for value in batch.block.column("value").to_pylist()]
+        self.reporter.tell(Got(batch.place.first, batch.attempt, events))
+        self.held.append(batch)
+
+    def settle(self, batch: HeldBatch, chance: float) -> None:
+        """Release it, give it up for dead, or be done with it."""
+        first, end = batch.place.first, batch.place.end
+        if chance < 0.15:
+            self.reporter.tell(Releasing(first, end))
+            batch.release()
+            return
+        self.reporter.tell(Settling(first, end))
+        try:
+            if chance < 0.25:
+                batch.dead()
+            else:
+                batch.done()
+        except AckNotStored:
+            self.held.append(batch)
+        else:
+            self.consumed += len(batch)
+            self.reporter.tell(Settled(first, end))
+
+
+def opened(orders: Orders) -> DiskQueue | DiskAssistedQueue:
+    """The queue, on a disk with the planned faults."""
+    disk = FaultyDisk()
+    for method, arguments in orders.plan:
+        getattr(disk, method)(**arguments)
+    queue = open_queue(**orders.knobs, disk=disk)
+    assert isinstance(queue, DiskQueue | DiskAssistedQueue)
+    return queue
+
+
+def path_of(orders: Orders) -> Path:
+    """The queue's directory."""
+    return Path(orders.knobs["path"])
