@@ -6,6 +6,9 @@ import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -39,17 +42,17 @@ class Series:
 
 
 def alternate(
-    contestants: Mapping[str, Callable[[], float]], rounds: int
-) -> dict[str, Series]:
+    contestants: Mapping[str, Callable[[], Result]], rounds: int
+) -> dict[str, list[Result]]:
     """Let contestants take turns, A B C, B C A, …; each says how it did.
 
     Nobody always runs first, or always after the same neighbour, whose dirty pages it would meet.
     """
     names = list(contestants)
-    values: dict[str, list[float]] = {name: [] for name in names}
+    results: dict[str, list[Result]] = {name: [] for name in names}
     for turn in range(rounds):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             gc.collect()
-            values[name].append(contestants[name]())
-    return {name: Series(rates) for name, rates in values.items()}
+            results[name].append(contestants[name]())
+    return results

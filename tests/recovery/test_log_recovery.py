@@ -72,9 +72,9 @@ def fill(log: Log, count: int, blocks: int = 1) -> None:
         log.append(log.end, block_of(values(log.end, count), timestamps=1))
 
 
-def drained(log: Log, offset: int = 0) -> list[bytes | Fault]:
+def drained(log: Log, offset: int = 0) -> list[bytes | Fault | None]:
     reader = log.reader()
-    found: list[bytes | Fault] = []
+    found: list[bytes | Fault | None] = []
     while (result := reader.read(offset, 1000)) is not None:
         if isinstance(result, Found):
             found += values_of([result.block])
@@ -249,6 +249,16 @@ def test_a_torn_chunk_before_the_last_is_read_as_far_as_it_goes(tmp_path: Path) 
     assert data.endswith(kept(tmp_path) + data[-50:])
 
 
+def test_a_chunk_cut_by_somebody_else_while_it_is_open_is_read_as_far_as_it_goes(
+    tmp_path: Path,
+) -> None:
+    path, (_, second, third) = three_frames(tmp_path)
+    log = open_log(tmp_path)
+    for size in (third - 8, second + 40, second + 8):
+        os.truncate(path, size)
+        assert drained(log) == [*values(0, 20), Fault(20, 30, Outcome.CORRUPT)]
+
+
 def test_a_chunk_without_its_schema_is_moved_aside_whole(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     fill(log, 10)
@@ -359,7 +369,7 @@ def test_a_foreign_chunk_is_put_aside(tmp_path: Path, which: int) -> None:
     (tmp_path / name).write_bytes(foreign)
     log = open_log(tmp_path, floor=30)
     found = drained(log)
-    expected: list[bytes | Fault] = list(values(0, 30))
+    expected: list[bytes | Fault | None] = list(values(0, 30))
     expected[which * 10 : which * 10 + 10] = [Fault(which * 10, which * 10 + 10, Outcome.MISSING)]
     assert found == expected
     assert (tmp_path / (name + ".foreign")).read_bytes() == foreign

@@ -11,11 +11,11 @@ import random
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from turnlane.errors import AckNotStored, QueueClosed, QueueEmpty, RetryLater
 from turnlane.events import Block, block_of
@@ -65,12 +65,22 @@ class Opened:
     seconds: float
     low: int
     end: int
+    written: int
+    """The end of the log as it was found, which may be before that of the queue."""
     ledger: dict[str, Any]
+
+    @classmethod
+    def by(cls, queue: DiskQueue | DiskAssistedQueue, started: float) -> Self:
+        """How it was found, after an opening that began at ``started``."""
+        seconds = time.perf_counter() - started
+        chunks = queue.store.log._catalog.chunks
+        written = chunks[-1].end if chunks else 0
+        return cls(seconds, queue.low, queue.end, written, queue.stats().ledger.as_dict())
 
 
 @dataclass(frozen=True)
 class Persisted:
-    """The producer has heard that its first ``total`` events of this life are persisted."""
+    """The producer has heard that the first ``total`` events it published are persisted."""
 
     producer: int
     total: int
@@ -176,15 +186,14 @@ class Life:
     published: int = 0
     consumed: int = 0
     held: list[HeldBatch] = field(default_factory=list)
-    totals: dict[int, int] = field(default_factory=dict)
+    acked: Counter[int] = field(default_factory=Counter)
+    repeated: int = 0
 
     def run(self) -> None:
         """Publish and consume at once."""
         started = time.perf_counter()
         self.queue = opened(self.orders)
-        seconds = time.perf_counter() - started
-        ledger = self.queue.stats().ledger.as_dict()
-        self.reporter.tell(Opened(seconds, self.queue.low, self.queue.end, ledger))
+        self.reporter.tell(Opened.by(self.queue, started))
         work = (self.singles, self.blocks, self.numbered, self.waiting)
         threads = [self.thread(task) for task in work]
         consumer = self.thread(self.consume)
@@ -216,8 +225,9 @@ class Life:
         """A producer whose persisted acks are reported as they come."""
 
         def heard(ack: Ack) -> None:
-            self.totals[number] = self.totals.get(number, 0) + ack.count
-            self.reporter.tell(Persisted(number, self.totals[number]))
+            self.acked[number] += ack.count
+            repeated = self.repeated if number == NUMBERED else 0
+            self.reporter.tell(Persisted(number, repeated + self.acked[number]))
 
         return self.queue.producer(ack=AckLevel.PERSISTED, on_ack=heard, **options)
 
@@ -252,9 +262,8 @@ class Life:
             count = rng.randint(1, 40)
             block = self.block(EVERY_LIFE, NUMBERED, number, count)
             result = producer.publish_block(block, sequence=number)
-            if result.repeated and number == self.orders.resend_from:
-                # Repeats are not acked again; flushing tells that the queue has them.
-                self.totals[NUMBERED] = result.repeated
+            # Repeats are not acked again, and come before everything that will be.
+            self.repeated += result.repeated
             number += count
 
     def waiting(self, rng: random.Random) -> None:
@@ -280,7 +289,7 @@ class Life:
             while len(self.held) > rng.randint(0, 3):
                 self.settle(self.held.pop(rng.randrange(len(self.held))), rng.random())
         while self.held:
-            self.settle(self.held.pop(), rng.uniform(0, 1))
+            self.settle(self.held.pop(), rng.random())
 
     def take(self, batch: HeldBatch) -> None:
         """Look at a batch and hold on to it."""
@@ -317,7 +326,3 @@ def opened(orders: Orders) -> DiskQueue | DiskAssistedQueue:
     assert isinstance(queue, DiskQueue | DiskAssistedQueue)
     return queue
 
-
-def path_of(orders: Orders) -> Path:
-    """The queue's directory."""
-    return Path(orders.knobs["path"])

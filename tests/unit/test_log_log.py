@@ -57,10 +57,10 @@ def fill(log: Log, count: int, blocks: int = 1) -> None:
         log.append(log.end, block_of(values(log.end, count), timestamps=1))
 
 
-def drained(log: Log, offset: int = 0, max_events: int = 1000) -> list[bytes | Fault]:
+def drained(log: Log, offset: int = 0, max_events: int = 1000) -> list[bytes | Fault | None]:
     """Everything from ``offset`` on: values, and faults where there are none."""
     reader = log.reader()
-    found: list[bytes | Fault] = []
+    found: list[bytes | Fault | None] = []
     while (result := reader.read(offset, max_events)) is not None:
         if isinstance(result, Found):
             assert result.first == offset

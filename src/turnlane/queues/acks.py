@@ -10,11 +10,12 @@ A watermark belongs to its queue and is only touched under the queue's lock.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -47,26 +48,45 @@ class _Run:
     end: int
 
 
-@dataclass(slots=True, order=True)
 class Ticket:
-    """A publisher waiting for the watermark to reach ``offset``."""
+    """A publisher waiting for the watermark to reach ``offset``.
 
-    offset: int
-    reached: bool = field(default=False, compare=False)
-    _signal: threading.Lock = field(default_factory=threading.Lock, compare=False)
+    Publishers served together are woken one by another, in a chain. Woken all at once they would
+    fight for Python's one interpreter lock, at twice the cost.
+    """
 
-    def __post_init__(self) -> None:
+    __slots__ = ("_gone", "_next", "_signal", "offset", "reached")
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+        self.reached = False
+        self._gone = False
+        self._next: Ticket | None = None
+        self._signal = threading.Lock()
         self._signal.acquire()
 
     def wait(self, timeout: float | None) -> bool:
         """Block until reached or given up; true if reached."""
-        self._signal.acquire(timeout=-1 if timeout is None else max(timeout, 0))
+        try:
+            self._signal.acquire(timeout=-1 if timeout is None else max(timeout, 0))
+        finally:
+            # Here and in link() each side speaks before it looks: so one of the two always
+            # notices that a publisher left early (timeout, Ctrl-C), and the next is woken.
+            self._gone = True
+            if self.reached and self._next is not None:
+                self._next.wake()
         return self.reached
 
-    def settle(self, *, reached: bool) -> None:
-        """Wake the publisher."""
-        self.reached = reached
-        self._signal.release()
+    def link(self, following: Ticket | None) -> Ticket | None:
+        """Reached: wake ``following`` after this one; returns whom to wake for both."""
+        self._next = following
+        self.reached = True
+        return following if self._gone else self
+
+    def wake(self) -> None:
+        """Let the publisher go on."""
+        with contextlib.suppress(RuntimeError):  # woken before
+            self._signal.release()
 
 
 class Watermark:
@@ -96,10 +116,7 @@ class Watermark:
         if offset <= self.position:
             return None
         ticket = Ticket(offset)
-        if not self._tickets or self._tickets[-1].offset <= offset:
-            self._tickets.append(ticket)
-        else:
-            insort(self._tickets, ticket)
+        insort(self._tickets, ticket, key=lambda each: each.offset)
         return ticket
 
     @property
@@ -122,13 +139,13 @@ class Watermark:
         return notices
 
     def _wake(self, position: int) -> None:
-        tickets = self._tickets
-        reached = 0
-        while reached < len(tickets) and tickets[reached].offset <= position:
-            tickets[reached].settle(reached=True)
-            reached += 1
-        del tickets[:reached]
-        self.served = reached
+        self.served = bisect_right(self._tickets, position, key=lambda each: each.offset)
+        first = None
+        for ticket in reversed(self._tickets[: self.served]):
+            first = ticket.link(first)
+        del self._tickets[: self.served]
+        if first is not None:
+            first.wake()
 
     def _collect(self, position: int) -> list[Notice]:
         counts: dict[Follower, list[int]] = {}
@@ -152,7 +169,7 @@ class Watermark:
     def abandon(self) -> None:
         """Wake every waiting publisher without its event having arrived; forget the followers."""
         for ticket in self._tickets:
-            ticket.settle(reached=False)
+            ticket.wake()
         self._tickets.clear()
         self._runs.clear()
 

@@ -108,6 +108,7 @@ class ProxyQueue(Queue):
         self._resend_bytes = 0
         self._persisted = 0
         self._connected = False
+        self._connection: Connection | None = None
         self._stopping = threading.Event()
         self._sender = threading.Thread(
             target=self._run, name=f"turnlane-proxy-{settings.name}", daemon=True
@@ -148,6 +149,9 @@ class ProxyQueue(Queue):
         self._stopping.set()
         with self._news:
             self._news.notify_all()
+            connection = self._connection
+        if connection is not None:
+            connection.close()  # the sender may be blocked in it, at a node that is busy
         if threading.current_thread() is not self._sender:
             self._sender.join()
         self._held.entrust(self._persisted)
@@ -203,6 +207,7 @@ class ProxyQueue(Queue):
     def _greet(self, connection: Connection) -> None:
         with self._lock:
             self._connected = True
+            self._connection = connection
             if self._base is None:
                 self._base = connection.resume_at
         for mark in self._held.watermarks.values():
@@ -217,7 +222,8 @@ class ProxyQueue(Queue):
         with self._lock:
             lost = [sent for sent in self._unpersisted if sent.end > connection.resume_at]
         for sent in lost:
-            connection.send(sent.sequence, sent.block)
+            if self._is_up():
+                connection.send(sent.sequence, sent.block)
 
     def _send_next(self, connection: Connection) -> None:
         with self._news:

@@ -91,7 +91,8 @@ class StoredQueue(HoldingQueue):
         for first, end, attempt in self.store.returned():
             share = size * (end - first) // max(1, pending)
             charged = self.storage_is_charged
-            self.give_back(Portion(first, end, share, None, attempt, charged=charged))
+            with self.lock:
+                self.give_back(Portion(first, end, share, None, attempt, charged=charged))
 
     storage_is_charged = True
     """Whether what is on disk counts against the bounds."""

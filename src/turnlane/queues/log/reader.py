@@ -185,9 +185,8 @@ class LogReader:
         if header.first > offset:
             self._offset = header.first
             return Fault(offset, min(header.first, max(limit, offset + 1)), Outcome.MISSING)
-        payload = self._payload(chunk, header, byte)
         try:
-            self._hold(chunk, header, payload)
+            self._hold(chunk, header, self._payload(chunk, header, byte))
         except FrameDamaged as error:
             self._set_aside(chunk, byte, header.stored, str(error))
             self._pass(header)
@@ -248,7 +247,7 @@ class LogReader:
             self._fill(byte, max(header.stored + HEADER_SIZE, READ_AHEAD), chunk)
             at = 0
         if len(self._window) - at < header.stored:
-            raise _Moved
+            raise FrameDamaged("the file is shorter than it was")
         return self._window.slice(at + HEADER_SIZE, header.length)
 
     def _forget(self) -> None:

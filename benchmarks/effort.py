@@ -1,0 +1,42 @@
+"""How much to measure, and where."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Effort:
+    """The size of a run. ``scale`` shrinks it for tests, in which figures mean nothing."""
+
+    directory: Path
+    quick: bool = False
+    scale: float = 1.0
+
+    @property
+    def rounds(self) -> int:
+        """Turns of every contestant."""
+        return 3 if self.quick else 7
+
+    def events(self, quick: int, full: int | None = None) -> int:
+        """A number of events, in whole blocks of 1,000."""
+        count = quick if self.quick or full is None else full
+        return max(1, round(count * self.scale / 1_000)) * 1_000
+
+    def seconds(self, quick: float, full: float) -> float:
+        """A duration."""
+        return max(0.05, (quick if self.quick else full) * self.scale)
+
+    @contextmanager
+    def place(self) -> Iterator[Path]:
+        """An empty directory that is gone afterwards, with its dirty pages."""
+        path = Path(tempfile.mkdtemp(dir=self.directory))
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path)

@@ -1,0 +1,238 @@
+"""Publishing and reading, beside what a Python user has today."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from benchmarks.contestant import Contestant
+from benchmarks.effort import Effort
+from benchmarks.lines import in_blocks, log_lines
+from benchmarks.measure import Series, alternate
+from benchmarks.ours import Disk, DiskValues, Memory
+from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
+from benchmarks.peers import BareFile, PersistFile, PersistSqlite, Sqlite, StandardQueue
+
+SIZES = {"100 B": 100, "1 KB": 1_000}
+BLOCK = 1_000
+THREADS = 8
+
+Kind = type[Contestant]
+
+
+class Timing(NamedTuple):
+    """Seconds an event: until the last call returned, and until everything was safe."""
+
+    called: float
+    safe: float
+
+
+Measurement = Callable[[Effort, Kind, int], Timing]
+Timings = Mapping[str, Sequence[Timing]]
+
+
+def one_by_one(effort: Effort, kind: Kind, size: int) -> Timing:
+    lines = log_lines(effort.events(kind.events), size)
+    with effort.place() as directory:
+        contestant = kind(directory, len(lines))
+        put = contestant.put
+        started = time.perf_counter()
+        for line in lines:
+            put(line)
+        return _finish(contestant, started, len(lines))
+
+
+def blocks(effort: Effort, kind: Kind, size: int) -> Timing:
+    lines = log_lines(effort.events(10 * kind.events // (size // 100 or 1), None), size)
+    with effort.place() as directory:
+        contestant = kind(directory, len(lines))
+        ready = [contestant.ready(values) for values in in_blocks(lines, BLOCK)]
+        started = time.perf_counter()
+        for block in ready:
+            contestant.put_block(block)
+        return _finish(contestant, started, len(lines))
+
+
+def blocks_from_bytes(effort: Effort, kind: Kind, size: int) -> Timing:
+    lines = log_lines(effort.events(10 * kind.events // (size // 100 or 1), None), size)
+    with effort.place() as directory:
+        contestant = kind(directory, len(lines))
+        grouped = in_blocks(lines, BLOCK)
+        started = time.perf_counter()
+        for values in grouped:
+            contestant.put_block(contestant.ready(values))
+        return _finish(contestant, started, len(lines))
+
+
+def from_threads(effort: Effort, kind: Kind, size: int) -> Timing:
+    lines = log_lines(effort.events(kind.events), size)
+    shares = [lines[number::THREADS] for number in range(THREADS)]
+    with effort.place() as directory:
+        contestant = kind(directory, len(lines))
+        start = threading.Barrier(THREADS + 1)
+        threads = [
+            threading.Thread(target=_put_all, args=(contestant.put, share, start))
+            for share in shares
+        ]
+        for thread in threads:
+            thread.start()
+        start.wait()
+        started = time.perf_counter()
+        for thread in threads:
+            thread.join()
+        return _finish(contestant, started, len(lines))
+
+
+def _put_all(
+    put: Callable[[bytes], object], lines: Sequence[bytes], start: threading.Barrier
+) -> None:
+    start.wait()
+    for line in lines:
+        put(line)
+
+
+def reading(effort: Effort, kind: Kind, size: int) -> Timing:
+    """What was just published is taken and settled; the disk kind still has it in memory."""
+    lines = log_lines(effort.events(kind.events), size)
+    with effort.place() as directory:
+        contestant = kind(directory, len(lines))
+        for values in in_blocks(lines, BLOCK):
+            contestant.put_block(contestant.ready(values))
+        started = time.perf_counter()
+        contestant.drain(len(lines))
+        elapsed = (time.perf_counter() - started) / len(lines)
+        contestant.close()
+    return Timing(elapsed, elapsed)
+
+
+def _finish(contestant: Contestant, started: float, events: int) -> Timing:
+    called = time.perf_counter() - started
+    contestant.secure()
+    safe = time.perf_counter() - started
+    contestant.close()
+    return Timing(called / events, safe / events)
+
+
+# ── what is compared with what ────────────────────────────────────────────────────────────────────
+
+
+def run(effort: Effort) -> Outcome:
+    """All of it."""
+    outcome = Outcome()
+    singles = _compare(
+        effort,
+        one_by_one,
+        (Memory, Disk, BareFile, StandardQueue, PersistFile, PersistSqlite, Sqlite),
+    )
+    ready = _compare(effort, blocks, (Memory, Disk))
+    given = _compare(effort, blocks_from_bytes, (Memory, Disk, BareFile, Sqlite))
+    threads = _compare(
+        effort, from_threads, (Memory, Disk, StandardQueue, PersistFile, PersistSqlite, Sqlite)
+    )
+    read = _compare(
+        effort, reading, (Memory, Disk, DiskValues, StandardQueue, PersistFile, PersistSqlite, Sqlite)
+    )
+    outcome.tables += [
+        _table("Publish one by one, one thread", singles, _SAFE),
+        _table("Publish ready-made blocks of 1,000", ready, _SAFE),
+        _table("Publish blocks of 1,000, made of Python bytes", given, _SAFE),
+        _table("Publish one by one from 8 threads", threads, _SAFE),
+        _table("Get and done", read, _READ),
+    ]
+    outcome.figures += [
+        _publish_one(singles["100 B"]),
+        _publish_block(ready["100 B"]),
+        _versus_persist_queue(singles["100 B"]),
+        _versus_sqlite(given["100 B"]),
+    ]
+    return outcome
+
+
+_SAFE = (
+    "Until the last call returned; in brackets until everything was on the disk: the writes and "
+    "one last sync, for the bare file, persist-queue and SQLite as for turnlane. SQLite commits "
+    "1,000 events at a time with `synchronous=NORMAL`; persist-queue syncs as it likes."
+)
+_READ = (
+    "Events published just before; turnlane in batches of 10,000, SQLite 1,000 a transaction, the "
+    "others one by one. turnlane hands out Arrow blocks; one row has every value made an object."
+)
+
+
+def _compare(
+    effort: Effort, measurement: Measurement, kinds: Sequence[Kind]
+) -> dict[str, Timings]:
+    return {
+        name: alternate(
+            {kind.label: partial(measurement, effort, kind, size) for kind in kinds},
+            effort.rounds,
+        )
+        for name, size in SIZES.items()
+    }
+
+
+def _table(title: str, found: Mapping[str, Timings], note: str) -> Table:
+    labels = next(iter(found.values()))
+    rows = {
+        label: [
+            cell for timings in found.values() for cell in _cells(timings[label])
+        ]
+        for label in labels
+    }
+    columns = [text for size in found for text in (size, f"{size}, safe")]
+    return Table(title, "events/s", columns, rows, note)
+
+
+def _cells(timings: Sequence[Timing]) -> tuple[Cell, Cell | None]:
+    called = Cell.of(_called(timings).map(lambda seconds: 1 / seconds))
+    safe = Cell.of(_safe(timings).map(lambda seconds: 1 / seconds))
+    return called, safe
+
+
+def _called(timings: Sequence[Timing]) -> Series:
+    return Series([timing.called for timing in timings])
+
+
+def _safe(timings: Sequence[Timing]) -> Series:
+    return Series([timing.safe for timing in timings])
+
+
+def _worse(timings: Timings) -> Series:
+    both = [_called(timings[kind.label]) for kind in (Memory, Disk)]
+    return max(both, key=lambda series: series.median).map(lambda seconds: seconds * 1e6)
+
+
+def _publish_one(timings: Timings) -> Figure:
+    how = (
+        "`publish()` of 100-byte events from one thread, the worse of the memory kind and the "
+        "disk kind with `interval`, whose writer works meanwhile"
+    )
+    return figure("publish_one_us", _worse(timings), how, unit="µs/event", at_most=2)
+
+
+def _publish_block(timings: Timings) -> Figure:
+    how = "`publish_block()` of ready-made 1,000-event blocks, otherwise as above"
+    return figure("publish_block_us", _worse(timings), how, unit="µs/event", at_most=0.3)
+
+
+def _versus_persist_queue(timings: Timings) -> Figure:
+    ratio = _safe(timings[PersistFile.label]).over(_safe(timings[Disk.label]))
+    how = (
+        "100-byte events one by one until safe: the disk kind with `interval` against "
+        "persist-queue's file queue, `autosave` off"
+    )
+    return figure("vs_persist_queue", ratio, how, unit="×", at_least=1)
+
+
+def _versus_sqlite(timings: Timings) -> Figure:
+    ratio = _safe(timings[Sqlite.label]).over(_safe(timings[Disk.label]))
+    how = (
+        "100-byte events from Python bytes in blocks of 1,000 until safe: the disk kind with "
+        "`interval` against SQLite in WAL mode, `executemany` of 1,000 a transaction, "
+        "`synchronous=NORMAL`. Either keeps all but the last moments through a power cut, and "
+        "both are synced at the end"
+    )
+    return figure("vs_sqlite", ratio, how, unit="×", at_least=1)

@@ -1,0 +1,59 @@
+"""The harnesses as fixtures: ``every`` runs a test over all five kinds, ``buffering`` over four."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contract.harness import (
+    BUFFERING,
+    EVERY,
+    DirectHarness,
+    DiskAssistedHarness,
+    DiskHarness,
+    Harness,
+    ProxyHarness,
+)
+
+
+def _closed_after(harness: Harness) -> Iterator[Harness]:
+    yield harness
+    harness.close()
+
+
+@pytest.fixture(params=EVERY, ids=lambda made: made.kind.value)
+def every(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
+    """A harness for each of the five kinds; ledgers are checked at the end."""
+    yield from _closed_after(request.param(tmp_path))
+
+
+@pytest.fixture(params=BUFFERING, ids=lambda made: made.kind.value)
+def buffering(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
+    """A harness for each of the four kinds in which events wait."""
+    yield from _closed_after(request.param(tmp_path))
+
+
+@pytest.fixture
+def direct(tmp_path: Path) -> Iterator[Harness]:
+    """The harness of the direct kind, for what only it does."""
+    yield from _closed_after(DirectHarness(tmp_path))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Harness]:
+    """The harness of the disk kind."""
+    yield from _closed_after(DiskHarness(tmp_path))
+
+
+@pytest.fixture
+def disk_assisted(tmp_path: Path) -> Iterator[Harness]:
+    """The harness of the disk-assisted kind."""
+    yield from _closed_after(DiskAssistedHarness(tmp_path))
+
+
+@pytest.fixture
+def proxy(tmp_path: Path) -> Iterator[Harness]:
+    """The harness of the proxy kind."""
+    yield from _closed_after(ProxyHarness(tmp_path))

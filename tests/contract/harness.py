@@ -1,0 +1,316 @@
+"""How the contract suite gets its queues: a small harness for each kind.
+
+A harness opens queues of its kind with the knobs that a test asks for, takes events out of them,
+and closes them when the test is over. Then every ledger has to add up, whatever the test did.
+"""
+
+from __future__ import annotations
+
+import abc
+import errno
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from turnlane.clock import SYSTEM_CLOCK, Clock
+from turnlane.events import EVENT_OVERHEAD
+from turnlane.queues import open_queue
+from turnlane.queues.contract import Ack, AckLevel, Batch, Consumer, Producer, Queue
+from turnlane.queues.kinds import Kind
+from turnlane.queues.memory import MemoryQueue
+from turnlane.queues.proxy import ProxyQueue
+from turnlane.queues.settings import QueueSettings
+from turnlane.queues.stats import Stats
+from turnlane.testing import FaultyDisk, LoopbackTransport
+
+PATIENCE = 20.0
+"""Seconds after which what has not happened will not: generous, for machines are noisy."""
+NOTICEABLE = 0.05
+"""Seconds for which to watch that something does not happen."""
+
+T = TypeVar("T")
+
+
+def wait_until(condition: Callable[[], bool], what: str = "the condition") -> None:
+    """Wait until the condition holds; fail if it never does."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come about in {PATIENCE:g} s"
+        time.sleep(0.001)
+
+
+def assert_never(condition: Callable[[], bool], what: str = "the condition") -> None:
+    """Watch for a moment that the condition does not come to hold."""
+    deadline = time.monotonic() + NOTICEABLE
+    while time.monotonic() < deadline:
+        assert not condition(), f"{what} came about"
+        time.sleep(0.001)
+
+
+class Task(Generic[T]):
+    """A call on a thread of its own, with its result or its error."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._call()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
+            self._error = error
+
+    @property
+    def running(self) -> bool:
+        """Whether the call has not returned yet."""
+        return self.thread.is_alive()
+
+    def result(self) -> T:
+        """What the call returned, waiting for it; raises what it raised."""
+        self.thread.join(PATIENCE)
+        assert not self.running, "the call hangs"
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+
+class Acks:
+    """An ack callback that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[Ack] = []
+
+    def __call__(self, ack: Ack) -> None:
+        self.told.append(ack)
+
+    @property
+    def count(self) -> int:
+        """Events that reached the level."""
+        return sum(ack.count for ack in list(self.told))
+
+    @property
+    def dropped(self) -> int:
+        """Events that never will."""
+        return sum(ack.dropped for ack in list(self.told))
+
+    def wait_for(self, count: int) -> None:
+        """Wait until so many events are acked, and see that it is not more."""
+        wait_until(lambda: self.count >= count, f"{count} acks")
+        assert self.count == count
+
+
+class Harness(abc.ABC):
+    """Makes queues of one kind."""
+
+    kind: ClassVar[Kind]
+    persists_by_itself: ClassVar[bool] = False
+    """Whether ``persisted`` comes before delivery, without anything being consumed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.queues: list[Queue] = []
+
+    def open(self, *, stalled: bool = False, clock: Clock = SYSTEM_CLOCK, **knobs: Any) -> Queue:
+        """Open a queue; if ``stalled``, its only way out is its consumer, until :meth:`resume`."""
+        queue = self.make(clock, **knobs)
+        self.queues.append(queue)
+        if stalled:
+            self.stall()
+        return queue
+
+    @abc.abstractmethod
+    def make(self, clock: Clock, **knobs: Any) -> Queue:
+        """Make a queue with these knobs."""
+
+    def stall(self) -> None:
+        """Let nothing leave a queue but by its consumer, so that it fills up."""
+
+    def resume(self) -> None:
+        """End the stall."""
+
+    def receive(self, queue: Queue, count: int) -> list[bytes | None]:
+        """The next ``count`` values, their events settled as delivered."""
+        values: list[bytes | None] = []
+        while len(values) < count:
+            with queue.get(count - len(values), timeout=PATIENCE) as batch:
+                values += values_of(batch)
+        return values
+
+    def close(self) -> None:
+        """Close all queues; every ledger has to add up before and after."""
+        self.resume()
+        for queue in self.queues:
+            check(queue.stats())
+            queue.close(timeout=PATIENCE)
+            assert queue.stats().ledger.adds_up, queue.stats().ledger
+
+
+def check(stats: Stats) -> None:
+    """The ledger adds up, and what is empty takes no room."""
+    assert stats.ledger.adds_up, stats.ledger
+    assert stats.size >= 0
+    assert stats.bytes >= 0
+    assert 0 <= stats.utilization <= 1
+    if not stats.ledger.pending:
+        assert (stats.size, stats.bytes, stats.in_flight) == (0, 0, 0), stats
+
+
+def values_of(batch: Batch) -> list[bytes | None]:
+    """The values of a batch."""
+    return [event.value for event in batch]
+
+
+class DirectHarness(Harness):
+    """A direct queue calls a consumer, which here collects what it is given."""
+
+    kind = Kind.DIRECT
+    persists_by_itself = True
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.collected: list[bytes | None] = []
+
+    def make(self, clock: Clock, consumer: Consumer | None = None, **knobs: Any) -> Queue:
+        return open_queue(consumer=consumer or self._collect, clock=clock, kind=self.kind, **knobs)
+
+    def _collect(self, batch: Batch) -> None:
+        self.collected += values_of(batch)
+
+    def receive(self, queue: Queue, count: int) -> list[bytes | None]:
+        assert len(self.collected) >= count, "a direct queue delivers before publish returns"
+        values, self.collected = self.collected[:count], self.collected[count:]
+        return values
+
+
+class MemoryHarness(Harness):
+    """A memory queue has no way out but its consumer."""
+
+    kind = Kind.MEMORY
+
+    def make(self, clock: Clock, **knobs: Any) -> Queue:
+        return open_queue(clock=clock, kind=self.kind, **knobs)
+
+
+class DiskHarness(Harness):
+    """A disk queue counts what is on disk against its bounds, so that writing makes no room."""
+
+    kind = Kind.DISK
+    persists_by_itself = True
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.disk = FaultyDisk()
+
+    def make(self, clock: Clock, **knobs: Any) -> Queue:
+        if "durability" not in knobs:
+            knobs = {"sync_interval": "20ms", **knobs}
+        path = self.path / f"queue-{len(self.queues)}"
+        return open_queue(clock=clock, disk=self.disk, kind=self.kind, path=path, **knobs)
+
+
+class DiskAssistedHarness(DiskHarness):
+    """Memory is full only while the disk does not help, so a stall is a disk that is full."""
+
+    kind = Kind.DISK_ASSISTED
+    persists_by_itself = False
+
+    def stall(self) -> None:
+        self.disk.fail("write", error=errno.ENOSPC, times=None, match=".chunk")
+
+    def resume(self) -> None:
+        self.disk.clear()
+
+
+class ProxyHarness(Harness):
+    """A proxy in front of a memory queue; a stall is a node that lets nobody in.
+
+    Knobs that mean nothing in a proxy queue, those of its consumers, are given to the node's.
+    """
+
+    kind = Kind.PROXY
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.nodes: list[MemoryQueue] = []
+
+    def make(self, clock: Clock, **knobs: Any) -> Queue:
+        if "size" in knobs:
+            knobs |= {"batches": 1, "batch_size": knobs.pop("size")}
+        own = {knob for knob in knobs if self.kind in QueueSettings.kinds_of(knob)}
+        far = {knob: value for knob, value in knobs.items() if knob not in own}
+        node = MemoryQueue(QueueSettings.of(name="node", **far), clock=clock)
+        self.nodes.append(node)
+        near = QueueSettings.of(kind=self.kind, **{knob: knobs[knob] for knob in own})
+        return ProxyQueue(near, LoopbackTransport(node), clock=clock)
+
+    def stall(self) -> None:
+        self._hold(True)
+
+    def resume(self) -> None:
+        self._hold(False)
+
+    def _hold(self, held: bool) -> None:
+        for node in self.nodes:
+            with node.lock:
+                node.gate.hold(held)
+
+    def close(self) -> None:
+        super().close()
+        for node in self.nodes:
+            check(node.stats())
+            node.close()
+            assert node.stats().ledger.adds_up, node.stats().ledger
+
+
+BUFFERING: Sequence[type[Harness]] = (
+    MemoryHarness,
+    DiskHarness,
+    DiskAssistedHarness,
+    ProxyHarness,
+)
+"""The kinds in which events wait."""
+EVERY: Sequence[type[Harness]] = (DirectHarness, *BUFFERING)
+
+
+def numbered(first: int, end: int) -> list[bytes]:
+    """Values ``first`` to ``end - 1``, to be told apart."""
+    return [b"%03d" % number for number in range(first, end)]
+
+
+def publish_all(producer: Producer, values: Sequence[bytes]) -> None:
+    """Publish one by one."""
+    for value in values:
+        assert producer.publish(value)
+
+
+def bytes_for(*values: bytes) -> int:
+    """What these values count for, published one by one."""
+    return sum(len(value) + EVENT_OVERHEAD for value in values)
+
+
+def wait_for_line(queue: Queue, length: int) -> None:
+    """Wait until so many publishers stand in line."""
+    wait_until(lambda: queue.stats().blocked_publishers == length, f"a line of {length}")
+
+
+def line_up(queue: Queue, *calls: Callable[[], T]) -> list[Task[T]]:
+    """Start calls that block, each once the one before it stands in line."""
+    tasks: list[Task[T]] = []
+    already = queue.stats().blocked_publishers
+    for call in calls:
+        tasks.append(Task(call))
+        wait_for_line(queue, already + len(tasks))
+    return tasks
+
+
+def follow(
+    queue: Queue, level: AckLevel = AckLevel.DELIVERED, **options: Any
+) -> tuple[Producer, Acks]:
+    """A producer and the acks that it hears."""
+    acks = Acks()
+    return queue.producer(ack=level, on_ack=acks, **options), acks

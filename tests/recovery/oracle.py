@@ -1,0 +1,173 @@
+"""Knows what a queue has promised over many lives, and says when a promise was broken."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from tests.recovery.victim import (
+    EVERY_LIFE,
+    NUMBERED,
+    Closed,
+    Failed,
+    Got,
+    Identity,
+    Opened,
+    Orders,
+    Persisted,
+    Releasing,
+    Report,
+    Settled,
+    Settling,
+)
+
+
+class Oracle:
+    """Hears the reports of one life after the other, in order.
+
+    With ``keeps_offsets``, an offset that was settled is never given to another event: true of
+    the disk kind. A disk-assisted queue forgets in a crash what never touched its disk, offsets
+    included.
+    """
+
+    def __init__(self, *, keeps_offsets: bool) -> None:
+        self._keeps_offsets = keeps_offsets
+        self.at: dict[int, Identity] = {}
+        """The event last seen at each offset."""
+        self.seen: dict[Identity, int] = {}
+        """The offset at which each event was last seen."""
+        self.settling: dict[int, Identity] = {}
+        """What ``done()`` was called for, whether or not it returned."""
+        self.settled: dict[int, Identity] = {}
+        self.gone: set[Identity] = set()
+        """Events for which ``done()`` has returned."""
+        self.maybe_gone: set[Identity] = set()
+        self.persisted: dict[tuple[int, int], int] = defaultdict(int)
+        """By life and producer: how many of its first events are persisted."""
+        self.recoveries: list[float] = []
+        self._written = 0
+
+    @property
+    def resend_from(self) -> int:
+        """What the numbered producer has to send again."""
+        return self.persisted[EVERY_LIFE, NUMBERED]
+
+    @property
+    def persisted_total(self) -> int:
+        """How many events were acked as persisted."""
+        return sum(self.persisted.values())
+
+    def is_persisted(self, event: Identity) -> bool:
+        """Whether the event's producer was told so."""
+        return event.number < self.persisted[event.life, event.producer]
+
+    def hear(self, orders: Orders, reports: Iterable[Report]) -> None:
+        """Judge one life, read to its end."""
+        self._out: set[int] = set()
+        self._fresh = -1
+        for report in reports:
+            match report:
+                case Opened(seconds, low, end, written, ledger):
+                    self.recoveries.append(seconds)
+                    self._written = max(self._written, written)
+                    self._opened(low, end, ledger)
+                case Persisted(producer, total):
+                    self._persisted(orders, producer, total)
+                case Got(first, attempt, events):
+                    self._got(first, attempt, events)
+                case Settling(first, end):
+                    self._settling(first, end)
+                case Settled(first, end):
+                    self._settled(first, end)
+                case Releasing(first, end):
+                    self._out.difference_update(range(first, end))
+                case Closed(ledger):
+                    self._balanced(ledger)
+                case Failed(trace):
+                    raise AssertionError(f"life {orders.life} ({orders.plan}): {trace}")
+
+    def _opened(self, low: int, end: int, ledger: dict[str, Any]) -> None:
+        self._balanced(ledger)
+        if self._keeps_offsets:
+            assert end >= max(self.settled, default=-1) + 1
+            assert low <= min(
+                (offset for offset in self.at if offset not in self.settling), default=end
+            ), "an offset that nobody has settled counts as settled"
+
+    def _balanced(self, ledger: dict[str, Any]) -> None:
+        assert ledger["adds_up"], ledger
+        assert set(ledger["dropped"]) <= {"missing"}, ledger
+        if self._keeps_offsets:
+            settled = ledger["delivered"] + ledger["dead"]
+            assert len(self.settled) <= settled <= len(self.settling), ledger
+            assert ledger["accepted"] >= self.persisted_total, ledger
+
+    def _persisted(self, orders: Orders, producer: int, total: int) -> None:
+        if producer == NUMBERED:
+            life, total = EVERY_LIFE, orders.resend_from + total
+        else:
+            life = orders.life
+        self.persisted[life, producer] = max(total, self.persisted[life, producer])
+
+    def _got(self, first: int, attempt: int, events: list[Identity]) -> None:
+        if attempt == 1:
+            assert first > self._fresh, f"{first} was handed out after {self._fresh}"
+            self._fresh = first + len(events) - 1
+        for offset, event in enumerate(events, first):
+            assert offset not in self._out, f"offset {offset} was handed out twice at once"
+            assert event not in self.gone or self._was_resent(event, offset), (
+                f"{event}, settled at {self.seen[event]}, came back at {offset}"
+            )
+            self._place(offset, event)
+            self._out.add(offset)
+
+    def _was_resent(self, event: Identity, offset: int) -> bool:
+        """Whether its producer sent it again, because it was settled before it was ever written.
+
+        The numbers of numbered producers are stored with their events; no event, no number.
+        """
+        return event.life == EVERY_LIFE and self._written <= self.seen[event] < offset
+
+    def _place(self, offset: int, event: Identity) -> None:
+        """An event is seen at an offset: one that stays its own once either is promised."""
+        other = self.at.get(offset, event)
+        if other != event:
+            assert not self.is_persisted(other) or other in self.maybe_gone, (
+                f"{event} is at offset {offset}, where {other} was persisted"
+            )
+            if self._keeps_offsets:
+                assert offset not in self.settled, f"{event} is at settled offset {offset}"
+        former = self.seen.get(event, offset)
+        if former != offset:
+            assert event.life == EVERY_LIFE, f"{event} is at both {former} and {offset}"
+        self.at[offset] = event
+        self.seen[event] = offset
+
+    def _settling(self, first: int, end: int) -> None:
+        for offset in range(first, end):
+            self.settling[offset] = self.at[offset]
+            self.maybe_gone.add(self.at[offset])
+
+    def _settled(self, first: int, end: int) -> None:
+        for offset in range(first, end):
+            self.settled[offset] = self.at[offset]
+            self.gone.add(self.at[offset])
+        self._out.difference_update(range(first, end))
+
+    # The end
+
+    def check_all_there(self) -> None:
+        """Everything promised was seen, settled or at the last drain, and in order."""
+        for (life, producer), total in self.persisted.items():
+            for number in range(total):
+                event = Identity(life, producer, number)
+                assert event in self.gone or event in self.maybe_gone, f"{event} is lost"
+
+    def check_order(self) -> None:
+        """By offset, every producer's events are in the order in which it published them."""
+        last: dict[int, Identity] = {}
+        for _, event in sorted(self.at.items()):
+            before = last.get(event.producer, event)
+            assert before <= event, f"{event} comes after {before}"
+            last[event.producer] = event
