@@ -442,9 +442,7 @@ class _Route:
             persisted = self._far_queue.watermarks[AckLevel.PERSISTED].position
             delivered = self._far_queue.watermarks[AckLevel.DELIVERED].position
         with self._lock:
-            progress = Progress(
-                self._sequences[-1], self._below(persisted), self._below(delivered)
-            )
+            progress = Progress(self._sequences[-1], self._below(persisted), self._below(delivered))
             self._forget(progress.delivered)
         return progress
 

@@ -47,6 +47,8 @@ class Oracle:
         """By life and producer: how many of its first events are persisted."""
         self.recoveries: list[float] = []
         self._written = 0
+        self._recent: set[Identity] = set()
+        self._resent: set[Identity] = set()
 
     @property
     def resend_from(self) -> int:
@@ -70,8 +72,8 @@ class Oracle:
             match report:
                 case Opened(seconds, low, end, written, ledger):
                     self.recoveries.append(seconds)
-                    self._written = max(self._written, written)
                     self._opened(low, end, ledger)
+                    self._forget(written)
                 case Persisted(producer, total):
                     self._persisted(orders, producer, total)
                 case Got(first, attempt, events):
@@ -91,9 +93,12 @@ class Oracle:
         self._balanced(ledger)
         if self._keeps_offsets:
             assert end >= max(self.settled, default=-1) + 1
-            assert low <= min(
-                (offset for offset in self.at if offset not in self.settling), default=end
-            ), "an offset that nobody has settled counts as settled"
+            kept = [
+                offset
+                for offset, event in self.at.items()
+                if offset not in self.settling and self.is_persisted(event)
+            ]
+            assert low <= min(kept, default=end), "what nobody has settled counts as settled"
 
     def _balanced(self, ledger: dict[str, Any]) -> None:
         assert ledger["adds_up"], ledger
@@ -116,18 +121,23 @@ class Oracle:
             self._fresh = first + len(events) - 1
         for offset, event in enumerate(events, first):
             assert offset not in self._out, f"offset {offset} was handed out twice at once"
-            assert event not in self.gone or self._was_resent(event, offset), (
+            if event in self._resent:
+                self._resent.remove(event)
+                self.gone.remove(event)
+            assert event not in self.gone, (
                 f"{event}, settled at {self.seen[event]}, came back at {offset}"
             )
             self._place(offset, event)
             self._out.add(offset)
 
-    def _was_resent(self, event: Identity, offset: int) -> bool:
-        """Whether its producer sent it again, because it was settled before it was ever written.
+    def _forget(self, written: int) -> None:
+        """Events settled before they were ever written: their producer may send them again.
 
         The numbers of numbered producers are stored with their events; no event, no number.
         """
-        return event.life == EVERY_LIFE and self._written <= self.seen[event] < offset
+        self._written = max(self._written, written)
+        self._resent |= {event for event in self._recent if self.seen[event] >= self._written}
+        self._recent.clear()
 
     def _place(self, offset: int, event: Identity) -> None:
         """An event is seen at an offset: one that stays its own once either is promised."""
@@ -153,6 +163,8 @@ class Oracle:
         for offset in range(first, end):
             self.settled[offset] = self.at[offset]
             self.gone.add(self.at[offset])
+            if self.at[offset].life == EVERY_LIFE:
+                self._recent.add(self.at[offset])
         self._out.difference_update(range(first, end))
 
     # The end

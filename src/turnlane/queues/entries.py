@@ -96,17 +96,16 @@ class EventEntry(PublishEntry):
 class BlockEntry(PublishEntry):
     """A block, possibly numbered by its producer so that repeats can be told."""
 
-    def __init__(self, producer: HoldingProducer, block: Block, sequence: int | None) -> None:
+    def __init__(
+        self, producer: HoldingProducer, block: Block, size: int, sequence: int | None
+    ) -> None:
         super().__init__(producer)
         self.published = Published(-1, 0, 0, 0)
         self._sequence = sequence
         self._end_sequence = None if sequence is None else sequence + block.num_rows
-        self._set(block)
-
-    def _set(self, block: Block) -> None:
         self._block = block
         self.events = block.num_rows
-        self.size = block.nbytes
+        self.size = size
 
     def drop_repeats(self) -> None:
         producer_id = self.producer.hashed_id
@@ -114,9 +113,15 @@ class BlockEntry(PublishEntry):
             return
         known = self.producer.queue.sequences.get(producer_id, 0)
         repeated = min(max(0, known - self._sequence), self.events)
-        self._set(self._block.slice(repeated))
-        self._sequence += repeated
-        self.published = self.published._replace(repeated=self.published.repeated + repeated)
+        if repeated:
+            self._replace(self._block.slice(repeated))
+            self._sequence += repeated
+            self.published = self.published._replace(repeated=self.published.repeated + repeated)
+
+    def _replace(self, block: Block) -> None:
+        self._block = block
+        self.events = block.num_rows
+        self.size = block.nbytes
 
     @property
     def largest_event(self) -> int:
@@ -157,6 +162,6 @@ class BlockEntry(PublishEntry):
 
     def _reduce(self, block: Block) -> int:
         dropped = self.events - block.num_rows
-        self._set(block)
+        self._replace(block)
         self.published = self.published._replace(dropped=self.published.dropped + dropped)
         return dropped

@@ -16,6 +16,8 @@ import time
 from bisect import insort
 from collections.abc import Mapping
 
+import pyarrow as pa
+
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import (
     AckNotStored,
@@ -113,14 +115,13 @@ class HoldingQueue(Queue):
             self.acks.start()
         return HoldingProducer(self, AckLevel(ack), on_ack, FlowControl(flow), producer_id)
 
-    def known(self, block: Block) -> Block:
-        """Check the block's columns against those that the queue has seen."""
-        for field in block.schema:
+    def check_types(self, schema: pa.Schema) -> None:
+        """Check columns against those that the queue has seen."""
+        for field in schema:
             seen = self.types.setdefault(field.name, field.type)
             if seen != field.type:
                 msg = f"column {field.name!r} is {field.type}, but {seen} in queue {self.name!r}"
                 raise SchemaMismatch(msg)
-        return block
 
     def append_event(self, value: bytes, stamp: int, size: int, rest: Annotations) -> int:
         """Put one event into the open block; returns its offset. Under the lock."""

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+
 from turnlane.errors import EventTooLarge, QueueClosed
 from turnlane.events import EVENT_OVERHEAD, MAX_BLOCK_BYTES, Block, prepared
 from turnlane.queues.acks import Follower, Ticket, Watermark
@@ -56,6 +58,8 @@ class HoldingProducer(Producer):
         self._end = 0
         """The offset after the last event this producer published."""
         self._closed = False
+        self._schema: pa.Schema | None = None
+        """The schema of the last block, which the queue has accepted."""
 
     def publish(
         self,
@@ -130,11 +134,11 @@ class HoldingProducer(Producer):
     def publish_block(
         self, block: Block, *, sequence: int | None = None, timeout: float | None = None
     ) -> Published:
-        block = self.queue.known(prepared(block, self.queue.time_ns))
+        block = self._checked(block)
         total = Published(-1, 0, 0, 0)
         deadline = None if timeout is None else time.monotonic() + timeout
-        for piece in self._pieces(block):
-            entry = self._block_entry(piece, sequence)
+        for piece, size in self._pieces(block, block.nbytes):
+            entry = self._block_entry(piece, size, sequence)
             left = None if deadline is None else deadline - time.monotonic()
             self._publish_slowly(entry, left, blocking=True)
             total = _sum(total, entry.published)
@@ -143,8 +147,8 @@ class HoldingProducer(Producer):
         return total
 
     def try_publish_block(self, block: Block, *, sequence: int | None = None) -> Published | None:
-        block = self.queue.known(prepared(block, self.queue.time_ns))
-        entry = self._block_entry(block, sequence)
+        block = self._checked(block)
+        entry = self._block_entry(block, block.nbytes, sequence)
         if entry.size > self.queue.gate.max_bytes or entry.events > self.queue.gate.size:
             self._too_large(entry)
         self._publish_slowly(entry, None, blocking=False)
@@ -196,21 +200,30 @@ class HoldingProducer(Producer):
         )
         raise EventTooLarge(msg)
 
-    def _pieces(self, block: Block) -> Iterator[Block]:
+    def _checked(self, block: Block) -> Block:
+        """The block, fit for the queue. Nearly always its schema is that of the one before."""
+        if self._schema is not None and block.schema.equals(self._schema):
+            return block
+        ready = prepared(block, self.queue.time_ns)
+        self.queue.check_types(ready.schema)
+        self._schema = ready.schema
+        return ready
+
+    def _pieces(self, block: Block, size: int) -> Iterator[tuple[Block, int]]:
         """The block, halved until each piece fits the queue; a single event may still not."""
         gate = self.queue.gate
         rows = block.num_rows
-        if rows > 1 and (rows > gate.size or block.nbytes > min(gate.max_bytes, MAX_BLOCK_BYTES)):
-            yield from self._pieces(block.slice(0, rows // 2))
-            yield from self._pieces(block.slice(rows // 2))
+        if rows > 1 and (rows > gate.size or size > min(gate.max_bytes, MAX_BLOCK_BYTES)):
+            for half in (block.slice(0, rows // 2), block.slice(rows // 2)):
+                yield from self._pieces(half, half.nbytes)
         elif rows:
-            yield block
+            yield block, size
 
-    def _block_entry(self, block: Block, sequence: int | None) -> BlockEntry:
+    def _block_entry(self, block: Block, size: int, sequence: int | None) -> BlockEntry:
         if sequence is not None and self.hashed_id is None:
             msg = "a sequence needs a producer made with producer_id"
             raise ValueError(msg)
-        return BlockEntry(self, block, sequence)
+        return BlockEntry(self, block, size, sequence)
 
     def entered(self, first: int, end: int) -> Ticket | None:
         """An entry of this producer is inside, as events ``first`` to ``end - 1``."""
