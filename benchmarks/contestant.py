@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 
 class Contestant(abc.ABC):
@@ -23,17 +23,14 @@ class Contestant(abc.ABC):
     def __init__(self, directory: Path, expected: int) -> None:
         """Open it, ready for ``expected`` events."""
 
-    def ready(self, values: Sequence[bytes]) -> Any:
-        """Values in the form in which :meth:`put_block` takes them."""
-        return values
-
-    def put_block(self, block: Any) -> None:
-        """Put in what :meth:`ready` gave."""
-        for value in block:
+    def put_block(self, values: Sequence[bytes]) -> None:
+        """Put several in at once, where that can be done."""
+        for value in values:
             self.put(value)
 
     def secure(self) -> None:
-        """Return once everything is as safe as it ever gets here."""
+        """Return once everything is as safe as it ever gets here; without a disk, at once."""
+        return
 
     def drain(self, count: int) -> None:
         """Take out and settle ``count`` events."""

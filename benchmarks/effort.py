@@ -21,12 +21,12 @@ class Effort:
     @property
     def rounds(self) -> int:
         """Turns of every contestant."""
-        return 3 if self.quick else 7
+        return 3 if self.quick else 5
 
     def events(self, quick: int, full: int | None = None) -> int:
-        """A number of events, in whole blocks of 1,000."""
-        count = quick if self.quick or full is None else full
-        return max(1, round(count * self.scale / 1_000)) * 1_000
+        """A number of events, in whole hundreds; without ``full``, four times as many there."""
+        count = quick if self.quick else full or 4 * quick
+        return max(1, round(count * self.scale / 100)) * 100
 
     def seconds(self, quick: float, full: float) -> float:
         """A duration."""

@@ -6,10 +6,10 @@ import random
 from functools import cache
 from itertools import cycle, islice
 
-POOL = 20_000
-"""Different lines of each size. More than a compressor's window, and few enough to stay in memory."""
+POOL_BYTES = 2_000_000
+"""Different lines make up so much, then they repeat: far beyond what a compressor remembers."""
 
-_WORDS = (
+_WORDS = (  # noqa: SIM905 - as a list it would fill a page
     "accepted account after batch before cache checkout client closed commit connection customer "
     "deadline delivered disk dropped expired failed fetched handler header idle index inventory "
     "invoice job key latency lookup message missing node order page payment pending queue reached "
@@ -23,7 +23,7 @@ _LEVELS = ("DEBUG", "INFO", "INFO", "INFO", "WARN", "ERROR")
 @cache
 def _pool(size: int) -> list[bytes]:
     chance = random.Random(size)
-    return [_line(chance, number, size) for number in range(POOL)]
+    return [_line(chance, number, size) for number in range(POOL_BYTES // size)]
 
 
 def _line(chance: random.Random, number: int, size: int) -> bytes:
@@ -42,7 +42,7 @@ def _line(chance: random.Random, number: int, size: int) -> bytes:
 
 
 def log_lines(count: int, size: int) -> list[bytes]:
-    """``count`` lines of exactly ``size`` bytes; after :data:`POOL` of them they repeat."""
+    """``count`` lines of exactly ``size`` bytes."""
     return list(islice(cycle(_pool(size)), count))
 
 

@@ -7,19 +7,21 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 
 def describe_machine(directory: Path) -> dict[str, str]:
     """Cores, memory, Python, kernel, and the file system of ``directory``."""
     mount = _mount(directory)
     return {
         "Processor": f"{_processor()}, {os.cpu_count()} cores",
-        "Memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "Memory": f"{_memory() / 2**30:.0f} GiB",
         "Python": f"{platform.python_implementation()} {platform.python_version()}",
         "System": f"{platform.system()} {platform.release()}",
         "File system": f"{mount[2]} on {mount[0]}" if mount else "unknown",
     }
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _processor() -> str:

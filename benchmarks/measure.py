@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 Result = TypeVar("Result")
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Keep the collector from walking, again and again, what a measurement was given to work on."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,5 @@ def alternate(
     for turn in range(rounds):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
-            gc.collect()
             results[name].append(contestants[name]())
     return results

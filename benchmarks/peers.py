@@ -21,7 +21,7 @@ class BareFile(Contestant):
     """A file that is appended to with one ``write`` a call, synced once at the end."""
 
     label = "bare file"
-    events = 200_000
+    events = 50_000
 
     def __init__(self, directory: Path, expected: int) -> None:
         del expected
@@ -30,8 +30,8 @@ class BareFile(Contestant):
     def put(self, value: bytes) -> None:
         os.write(self._fd, value)
 
-    def put_block(self, block: Sequence[bytes]) -> None:
-        os.write(self._fd, b"".join(block))
+    def put_block(self, values: Sequence[bytes]) -> None:
+        os.write(self._fd, b"".join(values))
 
     def secure(self) -> None:
         os.fdatasync(self._fd)
@@ -54,7 +54,7 @@ class StandardQueue(Contestant):
     """``queue.Queue``, in memory."""
 
     label = "queue.Queue"
-    events = 200_000
+    events = 50_000
 
     def __init__(self, directory: Path, expected: int) -> None:
         del directory
@@ -78,7 +78,7 @@ class PersistFile(Contestant):
     """
 
     label = "persist-queue, file"
-    events = 3_000
+    events = 400
     autosave = False
 
     def __init__(self, directory: Path, expected: int) -> None:
@@ -112,7 +112,7 @@ class PersistSqlite(Contestant):
     """persist-queue's SQLite queue: WAL, a transaction for each put."""
 
     label = "persist-queue, SQLite"
-    events = 2_000
+    events = 400
 
     def __init__(self, directory: Path, expected: int) -> None:
         del expected
@@ -137,16 +137,14 @@ class Sqlite(Contestant):
     """
 
     label = "SQLite WAL by hand"
-    events = 50_000
+    events = 10_000
 
     def __init__(self, directory: Path, expected: int) -> None:
         del expected
         self._path = directory / "by-hand.db"
         self._lock = threading.Lock()
         self._open = 0
-        self._database = sqlite3.connect(
-            self._path, isolation_level=None, check_same_thread=False
-        )
+        self._database = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
         self._database.execute("PRAGMA journal_mode=WAL")
         self._database.execute("PRAGMA synchronous=NORMAL")
         self._database.execute("CREATE TABLE events (id INTEGER PRIMARY KEY, value BLOB)")
@@ -164,8 +162,8 @@ class Sqlite(Contestant):
         self._database.execute("COMMIT")
         self._open = 0
 
-    def put_block(self, block: Sequence[bytes]) -> None:
-        rows = [(value,) for value in block]
+    def put_block(self, values: Sequence[bytes]) -> None:
+        rows = [(value,) for value in values]
         self._database.execute("BEGIN")
         self._database.executemany("INSERT INTO events (value) VALUES (?)", rows)
         self._database.execute("COMMIT")

@@ -97,6 +97,9 @@ def _column(values: Sequence[Any] | None, kind: Any, count: int) -> pa.Array[Any
 def prepared(block: Block, time_ns: Callable[[], int]) -> Block:
     """The block, checked and ready to be queued: base columns typed right, a timestamp for all."""
     names = block.schema.names
+    if len(set(names)) != len(names):
+        msg = f"columns {names} are not unique"
+        raise SchemaMismatch(msg)
     for field in BASE_SCHEMA:
         if field.name in names and block.schema.field(field.name).type != field.type:
             given = block.schema.field(field.name).type
@@ -106,9 +109,6 @@ def prepared(block: Block, time_ns: Callable[[], int]) -> Block:
         if pa.types.is_dictionary(field.type) or pa.types.is_null(field.type):
             msg = f"column {field.name!r} is {field.type}, which a queue cannot keep; cast it first"
             raise SchemaMismatch(msg)
-    if len(set(names)) != len(names):
-        msg = f"columns {names} are not unique"
-        raise SchemaMismatch(msg)
     if "timestamp" in names:
         return block
     now = pa.array(np.full(block.num_rows, time_ns() // 1000))

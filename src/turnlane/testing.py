@@ -9,10 +9,15 @@ Shipped, so that you can test your own code against the same troubles as turnlan
 
     node = MemoryQueue(QueueSettings.of())          # a proxy queue without a network
     proxy = open_queue(kind="proxy", transport=LoopbackTransport(node))
+
+    node = ModelNode()                              # one that persists and delivers when told to
+    transport = FlakyTransport(node, crash=node.crash)
+    transport.die("after_send", nth=3, crash=True)  # the third block arrives; nobody hears of it
 """
 
 from __future__ import annotations
 
+import enum
 import errno
 import os
 import signal
@@ -20,19 +25,21 @@ import threading
 import time
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import pyarrow as pa
 
 from turnlane.clock import Clock
-from turnlane.errors import QueueClosed, QueueFull, TransportDown
-from turnlane.events import Block
+from turnlane.errors import NotSupported, QueueClosed, QueueFull, TransportDown
+from turnlane.events import Block, values_of
 from turnlane.queues.contract import AckLevel, Batch, Durability
 from turnlane.queues.holding import HoldingQueue
 from turnlane.queues.log.files import Buffers, Disk
 from turnlane.queues.producer import hashed
-from turnlane.queues.transport import Progress
+from turnlane.queues.transport import Connection, Progress, Transport
 
 OPERATIONS = frozenset(
     {
@@ -453,3 +460,415 @@ class _Route:
         """Only the last of what is delivered is still needed."""
         passed = self._sequences.index(delivered)
         del self._sequences[:passed], self._offsets[:passed]
+
+
+IDLE_SECONDS = 0.005
+"""How soon a connection that is to die while idle takes silence for idleness."""
+
+
+class Step(enum.StrEnum):
+    """Where a :class:`FlakyTransport` can die."""
+
+    CONNECT = "connect"
+    """Before a connection is made."""
+    BEFORE_SEND = "before_send"
+    """Before a block reaches the node."""
+    WITHIN_SEND = "within_send"
+    """Half of a block has reached the node, and the client does not know."""
+    AFTER_SEND = "after_send"
+    """A block has reached the node, and the client does not know."""
+    RESEND = "resend"
+    """Before a block reaches the node that was sent before."""
+    ACCEPTED = "accepted"
+    """The client knows of events that are accepted and not persisted."""
+    PERSISTED = "persisted"
+    """The client knows of events that are persisted and not delivered."""
+    IDLE = "idle"
+    """Nothing is going on."""
+    CLOSE = "close"
+    """While the client lets go."""
+
+
+@dataclass(slots=True)
+class _Death:
+    """One planned end of a connection."""
+
+    step: Step
+    nth: int
+    times: int | None
+    crash: bool
+    error: Exception
+    seen: int = 0
+
+    def meets(self, step: Step) -> bool:
+        """Count a step, and say whether it is one to die at."""
+        if step is not self.step:
+            return False
+        self.seen += 1
+        return self.seen >= self.nth and (self.times is None or self.seen < self.nth + self.times)
+
+
+class FlakyTransport:
+    """A transport whose connections die where you tell them to. Safe to use from several threads.
+
+    It goes round another one, ``transport``, which may be exchanged while no connection stands.
+    ``crash`` is called by deaths that are to take the node with them.
+    """
+
+    def __init__(self, transport: Transport, *, crash: Callable[[], object] | None = None) -> None:
+        self.transport = transport
+        self._crash = crash
+        self._changed = threading.Condition()
+        self._plans: list[_Death] = []
+        self._deaths: Counter[Step] = Counter()
+        self._sent: dict[str, int] = {}
+
+    def die(
+        self,
+        step: Step | str,
+        nth: int = 1,
+        times: int | None = 1,
+        *,
+        crash: bool = False,
+        error: Exception | None = None,
+    ) -> None:
+        """Die at the ``nth`` such step from now on, ``times`` times (``None``: until cleared).
+
+        ``error`` is what the client gets to see, ``TransportDown`` if it is left out.
+        """
+        step = Step(step)
+        error = error or TransportDown(f"died, as planned: {step}")
+        with self._changed:
+            self._plans.append(_Death(step, nth, times, crash, error))
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        with self._changed:
+            self._plans.clear()
+
+    @property
+    def deaths(self) -> int:
+        """How often it died so far."""
+        with self._changed:
+            return self._deaths.total()
+
+    def await_death(self, step: Step | str, times: int = 1, timeout: float = 10.0) -> bool:
+        """Wait until it has died at ``step`` so many times in all; false on timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._deaths[Step(step)] >= times, timeout)
+
+    def connect(self, producer_id: str) -> FlakyConnection:
+        """Connect by the transport inside."""
+        death = self.due(Step.CONNECT)
+        if death is not None:
+            raise self.carry_out(death)
+        return FlakyConnection(self, producer_id, self.transport.connect(producer_id))
+
+    def get(self, max_events: int | None, timeout: float) -> Batch:
+        """Take a batch by the transport inside."""
+        return self.transport.get(max_events, timeout)
+
+    def expects(self, step: Step) -> bool:
+        """Whether a death at this step is planned."""
+        with self._changed:
+            return any(plan.step is step for plan in self._plans)
+
+    def due(self, step: Step) -> _Death | None:
+        """Count a step, and say whether it is one to die at."""
+        with self._changed:
+            plans = [plan for plan in self._plans if plan.meets(step)]
+        return plans[0] if plans else None
+
+    def carry_out(self, death: _Death) -> Exception:
+        """Let the node crash if that is planned; returns what the client gets to see."""
+        if death.crash and self._crash is not None:
+            self._crash()
+        with self._changed:
+            self._deaths[death.step] += 1
+            self._changed.notify_all()
+        return death.error
+
+    def sends(self, producer_id: str, sequence: int, events: int) -> bool:
+        """Note that events are sent; true if the first of them was sent before."""
+        with self._changed:
+            known = self._sent.get(producer_id, 0)
+            self._sent[producer_id] = max(known, sequence + events)
+            return sequence < known
+
+
+class FlakyConnection:
+    """A connection made by :meth:`FlakyTransport.connect`."""
+
+    def __init__(self, flaky: FlakyTransport, producer_id: str, inner: Connection) -> None:
+        self._flaky = flaky
+        self._producer_id = producer_id
+        self._inner = inner
+        self._error: Exception | None = None
+        self._telling = threading.Lock()
+        """Held while something happens that the listener must not tell of."""
+        self._closing = threading.Lock()
+
+    @property
+    def resume_at(self) -> int:
+        """As the transport inside has it."""
+        return self._inner.resume_at
+
+    @property
+    def durability(self) -> Durability:
+        """As the transport inside has it."""
+        return self._inner.durability
+
+    def send(self, sequence: int, block: Block) -> None:
+        """Send by the connection inside, as far as planned."""
+        self._check()
+        if self._flaky.sends(self._producer_id, sequence, block.num_rows):
+            self._die_if_due(Step.RESEND)
+        self._die_if_due(Step.BEFORE_SEND)
+        for step, events in ((Step.WITHIN_SEND, block.num_rows // 2), (Step.AFTER_SEND, None)):
+            death = self._flaky.due(step)
+            if death is not None:
+                self._send_and_die(death, sequence, block.slice(0, events))
+        self._inner.send(sequence, block)
+
+    def _send_and_die(self, death: _Death, sequence: int, block: Block) -> NoReturn:
+        with self._telling:
+            if block.num_rows:
+                self._inner.send(sequence, block)
+            self._error = self._flaky.carry_out(death)
+        raise self._error
+
+    def progress(self, timeout: float) -> Progress | None:
+        """Hear what the connection inside hears."""
+        self._check()
+        idle = self._flaky.expects(Step.IDLE)
+        progress = self._inner.progress(min(timeout, IDLE_SECONDS) if idle else timeout)
+        with self._telling:
+            self._check()
+            if progress is None:
+                self._die_if_due(Step.IDLE)
+            else:
+                self._die_after(progress)
+        return progress
+
+    def _die_after(self, progress: Progress) -> None:
+        """Die once the client has been told this."""
+        for step, further, nearer in (
+            (Step.ACCEPTED, progress.accepted, progress.persisted),
+            (Step.PERSISTED, progress.persisted, progress.delivered),
+        ):
+            death = self._flaky.due(step) if further > nearer else None
+            if death is not None:
+                self._error = self._flaky.carry_out(death)
+
+    def close(self) -> None:
+        """Let go of the connection inside."""
+        self._inner.close()
+        if self._closing.acquire(blocking=False):
+            self._die_if_due(Step.CLOSE)
+
+    def _die_if_due(self, step: Step) -> None:
+        death = self._flaky.due(step)
+        if death is not None:
+            self._error = self._flaky.carry_out(death)
+            raise self._error
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class ModelNode:
+    """A node as small as can be: a list of events, and how far it is persisted and delivered.
+
+    It is a transport itself. Nothing is persisted or delivered before you say so, unless it is
+    ``eager`` to do it at once; ``crash()`` loses what was only accepted, and every connection. With
+    ``size``, sending blocks while so many events are not delivered. Safe to use from several
+    threads.
+    """
+
+    def __init__(
+        self,
+        *,
+        eager: AckLevel | str = AckLevel.ACCEPTED,
+        size: int | None = None,
+        durability: Durability = Durability.ALWAYS,
+    ) -> None:
+        self.durability = durability
+        self.repeats = 0
+        """Events that came again and were not taken twice."""
+        self.connects = 0
+        self._eager = AckLevel(eager)
+        self._size = size
+        self._away = False
+        self._changed = threading.Condition()
+        self._events: list[tuple[str, int, bytes]] = []
+        self._ends = dict.fromkeys(AckLevel, 0)
+        self._sequences: dict[AckLevel, dict[str, int]] = {level: {} for level in AckLevel}
+        self._connections: dict[str, ModelConnection] = {}
+
+    # What a test commands
+
+    def persist(self, events: int | None = None) -> None:
+        """Persist the next ``events`` accepted ones, or all."""
+        self._advance(AckLevel.PERSISTED, AckLevel.ACCEPTED, events)
+
+    def deliver(self, events: int | None = None) -> None:
+        """Deliver the next ``events`` persisted ones, or all."""
+        self._advance(AckLevel.DELIVERED, AckLevel.PERSISTED, events)
+
+    def become_eager(self, level: AckLevel | str) -> None:
+        """Bring all there is, and all to come, to ``level`` at once."""
+        with self._changed:
+            self._eager = AckLevel(level)
+            self._hurry()
+
+    def crash(self, *, away: bool = False) -> None:
+        """Lose what was only accepted, and every connection; with ``away``, do not come back."""
+        with self._changed:
+            self._away = away
+            del self._events[self._ends[AckLevel.PERSISTED] :]
+            self._ends[AckLevel.ACCEPTED] = len(self._events)
+            self._sequences[AckLevel.ACCEPTED] = dict(self._sequences[AckLevel.PERSISTED])
+            self._disconnect()
+
+    def leave(self) -> None:
+        """Be unreachable, and lose nothing."""
+        with self._changed:
+            self._away = True
+            self._disconnect()
+
+    def come_back(self) -> None:
+        """Be reachable again."""
+        with self._changed:
+            self._away = False
+
+    def values(self, level: AckLevel | str = AckLevel.ACCEPTED) -> list[bytes]:
+        """The events that came so far, in order."""
+        with self._changed:
+            return [value for _, _, value in self._events[: self._ends[AckLevel(level)]]]
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float = 10.0) -> bool:
+        """Wait until something changes that makes the condition true; false on timeout."""
+        with self._changed:
+            return self._changed.wait_for(condition, timeout)
+
+    # What a proxy queue calls
+
+    def connect(self, producer_id: str) -> ModelConnection:
+        """Open a stream; an earlier one of the same producer is at an end."""
+        with self._changed:
+            if self._away:
+                raise TransportDown("the node is away")
+            self.connects += 1
+            self._drop(producer_id)
+            resume_at = self._sequences[AckLevel.ACCEPTED].get(producer_id, 0)
+            connection = ModelConnection(self, producer_id, resume_at)
+            self._connections[producer_id] = connection
+            self._changed.notify_all()
+            return connection
+
+    def get(self, max_events: int | None, timeout: float) -> NoReturn:
+        """Not of use here: what came is in :meth:`values`."""
+        del max_events, timeout
+        raise NotSupported("a model node has no consumers; look at its values()")
+
+    def accept(self, connection: ModelConnection, sequence: int, block: Block) -> None:
+        """Take a block over a connection, except what came before."""
+        producer = connection.producer_id
+        with self._changed:
+            self._changed.wait_for(lambda: connection.closed or self._has_room())
+            connection.check()
+            known = self._sequences[AckLevel.ACCEPTED].get(producer, 0)
+            for at, value in enumerate(values_of([block]), sequence):
+                if at >= known:
+                    self._events.append((producer, at, value or b""))
+                else:
+                    self.repeats += 1
+            self._ends[AckLevel.ACCEPTED] = len(self._events)
+            end = max(known, sequence + block.num_rows)
+            self._sequences[AckLevel.ACCEPTED][producer] = end
+            self._hurry()
+
+    def await_progress(
+        self, connection: ModelConnection, told: Progress | None, timeout: float
+    ) -> Progress | None:
+        """Wait for something that was not told yet."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: connection.closed or self._progress(connection.producer_id) != told, timeout
+            )
+            connection.check()
+            progress = self._progress(connection.producer_id)
+            return None if progress == told else progress
+
+    def hang_up(self, connection: ModelConnection) -> None:
+        """A client lets go."""
+        with self._changed:
+            connection.closed = True
+            self._changed.notify_all()
+
+    # How it goes on, under the lock
+
+    def _has_room(self) -> bool:
+        waiting = len(self._events) - self._ends[AckLevel.DELIVERED]
+        return self._size is None or waiting < self._size
+
+    def _progress(self, producer_id: str) -> Progress:
+        return Progress(*(self._sequences[level].get(producer_id, 0) for level in AckLevel))
+
+    def _hurry(self) -> None:
+        if self._eager is not AckLevel.ACCEPTED:
+            self.persist()
+        if self._eager is AckLevel.DELIVERED:
+            self.deliver()
+        self._changed.notify_all()
+
+    def _advance(self, level: AckLevel, behind: AckLevel, events: int | None) -> None:
+        with self._changed:
+            first, most = self._ends[level], self._ends[behind]
+            end = most if events is None else min(most, first + events)
+            for producer, sequence, _ in self._events[first:end]:
+                self._sequences[level][producer] = sequence + 1
+            self._ends[level] = end
+            self._changed.notify_all()
+
+    def _disconnect(self) -> None:
+        for producer_id in list(self._connections):
+            self._drop(producer_id)
+        self._changed.notify_all()
+
+    def _drop(self, producer_id: str) -> None:
+        connection = self._connections.pop(producer_id, None)
+        if connection is not None:
+            connection.closed = True
+
+
+class ModelConnection:
+    """A stream to a :class:`ModelNode`, whose lock guards it."""
+
+    def __init__(self, node: ModelNode, producer_id: str, resume_at: int) -> None:
+        self.producer_id = producer_id
+        self.resume_at = resume_at
+        self.durability = node.durability
+        self.closed = False
+        self._node = node
+        self._told: Progress | None = None
+
+    def send(self, sequence: int, block: Block) -> None:
+        """Hand a block to the node; blocks while that is full."""
+        self._node.accept(self, sequence, block)
+
+    def progress(self, timeout: float) -> Progress | None:
+        """Wait for the node to come further."""
+        progress = self._node.await_progress(self, self._told, timeout)
+        self._told = progress or self._told
+        return progress
+
+    def close(self) -> None:
+        """Let go."""
+        self._node.hang_up(self)
+
+    def check(self) -> None:
+        """Raise ``TransportDown`` if it is at an end."""
+        if self.closed:
+            raise TransportDown("the connection is at an end")

@@ -10,6 +10,8 @@ import pytest
 from tests.contract.harness import (
     BUFFERING,
     EVERY,
+    KEEPING,
+    STORING,
     DirectHarness,
     DiskAssistedHarness,
     DiskHarness,
@@ -32,6 +34,18 @@ def every(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
 @pytest.fixture(params=BUFFERING, ids=lambda made: made.kind.value)
 def buffering(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
     """A harness for each of the four kinds in which events wait."""
+    yield from _closed_after(request.param(tmp_path))
+
+
+@pytest.fixture(params=KEEPING, ids=lambda made: made.kind.value)
+def keeping(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
+    """A harness for each of the three kinds whose events wait in the queue itself."""
+    yield from _closed_after(request.param(tmp_path))
+
+
+@pytest.fixture(params=STORING, ids=lambda made: made.kind.value)
+def storing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
+    """A harness for each of the two kinds that keep a directory."""
     yield from _closed_after(request.param(tmp_path))
 
 

@@ -96,7 +96,9 @@ class Oracle:
             kept = [
                 offset
                 for offset, event in self.at.items()
-                if offset not in self.settling and self.is_persisted(event)
+                if offset not in self.settling
+                and self.seen[event] == offset
+                and self.is_persisted(event)
             ]
             assert low <= min(kept, default=end), "what nobody has settled counts as settled"
 
@@ -177,9 +179,14 @@ class Oracle:
                 assert event in self.gone or event in self.maybe_gone, f"{event} is lost"
 
     def check_order(self) -> None:
-        """By offset, every producer's events are in the order in which it published them."""
+        """By offset, every producer's events are in the order in which it published them.
+
+        Where an event was sent again, its last place counts.
+        """
         last: dict[int, Identity] = {}
-        for _, event in sorted(self.at.items()):
+        for offset, event in sorted(self.at.items()):
+            if self.seen[event] != offset:
+                continue
             before = last.get(event.producer, event)
             assert before <= event, f"{event} comes after {before}"
             last[event.producer] = event

@@ -7,7 +7,9 @@ so whoever reads the pipe to its end knows what this process knew when it died.
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 import traceback
@@ -150,7 +152,7 @@ class Orders:
     events: int = 1000
     plan: Plan = ()
     close: bool = False
-    """Whether to close the queue at the end rather than wait to be killed."""
+    """Whether to close the queue at the end rather than end by a kill, too."""
 
 
 def live(orders: Orders, pipe: Connection) -> None:
@@ -161,7 +163,7 @@ def live(orders: Orders, pipe: Connection) -> None:
     except BaseException:  # noqa: BLE001 - the parent decides what it means
         reporter.tell(Failed(traceback.format_exc()))
     if not orders.close:
-        threading.Event().wait()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Reporter:
@@ -194,14 +196,18 @@ class Life:
         started = time.perf_counter()
         self.queue = opened(self.orders)
         self.reporter.tell(Opened.by(self.queue, started))
-        work = (self.singles, self.blocks, self.numbered, self.waiting)
+        work = [self.singles, self.blocks, self.numbered]
+        if isinstance(self.queue, DiskQueue):
+            # Elsewhere it would wait until somebody takes its event.
+            work.append(self.waiting)
         threads = [self.thread(task) for task in work]
         consumer = self.thread(self.consume)
         for thread in threads:
             thread.join()
         if self.orders.close:
             self.queue.finish()
-            consumer.join()
+        consumer.join()
+        if self.orders.close:
             self.queue.close()
             self.reporter.tell(Closed(self.queue.stats().ledger.as_dict()))
 

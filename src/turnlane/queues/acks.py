@@ -70,12 +70,16 @@ class Ticket:
         try:
             self._signal.acquire(timeout=-1 if timeout is None else max(timeout, 0))
         finally:
-            # Here and in link() each side speaks before it looks: so one of the two always
-            # notices that a publisher left early (timeout, Ctrl-C), and the next is woken.
-            self._gone = True
-            if self.reached and self._next is not None:
-                self._next.wake()
+            self.leave()
         return self.reached
+
+    def leave(self) -> None:
+        """Nobody waits here, or not any more: the chain goes on without this one."""
+        # Here and in link() each side speaks before it looks: so one of the two always
+        # notices that a publisher left early (timeout, Ctrl-C), and the next is woken.
+        self._gone = True
+        if self.reached and self._next is not None:
+            self._next.wake()
 
     def link(self, following: Ticket | None) -> Ticket | None:
         """Reached: wake ``following`` after this one; returns whom to wake for both."""
@@ -102,6 +106,7 @@ class Watermark:
         """How many publishers the last advance has woken."""
         self._runs: deque[_Run] = deque()
         self._tickets: list[Ticket] = []
+        self._abandoned = False
 
     def follow(self, follower: Follower, first: int, end: int) -> None:
         """Tell ``follower`` when its events ``first`` to ``end - 1`` get here."""
@@ -116,6 +121,8 @@ class Watermark:
         if offset <= self.position:
             return None
         ticket = Ticket(offset)
+        if self._abandoned:
+            ticket.wake()
         insort(self._tickets, ticket, key=lambda each: each.offset)
         return ticket
 
@@ -168,6 +175,7 @@ class Watermark:
 
     def abandon(self) -> None:
         """Wake every waiting publisher without its event having arrived; forget the followers."""
+        self._abandoned = True
         for ticket in self._tickets:
             ticket.wake()
         self._tickets.clear()
@@ -182,11 +190,12 @@ class Dispatcher:
         self._inbox: SimpleQueue[list[Notice] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
+        self._stopped = False
 
     def start(self) -> None:
-        """Make sure the thread runs."""
+        """Make sure the thread runs, unless it was stopped for good."""
         with self._starting:
-            if self._thread is None:
+            if self._thread is None and not self._stopped:
                 self._thread = threading.Thread(
                     target=self._run, name=f"turnlane-acks-{self._name}", daemon=True
                 )
@@ -199,7 +208,9 @@ class Dispatcher:
 
     def stop(self) -> None:
         """Let the callbacks that are due run, then end. From a callback: return at once."""
-        thread = self._thread
+        with self._starting:
+            self._stopped = True
+            thread = self._thread
         if thread is not None:
             self._inbox.put(None)
             if thread is not threading.current_thread():
@@ -210,5 +221,5 @@ class Dispatcher:
             for notice in notices:
                 try:
                     notice.follower.callback(notice.ack)
-                except Exception:
+                except BaseException:  # even SystemExit: the acks of others go through here too
                     log.exception("queue %s: an ack callback failed on %s", self._name, notice.ack)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from turnlane.errors import BatchFreed
@@ -50,13 +51,21 @@ class HeldBatch(Batch):
 
     @property
     def block(self) -> Block:
+        pieces = self._pieces()
+        if len(pieces) > 1:
+            self.portion.pieces = pieces = [join(pieces)]
+        return conform(pieces[0])
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        return [conform(piece) for piece in self._pieces()]
+
+    def _pieces(self) -> Sequence[Block]:
         pieces = self.portion.pieces
         if self.freed or pieces is None:
             msg = f"batch {self.place.first} was freed; its contents are gone"
             raise BatchFreed(msg)
-        if len(pieces) > 1:
-            self.portion.pieces = pieces = [join(pieces)]
-        return conform(pieces[0])
+        return pieces
 
     def free(self) -> None:
         self._queue.free_batch(self)

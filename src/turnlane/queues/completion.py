@@ -84,6 +84,12 @@ def _worker_minimum_events(settings: QueueSettings) -> int:
     return max(1, settings.size // settings.workers)
 
 
+def _dequeue_batch_size(settings: QueueSettings) -> int:
+    """A proxy takes its batches itself, to send them."""
+    proxy = settings.kind is Kind.PROXY
+    return settings.batch_size if proxy else settings.dequeue_batch_size
+
+
 def _max_event_bytes(settings: QueueSettings) -> int:
     return min([settings.max_event_bytes, *_event_bounds(settings).values()])
 
@@ -95,6 +101,7 @@ def _write_buffer(settings: QueueSettings) -> int:
 _DEFAULTS: Final[dict[str, Callable[[QueueSettings], int | None]]] = {
     "size": _size,
     "max_bytes": _max_bytes,
+    "dequeue_batch_size": _dequeue_batch_size,
     "worker_minimum_events": _worker_minimum_events,
     "max_event_bytes": _max_event_bytes,
     "write_buffer": _write_buffer,

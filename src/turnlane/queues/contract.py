@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -207,6 +207,11 @@ class Batch(abc.ABC):
     @abc.abstractmethod
     def block(self) -> Block:
         """The events, in order. Raises ``BatchFreed`` after :meth:`free`."""
+
+    @property
+    @abc.abstractmethod
+    def blocks(self) -> Sequence[Block]:
+        """The events as they lie in memory, never copied: :attr:`block` in pieces."""
 
     @abc.abstractmethod
     def free(self) -> None:

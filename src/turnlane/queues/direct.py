@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import BatchFreed, EventTooLarge, NotSupported, QueueClosed, RetryLater
-from turnlane.events import EVENT_OVERHEAD, Block, block_of, prepared
+from turnlane.events import EVENT_OVERHEAD, Block, block_of, longest_value, prepared
 from turnlane.queues.acks import Dispatcher, Follower, Watermark
 from turnlane.queues.admission import sampled
 from turnlane.queues.batch import BatchState, HeldBatch
@@ -30,6 +30,7 @@ from turnlane.queues.contract import (
 from turnlane.queues.ledger import Totals
 from turnlane.queues.portion import Portion
 from turnlane.queues.positions import Positions
+from turnlane.queues.producer import as_bytes, measured, nanoseconds
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.stats import Stats
 
@@ -52,6 +53,8 @@ class DirectQueue(Queue):
         self._seen = 0
         self._failed = 0
         self._running = 0
+        self._returning = 0
+        """Events that the consumer has settled while its call still runs."""
         self._closed = False
 
     def producer(
@@ -113,13 +116,19 @@ class DirectQueue(Queue):
             place = batch.place
             self._positions.settle(place.first, place.end)
             if batch.state is not BatchState.SETTLED:
+                batch.state = BatchState.RELEASED
                 self._failed += len(place)
-            elif follower is not None:
-                self._marks[level].follow(follower, place.first, place.end)
+            else:
+                self._returning -= len(place)
+                if follower is not None:
+                    self._marks[level].follow(follower, place.first, place.end)
             for mark in self._marks.values():
                 self._acks.send(mark.advance(self._positions.low))
             self._running -= 1
             self._idle.notify_all()
+            last = self._closed and not self._running
+        if last:
+            self._acks.stop()
 
     def free_batch(self, batch: HeldBatch) -> None:
         """Give up a batch's contents."""
@@ -131,6 +140,7 @@ class DirectQueue(Queue):
         with self._lock:
             if batch.state is BatchState.OUT:
                 batch.state = BatchState.SETTLED
+                self._returning += len(batch)
                 self._totals.add(outcome, len(batch))
 
     def release_batch(self, batch: HeldBatch) -> None:
@@ -157,7 +167,10 @@ class DirectQueue(Queue):
             limit = self.settings.shutdown_timeout if timeout is None else timeout
             with self._lock:
                 self._idle.wait_for(lambda: not self._running, limit)
-        self._acks.stop()
+        with self._lock:
+            running = self._running
+        if not running:  # otherwise the last of them sees to it, once its own ack is sent
+            self._acks.stop()
 
     @property
     def name(self) -> str:
@@ -166,7 +179,7 @@ class DirectQueue(Queue):
     def stats(self) -> Stats:
         with self._lock:
             # Offsets of failed publishes were used but their events never accepted.
-            pending = self._positions.pending
+            pending = self._positions.pending - self._returning
             return Stats(
                 name=self.name,
                 kind=self.settings.kind.value,
@@ -205,10 +218,12 @@ class DirectProducer(Producer):
         timeout: float | None = None,
     ) -> bool:
         del timeout  # there is nothing to wait for but the consumer itself
-        stamp = self._queue.time_ns() // 1000 if timestamp is None else timestamp
+        value = as_bytes(value)
+        self._check_size(len(value) + EVENT_OVERHEAD + measured(key, headers, severity, source))
+        stamp = self._queue.time_ns() if timestamp is None else nanoseconds(timestamp)
         block = block_of(
             [value],
-            timestamps=stamp,
+            timestamps=stamp // 1000,
             keys=[key],
             headers=[headers],
             severities=[severity],
@@ -242,19 +257,23 @@ class DirectProducer(Producer):
         if sequence is not None:
             msg = "a sequence needs a producer made with producer_id"
             raise ValueError(msg)
-        return self._deliver(prepared(block, self._queue.time_ns))
+        block = prepared(block, self._queue.time_ns)
+        self._check_size(EVENT_OVERHEAD + longest_value(block))
+        return self._deliver(block)
 
     def try_publish_block(self, block: Block, *, sequence: int | None = None) -> Published:
         return self.publish_block(block, sequence=sequence)
+
+    def _check_size(self, largest: int) -> None:
+        limit = self._queue.settings.max_event_bytes
+        if largest > limit:
+            msg = f"an event of {largest} bytes exceeds max_event_bytes {limit}"
+            raise EventTooLarge(msg)
 
     def _deliver(self, block: Block) -> Published:
         if self._closed:
             msg = f"this producer of queue {self._queue.name!r} is closed"
             raise QueueClosed(msg)
-        limit = self._queue.settings.max_event_bytes
-        if block.num_rows == 1 and block.column("value").nbytes + EVENT_OVERHEAD > limit:
-            msg = f"an event of {block.nbytes} bytes exceeds max_event_bytes {limit}"
-            raise EventTooLarge(msg)
         kept = self._queue.sampled(block)
         first = self._queue.deliver(kept, self._level, self._follower) if kept.num_rows else -1
         return Published(first, kept.num_rows, block.num_rows - kept.num_rows, 0)

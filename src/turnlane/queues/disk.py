@@ -92,7 +92,7 @@ class DiskQueue(StoredQueue):
 
     def _due_in(self) -> float | None:
         """Seconds until there is something to do; ``None`` if nothing is known of."""
-        if self.stopping or self.urgent or self.can_retire():
+        if self.stopping or self.urgent or self.troubled or self.can_retire():
             return 0.0
         if self._unwritten_bytes >= self.settings.write_buffer:
             return 0.0
@@ -150,6 +150,14 @@ class DiskQueue(StoredQueue):
             if oldest is None or oldest.end > written:
                 return
             self.tail.drop_oldest()
+
+    def spare(self) -> list[Portion]:
+        spared: list[Portion] = []
+        unwritten = self._unwritten
+        while unwritten and self.positions.is_settled(unwritten[0].first, unwritten[0].end):
+            spared.append(unwritten.popleft())
+            self._unwritten_bytes -= spared[-1].size
+        return spared
 
     def left_over(self) -> int:
         return sum(map(len, self._unwritten)) + len(self.tail.open)

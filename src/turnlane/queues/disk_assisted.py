@@ -41,6 +41,9 @@ class DiskAssistedQueue(StoredQueue):
         assert marks.low is not None, "settings see to it"
         self._high: int = marks.high
         self._low: int = marks.low
+        # Bytes fill the memory as events do: the same marks, as shares of the other bound.
+        self._high_bytes = self.gate.max_bytes * marks.high // self.gate.size
+        self._low_bytes = self.gate.max_bytes * marks.low // self.gate.size
         self._spilling = False
         self._spill_end = self.store.log.end
         """Events below this offset are on disk, or being written at this moment."""
@@ -55,7 +58,15 @@ class DiskAssistedQueue(StoredQueue):
         return self.positions.low < self.store.log.end
 
     def grown(self) -> None:
-        if not self._spilling and self.gate.depth >= self._high:
+        if self.gate.depth >= self._high or self.gate.bytes >= self._high_bytes:
+            self.crowded()
+
+    def heed(self) -> None:
+        super().heed()
+        self.grown()
+
+    def crowded(self) -> None:
+        if not self._spilling:
             self._spilling = True
             self.work.notify()
 
@@ -102,9 +113,8 @@ class DiskAssistedQueue(StoredQueue):
         due = time.monotonic() >= self._synced_at + self.settings.sync_interval
         if due:
             self._synced_at = time.monotonic()
-        keep = 0 if self.stopping else self._low
         spill = self._spilling or (self.stopping and self.settings.save_on_shutdown)
-        portions = self._oldest(keep) if spill else []
+        portions = self._oldest() if spill else []
         if portions:
             self._spill_end = portions[-1].end
         else:
@@ -118,14 +128,22 @@ class DiskAssistedQueue(StoredQueue):
             retire=self._can_end(),
         )
 
-    def _oldest(self, keep: int) -> list[Portion]:
-        """The oldest events in memory, so that ``keep`` stay; handed out ones are among them."""
+    def _surplus(self) -> tuple[int, int]:
+        """How many events and bytes are to leave memory: all, if anybody waits for room."""
+        if self.stopping or self.gate.line:
+            return self.gate.depth, self.gate.bytes
+        return self.gate.depth - self._low, self.gate.bytes - self._low_bytes
+
+    def _oldest(self) -> list[Portion]:
+        """The surplus, from the oldest events in memory on; handed out ones are among them."""
         self.tail.seal()
-        surplus = self.gate.depth - keep
+        surplus, surplus_bytes = self._surplus()
         chosen: list[Portion] = []
         size = 0
         for portion in sorted(self._in_memory(), key=lambda each: each.first):
-            if surplus <= 0 or (chosen and size + portion.size > SPILL_BYTES):
+            if surplus <= 0 and surplus_bytes <= size:
+                break
+            if chosen and size + portion.size > SPILL_BYTES:
                 break
             chosen.append(portion)
             surplus -= len(portion)
@@ -176,7 +194,7 @@ class DiskAssistedQueue(StoredQueue):
         for batch in self.out.values():
             if batch.portion.charged and batch.portion.end <= end:
                 self._uncharge(batch)
-        self._spilling = self.gate.depth > self._low and self._spilling
+        self._spilling = self._spilling and max(self._surplus()) > 0
 
     def _uncharge(self, batch: HeldBatch) -> None:
         batch.portion.charged = False

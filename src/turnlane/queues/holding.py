@@ -11,6 +11,7 @@ of portions that have left memory.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from bisect import insort
@@ -51,6 +52,8 @@ from turnlane.queues.producer import HoldingProducer
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.stats import Stats
 from turnlane.queues.tail import SEAL_BYTES, Tail
+
+log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 10_000
 """Numbered producers that are remembered; the longest silent is forgotten first."""
@@ -117,11 +120,13 @@ class HoldingQueue(Queue):
 
     def check_types(self, schema: pa.Schema) -> None:
         """Check columns against those that the queue has seen."""
-        for field in schema:
-            seen = self.types.setdefault(field.name, field.type)
-            if seen != field.type:
-                msg = f"column {field.name!r} is {field.type}, but {seen} in queue {self.name!r}"
-                raise SchemaMismatch(msg)
+        with self.lock:
+            for field in schema:
+                seen = self.types.get(field.name, field.type)
+                if seen != field.type:
+                    msg = f"column {field.name!r} is {field.type}, but {seen} in {self.name!r}"
+                    raise SchemaMismatch(msg)
+            self.types.update((field.name, field.type) for field in schema)
 
     def append_event(self, value: bytes, stamp: int, size: int, rest: Annotations) -> int:
         """Put one event into the open block; returns its offset. Under the lock."""
@@ -152,9 +157,9 @@ class HoldingQueue(Queue):
         return first
 
     def numbered(self, producer: bytes, next_sequence: int) -> None:
-        """Remember how far a numbered producer has come. Under the lock."""
-        self.sequences.pop(producer, None)
-        self.sequences[producer] = next_sequence
+        """Remember how far a numbered producer has come: never back. Under the lock."""
+        known = self.sequences.pop(producer, 0)
+        self.sequences[producer] = max(known, next_sequence)
         if len(self.sequences) > MAX_SEQUENCES:
             del self.sequences[next(iter(self.sequences))]
 
@@ -174,15 +179,18 @@ class HoldingQueue(Queue):
         self.gate.check_open(self.name)
         if not entry.events and not entry.is_repeat:
             return None
-        if not self.gate.line and self.gate.fits(entry.events, entry.size):
+        free = not self.gate.line and self.gate.fits(entry.events, entry.size)
+        if free or entry.is_repeat:
             entry.enter()
-        elif not self.door.blocks:
+            return None
+        self.crowded()
+        if not self.door.blocks:
             if self.door.make_room(entry):
                 entry.enter()
         else:
             self.door.full_waits += 1
             # A consumer that waits for a fuller batch waits in vain once nobody can come in.
-            self._readable.notify()
+            self._readable.notify_all()
             if blocking:
                 return self.gate.join(entry)
         return None
@@ -197,7 +205,12 @@ class HoldingQueue(Queue):
         portion = self.next_portion(events)
         if portion is None:
             return False
-        self.record_settled(portion, Outcome.OLDEST)
+        try:
+            self.record_settled(portion, Outcome.OLDEST)
+        except OSError as error:
+            log.warning("queue %s cannot drop its oldest events: %s", self.name, error)
+            self.give_back(portion)
+            return False
         self.settle_portion(portion, Outcome.OLDEST, *portion.charge)
         return True
 
@@ -307,7 +320,8 @@ class HoldingQueue(Queue):
     def give_back(self, portion: Portion) -> None:
         """Have a portion read again, before anything newer. Under the lock."""
         insort(self.returned, portion, key=lambda each: each.first)
-        self._readable.notify()
+        # All: whoever waits for the end to move would swallow a wake-up meant for a consumer.
+        self._readable.notify_all()
 
     def free_batch(self, batch: HeldBatch) -> None:
         """Give up a batch's contents; their room is free again."""
@@ -331,14 +345,22 @@ class HoldingQueue(Queue):
             batch.state = BatchState.SETTLING
         try:
             self.record_settled(batch.portion, outcome)
-        except OSError as error:
-            batch.state = BatchState.OUT
+        except BaseException as error:  # also what is raised into the thread from outside
+            with self.lock:
+                batch.state = BatchState.OUT
+                self._drained.notify_all()
+            if not isinstance(error, OSError):
+                raise
             msg = f"could not record that batch {batch.place.first} is {outcome}: {error}"
             raise AckNotStored(msg) from error
         with self.lock:
             batch.state = BatchState.SETTLED
             self.out.pop(batch.place.first, None)
             self.settle_portion(batch.portion, outcome, batch.charged_events, batch.charged_bytes)
+            self._drained.notify_all()
+
+    def _is_settling(self) -> bool:
+        return any(batch.state is BatchState.SETTLING for batch in self.out.values())
 
     def release_batch(self, batch: HeldBatch) -> None:
         """Take a batch back to be read again."""
@@ -352,7 +374,8 @@ class HoldingQueue(Queue):
             self.out.pop(batch.place.first, None)
             batch.portion.attempt += 1
             self._releases += 1
-            self.give_back(batch.portion)
+            # A copy: a consumer that was given up may still look at its batch.
+            self.give_back(batch.portion.copy())
         self.record_returned(batch.portion)
 
     def settle_portion(self, portion: Portion, outcome: Outcome, events: int, size: int) -> None:
@@ -415,6 +438,11 @@ class HoldingQueue(Queue):
                 self._wait_for_end(self.positions.end + 1, timeout)
             return self._backlog()
 
+    def wake(self) -> None:
+        """Have everybody who waits for events look again."""
+        with self.lock:
+            self._readable.notify_all()
+
     def wait_beyond(self, offset: int, timeout: float) -> int:
         """Wait until the queue's end is beyond ``offset``; returns the end either way."""
         deadline = time.monotonic() + timeout
@@ -446,6 +474,9 @@ class HoldingQueue(Queue):
             self._closed = True
             self._readable.notify_all()
             self._drained.notify_all()
+            # A done() that is under way still counts; without this it would be lost and acked.
+            limit = self.settings.shutdown_timeout
+            self._drained.wait_for(lambda: not self._is_settling(), limit)
         try:
             self.close_storage()
         finally:
@@ -459,6 +490,11 @@ class HoldingQueue(Queue):
     @property
     def name(self) -> str:
         return self.settings.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether the queue was closed; not merely finished."""
+        return self._closed
 
     @property
     def end(self) -> int:
@@ -506,6 +542,9 @@ class HoldingQueue(Queue):
 
     def grown(self) -> None:
         """Something came in that was not calm. Under the lock."""
+
+    def crowded(self) -> None:
+        """Something does not fit. Under the lock."""
 
     def stored_portion(self, first: int, end: int) -> Portion:
         """A portion whose contents are in storage. Under the lock."""

@@ -73,14 +73,14 @@ class HoldingProducer(Producer):
         timeout: float | None = None,
     ) -> bool:
         if type(value) is not bytes:
-            value = _as_bytes(value)
+            value = as_bytes(value)
         size = len(value) + EVENT_OVERHEAD
         plain = key is None and headers is None and severity is None and source is None
         if not plain:
-            size += _measured(key, headers, severity, source)
+            size += measured(key, headers, severity, source)
         queue = self.queue
         gate = queue.gate
-        stamp = queue.time_ns() if timestamp is None else _nanoseconds(timestamp)
+        stamp = queue.time_ns() if timestamp is None else nanoseconds(timestamp)
         # From here to the end of the lock is the hot path: about a microsecond, no calls but
         # appends. Whatever is out of the ordinary makes one of the comparisons false.
         with queue.lock:
@@ -125,9 +125,9 @@ class HoldingProducer(Producer):
         severity: int | None = None,
         source: str | None = None,
     ) -> bool:
-        value = _as_bytes(value)
-        size = len(value) + EVENT_OVERHEAD + _measured(key, headers, severity, source)
-        stamp = self.queue.time_ns() if timestamp is None else _nanoseconds(timestamp)
+        value = as_bytes(value)
+        size = len(value) + EVENT_OVERHEAD + measured(key, headers, severity, source)
+        stamp = self.queue.time_ns() if timestamp is None else nanoseconds(timestamp)
         entry = EventEntry(self, value, stamp, size, (key, headers, severity, source))
         return self._publish_slowly(entry, None, blocking=False)
 
@@ -152,7 +152,8 @@ class HoldingProducer(Producer):
         if entry.size > self.queue.gate.max_bytes or entry.events > self.queue.gate.size:
             self._too_large(entry)
         self._publish_slowly(entry, None, blocking=False)
-        return entry.published if entry.inside else None
+        # Shed by policy, or empty, is not the same as refused for the moment.
+        return entry.published if entry.inside or not entry.events else None
 
     def flush(self, timeout: float | None = None) -> bool:
         if self._mark is None:
@@ -180,6 +181,8 @@ class HoldingProducer(Producer):
             self.queue.door.stand_in_line(waiter, timeout)
         if entry.inside and blocking:
             self._await(entry.ticket)
+        elif entry.ticket is not None:
+            entry.ticket.leave()
         return entry.inside
 
     def _check(self, entry: PublishEntry) -> None:
@@ -263,21 +266,23 @@ def _sum(one: Published, other: Published) -> Published:
     )
 
 
-def _as_bytes(value: object) -> bytes:
+def as_bytes(value: object) -> bytes:
+    """An event's value, which nobody else can change any more."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     msg = f"an event's value is bytes, not {type(value).__name__}; encode it first"
     raise TypeError(msg)
 
 
-def _nanoseconds(timestamp: int) -> int:
+def nanoseconds(timestamp: int) -> int:
+    """A timestamp in microseconds as the queue carries it."""
     if not -_MAX_MICROSECONDS < timestamp < _MAX_MICROSECONDS:
         msg = f"timestamp {timestamp} is no number of microseconds since the epoch"
         raise ValueError(msg)
     return timestamp * 1000
 
 
-def _measured(
+def measured(
     key: str | None,
     headers: Mapping[str, str] | None,
     severity: int | None,

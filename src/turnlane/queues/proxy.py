@@ -46,6 +46,14 @@ LAST_RETRY = 5.0
 """Seconds between attempts to connect, doubling with jitter from one to the other."""
 LOOK_SECONDS = 0.2
 """How long to wait for events or news before looking whether the connection still stands."""
+LEAVE_SECONDS = 5.0
+"""How long a close waits for a transport that hangs."""
+
+
+def retry_after(failures: int, jitter: float) -> float:
+    """Seconds to wait after so many connections in a row that led nowhere; ``jitter`` is 0 to 1."""
+    pause: float = min(LAST_RETRY, FIRST_RETRY * 2 ** min(failures - 1, 30))
+    return pause * (0.5 + jitter / 2)
 
 
 @dataclass(slots=True)
@@ -55,8 +63,10 @@ class _Sent:
     sequence: int
     end: int
     batch: HeldBatch
-    block: Block
-    size: int
+    block: Block | None
+    """The contents, until they are persisted."""
+    bytes_end: int
+    """All bytes sent up to here, this batch included."""
 
 
 class _Held(HoldingQueue):
@@ -64,16 +74,29 @@ class _Held(HoldingQueue):
 
     free_returns_events = True
 
-    def persisted(self, offset: int) -> None:
-        """Everything below ``offset`` is safe with the node."""
+    def reached(self, persisted: int, delivered: int) -> None:
+        """Everything below these offsets is safe with the node, or has left it."""
         with self.lock:
-            mark = self.watermarks[AckLevel.PERSISTED]
-            self.acks.send(mark.advance(min(offset, self.positions.end)))
+            self._settle_below(delivered)
+            safe = self.positions.settled.end_of_run(min(persisted, self.positions.end))
+            low = self.positions.low
+            for level, offset in ((AckLevel.PERSISTED, safe), (AckLevel.DELIVERED, low)):
+                self.acks.send(self.watermarks[level].advance(offset))
 
-    def entrust(self, end: int) -> None:
+    def entrust(self, offset: int) -> None:
         """Count what the node keeps as delivered, without telling anybody so."""
         with self.lock:
-            self.totals.add(Outcome.DELIVERED, self.positions.settle(self.positions.low, end))
+            self._settle_below(offset)
+
+    def _settle_below(self, offset: int) -> None:
+        # No further than the end: another client may go by the same producer id.
+        end = min(offset, self.positions.end)
+        self.totals.add(Outcome.DELIVERED, self.positions.settle(self.positions.low, end))
+
+    def has_only(self, offset: int) -> bool:
+        """Whether everything is below ``offset``, what was dropped left aside."""
+        with self.lock:
+            return self.positions.is_settled(offset, self.positions.end)
 
     def close_storage(self) -> None:
         with self.lock:
@@ -105,8 +128,11 @@ class ProxyQueue(Queue):
         self._unaccepted: deque[_Sent] = deque()
         self._unpersisted: deque[_Sent] = deque()
         self._undelivered: deque[_Sent] = deque()
-        self._resend_bytes = 0
+        self._sent_bytes = 0
+        self._persisted_bytes = 0
         self._persisted = 0
+        self._moves = 0
+        """How often the node was heard to have come further."""
         self._connected = False
         self._connection: Connection | None = None
         self._stopping = threading.Event()
@@ -151,14 +177,14 @@ class ProxyQueue(Queue):
             self._news.notify_all()
             connection = self._connection
         if connection is not None:
-            connection.close()  # the sender may be blocked in it, at a node that is busy
+            self._let_go(connection)  # the sender may be blocked in it, at a node that is busy
         if threading.current_thread() is not self._sender:
-            self._sender.join()
+            self._sender.join(LEAVE_SECONDS)
         self._held.entrust(self._persisted)
         self._held.close()
 
     def _is_safe(self) -> bool:
-        return self._persisted >= self._held.end or self._stopping.is_set()
+        return self._stopping.is_set() or self._held.has_only(self._persisted)
 
     @property
     def name(self) -> str:
@@ -170,97 +196,115 @@ class ProxyQueue(Queue):
     # ── sending ──────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
-        retry = FIRST_RETRY
+        failures = 0
         while not self._stopping.is_set():
-            try:
-                connection = self._transport.connect(self._producer_id)
-            except TransportDown as error:
-                log.debug("queue %s: %s", self.name, error)
-                self._stopping.wait(retry * (0.5 + self._jitter() / 2))
-                retry = min(LAST_RETRY, retry * 2)
-            else:
-                retry = FIRST_RETRY
-                self._serve(connection)
+            failures = 0 if self._serve() else failures + 1
+            if failures:
+                self._pause(retry_after(failures, self._jitter()))
 
-    def _serve(self, connection: Connection) -> None:
-        """Send over one connection until it breaks."""
-        self._greet(connection)
+    def _pause(self, seconds: float) -> None:
+        self._stopping.wait(seconds)
+
+    def _serve(self) -> bool:
+        """Connect and send until the connection breaks; true if the node came any further."""
+        before = self._moves
+        try:
+            self._use(self._transport.connect(self._producer_id))
+        except TransportDown as error:
+            log.info("queue %s cannot reach its node: %s", self.name, error)
+        except Exception:
+            log.exception("queue %s: its transport failed; trying again", self.name)
+        return self._moves > before
+
+    def _use(self, connection: Connection) -> None:
         listener = threading.Thread(
             target=self._listen,
             args=(connection,),
             name=f"turnlane-listener-{self.name}",
             daemon=True,
         )
-        listener.start()
         try:
+            self._greet(connection)
+            listener.start()
             self._send_again(connection)
             while self._is_up():
                 self._send_next(connection)
-        except TransportDown as error:
-            log.info("queue %s lost its node: %s", self.name, error)
-        except QueueClosed:
-            self._wait_for_end()
         finally:
-            connection.close()
-            listener.join()
+            self._let_go(connection)
+            if listener.ident is not None:
+                listener.join()
 
     def _greet(self, connection: Connection) -> None:
+        for mark in self._held.watermarks.values():
+            mark.durability = connection.durability
         with self._lock:
             self._connected = True
             self._connection = connection
             if self._base is None:
                 self._base = connection.resume_at
-        for mark in self._held.watermarks.values():
-            mark.durability = connection.durability
+            safe = self._base + self._persisted
+        if connection.resume_at < safe:
+            lost = safe - connection.resume_at
+            log.error("queue %s: its node lost %d events that it had persisted", self.name, lost)
+        self._heard(Progress(connection.resume_at, 0, 0))
+
+    def _let_go(self, connection: Connection) -> None:
+        try:
+            connection.close()
+        except Exception as error:  # noqa: BLE001 - it is gone, one way or the other
+            log.debug("queue %s: closing a connection: %r", self.name, error)
 
     def _is_up(self) -> bool:
         with self._lock:
-            return self._connected and not self._stopping.is_set()
+            return self._may_use()
+
+    def _may_use(self) -> bool:
+        return self._connected and not self._stopping.is_set()
 
     def _send_again(self, connection: Connection) -> None:
         """Send what the node does not have, though it may once have said so."""
         with self._lock:
             lost = [sent for sent in self._unpersisted if sent.end > connection.resume_at]
         for sent in lost:
-            if self._is_up():
-                connection.send(sent.sequence, sent.block)
+            self._send(connection, sent)
 
     def _send_next(self, connection: Connection) -> None:
-        with self._news:
-            self._news.wait_for(self._may_send)
         try:
             batch = self._held.get(self.settings.batch_size, timeout=LOOK_SECONDS)
         except QueueEmpty:
             return
-        sent = self._note(batch)
-        connection.send(sent.sequence, sent.block)
-
-    def _may_send(self) -> bool:
-        return (
-            self._resend_bytes < self.settings.resend_bytes
-            or not self._connected
-            or self._stopping.is_set()
-        )
+        except QueueClosed:
+            self._wait_for_end()
+            return
+        self._send(connection, self._note(batch))
 
     def _note(self, batch: HeldBatch) -> _Sent:
         base = self._base or 0
-        sent = _Sent(
-            base + batch.place.first,
-            base + batch.place.end,
-            batch,
-            batch.block,
-            batch.portion.size,
-        )
+        first, end = base + batch.place.first, base + batch.place.end
+        block = batch.block
         with self._lock:
+            self._sent_bytes += batch.portion.size
+            sent = _Sent(first, end, batch, block, self._sent_bytes)
             for waiting in (self._unaccepted, self._unpersisted, self._undelivered):
                 waiting.append(sent)
-            self._resend_bytes += sent.size
         return sent
+
+    def _send(self, connection: Connection, sent: _Sent) -> None:
+        with self._news:
+            self._news.wait_for(lambda: self._has_room(sent) or not self._may_use())
+            block = sent.block if self._may_use() else None
+        if block is not None:
+            connection.send(sent.sequence, block)
+
+    def _has_room(self, sent: _Sent) -> bool:
+        """Whether this batch, too, can be kept for sending it again; a single one always is."""
+        kept = sent.bytes_end - self._persisted_bytes
+        return kept <= self.settings.resend_bytes or self._unpersisted[0] is sent
 
     def _wait_for_end(self) -> None:
         """Nothing more to send: stay for the news until told to stop, or the node is gone."""
         with self._news:
-            self._news.wait_for(lambda: self._stopping.is_set() or not self._connected)
+            self._news.wait_for(lambda: not self._may_use())
 
     # ── listening ────────────────────────────────────────────────────────────────────────────
 
@@ -270,26 +314,33 @@ class ProxyQueue(Queue):
                 progress = connection.progress(LOOK_SECONDS)
                 if progress is not None:
                     self._heard(progress)
-        except TransportDown as error:
+        except (TransportDown, QueueClosed) as error:
             log.debug("queue %s: %s", self.name, error)
+        except Exception:
+            log.exception("queue %s: its transport failed; trying again", self.name)
         finally:
             with self._news:
                 self._connected = False
                 self._news.notify_all()
+            self._let_go(connection)  # the sender may be blocked in it
 
     def _heard(self, progress: Progress) -> None:
         # Acceptance frees room only; a persisted or delivered event is accepted, whatever is said.
-        persisted = max(progress.persisted, progress.delivered)
+        safe = max(progress.persisted, progress.delivered)
         with self._news:
-            accepted = _reached(self._unaccepted, max(progress.accepted, persisted))
-            safe = _reached(self._unpersisted, persisted)
+            base = self._base or 0
+            accepted = _reached(self._unaccepted, max(progress.accepted, safe))
+            persisted = _reached(self._unpersisted, safe)
             delivered = _reached(self._undelivered, progress.delivered)
-            self._resend_bytes -= sum(sent.size for sent in safe)
-            self._persisted = max(self._persisted, persisted - (self._base or 0))
+            for sent in persisted:
+                sent.block = None
+                self._persisted_bytes = sent.bytes_end
+            self._persisted = max(self._persisted, safe - base)
+            self._moves += bool(accepted or persisted or delivered)
             self._news.notify_all()
         for sent in accepted:
             sent.batch.free()
-        self._held.persisted(self._persisted)
+        self._held.reached(self._persisted, progress.delivered - base)
         for sent in delivered:
             sent.batch.done()
 

@@ -12,8 +12,10 @@ import errno
 import logging
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Self
 
+from turnlane.errors import DirectoryUnusable
 from turnlane.events import Block, join
 from turnlane.queues.contract import Durability, Outcome
 from turnlane.queues.ledger import Totals
@@ -52,6 +54,8 @@ class Store:
         self._visiting = threading.Lock()
         self._sync_failed = False
         self._lost: list[tuple[int, int]] = []
+        self._stamps = dict(written.recovered_stamps)
+        """How far numbered producers have come, where the journal does not know it yet."""
         self.full_total = 0
         self.errors_total = 0
         self.syncs_total = 0
@@ -59,12 +63,25 @@ class Store:
 
     @classmethod
     def open(cls, settings: QueueSettings, disk: Disk) -> Self:
-        """Lock the directory and recover what is in it, in constant time."""
+        """Lock the directory and recover what is in it, in constant time.
+
+        Raises ``DirectoryUnusable`` if it cannot be read or written.
+        """
         assert settings.path is not None, "settings make sure of it"
+        try:
+            store = cls._open(settings.path, settings, disk)
+        except OSError as error:
+            raise DirectoryUnusable(f"{settings.path}: {error.strerror or error}") from error
+        if settings.durability is not Durability.NEVER:
+            store.sync_found()
+        if store.log.recovered_stamps:
+            store.hint(store.unsettled_bytes(), ())
+        return store
+
+    @classmethod
+    def _open(cls, path: Path, settings: QueueSettings, disk: Disk) -> Self:
         with contextlib.ExitStack() as opened:
-            directory = opened.enter_context(
-                QueueDirectory.open(settings.path, disk, settings.name)
-            )
+            directory = opened.enter_context(QueueDirectory.open(path, disk, settings.name))
             journal, state = Journal.open(directory.path, disk, directory.queue_id)
             opened.callback(journal.close)
             written = Log.open(
@@ -78,10 +95,7 @@ class Store:
                 sync_on_rotate=settings.durability is not Durability.NEVER,
             )
             opened.pop_all()
-        store = cls(directory, journal, state, written)
-        if settings.durability is not Durability.NEVER:
-            store.sync_found()
-        return store
+        return cls(directory, journal, state, written)
 
     def sync_found(self) -> None:
         """What a killed process has left in the page cache is promised from now on."""
@@ -161,8 +175,12 @@ class Store:
 
     def hint(self, unsettled_bytes: int, stamps: Sequence[Stamp]) -> None:
         """Leave a note where the log ends; losing it costs time at recovery and nothing else."""
+        # Recovery looks for stamps only behind the last note, so none may be left out of it.
+        self._stamps.update(stamps)
+        noted = [Stamp(*item) for item in self._stamps.items()]
         try:
-            self.journal.advanced(self.log.position, unsettled_bytes, stamps)
+            self.journal.advanced(self.log.position, unsettled_bytes, noted)
+            self._stamps.clear()
         except OSError as error:
             self._note(error)
             log.warning("%s: no hint for recovery: %s", self._directory.path, error)
@@ -203,9 +221,12 @@ class Store:
 
     # Keeping
 
-    def free_bytes(self, disk: Disk) -> int:
-        """What the file system has left."""
-        return disk.free_bytes(self._directory.path)
+    def free_bytes(self, disk: Disk) -> int | None:
+        """What the file system has left, if it tells."""
+        try:
+            return disk.free_bytes(self._directory.path)
+        except OSError:
+            return None
 
     def close(self) -> None:
         """Close everything as it is; snapshot the journal first."""
@@ -218,13 +239,21 @@ class Store:
 
 
 def _runs(portions: Sequence[Portion]) -> list[list[Portion]]:
-    """Portions grouped into runs of consecutive offsets."""
+    """Portions grouped into runs of consecutive offsets.
+
+    A run with stamps is one frame: a crash must not keep events without what tells repeats of them.
+    """
     runs: list[list[Portion]] = []
+    size, stamped, end = 0, False, -1
     for portion in portions:
-        if runs and runs[-1][-1].end == portion.first:
+        own = sum(block.nbytes for block in portion.pieces or ())
+        size, stamped = size + own, stamped or bool(portion.stamps)
+        if portion.first == end and not (stamped and size > FRAME_BYTES):
             runs[-1].append(portion)
         else:
             runs.append([portion])
+            size, stamped = own, bool(portion.stamps)
+        end = portion.end
     return runs
 
 

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,11 @@ log = logging.getLogger(__name__)
 FIRST_RETRY = 0.02
 LAST_RETRY = 1.0
 """Seconds between attempts to write to a disk that fails, doubling from one to the other."""
+
+
+WORTH_JOINING = 4
+"""Frames are joined to a batch only until it has a quarter of the size asked for: copying costs
+more than a second batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +80,11 @@ class StoredQueue(HoldingQueue):
         self.tidied_at = time.monotonic()
         self._give_up_at: float | None = None
         self._retry = FIRST_RETRY
-        self._trouble = False
+        self.troubled = False
+        """The last attempt to write has failed."""
         self._retire_at = 0
-        self._drops: dict[Outcome, int] = {}
+        self._drops: Counter[Outcome] = Counter()
+        """Turned away at the door; the journal does not know of them yet."""
         self._acks_unsynced = False
         self._flushes = 0
         self._reload(positions.pending)
@@ -121,6 +129,10 @@ class StoredQueue(HoldingQueue):
     def must_wait(self, *, failing: bool) -> bool:
         """Whether publishers have to wait for the writer, or for a failing disk. Under the lock."""
 
+    def spare(self) -> list[Portion]:
+        """Give up writing what is settled by now; returns that. Under the lock."""
+        return []
+
     # ── the writer ───────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
@@ -149,21 +161,21 @@ class StoredQueue(HoldingQueue):
         self.store.commit(job.portions, sync=job.sync)
         if job.portions:
             self._flushes += 1
-            self._leave_hint(job)
+            self._leave_hint(job.portions)
         if job.retire:
             self.store.log.retire()
         if job.tidy or job.retire:
             self._tidy()
 
-    def _leave_hint(self, job: Job) -> None:
-        stamps = [stamp for portion in job.portions for stamp in portion.stamps]
+    def _leave_hint(self, portions: Sequence[Portion]) -> None:
+        stamps = [stamp for portion in portions for stamp in portion.stamps]
         self.store.hint(self.gate.bytes, stamps)
 
     def _recovered(self) -> bool:
         """The job is done; true if there will be more."""
         self._retry = FIRST_RETRY
         with self.lock:
-            self._trouble = False
+            self.troubled = False
             self._settle_lost()
             self.advance_persisted()
             self.committed()
@@ -180,17 +192,19 @@ class StoredQueue(HoldingQueue):
 
     def advance_persisted(self) -> None:
         """Tell everybody how far the log is safe. Under the lock."""
-        written = self.store.log
-        safe = written.end if self.durability is Durability.NEVER else written.synced_end
         mark = self.watermarks[AckLevel.PERSISTED]
-        self.acks.send(mark.advance(min(safe, self.positions.end)))
+        self.acks.send(mark.advance(min(self._safe_end(), self.positions.end)))
+
+    def _safe_end(self) -> int:
+        written = self.store.log
+        return written.end if self.durability is Durability.NEVER else written.synced_end
 
     def _troubled(self, error: OSError) -> bool:
         """The disk fails: be full, make space if there is any to make, try again later."""
         with self.lock:
-            if not self._trouble:
+            if not self.troubled:
                 log.warning("queue %s cannot write: %s; publishers wait", self.name, error)
-            self._trouble = True
+            self.troubled = True
             self.gate.hold(held=self.must_wait(failing=True))
             out_of_time = self._give_up_at is not None and time.monotonic() > self._give_up_at
             if out_of_time:
@@ -205,25 +219,34 @@ class StoredQueue(HoldingQueue):
         """Delete all that is settled, the chunk being written too if nothing in it is needed."""
         with self.lock:
             everything = self.positions.is_settled(self.positions.low, self.store.log.end)
+            spared = self.spare()
         try:
+            if spared:
+                self._leave_hint(spared)
             if everything:
                 self.store.log.retire()
-            return self._remove_settled_chunks()
+            return self._remove_settled_chunks() or bool(spared)
         except OSError as error:
             log.debug("queue %s cannot make space: %s", self.name, error)
             return False
 
     def _tidy(self) -> None:
         """What need not happen at once: note drops, sync acks, delete chunks."""
+        self._note_drops()
         with self.lock:
-            drops, self._drops = self._drops, {}
             acks, self._acks_unsynced = self._acks_unsynced, False
-        for outcome, events in drops.items():
-            self.store.journal.dropped(outcome, events)
         if acks and self.durability is not Durability.NEVER:
             self.store.journal.sync()
         self._remove_settled_chunks()
         self.tidied_at = time.monotonic()
+
+    def _note_drops(self) -> None:
+        with self.lock:
+            drops = self._drops.copy()
+        for outcome, events in drops.items():
+            self.store.journal.dropped(outcome, events)
+            with self.lock:
+                self._drops -= Counter({outcome: events})
 
     def _remove_settled_chunks(self) -> bool:
         with self.lock:
@@ -257,7 +280,7 @@ class StoredQueue(HoldingQueue):
         return self.idle
 
     def settled(self) -> None:
-        if self.idle or self._trouble or self.can_retire():
+        if self.idle or self.troubled or self.can_retire():
             self.work.notify()
 
     def record_settled(self, portion: Portion, outcome: Outcome) -> None:
@@ -279,7 +302,7 @@ class StoredQueue(HoldingQueue):
     def dropped_at_door(self, outcome: Outcome, events: int) -> None:
         super().dropped_at_door(outcome, events)
         if events:
-            self._drops[outcome] = self._drops.get(outcome, 0) + events
+            self._drops[outcome] += events
 
     def fetch(self, portion: Portion) -> Portion | None:
         pieces: list[Block] = []
@@ -290,6 +313,8 @@ class StoredQueue(HoldingQueue):
                 if isinstance(found, Found):
                     pieces.append(found.block)
                     at += found.block.num_rows
+                    if at - portion.first >= len(portion) // WORTH_JOINING:
+                        break
                 elif pieces:
                     break
                 else:
@@ -334,8 +359,9 @@ class StoredQueue(HoldingQueue):
             self.work.notify()
         self._writer.join()
         with self.lock:
-            unwritten = self.left_over()
+            unwritten = self.left_over() or self._unsynced()
         try:
+            self._note_drops()  # the writer may have left before it saw the last of them
             self._give_up_rest()
             self.store.journal.snapshot()
         except OSError as error:
@@ -345,6 +371,10 @@ class StoredQueue(HoldingQueue):
         if unwritten:
             msg = f"queue {self.name!r} could not write {unwritten} accepted events on close"
             raise StorageFailed(msg)
+
+    def _unsynced(self) -> int:
+        spans = self.positions.unsettled(self._safe_end(), self.store.log.end)
+        return sum(end - first for first, end in spans)
 
     def _give_up_rest(self) -> None:
         """Count what is neither settled nor on disk as dropped: nobody will see it again."""

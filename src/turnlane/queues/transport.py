@@ -41,14 +41,21 @@ class Connection(Protocol):
         """Wait for news; ``None`` if there was none in time. Raises ``TransportDown``."""
 
     def close(self) -> None:
-        """Let go. Whoever is inside :meth:`send` or :meth:`progress` gets ``TransportDown``."""
+        """Let go. Whoever is inside :meth:`send` or :meth:`progress` gets ``TransportDown``.
+
+        Called from any thread, and more than once.
+        """
 
 
 class Transport(Protocol):
     """The way to one queue of a node."""
 
     def connect(self, producer_id: str) -> Connection:
-        """Open a stream for a numbered producer. Raises ``TransportDown``."""
+        """Open a stream for a numbered producer. Raises ``TransportDown``.
+
+        From now on the node takes nothing from earlier streams of the same producer: what they
+        still carry would get numbers that the new stream gives to other events.
+        """
 
     def get(self, max_events: int | None, timeout: float) -> Batch:
         """Take a batch from the node's queue; ``QueueEmpty`` if there was none in time."""

@@ -16,7 +16,15 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from turnlane.errors import Never, QueueClosed, QueueEmpty, RetryLater
+from turnlane.errors import (
+    AckNotStored,
+    BatchFreed,
+    Never,
+    QueueClosed,
+    QueueEmpty,
+    RetryLater,
+    StorageFailed,
+)
 from turnlane.queues.contract import Batch, Consumer
 from turnlane.queues.holding import HoldingQueue
 
@@ -41,7 +49,7 @@ def wanted_workers(backlog: int, minimum: int, most: int) -> int:
     return min(most, -(-backlog // minimum))
 
 
-def pause_after(failures: int, error: Exception, jitter: float) -> float:
+def pause_after(failures: int, error: BaseException, jitter: float) -> float:
     """Seconds to wait after so many failures in a row; ``jitter`` is between 0 and 1."""
     if isinstance(error, RetryLater) and error.after is not None:
         return error.after
@@ -67,26 +75,22 @@ class _Worker:
         try:
             while self._pool.running and not self.cancelled and self._work():
                 pass
-        except Cancelled:
-            log.debug("a worker of queue %s ended by cancellation", self._pool.queue.name)
+        except Exception:
+            log.exception("a worker of queue %s failed", self._pool.queue.name)
         finally:
-            self._pool.left(self)
+            if not self.cancelled:  # otherwise the pool has written it off already
+                self._pool.left(self)
 
     def _work(self) -> bool:
         """Handle one batch; false if there was none for so long that this worker may go."""
         batch = self._next_batch()
         if batch is None:
             return False
-        self._begin(batch)
         try:
-            self._pool.consumer(batch)
-        except Exception as error:  # noqa: BLE001 - whatever a consumer raises is its failure
+            self._handle(batch)
+        except Cancelled:
             self._end()
-            self._failed(batch, error)
-        else:
-            if self._end():
-                self._failures = 0
-                batch.done()
+            self._pool.give_back(batch)
         return True
 
     def _next_batch(self) -> Batch | None:
@@ -101,7 +105,58 @@ class _Worker:
                     return None
             except QueueClosed:
                 return None
+            except StorageFailed as error:
+                self._stumbled(error)
         return None
+
+    def _handle(self, batch: Batch) -> None:
+        self._begin(batch)
+        try:
+            settle = self._attempt(batch)
+        except Cancelled:
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever a consumer raises is its failure
+            if self._end():
+                # Kept for as long as the pause takes: nobody else is to try it meanwhile.
+                self._stumbled(error)
+                self._pool.give_back(batch)
+        else:
+            if self._end():
+                self._settle(batch, settle)
+
+    def _attempt(self, batch: Batch) -> Callable[[], None]:
+        """Call the consumer; returns how the batch is to be settled."""
+        try:
+            self._pool.consumer(batch)
+        except Never as error:
+            if self._pool.dead_letters is None:
+                raise
+            self._pool.dead_letters(batch, error)
+            return batch.dead
+        return batch.done
+
+    def _settle(self, batch: Batch, settle: Callable[[], None]) -> None:
+        """Have it recorded, however often that takes: delivered is delivered."""
+        self._failures = 0
+        while True:
+            try:
+                settle()
+            except AckNotStored as error:
+                if not self._stumbled(error):
+                    self._pool.give_back(batch)
+                    return
+            except QueueClosed as error:
+                log.warning("%s", error)
+                return
+            else:
+                self._failures = 0
+                return
+
+    def _stumbled(self, error: BaseException) -> bool:
+        """Something failed: pause; false if the pool stops."""
+        self._failures += 1
+        log.warning("queue %s: failure %d: %r", self._pool.queue.name, self._failures, error)
+        return self._pool.pause(pause_after(self._failures, error, self._pool.jitter()))
 
     def _begin(self, batch: Batch) -> None:
         with self._guard:
@@ -111,20 +166,10 @@ class _Worker:
         """The consumer is through; false if it was given up meanwhile."""
         with self._guard:
             self._batch = None
-            return not self.cancelled
-
-    def _failed(self, batch: Batch, error: Exception) -> None:
-        if self.cancelled:
-            return
-        keep = self._pool.dead_letters
-        if isinstance(error, Never) and keep is not None:
-            keep(batch, error)
-            batch.dead()
-            return
-        self._failures += 1
-        log.warning("queue %s: attempt %d failed: %r", self._pool.queue.name, batch.attempt, error)
-        batch.release()
-        self._pool.pause(pause_after(self._failures, error, random.random()))  # noqa: S311
+            if not self.cancelled:
+                return True
+        self._raise_inside(None)
+        return False
 
     def cancel_if_over(self, limit: float) -> bool:
         """Give the batch back if the consumer has had it for longer than ``limit`` seconds."""
@@ -133,16 +178,18 @@ class _Worker:
             if batch is None or self.cancelled or time.monotonic() - self._since <= limit:
                 return False
             self.cancelled = True
-        batch.release()
-        self._raise_inside()
+            # Under the guard, which the worker has to pass: so it still is this thread, and what
+            # is on its way meets it nowhere but in the consumer or in _end().
+            self._raise_inside(Cancelled)
+        self._pool.give_back(batch)
         return True
 
-    def _raise_inside(self) -> None:
-        """Have ``Cancelled`` raised in the consumer as soon as it runs Python code again."""
+    def _raise_inside(self, error: type[Cancelled] | None) -> None:
+        """Have it raised in the worker as soon as that runs Python code again; ``None``: not."""
         ident = self.thread.ident
         if ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(ident), ctypes.py_object(Cancelled)
+                ctypes.c_ulong(ident), None if error is None else ctypes.py_object(error)
             )
 
 
@@ -155,8 +202,9 @@ class WorkerPool:
         consumer: Consumer,
         *,
         dead_letters: DeadLetters | None = None,
+        jitter: Callable[[], float] = random.random,
     ) -> None:
-        """Start at once.
+        """Start at once. ``jitter`` varies the pauses after failures, between 0 and 1.
 
         ``dead_letters`` takes batches refused with ``Never``; without it they are tried again for
         ever, because nothing else would keep them.
@@ -164,9 +212,12 @@ class WorkerPool:
         self.queue = queue
         self.consumer = consumer
         self.dead_letters = dead_letters
+        self.jitter = jitter
         self._stop = threading.Event()
         self._changed = threading.Condition()
         self._workers: set[_Worker] = set()
+        self._left_over: list[Batch] = []
+        self._ended = False
         self._started = 0
         self._cancelled = 0
         self._supervisor = threading.Thread(
@@ -190,9 +241,23 @@ class WorkerPool:
         """How many consumers overran and were cancelled."""
         return self._cancelled
 
-    def pause(self, seconds: float) -> None:
-        """Sleep, unless the pool stops first."""
-        self._stop.wait(seconds)
+    def pause(self, seconds: float) -> bool:
+        """Sleep, unless the pool stops first; true if it runs on."""
+        return not self._stop.wait(seconds)
+
+    def give_back(self, batch: Batch) -> None:
+        """Release a batch; while the pool stops, not before there is no worker to take it."""
+        with self._changed:
+            if not self.running and not self._ended:
+                self._left_over.append(batch)
+                return
+        self._release(batch)
+
+    def _release(self, batch: Batch) -> None:
+        try:
+            batch.release()
+        except BatchFreed as error:
+            log.error("queue %s: a consumer failed after free(): %s", self.queue.name, error)  # noqa: TRY400
 
     def left(self, worker: _Worker) -> None:
         """A worker has ended."""
@@ -201,32 +266,44 @@ class WorkerPool:
             self._changed.notify_all()
 
     def _supervise(self) -> None:
-        while self.running:
-            backlog = self.queue.await_backlog(LOOK_SECONDS if self.active else 1.0)
-            settings = self.queue.settings
+        while self.running and (self.active or not self.queue.closed):
+            try:
+                self._look_after_workers()
+            except Exception:
+                log.exception("queue %s: its workers cannot be looked after", self.queue.name)
+                self._stop.wait(LOOK_SECONDS)
+
+    def _look_after_workers(self) -> None:
+        settings = self.queue.settings
+        backlog = self.queue.await_backlog(LOOK_SECONDS if self.active else 1.0)
+        if not self.queue.closed:
             minimum = settings.worker_minimum_events or settings.dequeue_batch_size
             self._hire(wanted_workers(backlog, minimum, settings.workers))
-            self._cancel_overrunning(settings.completion_timeout)
-            if backlog and self.active:
-                self._stop.wait(LOOK_SECONDS)
+        self._cancel_overrunning(settings.completion_timeout)
+        if self.active and (backlog or self.queue.closed):
+            self._stop.wait(LOOK_SECONDS)
 
     def _hire(self, wanted: int) -> None:
         with self._changed:
             while len(self._workers) < wanted and self.running:
                 self._started += 1
                 worker = _Worker(self, self._started)
-                self._workers.add(worker)
                 worker.thread.start()
+                self._workers.add(worker)
 
     def _cancel_overrunning(self, limit: float) -> None:
-        with self._changed:
-            workers = list(self._workers)
-        for worker in workers:
+        for worker in self._others():
             if worker.cancel_if_over(limit):
-                log.warning("queue %s: a consumer took over %g s", self.queue.name, limit)
+                log.warning("queue %s: cancelled a consumer that overran", self.queue.name)
                 self._cancelled += 1
                 # It may hang in C code for ever: the pool goes on without it.
                 self.left(worker)
+
+    def _others(self) -> list[_Worker]:
+        """All workers but the caller, should it be one."""
+        with self._changed:
+            current = threading.current_thread()
+            return [worker for worker in self._workers if worker.thread is not current]
 
     def close(self, *, drain: bool = True) -> None:
         """Stop. With ``drain``, first let workers empty the queue for ``shutdown_timeout``.
@@ -238,14 +315,23 @@ class WorkerPool:
         if drain and self.running:
             self._await_empty(settings.shutdown_timeout)
         self._stop.set()
-        self._supervisor.join()
+        while self._supervisor.is_alive():
+            self.queue.wake()
+            self._supervisor.join(LOOK_SECONDS)
         with self._changed:
-            self._changed.wait_for(lambda: not self._workers, settings.completion_timeout)
+            self._changed.wait_for(lambda: not self._others(), settings.completion_timeout)
         self._cancel_overrunning(-1.0)
+        with self._changed:
+            self._ended = True
+            left_over, self._left_over = self._left_over, []
+        for batch in left_over:
+            self._release(batch)
 
     def _await_empty(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and self.queue.stats().ledger.pending:
+        while self.running and time.monotonic() < deadline and not self.queue.closed:
+            if not self.queue.stats().ledger.pending:
+                break
             self._stop.wait(0.01)
 
     def __enter__(self) -> Self:

@@ -156,15 +156,15 @@ class Walk:
         if not self._wanted(first, header.end):
             return Stretch(chunk, byte, header.stored, first, header.end, None)
         payload = self._disk.read(fd, header.length, byte + HEADER_SIZE)
-        kind = DamageKind.CORRUPT_PAYLOAD
+        name, size = chunk.path.name, header.stored
+        if checksum([payload]) != header.payload_crc:
+            kind = DamageKind.CORRUPT_PAYLOAD
+            return Damage(kind, name, byte, size, first, header.end, chunk=chunk)
         try:
-            if checksum([payload]) != header.payload_crc:
-                raise FrameDamaged("the checksum does not hold")
-            kind = DamageKind.UNDECODABLE
             block = _decoded(header, payload, chunk)
         except FrameDamaged as error:
-            name, size = chunk.path.name, header.stored
-            return Damage(kind, name, byte, size, first, header.end, str(error), chunk)
+            kind, why = DamageKind.UNDECODABLE, str(error)
+            return Damage(kind, name, byte, size, first, header.end, why, chunk)
         block = restoring.restored(block).slice(first - header.first)
         return Stretch(chunk, byte, header.stored, first, header.end, block)
 

@@ -53,7 +53,9 @@ class JournalState:
     @property
     def floor(self) -> int:
         """The lowest offset that was certainly never used."""
-        return max(self.low, self.ranges.end, self.position.end if self.position else 0)
+        handed_out = self.returned[-1][1] if self.returned else 0
+        written = self.position.end if self.position else 0
+        return max(self.low, self.ranges.end, handed_out, written)
 
     def settle(self, first: int, end: int, size: int, outcome: Outcome) -> None:
         """Settle ``[first, end)``, ``size`` bytes in all; what already was is not counted twice."""

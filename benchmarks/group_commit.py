@@ -1,0 +1,105 @@
+"""Publishers that wait for the disk: what it is worth that they share a sync."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+
+from benchmarks.contestant import Contestant
+from benchmarks.effort import Effort
+from benchmarks.lines import log_lines
+from benchmarks.measure import Series, alternate
+from benchmarks.ours import AlwaysDisk
+from benchmarks.outcome import Cell, Outcome, Table, figure
+from benchmarks.peers import PersistFileAutosave, PersistSqlite, SyncedFile
+
+PRODUCERS = (1, 8, 64)
+
+
+def synced_puts(
+    effort: Effort, kind: type[Contestant], producers: int, seconds: float, size: int
+) -> float:
+    """Events a second of so many threads, each of which waits for its event to be safe."""
+    lines = log_lines(64, size)
+    with effort.place() as directory:
+        contestant = kind(directory, 1_000_000)
+        counts: list[int] = []
+        start = threading.Barrier(producers + 1)
+        over = threading.Event()
+
+        def put_until_over(line: bytes) -> None:
+            put, count = contestant.put, 0
+            start.wait()
+            while not over.is_set():
+                put(line)
+                count += 1
+            counts.append(count)
+
+        threads = [
+            threading.Thread(target=put_until_over, args=(line,)) for line in lines[:producers]
+        ]
+        for thread in threads:
+            thread.start()
+        start.wait()
+        started = time.perf_counter()
+        time.sleep(seconds)
+        over.set()
+        for thread in threads:
+            thread.join()
+        elapsed = time.perf_counter() - started
+        contestant.close()
+    return sum(counts) / elapsed
+
+
+def _name(kind: type[Contestant], producers: int) -> str:
+    return f"{kind.label}, {producers} producer{'s' if producers > 1 else ''}"
+
+
+def run(effort: Effort) -> Outcome:
+    """1, 8 and 64 publishers, and what others do with one and eight."""
+    seconds = effort.seconds(0.2, 2)
+    entrants: list[tuple[type[Contestant], int]] = [
+        *((AlwaysDisk, producers) for producers in PRODUCERS),
+        (SyncedFile, 1),
+        (PersistFileAutosave, 1),
+        (PersistSqlite, 1),
+        (PersistSqlite, 8),
+    ]
+    found = {
+        size: alternate(
+            {
+                _name(kind, producers): partial(synced_puts, effort, kind, producers, seconds, size)
+                for kind, producers in entrants
+            },
+            effort.rounds,
+        )
+        for size in (100, 1_000)
+    }
+    rows = {
+        name: [Cell.of(Series(found[size][name])) for size in (100, 1_000)] for name in found[100]
+    }
+    own = {count: Series(found[100][_name(AlwaysDisk, count)]) for count in PRODUCERS}
+    peer = Series(found[100][_name(PersistFileAutosave, 1)])
+    how = "100-byte events one by one, `always`: 64 blocking producers / 1 blocking producer"
+    synced = (
+        "the synced comparison: `always`, 1 blocking producer, against persist-queue's file queue "
+        "with `autosave`, which syncs only every hundredth event"
+    )
+    return Outcome(
+        [
+            figure("group_commit_ratio", own[64].over(own[1]), how, unit="×", at_least=10),
+            figure("vs_persist_queue_synced", own[1].over(peer), synced, unit="×"),
+        ],
+        [
+            Table(
+                "Durability always: publishers that wait for the disk",
+                "events/s",
+                ("100 B", "1 KB"),
+                rows,
+                "Each publisher puts one event, waits until it is safe, and puts the next. "
+                "persist-queue's SQLite queue commits each event; its WAL is synced by each "
+                "commit (`synchronous=FULL` is SQLite's default).",
+            )
+        ],
+    )

@@ -1,0 +1,40 @@
+"""The root of the command tree."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from turnlane import __version__
+from turnlane.cli.queue import queue
+
+app = typer.Typer(
+    name="turnlane",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+app.add_typer(queue, name="queue")
+
+
+def _show_version(wanted: bool) -> None:  # noqa: FBT001  typer calls it so
+    if wanted:
+        typer.echo(f"turnlane {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def turnlane(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    """Durable event queues: look into them, check them, repair them.
+
+    Exit codes: 0 well, 1 failed or faults found, 2 wrong usage, 75 try again later, 78 wrong
+    settings.
+    """
+    del version

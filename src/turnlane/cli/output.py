@@ -1,0 +1,78 @@
+"""What commands print: JSON for programs, tables for people, progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+WIDTH_WITHOUT_TERMINAL = 120
+Column = tuple[str, Literal["left", "right"]]
+_LONGEST = 1000
+"""Characters of a value that are laid out at all: no terminal is wider."""
+
+
+def say_json(value: object) -> None:
+    """One JSON object on one line of stdout."""
+    typer.echo(json.dumps(value, ensure_ascii=False))
+
+
+def say(text: str) -> None:
+    """A line on stdout."""
+    typer.echo(text)
+
+
+def warn(text: str) -> None:
+    """A line on stderr."""
+    typer.echo(f"turnlane: {text}", err=True)
+
+
+def say_table(columns: Iterable[Column], rows: Iterable[Iterable[str]]) -> None:
+    """A table, cut to the terminal's width; columns are a title and ``left`` or ``right``."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title, side in columns:
+        table.add_column(title, justify=side, no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(highlight=False, width=None if known else WIDTH_WITHOUT_TERMINAL)
+    console.print(table)
+
+
+def readable(value: bytes | None) -> str:
+    """A value for people: as text if it is printable, else in hex."""
+    if value is None:
+        return ""
+    piece = value[:_LONGEST]
+    try:
+        text = piece.decode(errors="strict" if len(piece) == len(value) else "ignore")
+    except UnicodeDecodeError:
+        return piece.hex()
+    shown = text.replace("\\", "\\\\") if any(sign in text for sign in "\n\r\t") else text
+    shown = shown.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
+    return shown if shown.isprintable() else piece.hex()
+
+
+@contextmanager
+def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, in bytes, if that is a terminal. Yields what moves it on."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    bar = Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task(label, total=total)
+        yield lambda size: bar.advance(task, size)

@@ -1,0 +1,157 @@
+"""Writing events to a file that another program can read, a block at a time.
+
+A file appears under its name only when it is complete; an export that fails or is interrupted
+leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from turnlane.errors import Never
+from turnlane.events import conform
+from turnlane.queues.inspection.rows import OFFSET, SETTLED, column_name, rows
+from turnlane.queues.inspection.slices import Inspected, Selection, Slice, ignore
+
+GROUP_BYTES = 32 << 20
+GROUP_EVENTS = 128 * 1024
+"""A Parquet row group is written when it has reached one of these; so much is held in memory."""
+
+
+class Format(enum.StrEnum):
+    """What can be written."""
+
+    JSONL = "jsonl"
+    PARQUET = "parquet"
+
+
+class Exported(NamedTuple):
+    """What an export has done."""
+
+    events: int
+    unreadable: int
+    """Unsettled events that were asked for and cannot be read."""
+
+
+class ExportRefused(Never):
+    """The export was not even begun, or cannot be made in this format."""
+
+
+def export_to_file(
+    queue: Inspected,
+    selection: Selection,
+    target: Path,
+    kind: Format,
+    *,
+    force: bool = False,
+    advance: Callable[[int], None] = ignore,
+) -> Exported:
+    """Write the selection to ``target``, which is replaced only with ``force``."""
+    with _replacing(target, force=force) as file:
+        return export(queue, selection, file, kind, advance=advance)
+
+
+def export(
+    queue: Inspected,
+    selection: Selection,
+    file: BinaryIO,
+    kind: Format,
+    *,
+    advance: Callable[[int], None] = ignore,
+) -> Exported:
+    """Write the selection to an open file."""
+    events = 0
+    try:
+        writer = _JsonLines(file) if kind is Format.JSONL else _Parquet(file, queue, selection)
+        for piece in queue.slices(selection, advance):
+            writer.write(piece)
+            events += len(piece.offsets)
+        writer.close()
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise ExportRefused(f"not possible as {kind}: {error}; try --format jsonl") from error
+    return Exported(events, queue.unreadable(selection))
+
+
+class _JsonLines:
+    """One JSON object a line."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def write(self, piece: Slice) -> None:
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows(piece)]
+        self._file.write("\n".join([*lines, ""]).encode())
+
+    def close(self) -> None:
+        self._file.flush()
+
+
+class _Parquet:
+    """All columns with their types, after ``offset``, and ``settled`` where that can differ."""
+
+    def __init__(self, file: BinaryIO, queue: Inspected, selection: Selection) -> None:
+        self._columns = queue.schema
+        ours: list[pa.Field[Any]] = [pa.field(OFFSET, pa.int64(), nullable=False)]
+        if selection.settled:
+            ours.append(pa.field(SETTLED, pa.bool_(), nullable=False))
+        renamed = [field.with_name(column_name(field.name)) for field in self._columns]
+        self._schema = pa.schema([*ours, *renamed])
+        self._writer = pq.ParquetWriter(file, self._schema, compression="zstd")
+        self._group: list[pa.RecordBatch] = []
+        self._events = self._bytes = 0
+
+    def write(self, piece: Slice) -> None:
+        block = conform(piece.block, self._columns).select(self._columns.names)
+        count = block.num_rows
+        arrays: list[pa.Array[Any]] = [pa.array(piece.offsets)]
+        if SETTLED in self._schema.names:
+            arrays.append(pa.array([piece.settled] * count, pa.bool_()))
+        arrays += block.columns
+        self._group.append(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+        self._events += count
+        self._bytes += block.nbytes
+        if self._events >= GROUP_EVENTS or self._bytes >= GROUP_BYTES:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        if self._group:
+            self._writer.write_table(pa.Table.from_batches(self._group, self._schema))
+        self._group, self._events, self._bytes = [], 0, 0
+
+
+@contextmanager
+def _replacing(target: Path, *, force: bool) -> Iterator[BinaryIO]:
+    """A file that takes the target's place when all has gone well."""
+    _may_write(target, force=force)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        _may_write(target, force=force)
+        partial.replace(target)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            partial.unlink()
+
+
+def _may_write(target: Path, *, force: bool) -> None:
+    if target.exists() and not target.is_file():
+        raise ExportRefused(f"{target}: is not a regular file; use - for the standard output")
+    if target.exists() and not force:
+        raise ExportRefused(f"{target}: exists already; use --force to replace it")

@@ -1,0 +1,63 @@
+"""The benchmarks run and name their figures. How fast they are is for ``make bench`` to say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("persistqueue", reason="needs the bench extra")
+
+ROOT = Path(__file__).parents[2]
+FIGURES = {
+    "publish_one_us",
+    "publish_block_us",
+    "disk_write_ratio",
+    "disk_read_ratio",
+    "group_commit_ratio",
+    "synced_write_ratio",
+    "recovery_ratio",
+    "proxy_memory_ratio",
+    "vs_persist_queue",
+    "vs_sqlite",
+}
+
+
+def test_queues_names_its_figures(tmp_path: Path) -> None:
+    saved = tmp_path / "outcome.json"
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.queues", "--quick", "--json", "--scale", "0.005"),
+            *("--directory", str(tmp_path), "--save", str(saved)),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    figures = json.loads(run.stdout.splitlines()[-1])
+    assert figures.keys() >= FIGURES
+    assert all(value > 0 for value in figures.values()), figures
+
+
+def test_the_report_shows_every_figure_and_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="needs the bench extra")
+    from benchmarks import report
+    from benchmarks.outcome import Cell, Figure, Outcome, Table
+
+    monkeypatch.setattr(report, "IMAGES", tmp_path)
+    missed = Figure("some_ratio", 0.5, 0.4, 0.6, "one / the other", at_least=0.7)
+    table = Table("A race", "events/s", ["100 B"], {"tortoise": [Cell(2, 1, 3)], "hare": [None]})
+
+    text = report.page({"queues": Outcome([missed], [table])}, quick=True)
+
+    assert "| `some_ratio` | 0.5 | 0.4–0.6 | ≥ 0.7 ✗ | one / the other |" in text
+    assert "| tortoise | 2 (1–3) |" in text
+    assert "| hare | – |" in text
+    assert (tmp_path / "queues-a-race.svg").exists()

@@ -1,0 +1,374 @@
+"""Do producers hear of exactly their own events, in publish order, never early?"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from tests.contract.harness import (
+    Acks,
+    Harness,
+    Task,
+    assert_never,
+    follow,
+    numbered,
+    publish_all,
+    values_of,
+    wait_until,
+)
+from turnlane.errors import QueueClosed
+from turnlane.events import block_of
+from turnlane.queues.contract import Ack, AckLevel, Batch, Durability, Queue
+from turnlane.queues.kinds import ON_DISK, Kind
+
+LEVELS = list(AckLevel)
+
+
+def take(queue: Queue, batches: int, each: int = 1) -> list[Batch]:
+    """So many batches of ``each`` events."""
+    return [queue.get(each) for _ in range(batches)]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_event_is_acked_once_at_the_level_asked_for(every: Harness, level: AckLevel) -> None:
+    """Counts are exact, and every ack names the level and where it ends."""
+    queue = every.open()
+    producer, acks = follow(queue, level)
+    publish_all(producer, numbered(0, 5))
+    producer.publish_block(block_of(numbered(5, 9)))
+    every.receive(queue, 9)
+    acks.wait_for(9)
+    assert {ack.level for ack in acks.told} == {level}
+    assert acks.dropped == 0
+    ends = [ack.end for ack in acks.told]
+    assert ends == sorted(set(ends))
+    assert ends[-1] == 9
+
+
+def test_accepted_is_acked_without_a_consumer(buffering: Harness) -> None:
+    """What the queue holds is accepted, whatever becomes of it."""
+    queue = buffering.open()
+    producer, acks = follow(queue, AckLevel.ACCEPTED)
+    publish_all(producer, numbered(0, 3))
+    acks.wait_for(3)
+
+
+def test_delivered_is_acked_only_when_done(buffering: Harness) -> None:
+    """Neither publishing nor handing out acks anything; settling does."""
+    queue = buffering.open()
+    producer, acks = follow(queue, AckLevel.DELIVERED)
+    producer.publish(b"one")
+    batch = queue.get()
+    assert_never(lambda: bool(acks.told), "an early ack")
+    batch.done()
+    acks.wait_for(1)
+
+
+def test_dead_events_are_acked_too(buffering: Harness) -> None:
+    """A dead letter is kept by its consumer, so its producer need not worry either."""
+    queue = buffering.open()
+    producer, acks = follow(queue, AckLevel.DELIVERED)
+    producer.publish(b"one")
+    queue.get().dead()
+    acks.wait_for(1)
+    assert acks.dropped == 0
+
+
+def test_a_direct_consumers_dead_letters_are_acked_too(direct: Harness) -> None:
+    """A consumer that keeps an event as dead letter has taken it off the publisher's hands."""
+    queue = direct.open(consumer=lambda batch: batch.dead())
+    producer, acks = follow(queue)
+    assert producer.publish(b"one")
+    acks.wait_for(1)
+    assert queue.stats().ledger.dead == 1
+
+
+def test_batches_done_in_reverse_are_acked_in_publish_order(buffering: Harness) -> None:
+    """As long as the oldest batch is out, nobody hears of the later ones."""
+    queue = buffering.open()
+    producer, acks = follow(queue)
+    producer.publish_block(block_of(numbered(0, 20)))
+    batches = take(queue, 10, 2)
+    for batch in batches[1:]:
+        batch.free()
+        assert len(batch) == 2
+        batch.done()
+    assert_never(lambda: bool(acks.told), "an ack out of order")
+    batches[0].done()
+    acks.wait_for(20)
+
+
+def test_batches_done_in_any_order_are_acked_up_to_the_first_gap(buffering: Harness) -> None:
+    """Acks go as far as everything before is done, and no further."""
+    queue = buffering.open()
+    producer, acks = follow(queue)
+    batches = []
+    for value in numbered(0, 6):
+        producer.publish(value)
+        batches.append(queue.get())  # one by one, so that a proxy sends them one by one too
+        assert values_of(batches[-1]) == [value]
+    for at, expected in ((1, 0), (0, 2), (3, 2), (5, 2), (2, 4), (4, 6)):
+        batches[at].done()
+        acks.wait_for(expected)
+
+
+def test_counts_are_exact_for_each_of_several_producers(buffering: Harness) -> None:
+    """Producers that publish in turns each hear of their own events only."""
+    queue = buffering.open()
+    one, acks_of_one = follow(queue)
+    other, acks_of_other = follow(queue)
+    for turn in range(12):
+        one.publish(b"one")
+        if turn % 3 == 0:
+            other.publish_block(block_of([b"other"] * 2))
+    buffering.receive(queue, 20)
+    acks_of_one.wait_for(12)
+    acks_of_other.wait_for(8)
+    assert acks_of_one.count + acks_of_other.count == queue.stats().ledger.delivered
+
+
+def test_producers_without_callback_do_not_disturb_those_with(every: Harness) -> None:
+    """Events nobody asked about are in nobody's count."""
+    queue = every.open()
+    quiet = queue.producer()
+    producer, acks = follow(queue)
+    for _ in range(5):
+        quiet.publish(b"quiet")
+        producer.publish(b"heard")
+    quiet.publish(b"quiet")
+    every.receive(queue, 11)
+    acks.wait_for(5)
+    assert acks.told[-1].end <= 11
+
+
+def test_producers_may_share_a_callback(every: Harness) -> None:
+    """Two producers with one callback make two series of acks that add up."""
+    queue = every.open()
+    acks = Acks()
+    one = queue.producer(ack="delivered", on_ack=acks)
+    other = queue.producer(ack="delivered", on_ack=acks)
+    for _ in range(4):
+        one.publish(b"one")
+        other.publish(b"other")
+    every.receive(queue, 8)
+    acks.wait_for(8)
+
+
+def test_each_producer_has_its_own_level(disk: Harness) -> None:
+    """Producers of one queue may hear of acceptance, persistence and delivery side by side."""
+    queue = disk.open()
+    told = {level: follow(queue, level) for level in LEVELS}
+    for producer, _ in told.values():
+        producer.publish(b"one")
+    told[AckLevel.ACCEPTED][1].wait_for(1)
+    told[AckLevel.PERSISTED][1].wait_for(1)
+    assert not told[AckLevel.DELIVERED][1].told
+    disk.receive(queue, 3)
+    told[AckLevel.DELIVERED][1].wait_for(1)
+
+
+def test_persisted_is_acked_when_it_is_true(every: Harness) -> None:
+    """A queue that keeps nothing on disk says persisted on delivery, and not before."""
+    queue = every.open()
+    producer, acks = follow(queue, AckLevel.PERSISTED)
+    producer.publish(b"one")
+    if not every.persists_by_itself:
+        assert_never(lambda: bool(acks.told), "an untrue ack")
+        every.receive(queue, 1)
+    acks.wait_for(1)
+
+
+def test_spilling_persists(disk_assisted: Harness) -> None:
+    """What a disk-assisted queue has moved to disk is persisted, though not delivered."""
+    queue = disk_assisted.open(size=4, high_watermark=3, low_watermark=0)
+    producer, acks = follow(queue, AckLevel.PERSISTED)
+    publish_all(producer, numbered(0, 4))
+    wait_until(lambda: acks.count >= 3, "acks for what was spilled")
+    assert disk_assisted.receive(queue, 4) == numbered(0, 4)
+    acks.wait_for(4)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_acks_say_what_stands_behind_them(every: Harness, level: AckLevel) -> None:
+    """The durability of an ack is the queue's own, never a better one."""
+    queue = every.open()
+    producer, acks = follow(queue, level)
+    producer.publish(b"one")
+    every.receive(queue, 1)
+    acks.wait_for(1)
+    expected = Durability.INTERVAL if every.kind in ON_DISK else Durability.MEMORY
+    assert acks.told[0].durability is expected
+
+
+@pytest.mark.parametrize("level", [AckLevel.PERSISTED, AckLevel.DELIVERED])
+@pytest.mark.parametrize("in_block", [False, True], ids=["event", "block"])
+def test_without_callback_publish_returns_when_the_level_is_reached(
+    every: Harness, level: AckLevel, in_block: bool
+) -> None:
+    """A producer that cannot be called back waits instead."""
+    queue = every.open()
+    producer = queue.producer(ack=level)
+
+    def publish() -> bool:
+        if in_block:
+            return producer.publish_block(block_of([b"one"])).accepted == 1
+        return producer.publish(b"one")
+
+    publishing = Task(publish)
+    delivering = level is AckLevel.DELIVERED and every.kind is not Kind.DIRECT
+    if delivering or not every.persists_by_itself:
+        batch = queue.get()
+        assert_never(lambda: not publishing.running, "an early return")
+        batch.done()
+    assert publishing.result()
+
+
+def test_try_publish_never_waits_for_a_level(every: Harness) -> None:
+    """Not to block is the point of it, whatever the level."""
+    queue = every.open()
+    producer = queue.producer(ack="delivered")
+    assert producer.try_publish(b"one")
+    assert producer.try_publish_block(block_of([b"two"])) is not None
+    assert every.receive(queue, 2) == [b"one", b"two"]
+    assert producer.flush(timeout=10)
+
+
+def test_a_publish_that_waits_for_its_level_ends_at_close(buffering: Harness) -> None:
+    """Closed before it was acked: the publisher hears that, and not that all is well."""
+    queue = buffering.open()
+    producer = queue.producer(ack="delivered")
+    publishing = Task(lambda: producer.publish(b"one"))
+    wait_until(lambda: queue.stats().ledger.pending == 1)
+    queue.close()
+    with pytest.raises(QueueClosed):
+        publishing.result()
+
+
+def test_callbacks_run_on_a_thread_of_their_own(every: Harness) -> None:
+    """Neither the publisher's nor the consumer's thread is used for acks."""
+    queue = every.open()
+    threads: list[threading.Thread] = []
+    producer = queue.producer(
+        ack="delivered", on_ack=lambda _: threads.append(threading.current_thread())
+    )
+    producer.publish(b"one")
+    every.receive(queue, 1)
+    wait_until(lambda: bool(threads))
+    assert threads[0] is not threading.current_thread()
+    assert threads[0].name.startswith("turnlane-acks")
+
+
+def test_a_slow_callback_holds_nobody_up(every: Harness) -> None:
+    """While a callback is stuck, publishing, getting and settling go on."""
+    queue = every.open()
+    stuck, go_on = threading.Event(), threading.Event()
+    acks = Acks()
+
+    def slow(ack: Ack) -> None:
+        stuck.set()
+        assert go_on.wait(20)
+        acks(ack)
+
+    producer = queue.producer(ack="delivered", on_ack=slow)
+    producer.publish(b"000")
+    every.receive(queue, 1)
+    assert stuck.wait(20)
+    publish_all(producer, numbered(1, 50))
+    assert every.receive(queue, 49) == numbered(1, 50)
+    assert not acks.told
+    go_on.set()
+    acks.wait_for(50)
+
+
+def test_a_callback_that_raises_costs_no_other_ack(
+    every: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error is logged with the ack that was lost on it, and the next ack comes."""
+    queue = every.open()
+    acks = Acks()
+
+    def fail_once(ack: Ack) -> None:
+        if not acks.told:
+            acks(ack)
+            raise ZeroDivisionError
+        acks(ack)
+
+    producer = queue.producer(ack="delivered", on_ack=fail_once)
+    with caplog.at_level(logging.ERROR):
+        producer.publish(b"one")
+        every.receive(queue, 1)
+        acks.wait_for(1)
+        producer.publish(b"two")
+        every.receive(queue, 1)
+        acks.wait_for(2)
+    assert "ack callback" in caplog.text
+
+
+def test_a_callback_may_publish(every: Harness) -> None:
+    """An ack may be answered with another event, into the same queue."""
+    queue = every.open()
+    acks = Acks()
+
+    def answer(ack: Ack) -> None:
+        acks(ack)
+        if acks.count < 3:
+            producer.publish(b"again")
+
+    producer = queue.producer(ack="accepted", on_ack=answer)
+    producer.publish(b"first")
+    acks.wait_for(3)
+    assert every.receive(queue, 3) == [b"first", b"again", b"again"]
+
+
+def test_a_callback_may_wait_for_room(buffering: Harness) -> None:
+    """A callback blocked by a full queue is let in as everybody is."""
+    queue = buffering.open(size=1, stalled=True)
+    acks = Acks()
+    answered = threading.Event()
+
+    def answer(ack: Ack) -> None:
+        acks(ack)
+        if not answered.is_set():
+            queue.producer().publish(b"answer")
+            answered.set()
+
+    queue.producer(ack="accepted", on_ack=answer).publish(b"first")
+    wait_until(lambda: queue.stats().blocked_publishers == 1)
+    buffering.resume()
+    assert buffering.receive(queue, 2) == [b"first", b"answer"]
+    assert answered.wait(20)
+
+
+def test_a_callback_may_close_the_queue(every: Harness) -> None:
+    """Closing from a callback neither deadlocks nor acks anything more."""
+    queue = every.open()
+    closed = threading.Event()
+    acks = Acks()
+
+    def close(ack: Ack) -> None:
+        acks(ack)
+        queue.close()
+        closed.set()
+
+    queue.producer(ack="accepted", on_ack=close).publish(b"one")
+    assert closed.wait(20)
+    with pytest.raises(QueueClosed):
+        queue.producer().publish(b"two")
+    assert acks.count == 1
+
+
+def test_a_callback_may_close_the_queue_and_wait_for_it_to_drain(buffering: Harness) -> None:
+    """A draining close from a callback waits for consumers, who go on."""
+    queue = buffering.open()
+    closed = threading.Event()
+
+    def close(_: Ack) -> None:
+        queue.close(drain=True, timeout=20)
+        closed.set()
+
+    queue.producer(ack="accepted", on_ack=close).publish(b"one")
+    assert buffering.receive(queue, 1) == [b"one"]
+    assert closed.wait(20)
+    assert queue.stats().ledger.delivered == 1

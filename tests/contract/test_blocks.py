@@ -1,0 +1,293 @@
+"""Which blocks does a queue take, and do they come out as they went in?"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from tests.contract.harness import (
+    Harness,
+    Task,
+    follow,
+    line_up,
+    numbered,
+    publish_all,
+    wait_until,
+)
+from turnlane.errors import EventTooLarge, QueueFull, SchemaMismatch
+from turnlane.events import BASE_SCHEMA, Block, block_of, join
+from turnlane.queues.contract import Batch, Queue
+from turnlane.queues.kinds import Kind
+
+
+def with_columns(values: list[bytes], **columns: Any) -> Block:
+    """A block with further columns."""
+    block = block_of(values, timestamps=0)
+    for name, column in columns.items():
+        block = block.append_column(name, column)
+    return block
+
+
+class Receiver:
+    """Takes blocks out of a queue of any kind."""
+
+    def __init__(self, harness: Harness, **knobs: Any) -> None:
+        self._blocks: list[Block] = []
+        self._is_direct = harness.kind is Kind.DIRECT
+        if self._is_direct:
+            knobs["consumer"] = self._take
+        self.queue: Queue = harness.open(**knobs)
+
+    def _take(self, batch: Batch) -> None:
+        self._blocks.append(batch.block)
+
+    def receive(self, count: int) -> Block:
+        """The next ``count`` events as one block."""
+        while sum(block.num_rows for block in self._blocks) < count:
+            assert not self._is_direct
+            with self.queue.get(count, timeout=20) as batch:
+                self._take(batch)
+        blocks, self._blocks = self._blocks, []
+        return join(blocks)
+
+
+def test_a_published_block_says_where_it_went(every: Harness) -> None:
+    """The first offset, how many were taken, and nothing dropped or repeated."""
+    queue = every.open()
+    producer = queue.producer()
+    assert producer.publish_block(block_of(numbered(0, 3))) == (0, 3, 0, 0)
+    assert producer.try_publish_block(block_of(numbered(3, 5))) == (3, 2, 0, 0)
+    assert every.receive(queue, 5) == numbered(0, 5)
+
+
+def test_a_block_larger_than_the_queue_goes_in_piece_by_piece(buffering: Harness) -> None:
+    """The publisher waits for room for each piece, and order holds."""
+    queue = buffering.open(size=3)
+    producer, acks = follow(queue)
+    publishing = Task(lambda: producer.publish_block(block_of(numbered(0, 20))))
+    assert buffering.receive(queue, 20) == numbered(0, 20)
+    published = publishing.result()
+    assert (published.first, published.accepted) == (0, 20)
+    acks.wait_for(20)
+
+
+def test_a_block_with_more_bytes_than_the_queue_goes_in_piece_by_piece(buffering: Harness) -> None:
+    """The bound in bytes cuts a block as the one in events does, uneven events included."""
+    queue = buffering.open(max_bytes=1300)
+    values = [b"%02d" % n * (n * n) for n in range(25)]
+    producer = queue.producer()
+    publishing = Task(lambda: producer.publish_block(block_of(values)))
+    assert buffering.receive(queue, 25) == values
+    assert publishing.result().accepted == 25
+
+
+def test_a_large_block_may_run_out_of_time(buffering: Harness) -> None:
+    """The timeout is for the whole block; the pieces that went in are in."""
+    queue = buffering.open(size=4, stalled=True)
+    started = time.monotonic()
+    with pytest.raises(QueueFull):
+        queue.producer().publish_block(block_of(numbered(0, 20)), timeout=0.1)
+    assert 0.09 <= time.monotonic() - started < 10
+    inside = queue.stats().ledger.accepted
+    assert 0 < inside <= 4
+    buffering.resume()
+    assert buffering.receive(queue, inside) == numbered(0, inside)
+
+
+def test_nobody_comes_between_a_block_that_fits(buffering: Harness) -> None:
+    """A block no larger than the queue goes in as one, wherever it stood in line."""
+    queue = buffering.open(size=4, stalled=True)
+    publish_all(queue.producer(), numbered(0, 2))
+    blocks = [block_of([b"%c" % name] * 3) for name in b"abcd"]
+    publishing = line_up(
+        queue,
+        *(lambda block=block: queue.producer().publish_block(block) for block in blocks),
+    )
+    buffering.resume()
+    expected = [*numbered(0, 2), *(value for value in (b"a", b"b", b"c", b"d") for _ in range(3))]
+    assert buffering.receive(queue, 14) == expected
+    assert all(task.result().accepted == 3 for task in publishing)
+
+
+def test_try_publish_block_is_all_or_nothing(buffering: Harness) -> None:
+    """Without blocking, a block goes in whole or not at all."""
+    queue = buffering.open(size=4, stalled=True)
+    producer = queue.producer()
+    publish_all(producer, numbered(0, 2))
+    assert producer.try_publish_block(block_of(numbered(2, 5))) is None
+    assert queue.stats().ledger.accepted == 2
+    assert producer.try_publish_block(block_of(numbered(2, 4))) is not None
+    assert producer.try_publish_block(block_of([b"no"])) is None
+    buffering.resume()
+    assert buffering.receive(queue, 4) == numbered(0, 4)
+
+
+def test_a_block_that_can_never_go_in_at_once_is_refused_by_try(buffering: Harness) -> None:
+    """Trying again would never help, so it is EventTooLarge and not None."""
+    queue = buffering.open(size=4, max_bytes=10_000)
+    producer = queue.producer()
+    with pytest.raises(EventTooLarge):
+        producer.try_publish_block(block_of(numbered(0, 5)))
+    with pytest.raises(EventTooLarge):
+        producer.try_publish_block(block_of([b"x" * 9_000] * 2))
+
+
+def test_a_block_with_an_event_too_large_is_refused(every: Harness) -> None:
+    """One event beyond ``max_event_bytes`` refuses the piece that it is in, at once."""
+    queue = every.open(max_event_bytes=200)
+    producer = queue.producer()
+    block = block_of([b"x" * 10, b"x" * 1000, b"x" * 10])
+    for publish_block in (producer.publish_block, producer.try_publish_block):
+        with pytest.raises(EventTooLarge):
+            publish_block(block)
+    assert queue.stats().ledger.accepted == 0
+
+
+def test_an_empty_block_is_nothing(every: Harness) -> None:
+    """Publishing no events succeeds, takes no offset, and nobody hears of it."""
+    queue = every.open()
+    producer, acks = follow(queue)
+    for publish_block in (producer.publish_block, producer.try_publish_block):
+        published = publish_block(block_of([]))
+        assert published is not None
+        assert (published.accepted, published.dropped, published.repeated) == (0, 0, 0)
+    assert producer.publish(b"one")
+    assert every.receive(queue, 1) == [b"one"]
+    acks.wait_for(1)
+    assert queue.stats().ledger.accepted == 1
+
+
+def test_extra_columns_are_kept(every: Harness) -> None:
+    """Columns that a parse or transform added come out by name and type."""
+    receiver = Receiver(every)
+    status = pa.array([200, None], pa.int32())
+    tags = pa.array([["a"], []], pa.list_(pa.string()))
+    block = with_columns(numbered(0, 2), status=status, tags=tags)
+    receiver.queue.producer().publish_block(block)
+    received = receiver.receive(2)
+    assert received.schema.names == [*BASE_SCHEMA.names, "status", "tags"]
+    assert received.column("status").equals(status)
+    assert received.column("tags").to_pylist() == [["a"], []]
+
+
+def test_blocks_of_different_columns_follow_each_other(buffering: Harness) -> None:
+    """Where a batch has blocks with and without a column, it is null where it was missing."""
+    receiver = Receiver(buffering)
+    producer = receiver.queue.producer()
+    one = pa.array([1], pa.int32())
+    producer.publish_block(with_columns([b"000"], one=one))
+    producer.publish(b"001")
+    producer.publish_block(with_columns([b"002"], other=pa.array(["x"])))
+    received = receiver.receive(3)
+    assert received.column("value").to_pylist() == numbered(0, 3)
+    assert received.column("one").to_pylist() == [1, None, None]
+    assert received.column("other").to_pylist() == [None, None, "x"]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        pa.record_batch({"value": ["text"]}),
+        pa.record_batch({"value": [b"x"], "severity": [1]}),
+        pa.record_batch({"value": [b"x"], "extra": pa.array(["x"]).dictionary_encode()}),
+        pa.record_batch({"value": [b"x"], "extra": pa.nulls(1)}),
+        pa.record_batch([pa.array([b"x"]), pa.array([b"y"])], names=["value", "value"]),
+    ],
+    ids=["value-text", "severity-int64", "dictionary", "null-type", "twice"],
+)
+def test_a_block_with_wrong_columns_is_refused(every: Harness, block: Block) -> None:
+    """What does not fit the schema is the publisher's mistake, and leaves no trace."""
+    queue = every.open()
+    producer = queue.producer()
+    for publish_block in (producer.publish_block, producer.try_publish_block):
+        with pytest.raises(SchemaMismatch):
+            publish_block(block)
+    producer.publish(b"one")
+    assert every.receive(queue, 1) == [b"one"]
+    assert queue.stats().ledger.accepted == 1
+
+
+def test_a_column_keeps_its_type(buffering: Harness) -> None:
+    """A column that the queue has seen with one type is refused with another."""
+    queue = buffering.open()
+    producer = queue.producer()
+    producer.publish_block(with_columns([b"000"], extra=pa.array([1], pa.int32())))
+    with pytest.raises(SchemaMismatch, match="extra"):
+        producer.publish_block(with_columns([b"no"], extra=pa.array(["x"])))
+    producer.publish_block(with_columns([b"001"], extra=pa.array([2], pa.int32())))
+    assert buffering.receive(queue, 2) == numbered(0, 2)
+
+
+def test_a_refused_block_decides_no_types(buffering: Harness) -> None:
+    """A block that did not go in has no say about the columns of those that do."""
+    queue = buffering.open()
+    producer = queue.producer()
+    producer.publish_block(with_columns([b"000"], known=pa.array([1], pa.int32())))
+    wrong = with_columns([b"no"], fresh=pa.array([1], pa.int32()), known=pa.array(["x"]))
+    with pytest.raises(SchemaMismatch):
+        producer.publish_block(wrong)
+    producer.publish_block(with_columns([b"001"], fresh=pa.array(["text"])))
+    assert buffering.receive(queue, 2) == numbered(0, 2)
+
+
+def test_a_direct_queue_has_no_types_to_keep(direct: Harness) -> None:
+    """Where nothing is kept, blocks need not fit each other."""
+    queue = direct.open()
+    producer = queue.producer()
+    producer.publish_block(with_columns([b"000"], extra=pa.array([1], pa.int32())))
+    producer.publish_block(with_columns([b"001"], extra=pa.array(["x"])))
+    assert direct.receive(queue, 2) == numbered(0, 2)
+
+
+def test_a_slice_of_a_block_is_a_block(every: Harness) -> None:
+    """What lies outside the slice neither comes along nor takes room."""
+    receiver = Receiver(every)
+    block = with_columns(numbered(0, 1000), extra=pa.array(range(1000), pa.int64()))
+    receiver.queue.producer().publish_block(block.slice(500, 3))
+    assert receiver.queue.stats().bytes < 1000
+    received = receiver.receive(3)
+    assert received.column("value").to_pylist() == numbered(500, 503)
+    assert received.column("extra").to_pylist() == [500, 501, 502]
+
+
+def test_null_columns_stay_null(every: Harness) -> None:
+    """Nulls in any column, the value included, come out as nulls."""
+    receiver = Receiver(every)
+    block = pa.RecordBatch.from_pylist([{}, {"value": b""}, {"key": "k"}], schema=BASE_SCHEMA)
+    receiver.queue.producer().publish_block(block)
+    assert receiver.receive(3).to_pylist() == block.to_pylist()
+
+
+def test_a_block_need_not_have_all_columns(every: Harness) -> None:
+    """Base columns left out are null on the way out, the timestamp apart."""
+    receiver = Receiver(every)
+    receiver.queue.producer().publish_block(pa.record_batch({"key": ["a", "b"]}))
+    received = receiver.receive(2)
+    assert received.column("key").to_pylist() == ["a", "b"]
+    assert received.column("value").null_count == 2
+    assert received.column("timestamp").null_count == 0
+
+
+def test_what_a_publisher_does_with_its_block_afterwards_is_its_own_affair(
+    every: Harness,
+) -> None:
+    """Blocks are immutable, so the same one may be published again and again."""
+    queue = every.open()
+    producer = queue.producer()
+    block = block_of(numbered(0, 3))
+    for _ in range(3):
+        producer.publish_block(block)
+    assert every.receive(queue, 9) == numbered(0, 3) * 3
+
+
+def test_values_of_any_bytes_pass_unchanged(every: Harness) -> None:
+    """Zeros, invalid text, empty and long values are all just bytes."""
+    queue = every.open()
+    values = [b"", b"\x00", b"\xff\xfe", bytes(range(256)), b"x" * 300_000, b"\n"]
+    publish_all(queue.producer(), values)
+    queue.producer().publish_block(block_of(values))
+    assert every.receive(queue, 12) == values * 2
+    wait_until(lambda: queue.stats().ledger.delivered == 12)

@@ -1,0 +1,356 @@
+"""What does closing do to publishers, to consumers, and to what is left?"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tests.contract.harness import (
+    NOTICEABLE,
+    PATIENCE,
+    Acks,
+    Harness,
+    ProxyHarness,
+    Task,
+    assert_never,
+    follow,
+    line_up,
+    numbered,
+    publish_all,
+    wait_until,
+)
+from turnlane.errors import QueueClosed, QueueEmpty
+from turnlane.events import block_of
+from turnlane.queues.contract import AckLevel, Batch, Outcome, Queue
+from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.kinds import ON_DISK, Kind
+from turnlane.queues.portion import Portion
+
+PUBLISHERS = 50
+
+
+@pytest.mark.parametrize("end", ["close", "finish"])
+def test_publishing_after_the_end_raises(every: Harness, end: str) -> None:
+    """All four ways of publishing say QueueClosed, and none of them blocks."""
+    queue = every.open()
+    producer = queue.producer()
+    getattr(queue, end)()
+    for publish in (producer.publish, producer.try_publish, queue.producer().publish):
+        with pytest.raises(QueueClosed):
+            publish(b"late")
+    for publish_block in (producer.publish_block, producer.try_publish_block):
+        with pytest.raises(QueueClosed):
+            publish_block(block_of([b"late"]))
+    assert queue.stats().ledger.accepted == 0
+
+
+@pytest.mark.parametrize("end", ["close", "finish"])
+def test_blocked_publishers_are_woken_by_the_end(buffering: Harness, end: str) -> None:
+    """Whoever stands in line is sent away with QueueClosed, and nothing of theirs went in."""
+    queue = buffering.open(size=1, stalled=True)
+    producer = queue.producer()
+    producer.publish(b"000")
+    blocked = line_up(
+        queue,
+        lambda: producer.publish(b"001"),
+        lambda: producer.publish(b"002", timeout=600),
+        lambda: producer.publish_block(block_of(numbered(3, 5))).accepted > 0,
+    )
+    ending = Task(getattr(queue, end))
+    for publisher in blocked:
+        with pytest.raises(QueueClosed):
+            publisher.result()
+    buffering.resume()
+    ending.result()
+    assert queue.stats().ledger.accepted == 1
+
+
+def test_a_publisher_slowed_down_is_woken_by_close(buffering: Harness) -> None:
+    """Flow control ends with the queue."""
+    queue = buffering.open(size=4, full_delay_mark=1, stalled=True)
+    queue.producer().publish(b"000")
+    patient = queue.producer(flow="full")
+    publishing = Task(lambda: patient.publish(b"001"))
+    assert_never(lambda: not publishing.running)
+    closing = Task(queue.close)
+    with pytest.raises(QueueClosed):
+        publishing.result()
+    buffering.resume()
+    closing.result()
+
+
+def test_close_twice_is_harmless(every: Harness) -> None:
+    """Neither a second close nor a finish after it does anything."""
+    queue = every.open()
+    queue.producer().publish(b"one")
+    queue.close()
+    ledger = queue.stats().ledger
+    queue.close()
+    queue.close(drain=True)
+    queue.finish()
+    assert queue.stats().ledger == ledger
+
+
+def test_a_queue_as_context_is_closed_at_the_end(every: Harness) -> None:
+    """Leaving the with-block closes the queue."""
+    with every.open() as queue:
+        queue.producer().publish(b"one")
+    with pytest.raises(QueueClosed):
+        queue.producer().publish(b"two")
+
+
+def test_nothing_is_acked_by_a_close(buffering: Harness) -> None:
+    """Events neither delivered nor saved are not reported as if they were."""
+    queue = buffering.open()
+    producer, acks = follow(queue, AckLevel.DELIVERED)
+    publish_all(producer, numbered(0, 3))
+    queue.get(1)
+    queue.close()
+    assert not acks.told
+
+
+def test_a_close_accounts_for_what_is_left(buffering: Harness) -> None:
+    """What was in memory is counted as dropped by the close; what is on disk is still pending."""
+    queue = buffering.open()
+    publish_all(queue.producer(), numbered(0, 3))
+    batch = queue.get(1)
+    queue.close()
+    ledger = queue.stats().ledger
+    assert ledger.delivered == 0
+    if buffering.kind in ON_DISK:
+        assert (ledger.pending, ledger.dropped) == (3, {})
+    else:
+        assert (ledger.pending, ledger.dropped) == (0, {"closed": 3})
+    batch.release()
+
+
+def test_without_saving_a_disk_assisted_queue_drops_what_is_in_memory(
+    disk_assisted: Harness,
+) -> None:
+    """With ``save_on_shutdown`` off, a close counts what it drops."""
+    queue = disk_assisted.open(save_on_shutdown=False)
+    publish_all(queue.producer(), numbered(0, 3))
+    queue.close()
+    assert queue.stats().ledger.dropped == {"closed": 3}
+
+
+def test_done_after_close_is_refused(keeping: Harness) -> None:
+    """A batch that outlives its queue cannot be settled, and its consumer hears that."""
+    queue = keeping.open()
+    producer, acks = follow(queue)
+    producer.publish(b"one")
+    batch = queue.get()
+    queue.close()
+    for settle in (batch.done, batch.dead):
+        with pytest.raises(QueueClosed):
+            settle()
+    batch.release()
+    batch.free()
+    assert not acks.told
+
+
+def test_done_after_close_of_a_proxy_reaches_the_node(proxy: Harness) -> None:
+    """A proxy's batches are its node's, and the node is still there."""
+    queue = proxy.open()
+    queue.producer().publish(b"one")
+    batch = queue.get()
+    queue.close()
+    batch.done()
+    assert isinstance(proxy, ProxyHarness)
+    assert proxy.nodes[0].stats().ledger.delivered == 1
+
+
+def test_a_draining_close_waits_for_consumers(buffering: Harness) -> None:
+    """Publishing ends at once, consuming goes on until everything is settled."""
+    queue = buffering.open()
+    producer, acks = follow(queue)
+    publish_all(producer, numbered(0, 5))
+    closing = Task(lambda: queue.close(drain=True, timeout=PATIENCE))
+    values = buffering.receive(queue, 2)
+    assert_never(lambda: not closing.running, "an early end")
+    with pytest.raises(QueueClosed):
+        producer.publish(b"late")
+    values += buffering.receive(queue, 3)
+    closing.result()
+    assert values == numbered(0, 5)
+    assert acks.count == 5
+    assert queue.stats().ledger.delivered == 5
+
+
+def test_a_draining_close_gives_up_after_its_timeout(buffering: Harness) -> None:
+    """A consumer that never finishes delays a close by the timeout and no more."""
+    queue = buffering.open(shutdown_timeout="600s")
+    publish_all(queue.producer(), numbered(0, 2))
+    started = time.monotonic()
+    queue.close(drain=True, timeout=0.1)
+    assert 0.1 <= time.monotonic() - started < PATIENCE
+    ledger = queue.stats().ledger
+    assert ledger.pending + sum(ledger.dropped.values()) == 2
+
+
+def test_a_draining_close_gives_up_after_shutdown_timeout(buffering: Harness) -> None:
+    """Without a timeout of its own, a draining close has the queue's."""
+    queue = buffering.open(shutdown_timeout="50ms")
+    queue.producer().publish(b"one")
+    started = time.monotonic()
+    queue.close(drain=True)
+    assert 0.05 <= time.monotonic() - started < PATIENCE
+    assert queue.stats().ledger.delivered == 0
+
+
+def test_a_draining_close_of_an_empty_queue_returns_at_once(every: Harness) -> None:
+    """There is nothing to wait for."""
+    queue = every.open(shutdown_timeout="600s")
+    queue.producer().publish(b"one")
+    every.receive(queue, 1)
+    Task(lambda: queue.close(drain=True)).result()
+    assert queue.stats().ledger.delivered == 1
+
+
+def test_a_forced_close_ends_a_draining_one(buffering: Harness) -> None:
+    """Whoever cannot wait any longer closes again, without draining."""
+    queue = buffering.open()
+    queue.producer().publish(b"one")
+    draining = Task(lambda: queue.close(drain=True, timeout=600))
+    assert_never(lambda: not draining.running)
+    queue.close()
+    draining.result()
+    with pytest.raises(QueueClosed):
+        queue.get()
+
+
+def test_a_direct_close_waits_for_a_running_consumer_only_if_asked_to(direct: Harness) -> None:
+    """A draining close waits for the consumer's call, a forced one does not."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def consume(batch: Batch) -> None:
+        entered.set()
+        assert go_on.wait(PATIENCE)
+
+    queue = direct.open(consumer=consume)
+    producer, acks = follow(queue)
+    publishing = Task(lambda: producer.publish(b"one"))
+    assert entered.wait(PATIENCE)
+    queue.close()
+    draining = Task(lambda: queue.close(drain=True, timeout=PATIENCE))
+    assert_never(lambda: not draining.running)
+    assert queue.stats().ledger.pending == 1
+    go_on.set()
+    assert publishing.result()
+    draining.result()
+    acks.wait_for(1)
+
+
+def test_a_direct_consumer_may_close_its_queue(direct: Harness) -> None:
+    """Closing from within the consumer does not deadlock, and the event is delivered."""
+
+    def close(batch: Batch) -> None:
+        queue.close()
+
+    queue = direct.open(consumer=close)
+    producer, acks = follow(queue)
+    assert producer.publish(b"last")
+    acks.wait_for(1)
+
+
+def consume_until_closed(queue: Queue) -> None:
+    """Settle whatever comes until the queue is closed."""
+    while True:
+        try:
+            queue.get(7).done()
+        except QueueClosed:
+            return
+
+
+def publish_until_closed(queue: Queue, acks: Acks) -> int:
+    """Publish until refused; returns how many events were taken."""
+    producer = queue.producer(ack="delivered", on_ack=acks)
+    published = 0
+    try:
+        while True:
+            published += producer.publish(b"one")
+            published += producer.publish_block(block_of([b"two", b"three"])).accepted
+    except QueueClosed:
+        return published
+
+
+@pytest.mark.parametrize("drain", [False, True], ids=["forced", "draining"])
+def test_publishers_racing_close_know_what_became_of_their_events(
+    every: Harness, drain: bool
+) -> None:
+    """With fifty publishers at close, published = acked + what the ledger says is lost or left."""
+    waits = every.kind is not Kind.DIRECT
+    bounds: dict[str, Any] = {"size": 100} if waits else {}
+    queue = every.open(**bounds)
+    heard = [Acks() for _ in range(PUBLISHERS)]
+    publishers = [Task(lambda acks=acks: publish_until_closed(queue, acks)) for acks in heard]  # type: ignore[misc]
+    consumer = Task(lambda: consume_until_closed(queue)) if waits else None
+    wait_until(lambda: queue.stats().ledger.delivered > 300, "some traffic")
+    queue.close(drain=drain, timeout=PATIENCE)
+    published = sum(publisher.result() for publisher in publishers)
+    if consumer is not None:
+        consumer.result()
+    ledger = queue.stats().ledger
+    known_lost = sum(ledger.dropped.values()) + ledger.pending
+    wait_until(lambda: sum(acks.count for acks in heard) + known_lost >= published, "all acks")
+    assert sum(acks.count for acks in heard) + known_lost == published == ledger.accepted
+    if drain:
+        assert known_lost == 0
+    assert sum(acks.dropped for acks in heard) == 0
+
+
+def test_a_done_under_way_at_close_counts(
+    keeping: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A close waits for a done that is being recorded, so that it is not lost and acked at once."""
+    queue = keeping.open()
+    assert isinstance(queue, HoldingQueue)
+    record, recording, go_on = queue.record_settled, threading.Event(), threading.Event()
+
+    def record_slowly(portion: Portion, outcome: Outcome) -> None:
+        recording.set()
+        assert go_on.wait(PATIENCE)
+        record(portion, outcome)
+
+    monkeypatch.setattr(queue, "record_settled", record_slowly)
+    producer, acks = follow(queue)
+    producer.publish(b"one")
+    settling = Task(queue.get().done)
+    assert recording.wait(PATIENCE)
+    closing = Task(queue.close)
+    assert_never(lambda: not closing.running, "an end before done was recorded")
+    go_on.set()
+    settling.result()
+    closing.result()
+    assert queue.stats().ledger.delivered == acks.count == 1
+
+
+@pytest.mark.parametrize("consumers", [1, 4])
+def test_a_done_that_races_close_counts_if_it_returns(keeping: Harness, consumers: int) -> None:
+    """Every done that returned is delivered in the ledger; every one that raised is not."""
+    for _ in range(5):
+        queue = keeping.open()
+        producer, acks = follow(queue)
+        publish_all(producer, numbered(0, 200))
+        settling = [Task(lambda queue=queue: settle_one_by_one(queue)) for _ in range(consumers)]  # type: ignore[misc]
+        wait_until(lambda queue=queue: queue.stats().ledger.delivered > 0)  # type: ignore[misc]
+        queue.close()
+        done = sum(task.result() for task in settling)
+        assert queue.stats().ledger.delivered == done
+        assert acks.count <= done
+        if consumers == 1:  # in order, so that none is held back by an older one
+            assert acks.count == done
+
+
+def settle_one_by_one(queue: Queue) -> int:
+    """Settle single events until the queue is closed or empty; returns how many it did."""
+    done = 0
+    while True:
+        try:
+            queue.get(1, timeout=NOTICEABLE).done()
+            done += 1
+        except (QueueClosed, QueueEmpty):
+            return done

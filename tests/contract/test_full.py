@@ -1,0 +1,294 @@
+"""What happens at the bound, and in which order do publishers get past it?"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.contract.harness import (
+    Harness,
+    Task,
+    assert_never,
+    bytes_for,
+    follow,
+    line_up,
+    numbered,
+    publish_all,
+    wait_for_line,
+)
+from turnlane.errors import QueueFull
+from turnlane.events import block_of
+
+
+def test_the_bound_in_events_is_exact(buffering: Harness) -> None:
+    """A queue of four takes four events and not a fifth."""
+    queue = buffering.open(size=4, stalled=True)
+    producer = queue.producer()
+    publish_all(producer, numbered(0, 3))
+    assert producer.try_publish(b"003")
+    assert not producer.try_publish(b"004")
+    assert queue.stats().utilization == 1
+    buffering.resume()
+    assert buffering.receive(queue, 4) == numbered(0, 4)
+
+
+def test_the_bound_in_bytes_is_exact(buffering: Harness) -> None:
+    """Events fit to the last byte, and one byte more does not."""
+    values = [b"x" * 10, b"y" * 20, b"z" * 30]
+    queue = buffering.open(max_bytes=bytes_for(*values), stalled=True)
+    producer = queue.producer()
+    publish_all(producer, values[:2])
+    assert not producer.try_publish(b"z" * 31)
+    assert producer.try_publish(b"z" * 30)
+    assert queue.stats().bytes == bytes_for(*values)
+    assert not producer.try_publish(b"")
+    buffering.resume()
+    assert buffering.receive(queue, 3) == values
+
+
+def test_everything_of_an_event_counts_in_bytes(buffering: Harness) -> None:
+    """Key, source and headers take room as the value does."""
+    queue = buffering.open(max_bytes=1000, stalled=True)
+    producer = queue.producer()
+    producer.publish(b"value")
+    plain = queue.stats().bytes
+    producer.publish(b"value", "k" * 100, source="s" * 100, headers={"h" * 100: "v" * 100})
+    assert queue.stats().bytes - plain >= plain + 400
+
+
+def test_publish_blocks_at_the_bound_until_there_is_room(buffering: Harness) -> None:
+    """A publisher at a full queue waits, and its event goes in when another leaves."""
+    queue = buffering.open(size=2, stalled=True)
+    producer = queue.producer()
+    publish_all(producer, numbered(0, 2))
+    (blocked,) = line_up(queue, lambda: producer.publish(b"002"))
+    assert_never(lambda: not blocked.running, "the end of blocking")
+    buffering.resume()
+    assert buffering.receive(queue, 3) == numbered(0, 3)
+    assert blocked.result()
+    assert queue.stats().full_waits == 1
+
+
+def test_publish_blocks_at_the_bound_in_bytes(buffering: Harness) -> None:
+    """The bound in bytes makes publishers wait just as the one in events does."""
+    queue = buffering.open(max_bytes=bytes_for(b"000", b"001"), stalled=True)
+    producer = queue.producer()
+    publish_all(producer, numbered(0, 2))
+    (blocked,) = line_up(queue, lambda: producer.publish(b"002"))
+    buffering.resume()
+    assert buffering.receive(queue, 3) == numbered(0, 3)
+    assert blocked.result()
+
+
+def test_a_timed_publish_gives_up(buffering: Harness) -> None:
+    """After its timeout a blocked publish raises QueueFull and leaves nothing behind."""
+    queue = buffering.open(size=1, stalled=True)
+    producer = queue.producer()
+    producer.publish(b"000")
+    started = time.monotonic()
+    with pytest.raises(QueueFull):
+        producer.publish(b"never", timeout=0.05)
+    assert time.monotonic() - started >= 0.05
+    with pytest.raises(QueueFull):
+        producer.publish(b"never", timeout=0)
+    with pytest.raises(QueueFull):
+        producer.publish_block(block_of([b"never"]), timeout=0.01)
+    assert queue.stats().blocked_publishers == 0
+    waiting = Task(lambda: producer.publish(b"001", timeout=60))
+    buffering.resume()
+    assert buffering.receive(queue, 2) == numbered(0, 2)
+    assert waiting.result()
+
+
+def test_full_timeout_is_the_default_of_every_publish(buffering: Harness) -> None:
+    """The queue's own ``full_timeout`` ends a publish that names none."""
+    queue = buffering.open(size=1, full_timeout="20ms", stalled=True)
+    producer = queue.producer()
+    producer.publish(b"000")
+    with pytest.raises(QueueFull, match=r"0\.02"):
+        producer.publish(b"never")
+    with pytest.raises(QueueFull):
+        producer.publish_block(block_of([b"never"]))
+    waiting = Task(lambda: producer.publish(b"001", timeout=60))
+    wait_for_line(queue, 1)
+    buffering.resume()
+    assert buffering.receive(queue, 2) == numbered(0, 2)
+    assert waiting.result()
+
+
+def test_blocked_publishers_are_served_first_come_first_served(buffering: Harness) -> None:
+    """Publishers come in in the order in which they came to the line."""
+    queue = buffering.open(size=2, stalled=True)
+    producers = [queue.producer() for _ in range(8)]
+    publish_all(producers[0], numbered(0, 2))
+    blocked = line_up(
+        queue,
+        *(
+            lambda producer=producer, value=value: producer.publish(value)
+            for producer, value in zip(producers, numbered(2, 10), strict=True)
+        ),
+    )
+    buffering.resume()
+    assert buffering.receive(queue, 10) == numbered(0, 10)
+    assert all(publisher.result() for publisher in blocked)
+
+
+def test_nobody_overtakes_a_larger_block(buffering: Harness) -> None:
+    """A small event that would fit waits behind a block that does not."""
+    queue = buffering.open(size=4, stalled=True)
+    producer = queue.producer()
+    publish_all(producer, numbered(0, 3))
+    (large,) = line_up(queue, lambda: producer.publish_block(block_of(numbered(3, 6))))
+    (small,) = line_up(queue, lambda: producer.publish(b"006"))
+    assert not queue.producer().try_publish(b"never")
+    assert queue.producer().try_publish_block(block_of([b"never"])) is None
+    buffering.resume()
+    assert buffering.receive(queue, 7) == numbered(0, 7)
+    assert large.result().accepted == 3
+    assert small.result()
+
+
+def test_who_gives_up_makes_way_for_the_next(buffering: Harness) -> None:
+    """When a large block times out, a small event behind it that fits comes in at once."""
+    queue = buffering.open(size=4, stalled=True)
+    producer = queue.producer()
+    publish_all(producer, numbered(0, 3))
+    (large,) = line_up(
+        queue, lambda: producer.publish_block(block_of(numbered(50, 53)), timeout=0.3)
+    )
+    (small,) = line_up(queue, lambda: producer.publish(b"003"))
+    assert small.running
+    with pytest.raises(QueueFull):
+        large.result()
+    assert small.result()
+    buffering.resume()
+    assert buffering.receive(queue, 4) == numbered(0, 4)
+
+
+def test_many_publishers_push_through_a_small_queue(buffering: Harness) -> None:
+    """Ten times as many events as there is room for all arrive, each once."""
+    queue = buffering.open(size=2)
+    producer, acks = follow(queue)
+    publishers = [Task(lambda value=value: producer.publish(value)) for value in numbered(0, 20)]  # type: ignore[misc]
+    assert sorted(value or b"" for value in buffering.receive(queue, 20)) == numbered(0, 20)
+    assert all(publisher.result() for publisher in publishers)
+    acks.wait_for(20)
+
+
+def test_drop_newest_turns_the_newcomer_away(buffering: Harness) -> None:
+    """At a full queue the new event is dropped, counted, and publish says so."""
+    queue = buffering.open(size=2, full_behavior="drop_newest", stalled=True)
+    producer, acks = follow(queue)
+    publish_all(producer, numbered(0, 2))
+    assert not producer.publish(b"new")
+    assert not producer.try_publish(b"new")
+    assert queue.stats().ledger.dropped == {"newest": 2}
+    buffering.resume()
+    assert buffering.receive(queue, 2) == numbered(0, 2)
+    acks.wait_for(2)
+    assert acks.dropped == 0
+
+
+def test_drop_newest_takes_of_a_block_what_fits(buffering: Harness) -> None:
+    """The first events of a block fill the queue, and the rest is dropped."""
+    queue = buffering.open(size=4, full_behavior="drop_newest", stalled=True)
+    producer = queue.producer()
+    producer.publish(b"000")
+    published = producer.publish_block(block_of(numbered(1, 5)))
+    assert (published.accepted, published.dropped) == (3, 1)
+    assert producer.publish_block(block_of(numbered(5, 7))).accepted == 0
+    assert queue.stats().ledger.dropped == {"newest": 3}
+    buffering.resume()
+    assert buffering.receive(queue, 4) == numbered(0, 4)
+
+
+def test_drop_oldest_makes_room_for_the_newcomer(buffering: Harness) -> None:
+    """At a full queue the oldest unread event goes, and its producer is told in its turn."""
+    queue = buffering.open(size=4, full_behavior="drop_oldest", stalled=True)
+    producer, acks = follow(queue)
+    producer.publish(b"000")
+    buffering.settle_in(queue)  # a proxy's sender has this one in its hands: it stays
+    publish_all(producer, numbered(1, 6))
+    assert queue.stats().ledger.dropped == {"oldest": 2}
+    buffering.resume()
+    values = buffering.receive(queue, 4)
+    assert values[-3:] == numbered(3, 6)
+    acks.wait_for(4)
+    assert acks.dropped == 2
+
+
+def test_drop_oldest_makes_room_for_a_block(buffering: Harness) -> None:
+    """As many of the oldest go as the block needs room for."""
+    queue = buffering.open(size=4, full_behavior="drop_oldest", stalled=True)
+    producer, acks = follow(queue)
+    producer.publish(b"000")
+    buffering.settle_in(queue)
+    publish_all(producer, numbered(1, 4))
+    published = producer.publish_block(block_of(numbered(4, 7)))
+    assert (published.accepted, published.dropped) == (3, 0)
+    assert queue.stats().ledger.dropped == {"oldest": 3}
+    buffering.resume()
+    assert buffering.receive(queue, 4)[-3:] == numbered(4, 7)
+    acks.wait_for(4)
+    assert acks.dropped == 3
+
+
+def test_drop_oldest_makes_room_in_bytes(buffering: Harness) -> None:
+    """A large event pushes out as many small ones as it needs the room of."""
+    size = bytes_for(*numbered(0, 6))
+    queue = buffering.open(max_bytes=size, full_behavior="drop_oldest", stalled=True)
+    producer, acks = follow(queue)
+    producer.publish(b"000")
+    buffering.settle_in(queue)
+    publish_all(producer, numbered(1, 6))
+    large = b"x" * (bytes_for(*numbered(0, 3)) - bytes_for(b""))
+    assert producer.publish(large)
+    assert queue.stats().ledger.dropped == {"oldest": 3}
+    assert queue.stats().bytes <= size
+    buffering.resume()
+    assert buffering.receive(queue, 4)[-3:] == [*numbered(4, 6), large]
+    acks.wait_for(4)
+    assert acks.dropped == 3
+
+
+def test_drop_oldest_spares_what_is_being_delivered(buffering: Harness) -> None:
+    """When everything is in somebody's hands, it is the newest that is dropped."""
+    queue = buffering.open(size=2, full_behavior="drop_oldest", stalled=True)
+    producer, acks = follow(queue)
+    producer.publish_block(block_of(numbered(0, 2)))
+    buffering.settle_in(queue)
+    batch = None if buffering.delivers_in_background else queue.get()
+    assert not producer.publish(b"new")
+    assert queue.stats().ledger.dropped == {"newest": 1}
+    buffering.resume()
+    (batch or queue.get()).done()
+    acks.wait_for(2)
+    assert acks.dropped == 0
+
+
+@pytest.mark.parametrize("knob", ["events", "bytes"])
+def test_the_disk_helps_before_publishers_have_to_wait_long(
+    disk_assisted: Harness, knob: str
+) -> None:
+    """With a disk that works, a disk-assisted queue takes more than its memory holds."""
+    bounds: dict[str, dict[str, Any]] = {"events": {"size": 4}, "bytes": {"max_bytes": 10_000}}
+    queue = disk_assisted.open(**bounds[knob])
+    producer = queue.producer()
+    values = [value * 500 for value in numbered(0, 40)]
+    publish_all(producer, values[:20])
+    for start in range(20, 40, 4):
+        assert producer.publish_block(block_of(values[start : start + 4])).accepted == 4
+    assert queue.stats().ledger.pending == 40
+    assert disk_assisted.receive(queue, 40) == values
+
+
+def test_a_direct_queue_is_never_full(direct: Harness) -> None:
+    """Nothing waits in a direct queue, so any number of events passes it."""
+    queue = direct.open()
+    producer = queue.producer()
+    publish_all(producer, numbered(0, 1000))
+    assert direct.receive(queue, 1000) == numbered(0, 1000)
+    assert queue.stats().size == 0
+    assert queue.stats().full_waits == 0

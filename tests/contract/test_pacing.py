@@ -1,0 +1,193 @@
+"""When is a batch handed out: the minimum batch, the dequeue rate, the dequeue window?"""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from typing import Any
+
+import pytest
+
+from tests.contract.harness import (
+    PATIENCE,
+    Harness,
+    Task,
+    assert_never,
+    line_up,
+    numbered,
+    publish_all,
+    values_of,
+)
+from turnlane.errors import ConfigError, QueueClosed, QueueEmpty
+from turnlane.events import block_of
+from turnlane.testing import ManualClock
+
+
+def at(hour: int, minute: int = 0) -> ManualClock:
+    """A clock that stands at this local time of day."""
+    moment = dt.datetime(2026, 3, 4, hour, minute).astimezone()
+    return ManualClock(time_ns=int(moment.timestamp()) * 10**9)
+
+
+def test_a_minimum_batch_is_waited_for(buffering: Harness) -> None:
+    """Fewer events than the minimum are not handed out; the next one makes the batch whole."""
+    queue = buffering.open(size=100, minimum_batch_size=3, minimum_batch_timeout="600s")
+    producer = queue.producer()
+    publish_all(producer, numbered(0, 2))
+    getting = Task(queue.get)
+    assert_never(lambda: not getting.running, "a batch too small")
+    producer.publish(b"002")
+    with getting.result() as batch:
+        assert values_of(batch) == numbered(0, 3)
+
+
+def test_a_full_batch_is_handed_out_at_once(buffering: Harness) -> None:
+    """Nobody waits for a minimum that is there, even if more might come."""
+    queue = buffering.open(size=100, minimum_batch_size=3, minimum_batch_timeout="600s")
+    queue.producer().publish_block(block_of(numbered(0, 5)))
+    with queue.get(timeout=PATIENCE) as batch:
+        assert values_of(batch) == numbered(0, 5)
+
+
+def test_a_minimum_batch_is_not_waited_for_longer_than_its_timeout(buffering: Harness) -> None:
+    """After the timeout consumers get what there is."""
+    queue = buffering.open(size=100, minimum_batch_size=10, minimum_batch_timeout="50ms")
+    started = time.monotonic()
+    queue.producer().publish(b"000")
+    with queue.get(timeout=PATIENCE) as batch:
+        assert values_of(batch) == [b"000"]
+    assert time.monotonic() - started >= 0.045
+
+
+def test_a_timeout_ends_the_wait_for_a_minimum_batch(keeping: Harness) -> None:
+    """A consumer's own timeout counts; what is there stays for the next."""
+    queue = keeping.open(minimum_batch_size=10, minimum_batch_timeout="600s")
+    queue.producer().publish(b"000")
+    with pytest.raises(QueueEmpty):
+        queue.get(timeout=0.02)
+    queue.finish()
+    assert keeping.receive(queue, 1) == [b"000"]
+
+
+def test_a_smaller_batch_asked_for_lowers_the_minimum(keeping: Harness) -> None:
+    """Whoever asks for one event does not wait for ten."""
+    queue = keeping.open(minimum_batch_size=10, minimum_batch_timeout="600s")
+    queue.producer().publish(b"000")
+    assert keeping.receive(queue, 1) == [b"000"]
+
+
+def test_a_queue_that_is_full_hands_out_less_than_the_minimum(buffering: Harness) -> None:
+    """When nobody can come in, waiting for more would be waiting for ever."""
+    queue = buffering.open(size=4, minimum_batch_size=4, minimum_batch_timeout="600s", stalled=True)
+    producer = queue.producer()
+    publish_all(producer, numbered(0, 3))
+    getting = Task(queue.get)
+    (blocked,) = line_up(queue, lambda: producer.publish_block(block_of(numbered(3, 5))))
+    buffering.resume()
+    with getting.result() as batch:
+        assert values_of(batch)[0] == b"000"
+        held = len(batch)
+    assert blocked.result().accepted == 2
+    queue.finish()
+    assert buffering.receive(queue, 5 - held) == numbered(held, 5)
+
+
+def test_finishing_ends_the_wait_for_a_minimum_batch(buffering: Harness) -> None:
+    """No more will come, so consumers get the rest at once."""
+    queue = buffering.open(size=100, minimum_batch_size=10, minimum_batch_timeout="600s")
+    publish_all(queue.producer(), numbered(0, 2))
+    getting = Task(queue.get)
+    assert_never(lambda: not getting.running)
+    queue.finish()
+    with getting.result() as batch:
+        assert values_of(batch) == numbered(0, 2)
+
+
+def test_the_dequeue_rate_spaces_batches(buffering: Harness) -> None:
+    """After a second's worth of events the next have to wait until that second is over."""
+    clock = ManualClock()
+    queue = buffering.open(dequeue_rate=2, clock=clock)
+    queue.producer().publish_block(block_of(numbered(0, 5)))
+    with queue.get(timeout=PATIENCE) as batch:
+        assert values_of(batch) == numbered(0, 2)
+    with pytest.raises(QueueEmpty):
+        queue.get(timeout=0.01)
+    clock.advance(0.9)
+    with pytest.raises(QueueEmpty):
+        queue.get(timeout=0.01)
+    clock.advance(0.1)
+    assert buffering.receive(queue, 2) == numbered(2, 4)
+
+
+def test_a_rate_below_one_a_second_hands_out_single_events(buffering: Harness) -> None:
+    """Every event has its own long pause."""
+    clock = ManualClock()
+    queue = buffering.open(dequeue_rate=0.5, clock=clock)
+    queue.producer().publish_block(block_of(numbered(0, 2)))
+    assert buffering.receive(queue, 1) == [b"000"]
+    clock.advance(1.9)
+    with pytest.raises(QueueEmpty):
+        queue.get(timeout=0.01)
+    clock.advance(0.1)
+    assert buffering.receive(queue, 1) == [b"001"]
+
+
+def test_time_unused_is_not_saved_up(buffering: Harness) -> None:
+    """An idle hour does not allow an hour's worth of events at once."""
+    clock = ManualClock()
+    queue = buffering.open(dequeue_rate=2, clock=clock)
+    clock.advance(3600)
+    queue.producer().publish_block(block_of(numbered(0, 5)))
+    assert buffering.receive(queue, 2) == numbered(0, 2)
+    with pytest.raises(QueueEmpty):
+        queue.get(timeout=0.01)
+
+
+def test_outside_the_dequeue_window_nothing_is_handed_out(buffering: Harness) -> None:
+    """Events wait for the window to open, and come at once when it does."""
+    clock = at(21, 59)
+    queue = buffering.open(dequeue_window="22:00-06:00", clock=clock)
+    publish_all(queue.producer(), numbered(0, 2))
+    with pytest.raises(QueueEmpty):
+        queue.get(timeout=0.02)
+    clock.advance(60)
+    assert buffering.receive(queue, 1) == [b"000"]
+    clock.advance(8 * 3600)
+    with pytest.raises(QueueEmpty):
+        queue.get(timeout=0.02)
+    clock.jump(-3600)
+    assert buffering.receive(queue, 1) == [b"001"]
+
+
+def test_a_consumer_outside_the_window_is_woken_by_close(buffering: Harness) -> None:
+    """However long the window is shut, a close ends the wait."""
+    queue = buffering.open(dequeue_window="22:00-06:00", clock=at(12))
+    queue.producer().publish(b"000")
+    getting = Task(queue.get)
+    assert_never(lambda: not getting.running)
+    queue.close()
+    with pytest.raises(QueueClosed):
+        getting.result()
+
+
+def test_publishing_does_not_care_for_the_window(buffering: Harness) -> None:
+    """What is shut is the way out, not the way in."""
+    queue = buffering.open(dequeue_window="22:00-06:00", clock=at(12))
+    publish_all(queue.producer(), numbered(0, 100))
+    assert queue.stats().ledger.pending == 100
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"minimum_batch_size": 10},
+        {"dequeue_rate": 2},
+        {"dequeue_window": "22:00-06:00"},
+    ],
+    ids=lambda knobs: next(iter(knobs)),
+)
+def test_a_direct_queue_cannot_be_paced(direct: Harness, knobs: dict[str, Any]) -> None:
+    """Publishing is the pace of a direct queue; knobs that cannot work are refused."""
+    with pytest.raises(ConfigError) as error:
+        direct.open(**knobs)
+    assert error.value.knob in knobs

@@ -1,0 +1,156 @@
+"""Does what is given back come again, first, and with its attempt counted?"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.harness import (
+    Harness,
+    assert_never,
+    follow,
+    numbered,
+    publish_all,
+    values_of,
+    wait_until,
+)
+from turnlane.errors import BatchFreed
+from turnlane.events import block_of
+from turnlane.queues.contract import Batch
+
+
+def test_a_released_batch_comes_again_with_its_attempt_counted(buffering: Harness) -> None:
+    """Each release counts one attempt, and nothing is acked by it."""
+    queue = buffering.open()
+    producer, acks = follow(queue)
+    publish_all(producer, numbered(0, 2))
+    wait_until(lambda: queue.stats().ledger.pending == 2)
+    for attempt in (1, 2, 3):
+        batch = queue.get(1)
+        assert (values_of(batch), batch.attempt) == ([b"000"], attempt)
+        batch.release()
+    assert_never(lambda: bool(acks.told), "an ack by release")
+    assert buffering.receive(queue, 2) == numbered(0, 2)
+    acks.wait_for(2)
+
+
+def test_released_batches_come_before_newer_events(buffering: Harness) -> None:
+    """What is given back in any order comes in offset order, then what was never read."""
+    queue = buffering.open()
+    queue.producer().publish_block(block_of(numbered(0, 8)))
+    batches = [queue.get(2) for _ in range(3)]
+    for batch in (batches[2], batches[0], batches[1]):
+        batch.release()
+    queue.producer().publish(b"008")
+    again = [queue.get(2) for _ in range(4)]
+    assert [values_of(batch) for batch in again] == [numbered(at, at + 2) for at in (0, 2, 4, 6)]
+    assert [batch.attempt for batch in again] == [2, 2, 2, 1]
+    for batch in again:
+        batch.done()
+    assert buffering.receive(queue, 1) == [b"008"]
+
+
+def test_a_released_batch_may_be_taken_in_smaller_ones(buffering: Harness) -> None:
+    """A large batch given back can be retried piece by piece, each with its attempt."""
+    queue = buffering.open()
+    producer, acks = follow(queue)
+    producer.publish_block(block_of(numbered(0, 5)))
+    queue.get(5).release()
+    pieces = [queue.get(2) for _ in range(3)]
+    assert [values_of(piece) for piece in pieces] == [
+        numbered(0, 2),
+        numbered(2, 4),
+        numbered(4, 5),
+    ]
+    assert {piece.attempt for piece in pieces} == {2}
+    for piece in reversed(pieces):
+        piece.done()
+    acks.wait_for(5)
+
+
+def test_release_twice_is_harmless(buffering: Harness) -> None:
+    """A second release, or a done after it, does not touch what others may hold by now."""
+    queue = buffering.open()
+    producer, acks = follow(queue)
+    producer.publish(b"one")
+    batch = queue.get()
+    batch.release()
+    batch.release()
+    batch.done()
+    again = queue.get()
+    batch.done()
+    batch.dead()
+    batch.release()
+    assert again.attempt == 2
+    assert_never(lambda: bool(acks.told), "an ack by a batch that was given back")
+    again.done()
+    acks.wait_for(1)
+
+
+def test_release_after_free_is_refused(buffering: Harness) -> None:
+    """There is nothing left to give back; the batch can still be done."""
+    queue = buffering.open()
+    producer, acks = follow(queue)
+    producer.publish(b"one")
+    batch = queue.get()
+    batch.free()
+    with pytest.raises(BatchFreed):
+        batch.release()
+    batch.done()
+    acks.wait_for(1)
+
+
+def test_free_after_release_is_harmless(buffering: Harness) -> None:
+    """Once given back, the contents are not this consumer's to give up."""
+    queue = buffering.open()
+    queue.producer().publish(b"one")
+    batch = queue.get()
+    batch.release()
+    batch.free()
+    assert buffering.receive(queue, 1) == [b"one"]
+
+
+def test_acks_wait_for_a_released_batch(buffering: Harness) -> None:
+    """Later batches that are done are not acked before the one that came back."""
+    queue = buffering.open()
+    producer, acks = follow(queue)
+    publish_all(producer, numbered(0, 3))
+    wait_until(lambda: queue.stats().ledger.pending == 3)
+    first = queue.get(1)
+    buffering.receive(queue, 2)
+    first.release()
+    assert_never(lambda: bool(acks.told), "an ack out of order")
+    assert buffering.receive(queue, 1) == [b"000"]
+    acks.wait_for(3)
+
+
+def test_a_released_batch_keeps_its_room(buffering: Harness) -> None:
+    """Giving back makes no room: the events are still there."""
+    queue = buffering.open(size=2, stalled=True)
+    if buffering.delivers_in_background:
+        buffering.resume()  # what a proxy has handed on takes no room, here or there
+    producer = queue.producer()
+    publish_all(producer, numbered(0, 2))
+    batch = queue.get()
+    before = queue.stats().size
+    batch.release()
+    assert queue.stats().size == before
+    buffering.resume()
+    assert buffering.receive(queue, 2) == numbered(0, 2)
+
+
+def test_a_direct_batch_comes_again_only_if_published_again(direct: Harness) -> None:
+    """What a direct consumer gives back, or fails on, is nowhere but with the publisher."""
+    attempts: list[int] = []
+
+    def consume(batch: Batch) -> None:
+        attempts.append(batch.attempt)
+        if len(attempts) == 1:
+            raise ZeroDivisionError
+
+    queue = direct.open(consumer=consume)
+    producer, acks = follow(queue)
+    with pytest.raises(ZeroDivisionError):
+        producer.publish(b"one")
+    assert producer.publish(b"one")
+    assert attempts == [1, 1]
+    acks.wait_for(1)

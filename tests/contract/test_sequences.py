@@ -1,0 +1,197 @@
+"""Are events that a numbered producer sends again told apart from new ones?"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.harness import DiskHarness, Harness, Task, follow, line_up, numbered
+from turnlane.events import block_of
+from turnlane.queues.contract import AckLevel, Published
+
+
+def test_a_repeated_block_is_taken_once(buffering: Harness) -> None:
+    """The same sequence again is a repeat, whoever brings it under the same producer id."""
+    queue = buffering.open()
+    first = queue.producer(producer_id="me")
+    assert first.publish_block(block_of(numbered(0, 3)), sequence=0).accepted == 3
+    again = queue.producer(producer_id="me").publish_block(block_of(numbered(0, 3)), sequence=0)
+    assert (again.accepted, again.repeated, again.dropped) == (0, 3, 0)
+    first.publish_block(block_of(numbered(3, 5)), sequence=3)
+    assert buffering.receive(queue, 5) == numbered(0, 5)
+    assert queue.stats().ledger.accepted == 5
+
+
+def test_of_a_block_that_overlaps_only_the_new_part_is_taken(buffering: Harness) -> None:
+    """What the queue has is left out, the rest follows on."""
+    queue = buffering.open()
+    producer = queue.producer(producer_id="me")
+    producer.publish_block(block_of(numbered(0, 3)), sequence=0)
+    published = producer.publish_block(block_of(numbered(1, 6)), sequence=1)
+    assert (published.first, published.accepted, published.repeated) == (3, 3, 2)
+    assert buffering.receive(queue, 6) == numbered(0, 6)
+
+
+def test_a_gap_in_the_sequence_is_no_fault(buffering: Harness) -> None:
+    """A producer may have dropped events itself; what lies in the gap counts as come."""
+    queue = buffering.open()
+    producer = queue.producer(producer_id="me")
+    producer.publish_block(block_of(numbered(0, 2)), sequence=0)
+    assert producer.publish_block(block_of(numbered(10, 12)), sequence=10).accepted == 2
+    late = producer.publish_block(block_of(numbered(2, 10)), sequence=2)
+    assert (late.accepted, late.repeated) == (0, 8)
+    assert buffering.receive(queue, 4) == [*numbered(0, 2), *numbered(10, 12)]
+
+
+def test_try_publish_block_tells_repeats_too(buffering: Harness) -> None:
+    """A repeat is success, not a reason to try again."""
+    queue = buffering.open()
+    producer = queue.producer(producer_id="me")
+    assert producer.try_publish_block(block_of(numbered(0, 2)), sequence=0) is not None
+    again = producer.try_publish_block(block_of(numbered(0, 2)), sequence=0)
+    assert again is not None
+    assert (again.accepted, again.repeated) == (0, 2)
+    assert buffering.receive(queue, 2) == numbered(0, 2)
+
+
+def test_producers_have_numbers_of_their_own(buffering: Harness) -> None:
+    """The same sequence of another producer is no repeat."""
+    queue = buffering.open()
+    for name in ("me", "you"):
+        producer = queue.producer(producer_id=name)
+        assert producer.publish_block(block_of(numbered(0, 2)), sequence=0).accepted == 2
+    assert buffering.receive(queue, 4) == numbered(0, 2) * 2
+
+
+def test_without_sequence_nothing_is_a_repeat(buffering: Harness) -> None:
+    """A producer with an id may publish unnumbered blocks and events, as often as it likes."""
+    queue = buffering.open()
+    producer = queue.producer(producer_id="me")
+    for _ in range(2):
+        assert producer.publish_block(block_of([b"same"])).accepted == 1
+        assert producer.publish(b"same")
+    assert buffering.receive(queue, 4) == [b"same"] * 4
+
+
+def test_a_sequence_needs_a_producer_id(every: Harness) -> None:
+    """Numbers of nobody in particular are a mistake."""
+    producer = every.open().producer()
+    for publish_block in (producer.publish_block, producer.try_publish_block):
+        with pytest.raises(ValueError, match="producer_id"):
+            publish_block(block_of([b"one"]), sequence=0)
+
+
+def test_a_repeat_needs_no_room(buffering: Harness) -> None:
+    """A block that is there already is answered at once, also by a full queue."""
+    queue = buffering.open(size=2, stalled=True)
+    producer = queue.producer(producer_id="me")
+    producer.publish_block(block_of(numbered(0, 2)), sequence=0)
+    again = producer.publish_block(block_of(numbered(0, 2)), sequence=0, timeout=0)
+    assert again.repeated == 2
+    buffering.resume()
+    assert buffering.receive(queue, 2) == numbered(0, 2)
+
+
+def test_a_repeat_is_answered_though_others_stand_in_line(buffering: Harness) -> None:
+    """Whoever publishes nothing new overtakes nobody."""
+    queue = buffering.open(size=2, stalled=True)
+    producer = queue.producer(producer_id="me")
+    producer.publish_block(block_of(numbered(0, 2)), sequence=0)
+    (blocked,) = line_up(queue, lambda: queue.producer().publish(b"002"))
+    again = producer.publish_block(block_of(numbered(0, 2)), sequence=0, timeout=0)
+    assert again.repeated == 2
+    buffering.resume()
+    assert buffering.receive(queue, 3) == numbered(0, 3)
+    assert blocked.result()
+
+
+def test_a_repeat_is_no_drop_even_where_full_means_drop(buffering: Harness) -> None:
+    """A queue that drops when full still knows what it has."""
+    queue = buffering.open(size=2, full_behavior="drop_newest", stalled=True)
+    producer = queue.producer(producer_id="me")
+    producer.publish_block(block_of(numbered(0, 2)), sequence=0)
+    again = producer.publish_block(block_of(numbered(0, 3)), sequence=0)
+    assert (again.accepted, again.repeated, again.dropped) == (0, 2, 1)
+    assert queue.stats().ledger.dropped == {"newest": 1}
+
+
+def test_sampling_does_not_confuse_the_numbers(buffering: Harness) -> None:
+    """What sampling dropped counts as come: a repeat of it is a repeat."""
+    queue = buffering.open(sampling_interval=2)
+    producer = queue.producer(producer_id="me")
+    first = producer.publish_block(block_of(numbered(0, 4)), sequence=0)
+    assert (first.accepted, first.dropped) == (2, 2)
+    again = producer.publish_block(block_of(numbered(2, 6)), sequence=2)
+    assert (again.accepted, again.dropped, again.repeated) == (1, 1, 2)
+    assert buffering.receive(queue, 3) == [b"000", b"002", b"004"]
+
+
+def test_events_dropped_as_newest_may_be_sent_again_or_not(buffering: Harness) -> None:
+    """A numbered block that was dropped for lack of room does not hold up later ones."""
+    queue = buffering.open(size=2, full_behavior="drop_newest", stalled=True)
+    producer = queue.producer(producer_id="me")
+    producer.publish_block(block_of(numbered(0, 2)), sequence=0)
+    assert producer.publish_block(block_of(numbered(2, 4)), sequence=2).dropped == 2
+    buffering.resume()
+    assert buffering.receive(queue, 2) == numbered(0, 2)
+
+
+def test_the_same_block_twice_in_line_goes_in_once(buffering: Harness) -> None:
+    """A client that reconnects while its first try still stands in line does no harm."""
+    queue = buffering.open(size=2, stalled=True)
+    queue.producer().publish_block(block_of(numbered(0, 2)))
+
+    def publish() -> Published:
+        producer = queue.producer(producer_id="me")
+        return producer.publish_block(block_of(numbered(2, 4)), sequence=0)
+
+    twice = line_up(queue, publish, publish)
+    buffering.resume()
+    assert buffering.receive(queue, 4) == numbered(0, 4)
+    assert [(one.result().accepted, one.result().repeated) for one in twice] == [(2, 0), (0, 2)]
+
+
+def test_a_numbered_block_larger_than_the_queue_is_numbered_through(buffering: Harness) -> None:
+    """Pieces of a block have the numbers of their events, so that a repeat of all is one."""
+    queue = buffering.open(size=3)
+    producer = queue.producer(producer_id="me")
+    publishing = Task(lambda: producer.publish_block(block_of(numbered(0, 10)), sequence=0))
+    assert buffering.receive(queue, 10) == numbered(0, 10)
+    assert publishing.result().accepted == 10
+    again = producer.publish_block(block_of(numbered(0, 10)), sequence=0, timeout=0)
+    assert (again.accepted, again.repeated) == (0, 10)
+
+
+def test_repeats_are_acked_once(buffering: Harness) -> None:
+    """A callback hears of an event when it came, not each time it was sent."""
+    queue = buffering.open()
+    producer, acks = follow(queue, AckLevel.DELIVERED, producer_id="me")
+    producer.publish_block(block_of(numbered(0, 3)), sequence=0)
+    producer.publish_block(block_of(numbered(0, 5)), sequence=0)
+    producer.publish_block(block_of(numbered(0, 5)), sequence=0)
+    buffering.receive(queue, 5)
+    acks.wait_for(5)
+
+
+def test_a_repeat_waits_for_its_level_too(buffering: Harness) -> None:
+    """Without a callback, publishing a repeat returns when the event has got there."""
+    queue = buffering.open()
+    accepted = queue.producer(producer_id="me")
+    accepted.publish_block(block_of([b"000"]), sequence=0)
+    delivered = queue.producer(producer_id="me", ack="delivered")
+    publishing = Task(lambda: delivered.publish_block(block_of([b"000"]), sequence=0))
+    assert buffering.receive(queue, 1) == [b"000"]
+    assert publishing.result().repeated == 1
+
+
+def test_numbers_survive_a_restart(storing: DiskHarness) -> None:
+    """A queue with a directory knows after a restart what it had from whom."""
+    queue = storing.open()
+    producer = queue.producer(producer_id="me")
+    producer.publish_block(block_of(numbered(0, 3)), sequence=0)
+    queue.close()
+    again = storing.reopen()
+    producer, acks = follow(again, AckLevel.ACCEPTED, producer_id="me")
+    published = producer.publish_block(block_of(numbered(0, 5)), sequence=0)
+    assert (published.accepted, published.repeated) == (2, 3)
+    assert storing.receive(again, 5) == numbered(0, 5)
+    acks.wait_for(2)

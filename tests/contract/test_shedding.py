@@ -1,0 +1,190 @@
+"""Does a queue shed what matters least, keep samples, and slow down who can wait?"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.contract.harness import (
+    Harness,
+    Task,
+    assert_never,
+    follow,
+    numbered,
+    publish_all,
+    wait_for_line,
+    wait_until,
+)
+from turnlane.events import block_of
+from turnlane.queues.contract import FlowControl
+from turnlane.queues.kinds import Kind
+
+
+def test_above_the_discard_mark_unimportant_events_are_shed(buffering: Harness) -> None:
+    """From the mark on, events of the severity and beyond are dropped, others are not."""
+    queue = buffering.open(size=10, discard_mark=2, discard_severity=5, stalled=True)
+    producer, acks = follow(queue)
+    assert producer.publish(b"000", severity=7)
+    assert producer.publish(b"001", severity=5)
+    assert not producer.publish(b"shed", severity=5)
+    assert not producer.try_publish(b"shed", severity=7)
+    assert producer.publish(b"002", severity=4)
+    assert producer.publish(b"003")
+    assert queue.stats().ledger.dropped == {"severity": 2}
+    buffering.resume()
+    assert buffering.receive(queue, 4) == numbered(0, 4)
+    acks.wait_for(4)
+    assert acks.dropped == 0
+
+
+def test_a_block_is_shed_event_by_event(buffering: Harness) -> None:
+    """Of a block that comes above the mark, only the important events go in."""
+    queue = buffering.open(size=10, discard_mark=1, discard_severity=5, stalled=True)
+    producer = queue.producer()
+    producer.publish(b"000")
+    severities = [7, 1, None, 5, 4]
+    values = [b"shed", b"001", b"002", b"shed", b"003"]
+    published = producer.publish_block(block_of(values, severities=severities))
+    assert (published.accepted, published.dropped) == (3, 2)
+    assert producer.publish_block(block_of([b"shed"], severities=[6])).accepted == 0
+    assert producer.publish_block(block_of([b"004"]).select(["value"])).accepted == 1
+    assert queue.stats().ledger.dropped == {"severity": 3}
+    buffering.resume()
+    assert buffering.receive(queue, 5) == numbered(0, 5)
+
+
+def test_shedding_ends_below_the_mark(buffering: Harness) -> None:
+    """Once there is room again, everything is welcome again."""
+    queue = buffering.open(size=10, discard_mark=1, discard_severity=0, stalled=True)
+    producer = queue.producer()
+    producer.publish(b"000", severity=3)
+    assert not producer.publish(b"shed", severity=3)
+    buffering.resume()
+    assert buffering.receive(queue, 1) == [b"000"]
+    wait_until(lambda: queue.stats().size == 0)
+    assert producer.publish(b"001", severity=3)
+    assert buffering.receive(queue, 1) == [b"001"]
+
+
+def test_sampling_keeps_one_event_of_so_many(every: Harness) -> None:
+    """The first of every three is kept, counted on over single events and blocks alike."""
+    queue = every.open(sampling_interval=3)
+    producer, acks = follow(queue)
+    kept = [producer.publish(value) for value in numbered(0, 4)]
+    assert kept == [True, False, False, True]
+    published = producer.publish_block(block_of(numbered(4, 12)))
+    assert (published.accepted, published.dropped) == (2, 6)
+    assert producer.try_publish(b"012")
+    assert not producer.try_publish(b"013")
+    assert every.receive(queue, 5) == [b"000", b"003", b"006", b"009", b"012"]
+    acks.wait_for(5)
+    assert queue.stats().ledger.dropped == {"sampled": 9}
+    assert queue.stats().ledger.accepted == 14
+
+
+def test_a_block_without_survivors_is_no_error(every: Harness) -> None:
+    """A block of which sampling keeps nothing is published, and dropped."""
+    queue = every.open(sampling_interval=10)
+    producer = queue.producer()
+    assert producer.publish(b"000")
+    for publish_block in (producer.publish_block, producer.try_publish_block):
+        published = publish_block(block_of(numbered(1, 5)))
+        assert published is not None
+        assert (published.accepted, published.dropped) == (0, 4)
+    assert every.receive(queue, 1) == [b"000"]
+
+
+@pytest.mark.parametrize("in_block", [False, True], ids=["event", "block"])
+def test_full_flow_control_waits_above_its_mark(buffering: Harness, in_block: bool) -> None:
+    """A producer that can wait as long as needed waits until the queue is below the mark."""
+    queue = buffering.open(size=10, full_delay_mark=2, stalled=True)
+    patient = queue.producer(flow=FlowControl.FULL)
+    publish_all(patient, numbered(0, 2))
+
+    def publish() -> bool:
+        if in_block:
+            return patient.publish_block(block_of([b"003"])).accepted == 1
+        return patient.publish(b"003")
+
+    publishing = Task(publish)
+    assert_never(lambda: not publishing.running, "an end of patience")
+    assert queue.producer().publish(b"002")
+    buffering.resume()
+    assert buffering.receive(queue, 4) == numbered(0, 4)
+    assert publishing.result()
+
+
+def test_light_flow_control_waits_a_moment(buffering: Harness) -> None:
+    """A producer that can be slowed down waits ``light_delay``, then goes on."""
+    queue = buffering.open(size=10, light_delay_mark=2, light_delay="50ms", stalled=True)
+    producer = queue.producer(flow=FlowControl.LIGHT)
+    publish_all(producer, numbered(0, 2))
+    started = time.monotonic()
+    assert producer.publish(b"002")
+    assert time.monotonic() - started >= 0.05
+    started = time.monotonic()
+    assert producer.publish_block(block_of([b"003"])).accepted == 1
+    assert time.monotonic() - started >= 0.05
+    buffering.resume()
+    assert buffering.receive(queue, 4) == numbered(0, 4)
+
+
+def test_light_flow_control_ends_when_there_is_room(buffering: Harness) -> None:
+    """A slowed publisher goes on at once when the queue falls below the mark."""
+    queue = buffering.open(size=10, light_delay_mark=1, light_delay="600s", stalled=True)
+    producer = queue.producer(flow=FlowControl.LIGHT)
+    assert producer.publish(b"000")
+    publishing = Task(lambda: producer.publish(b"001"))
+    assert_never(lambda: not publishing.running)
+    buffering.resume()
+    assert buffering.receive(queue, 2) == numbered(0, 2)
+    assert publishing.result()
+
+
+def test_without_flow_control_nobody_is_slowed_down(buffering: Harness) -> None:
+    """A producer that cannot wait has the queue up to its bound."""
+    queue = buffering.open(
+        size=4, light_delay_mark=1, light_delay="600s", full_delay_mark=1, stalled=True
+    )
+    publish_all(queue.producer(flow=FlowControl.NONE), numbered(0, 4))
+    assert queue.stats().size == 4
+
+
+def test_try_publish_is_never_slowed_down(every: Harness) -> None:
+    """Not to block is the point of it, whatever the flow control."""
+    waits = every.kind is not Kind.DIRECT
+    marks: dict[str, Any] = {"size": 10, "full_delay_mark": 1} if waits else {}
+    queue = every.open(stalled=True, **marks)
+    producer = queue.producer(flow=FlowControl.FULL)
+    assert producer.try_publish(b"000")
+    assert producer.try_publish(b"001")
+    assert producer.try_publish_block(block_of([b"002"])) is not None
+    every.resume()
+    assert every.receive(queue, 3) == numbered(0, 3)
+
+
+def test_patient_producers_do_not_stand_in_the_way_of_others(buffering: Harness) -> None:
+    """Whoever is slowed down by a mark has no place in the line for room."""
+    queue = buffering.open(size=3, full_delay_mark=1, stalled=True)
+    queue.producer().publish(b"000")
+    patient = Task(lambda: queue.producer(flow="full").publish(b"last"))
+    publish_all(queue.producer(), numbered(1, 3))
+    blocked = Task(lambda: queue.producer().publish(b"003"))
+    wait_for_line(queue, 1)
+    buffering.resume()
+    assert sorted(value or b"" for value in buffering.receive(queue, 5)) == [
+        *numbered(0, 4),
+        b"last",
+    ]
+    assert patient.result()
+    assert blocked.result()
+
+
+def test_a_direct_queue_takes_any_flow_control(direct: Harness) -> None:
+    """Nothing waits, so there is nothing to slow down for, whatever a producer could bear."""
+    queue = direct.open()
+    for flow in FlowControl:
+        assert queue.producer(flow=flow).publish(b"one")
+    assert direct.receive(queue, 3) == [b"one"] * 3

@@ -1,0 +1,83 @@
+"""Is everybody woken who waits, whoever else waits for something else?"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+
+from tests.contract.harness import PATIENCE, Acks, Harness, Task, wait_until
+from turnlane.queues.contract import Ack, AckLevel
+from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.kinds import Kind
+
+
+def _open(harness: Harness, **knobs: object) -> HoldingQueue:
+    queue = harness.open(**knobs)  # type: ignore[arg-type]
+    assert isinstance(queue, HoldingQueue)
+    return queue
+
+
+def test_is_a_publisher_woken_behind_one_that_does_not_wait(keeping: Harness) -> None:
+    """``try_publish`` waits for no ack, and takes nobody's wake-up with it."""
+    queue = _open(keeping)
+    hasty = queue.producer(ack=AckLevel.DELIVERED)
+    assert hasty.try_publish(b"0")
+    patient = [Task(lambda: queue.producer(ack=AckLevel.DELIVERED).publish(b"x")) for _ in range(3)]
+    wait_until(lambda: queue.stats().ledger.accepted == 4, "the publishers")
+    queue.get(4, timeout=PATIENCE).done()
+    assert all(task.result() for task in patient)
+
+
+def test_is_a_consumer_woken_by_a_release_whoever_else_waits(keeping: Harness) -> None:
+    """Readers by offset wait for the same queue; a batch given back is not theirs to hear of."""
+    queue = _open(keeping)
+    queue.producer().publish(b"x")
+    batch = queue.get(timeout=PATIENCE)
+    waiting = [Task(lambda: queue.wait_beyond(1, PATIENCE)) for _ in range(3)]
+    wait_until(lambda: len(queue._hunger) == 3, "the readers")
+    consumer = Task(lambda: queue.get(timeout=PATIENCE))
+    wait_until(lambda: len(queue._hunger) == 4, "the consumer")
+    batch.release()
+    again = consumer.result()
+    assert again.attempt == 2
+    again.done()
+    queue.finish()
+    assert [task.result() for task in waiting] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("level", [AckLevel.PERSISTED, AckLevel.DELIVERED])
+def test_does_a_flush_return_after_a_close(keeping: Harness, level: AckLevel) -> None:
+    """There is nothing to wait for any more, so it says no at once."""
+    queue = _open(keeping)
+    producer = queue.producer(ack=level, on_ack=Acks())
+    producer.publish(b"x")
+    queue.close()
+    flushing = Task(producer.flush)
+    saved = keeping.kind is not Kind.MEMORY
+    assert flushing.result() is (level is AckLevel.PERSISTED and saved)
+
+
+def test_do_acks_go_on_after_a_callback_that_exits(keeping: Harness) -> None:
+    """One producer's callback cannot end the thread that serves them all."""
+    queue = _open(keeping)
+    acks = Acks()
+
+    def leaving(ack: Ack) -> None:
+        sys.exit(f"after {ack.count}")
+
+    for callback in (leaving, acks):
+        queue.producer(ack=AckLevel.DELIVERED, on_ack=callback).publish(b"x")
+    for _ in range(2):
+        queue.get(1, timeout=PATIENCE).done()
+    acks.wait_for(1)
+
+
+def test_does_a_closed_queue_start_no_thread(keeping: Harness) -> None:
+    """A producer made too late has nobody to hear from, and nobody waits for it."""
+    queue = _open(keeping, name="late")
+    queue.close()
+    queue.producer(ack=AckLevel.DELIVERED, on_ack=Acks())
+    names = [thread.name for thread in threading.enumerate()]
+    assert f"turnlane-acks-{queue.name}" not in names

@@ -1,0 +1,771 @@
+"""Does a queue survive its disk? Disks that fill up, fail, tear, are slow, damaged, or not its own."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import pyarrow as pa
+import pytest
+
+from tests.conftest import IN_CI, skip_or_fail
+from tests.contract.harness import PATIENCE, Acks, Task, assert_never, wait_until
+from turnlane.errors import (
+    AckNotStored,
+    DirectoryLocked,
+    DirectoryUnusable,
+    QueueClosed,
+    QueueFull,
+    StorageFailed,
+)
+from turnlane.events import block_of
+from turnlane.queues import open_queue
+from turnlane.queues.disk import DiskQueue
+from turnlane.queues.disk_assisted import DiskAssistedQueue
+from turnlane.queues.log.files import Disk
+from turnlane.queues.producer import HoldingProducer
+from turnlane.testing import FaultyDisk, ManualClock
+
+Stored = DiskQueue | DiskAssistedQueue
+
+KNOBS: dict[str, dict[str, Any]] = {
+    "disk": {
+        "kind": "disk",
+        "durability": "always",
+        "chunk_size": "4Ki",
+        "memory_bytes": "8Ki",
+        "write_buffer": "1Ki",
+        "compression": "none",
+    },
+    "disk_assisted": {
+        "kind": "disk_assisted",
+        "durability": "always",
+        "chunk_size": "4Ki",
+        "size": 100,
+        "compression": "none",
+    },
+}
+
+
+@pytest.fixture
+def disk() -> FaultyDisk:
+    return FaultyDisk()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "queue"
+
+
+@pytest.fixture
+def queues() -> Iterator[Callable[..., Stored]]:
+    """Opens queues, and closes those that a test has left open."""
+    with contextlib.ExitStack() as opened:
+
+        def make(path: Path, kind: str = "disk", **knobs: Any) -> Stored:
+            queue = open_queue(path=path, **KNOBS[kind] | knobs)
+            assert isinstance(queue, DiskQueue | DiskAssistedQueue)
+            opened.callback(close, queue)
+            return queue
+
+        yield make
+
+
+def close(queue: Stored) -> None:
+    with contextlib.suppress(StorageFailed):
+        queue.close()
+    assert queue.stats().ledger.adds_up
+
+
+both_kinds = pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
+
+
+def value(number: int) -> bytes:
+    return b"%06d" % number + bytes(100)
+
+
+def values(first: int, end: int) -> list[bytes]:
+    return [value(number) for number in range(first, end)]
+
+
+def publish(producer: HoldingProducer, first: int, end: int) -> None:
+    for number in range(first, end):
+        producer.publish(value(number))
+
+
+def take(queue: Stored, count: int) -> list[bytes]:
+    """The next events, settled."""
+    found: list[bytes] = []
+    while len(found) < count:
+        with queue.get(count - len(found), timeout=PATIENCE) as batch:
+            found += batch.block.column("value").to_pylist()
+    return found
+
+
+def drained(queue: Stored) -> list[bytes]:
+    """All that is left, settled."""
+    queue.finish()
+    found: list[bytes] = []
+    with contextlib.suppress(QueueClosed):
+        while True:
+            with queue.get(timeout=PATIENCE) as batch:
+                found += batch.block.column("value").to_pylist()
+    return found
+
+
+# A full disk
+
+
+def test_is_a_full_disk_a_full_queue(
+    queues: Callable[..., Stored], path: Path, disk: FaultyDisk
+) -> None:
+    """Publishers are turned away or wait, and come in by themselves when there is space again."""
+    queue = queues(path, disk=disk)
+    producer = queue.producer()
+    disk.fill()
+    producer.publish(value(0))
+    wait_until(lambda: queue.stats().disk_full > 0, "the full disk")
+    wait_until(lambda: not producer.try_publish(value(999)), "the full queue")
+    accepted = queue.end
+    with pytest.raises(QueueFull):
+        producer.publish(value(999), timeout=0.02)
+    blocked = Task(lambda: producer.publish(value(777)))
+    wait_until(lambda: queue.stats().blocked_publishers == 1, "the blocked publisher")
+    disk.unfill()
+    assert blocked.result()
+    found = drained(queue)
+    assert found == [value(0), *[value(999)] * (accepted - 1), value(777)]
+
+
+def test_does_acking_make_space(
+    queues: Callable[..., Stored], path: Path, disk: FaultyDisk
+) -> None:
+    """Nobody cleans up but the consumer: chunks go, at last the one being written, and it goes on."""
+    queue = queues(path, disk=disk)
+    producer = queue.producer()
+    disk.fill(after_bytes=20_000)
+    publishing = Task(lambda: publish(producer, 0, 1000))
+    for first in range(0, 1000, 50):
+        assert take(queue, 50) == values(first, first + 50)
+    publishing.result()
+    assert queue.stats().disk_full > 0
+    assert queue.stats().ledger.delivered == 1000
+
+
+def test_does_a_full_disk_let_go_of_the_chunk_being_written(
+    queues: Callable[..., Stored], path: Path, disk: FaultyDisk
+) -> None:
+    """With everything in it settled, the only chunk is deleted to make room for the next event."""
+    queue = queues(path, disk=disk, chunk_size="1Mi")
+    producer = queue.producer(ack="persisted")
+    publish(producer, 0, 50)
+    disk.fill()
+    waiting = Task(lambda: producer.publish(value(50)))
+    wait_until(lambda: queue.stats().disk_full > 0, "the full disk")
+    assert take(queue, 50) == values(0, 50)
+    assert waiting.result()
+    assert take(queue, 1) == [value(50)]
+
+
+def test_is_a_disk_assisted_queue_on_a_full_disk_a_memory_queue(
+    queues: Callable[..., Stored], path: Path, disk: FaultyDisk
+) -> None:
+    """It takes what fits its memory, then it is full; what is read makes room."""
+    queue = queues(path, "disk_assisted", disk=disk)
+    producer = queue.producer()
+    disk.fill()
+    publish(producer, 0, 100)
+    wait_until(lambda: queue.stats().disk_full > 0, "the full disk")
+    assert not producer.try_publish(value(999))
+    with pytest.raises(QueueFull):
+        producer.publish(value(999), timeout=0.02)
+    blocked = Task(lambda: publish(producer, 100, 150))
+    assert take(queue, 50) == values(0, 50)
+    blocked.result()
+    assert not producer.try_publish(value(999))
+    disk.unfill()
+    publish(producer, 150, 400)
+    assert drained(queue) == values(50, 400)
+
+
+@contextlib.contextmanager
+def mounted(path: Path, size: str) -> Iterator[Path]:
+    """A file system of its own, where that is allowed."""
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "turnlane-test", str(path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        skip_or_fail("there is no mount command")
+    if done.returncode:
+        skip_or_fail(f"may not mount a file system: {done.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@both_kinds
+def test_does_a_queue_survive_a_real_full_file_system(
+    queues: Callable[..., Stored], tmp_path: Path, kind: str
+) -> None:
+    """On four megabytes, twelve pass through in order while the disk is full again and again."""
+    with mounted(tmp_path / "small", "4m") as small:
+        queue = queues(small / "queue", kind, chunk_size="256Ki")
+        producer = queue.producer()
+        block = [b"%06d" % number + bytes(1000) for number in range(200)]
+
+        def publish_all() -> None:
+            for first in range(0, 12_000, 200):
+                numbered = [b"%06d" % (first + at) + each[6:] for at, each in enumerate(block)]
+                producer.publish_block(block_of(numbered, timestamps=1))
+
+        publishing = Task(publish_all)
+        wait_until(lambda: queue.stats().disk_full > 0 or not publishing.running, "the full disk")
+        assert queue.stats().disk_full > 0
+        assert publishing.running
+        found = take(queue, 12_000)
+        publishing.result()
+        assert [int(each[:6]) for each in found] == list(range(12_000))
+        assert queue.stats().ledger.delivered == 12_000
+        queue.close()
+
+
+# A disk that fails
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+@pytest.mark.parametrize("op", ["sync", "write"])
+def test_does_a_queue_get_over_a_failing_disk(
+    queues: Callable[..., Stored], path: Path, disk: FaultyDisk, op: str, times: int
+) -> None:
+    """Errors are retried until all is written; acks come then, once and complete."""
+    queue = queues(path, disk=disk)
+    acks = Acks()
+    producer = queue.producer(ack="persisted", on_ack=acks)
+    publish(producer, 0, 20)
+    acks.wait_for(20)
+    disk.fail(op, times=times, match=".chunk")
+    publish(producer, 20, 60)
+    acks.wait_for(60)
+    assert queue.stats().disk_errors >= times
+    queue.close()
+    assert drained(queues(path)) == values(0, 60)
+
+
+@pytest.mark.parametrize("op", ["sync", "write"])
+def test_is_nothing_acked_while_the_disk_fails(
+    queues: Callable[..., Stored], path: Path, disk: FaultyDisk, op: str
+) -> None:
+    """No ack comes before the disk has really taken the events, and it comes by itself then."""
+    queue = queues(path, disk=disk)
+    acks = Acks()
+    producer = queue.producer(ack="persisted", on_ack=acks)
+    disk.fail(op, times=None, match=".chunk")
+    producer.publish(value(0))
+    wait_until(lambda: queue.stats().disk_errors >= 3, "three errors")
+    assert_never(lambda: acks.count > 0, "an ack")
+    disk.clear()
+    acks.wait_for(queue.end)
+
+
+@pytest.mark.parametrize("durability", ["always", "interval"])
+@pytest.mark.parametrize("op", ["sync", "write"])
+def test_does_close_say_that_the_disk_never_took_it(
+    queues: Callable[..., Stored], path: Path, disk: FaultyDisk, op: str, durability: str
+) -> None:
+    """A close that could not store everything raises; nothing was acked, and the ledger knows."""
+    queue = queues(path, disk=disk, durability=durability, shutdown_timeout="100ms")
+    acks = Acks()
+    producer = queue.producer(ack="persisted", on_ack=acks)
+    disk.fail(op, times=None, match=".chunk")
+    publish(producer, 0, 3)
+    with pytest.raises(StorageFailed, match="accepted events"):
+        queue.close()
+    assert acks.count == 0
+    lost = queue.stats().ledger.dropped.get("closed", 0)
+    assert queue.stats().ledger.adds_up
+    again = queues(path)
+    assert again.stats().ledger.accepted == queue.stats().ledger.accepted
+    assert drained(again) == values(lost, 3), "what was written, though not synced, is still there"
+
+
+def test_does_close_say_that_a_later_sync_failed(
+    queues: Callable[..., Stored], path: Path, disk: FaultyDisk
+) -> None:
+    """Also events that were written long ago are not safe before they were synced."""
+    rarely = {"durability": "interval", "sync_interval": "1h", "stale_flush": "1h"}
+    queue = queues(path, disk=disk, chunk_size="1Mi", shutdown_timeout="100ms", **rarely)
+    publish(queue.producer(ack="persisted"), 0, 1)
+    disk.fail("sync", times=None, match=".chunk")
+    queue.producer().publish_block(block_of(values(1, 100), timestamps=1))
+    wait_until(lambda: queue.stats().flushes > 1, "the second write")
+    with pytest.raises(StorageFailed, match="accepted events"):
+        queue.close()
+
+
+def test_is_a_torn_write_written_again(
+    queues: Callable[..., Stored], path: Path, disk: FaultyDisk
+) -> None:
+    """Half a frame is cut off before the whole one is written."""
+    queue = queues(path, disk=disk)
+    producer = queue.producer(ack="persisted")
+    publish(producer, 0, 5)
+    for keep in (0, 1, 31, 32, 33, 100, 150):
+        disk.tear(keep_bytes=keep, match=".chunk")
+        producer.publish(value(5 + keep))
+    queue.close()
+    again = queues(path)
+    expected = [value(5 + keep) for keep in (0, 1, 31, 32, 33, 100, 150)]
+    assert drained(again) == values(0, 5) + expected
+    assert again.stats().quarantined == 0
+
+
+@both_kinds
+@pytest.mark.parametrize("op", ["write", "sync"])
+def test_does_a_busy_queue_get_over_errors_here_and_there(
+    queues: Callable[..., Stored], path: Path, disk: FaultyDisk, kind: str, op: str
+) -> None:
+    """Under load with many failures, on whatever file, nothing is lost, doubled or reordered."""
+    queue = queues(path, kind, disk=disk)
+    for nth in range(2, 60, 3):
+        disk.fail(op, nth)
+    producer = queue.producer()
+    publishing = Task(lambda: publish(producer, 0, 2000))
+    found: list[bytes] = []
+    while len(found) < 1000:
+        batch = queue.get(20, timeout=PATIENCE)
+        found += batch.block.column("value").to_pylist()
+        done(batch.done)
+    publishing.result()
+    queue.close()
+    assert found + drained(queues(path, kind)) == values(0, 2000)
+
+
+def done(settle: Callable[[], None]) -> None:
+    """Settle a batch, as often as it takes."""
+    for _ in range(100):
+        try:
+            settle()
+        except AckNotStored:
+            continue
+        return
+    raise AssertionError("the ack is never stored")
+
+
+def test_do_waiting_publishers_share_a_slow_sync(
+    queues: Callable[..., Stored], path: Path, disk: FaultyDisk
+) -> None:
+    """Twenty publishers that wait for the disk need few more syncs than one."""
+    queue = queues(path, disk=disk, chunk_size="1Mi")
+    disk.delay("sync", seconds=0.02, times=None, match=".chunk")
+    tasks = [
+        Task(lambda each=each: publish(queue.producer(ack="persisted"), each * 10, each * 10 + 10))
+        for each in range(20)
+    ]
+    for task in tasks:
+        task.result()
+    assert queue.stats().syncs <= 200 / 5
+    assert sorted(drained(queue)) == values(0, 200)
+
+
+def test_is_a_batch_still_ours_when_done_fails(
+    queues: Callable[..., Stored], path: Path, disk: FaultyDisk
+) -> None:
+    """done() that could not be recorded says so, changes nothing, and can be called again."""
+    queue = queues(path, disk=disk)
+    acks = Acks()
+    producer = queue.producer(ack="delivered", on_ack=acks)
+    publish(producer, 0, 10)
+    persisted = queue.producer(ack="persisted")
+    publish(persisted, 10, 11)
+    batch = queue.get(10)
+    disk.fail("write", times=2, match="journal")
+    for _ in range(2):
+        with pytest.raises(AckNotStored):
+            batch.done()
+        assert queue.stats().in_flight == 10
+        assert acks.count == 0
+    batch.done()
+    acks.wait_for(10)
+    queue.close()
+    assert drained(queues(path)) == [value(10)]
+
+
+def test_may_a_batch_be_released_when_done_fails(
+    queues: Callable[..., Stored], path: Path, disk: FaultyDisk
+) -> None:
+    """After a failed done() the other verbs work, too."""
+    queue = queues(path, disk=disk)
+    publish(queue.producer(ack="persisted"), 0, 10)
+    batch = queue.get(10)
+    disk.fail("write", match="journal")
+    with pytest.raises(AckNotStored):
+        batch.done()
+    batch.release()
+    again = queue.get(10)
+    assert again.attempt == 2
+    assert again.block.column("value").to_pylist() == values(0, 10)
+
+
+# A directory that cannot be had
+
+
+@both_kinds
+@pytest.mark.parametrize("op", ["open", "write", "rename", "allocate"])
+def test_is_an_unwritable_disk_named(
+    path: Path, disk: FaultyDisk, kind: str, op: str
+) -> None:
+    """A read-only disk is told with the directory's path, whatever step meets it first."""
+    disk.fail(op, error=errno.EROFS, times=None)
+    with pytest.raises(DirectoryUnusable, match=str(path)):
+        open_queue(path=path, disk=disk, **KNOBS[kind])
+
+
+@both_kinds
+def test_is_a_real_read_only_file_system_named(
+    queues: Callable[..., Stored], tmp_path: Path, kind: str
+) -> None:
+    """The same, for a new queue and for one that was written before."""
+    with mounted(tmp_path / "small", "4m") as small:
+        queue = queues(small / "old", kind)
+        publish(queue.producer(), 0, 10)
+        queue.close()
+        subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
+        for name in ("old", "new"):
+            with pytest.raises(DirectoryUnusable, match=str(small / name)):
+                queues(small / name, kind)
+        subprocess.run(["mount", "-o", "remount,rw", str(small)], check=True)
+        again = queues(small / "old", kind)
+        assert drained(again) == values(0, 10)
+        again.close()
+
+
+@both_kinds
+def test_is_a_second_process_kept_out(
+    queues: Callable[..., Stored], path: Path, kind: str
+) -> None:
+    """While a process has the queue, another is told which one; afterwards it may have it."""
+    knobs = json.dumps({**KNOBS[kind], "path": str(path)})
+    program = f"""
+import json, sys
+from turnlane.queues import open_queue
+with open_queue(**json.loads({knobs!r})):
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "open\n"
+        with pytest.raises(DirectoryLocked, match=rf"{path}.*\b{other.pid}\b"):
+            queues(path, kind)
+        other.communicate()
+    queues(path, kind)
+
+
+# A clock that jumps
+
+
+@both_kinds
+def test_does_a_clock_that_jumps_change_only_timestamps(
+    queues: Callable[..., Stored], path: Path, kind: str
+) -> None:
+    """Years forwards or back: events carry what the clock said; order, acks and ledger do not care."""
+    clock = ManualClock()
+    queue = queues(path, kind, clock=clock)
+    acks = Acks()
+    producer = queue.producer(ack="delivered", on_ack=acks)
+    said: list[int] = []
+    for number, jump in enumerate([0, 3e8, -6e8, 1, -1, 3e8] * 10):
+        clock.jump(jump)
+        said.append(clock.time_ns() // 1000)
+        producer.publish(value(number))
+    queue.close()
+    again = queues(path, kind, clock=ManualClock(time_ns=0))
+    acks.told.clear()
+    found: list[int] = []
+    seen: list[bytes] = []
+    while len(seen) < 60:
+        with again.get(7, timeout=PATIENCE) as batch:
+            seen += batch.block.column("value").to_pylist()
+            found += batch.block.column("timestamp").cast(pa.int64()).to_pylist()
+        clock.jump(-1e6)
+    assert seen == values(0, 60)
+    assert found == said
+    assert again.stats().ledger.delivered == 60
+
+
+# Metadata in every state
+
+
+def make_damaged_queue(path: Path) -> None:
+    """A closed queue of 400 events, the first 100 settled, and some in the middle."""
+    queue = open_queue(path=path, **KNOBS["disk"])
+    assert isinstance(queue, DiskQueue)
+    producer = queue.producer()
+    publish(producer, 0, 199)
+    publish(queue.producer(ack="persisted"), 199, 200)
+    assert take(queue, 50) == values(0, 50)
+    stale = path.with_name("stale")
+    shutil.copytree(path, stale)
+    publish(producer, 200, 400)
+    assert take(queue, 50) == values(50, 100)
+    held = queue.get(20)
+    queue.get(30).done()
+    held.release()
+    queue.close()
+
+
+SETTLED = {*range(100), *range(120, 150)}
+
+
+@pytest.fixture
+def made(path: Path) -> Path:
+    make_damaged_queue(path)
+    return path
+
+
+def journals(path: Path) -> list[Path]:
+    return [path / "journal.a", path / "journal.b"]
+
+
+def remove_journals(path: Path) -> None:
+    for journal in journals(path):
+        journal.unlink()
+
+
+def empty_journals(path: Path) -> None:
+    for journal in journals(path):
+        journal.write_bytes(b"")
+
+
+def garble_journals(path: Path) -> None:
+    for journal in journals(path):
+        journal.write_bytes(b"\xa5" * 5000)
+
+
+def age_journals(path: Path) -> None:
+    for journal in journals(path):
+        shutil.copy(path.with_name("stale") / journal.name, journal)
+
+
+def remove_identity(path: Path) -> None:
+    (path / "queue.json").unlink()
+
+
+def empty_identity(path: Path) -> None:
+    (path / "queue.json").write_bytes(b"")
+
+
+def garble_identity(path: Path) -> None:
+    (path / "queue.json").write_bytes(b"\xa5{")
+
+
+def garble_lock(path: Path) -> None:
+    (path / "lock").write_bytes(b"\xa5" * 100)
+
+
+@pytest.mark.parametrize(
+    "damage", [remove_journals, empty_journals, garble_journals, age_journals]
+)
+def test_does_a_queue_open_without_a_good_journal(
+    queues: Callable[..., Stored], made: Path, damage: Callable[[Path], None]
+) -> None:
+    """Then settled events may come again, but every unsettled one comes, and in order."""
+    damage(made)
+    queue = queues(made)
+    found = [int(each[:6]) for each in drained(queue)]
+    assert found == sorted(set(found))
+    assert set(found) >= set(range(400)) - SETTLED
+    ledger = queue.stats().ledger
+    assert ledger.adds_up
+    assert ledger.accepted == 400
+    assert not ledger.dropped
+
+
+@pytest.mark.parametrize("damage", [remove_identity, empty_identity, garble_identity, garble_lock])
+def test_does_a_queue_open_without_a_good_identity(
+    queues: Callable[..., Stored], made: Path, damage: Callable[[Path], None]
+) -> None:
+    """The chunks know whose they are: nothing is lost and nothing comes again."""
+    damage(made)
+    queue = queues(made)
+    assert {int(each[:6]) for each in drained(queue)} == set(range(400)) - SETTLED
+    assert queue.stats().ledger.delivered == 400
+
+
+def test_does_a_queue_open_whose_journal_is_ahead_of_its_data(
+    queues: Callable[..., Stored], made: Path
+) -> None:
+    """Events that the journal knows of and the log does not have are counted as missing."""
+    stale = made.with_name("stale")
+    for journal in journals(made):
+        shutil.copy(journal, stale / journal.name)
+    queue = queues(stale)
+    found = [int(each[:6]) for each in drained(queue)]
+    assert found == [number for number in range(200) if number not in SETTLED]
+    ledger = queue.stats().ledger
+    assert ledger.adds_up
+    assert ledger.accepted == 400
+    assert ledger.dropped == {"missing": 200}
+    queue.close()
+    again = queues(stale)
+    again.producer(ack="persisted").publish(value(400))
+    assert drained(again) == [value(400)]
+    assert again.low == 401
+
+
+# Damaged chunks
+
+
+def chunks(path: Path) -> list[Path]:
+    return sorted(path.glob("*.chunk"))
+
+
+@pytest.fixture
+def full(path: Path) -> Path:
+    """A closed queue of 300 events in a dozen chunks, none settled."""
+    queue = open_queue(path=path, **KNOBS["disk"])
+    publish_blocks(queue, 0, 300)
+    queue.close()
+    assert len(chunks(path)) >= 8
+    return path
+
+
+def publish_blocks(queue: Any, first: int, end: int) -> None:
+    producer = queue.producer(ack="persisted")
+    for at in range(first, end, 10):
+        producer.publish_block(block_of(values(at, at + 10), timestamps=1))
+
+
+def check_rest(queue: Stored, accepted: int = 300) -> dict[str, int]:
+    """Everything comes in order but what is counted as lost; returns how much that is, by reason."""
+    found = [int(each[:6]) for each in drained(queue)]
+    assert found == sorted(set(found))
+    ledger = queue.stats().ledger
+    assert ledger.adds_up
+    assert ledger.accepted == accepted
+    assert set(ledger.dropped) <= {"corrupt", "missing"}
+    assert len(found) + sum(ledger.dropped.values()) == accepted
+    return dict(ledger.dropped)
+
+
+@pytest.mark.parametrize("which", [0, 3, -1])
+def test_does_a_queue_open_without_a_chunk(
+    queues: Callable[..., Stored], full: Path, which: int
+) -> None:
+    """Its events are counted as missing, all others are delivered."""
+    gone = chunks(full)[which]
+    ends = [*(int(each.stem, 16) for each in chunks(full)), 300]
+    first = int(gone.stem, 16)
+    lost = next(end for end in ends if end > first) - first
+    gone.unlink()
+    assert check_rest(queues(full)) == {"missing": lost}
+
+
+def flip(path: Path, byte: int, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[byte] ^= 1 << bit
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("which", [0, 4, -1])
+def test_does_a_queue_survive_a_flipped_bit_anywhere(
+    queues: Callable[..., Stored], full: Path, tmp_path: Path, which: int
+) -> None:
+    """Wherever in a chunk it is, it costs a frame, at worst that chunk, and is counted and kept."""
+    target = chunks(full)[which]
+    size = target.stat().st_size
+    for number, byte in enumerate(range(0, size, size // (60 if IN_CI else 12))):
+        copy = tmp_path / f"copy{number}"
+        shutil.copytree(full, copy)
+        flip(copy / target.name, byte, number % 8)
+        queue = queues(copy)
+        lost = check_rest(queue)
+        assert sum(lost.values()) <= 40
+        if lost:
+            kept = [each for each in (copy / "quarantine").rglob("*") if each.is_file()]
+            assert sum(each.stat().st_size for each in kept) > 0
+        close(queue)
+        shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("which", [0, 3, -1])
+def test_is_a_chunk_of_another_queue_left_alone(
+    queues: Callable[..., Stored], full: Path, tmp_path: Path, which: int
+) -> None:
+    """In the place of one of ours, it counts as missing; it is put aside and never delivered."""
+    other = queues(tmp_path / "other")
+    publish_blocks(other, 1000, 1010)
+    other.close()
+    foreign = chunks(tmp_path / "other")[0]
+    target = chunks(full)[which]
+    shutil.copy(foreign, target)
+    queue = queues(full)
+    lost = check_rest(queue)
+    assert set(lost) == {"missing"}
+    assert (full / f"{target.name}.foreign").read_bytes() == foreign.read_bytes()
+
+
+@pytest.mark.parametrize("which", [0, 3, -1])
+@pytest.mark.parametrize("signed", [False, True])
+def test_is_a_length_of_two_exabytes_not_believed(
+    queues: Callable[..., Stored], full: Path, which: int, signed: bool
+) -> None:
+    """Even with a checksum that holds, it costs no memory and no more than its chunk."""
+    target = chunks(full)[which]
+    data = bytearray(target.read_bytes())
+    schema = struct.unpack_from("<Q", data)[0] & (1 << 62) - 1
+    at = 32 + schema + -schema % 8
+    data[at : at + 8] = struct.pack("<Q", 1 << 61 | 1 << 62)
+    if signed:
+        data[at + 24 : at + 28] = struct.pack("<I", google_crc32c.value(bytes(data[at : at + 24])))
+    target.write_bytes(data)
+    before = pa.total_allocated_bytes()
+    queue = queues(full)
+    lost = check_rest(queue)
+    assert 0 < sum(lost.values()) <= 40
+    assert pa.total_allocated_bytes() - before < 64 << 20
+
+
+# The cost of opening
+
+
+class CountingDisk(Disk):
+    """Counts what is read."""
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+
+    def read(self, fd: int, length: int, at: int) -> pa.Buffer:
+        found = super().read(fd, length, at)
+        self.bytes_read += len(found)
+        return found
+
+
+def test_does_opening_cost_the_same_whatever_is_stored(
+    queues: Callable[..., Stored], tmp_path: Path
+) -> None:
+    """Twenty times the data, and opening reads no more of it."""
+    read = {}
+    for events in (1000, 20_000):
+        path = tmp_path / str(events)
+        queue = queues(path, chunk_size="64Ki", durability="interval")
+        publish(queue.producer(), 0, events)
+        queue.close()
+        disk = CountingDisk()
+        queues(path, disk=disk, chunk_size="64Ki").close()
+        read[events] = disk.bytes_read
+    assert read[20_000] <= read[1000] * 1.1 + 4096

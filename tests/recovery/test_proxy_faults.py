@@ -1,0 +1,205 @@
+"""Does a proxy queue keep its promises, wherever the way to its node breaks?"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.contract.harness import PATIENCE, wait_until
+from tests.recovery.proxy_harness import Publisher, await_values, impatience, open_proxy
+from turnlane.events import values_of
+from turnlane.queues.contract import AckLevel
+from turnlane.queues.disk import DiskQueue
+from turnlane.queues.proxy import ProxyQueue
+from turnlane.queues.settings import QueueSettings
+from turnlane.testing import FlakyTransport, LoopbackTransport, ModelNode, Step
+
+STAGES = {Step.PERSISTED: AckLevel.PERSISTED}
+"""How far the node goes by itself until the death, where that is not only accepting."""
+BEFORE = {Step.CONNECT: Step.IDLE, Step.RESEND: Step.AFTER_SEND, Step.CLOSE: Step.IDLE}
+"""Deaths that have to come first for a step to be taken more than once."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _impatient() -> Iterator[None]:
+    with impatience():
+        yield
+
+
+def _publishers(queue: ProxyQueue, node: ModelNode) -> list[Publisher]:
+    return [
+        Publisher(queue, node.values, "p", AckLevel.PERSISTED),
+        Publisher(queue, node.values, "d", AckLevel.DELIVERED),
+    ]
+
+
+def _settle_and_check(queue: ProxyQueue, node: ModelNode, publishers: list[Publisher]) -> None:
+    node.come_back()
+    node.become_eager(AckLevel.DELIVERED)
+    for publisher in publishers:
+        publisher.await_acks()
+    queue.close(drain=True, timeout=PATIENCE)
+    values = node.values(AckLevel.DELIVERED)
+    for publisher in publishers:
+        publisher.check(values)
+    published = sum(len(publisher.published) for publisher in publishers)
+    assert len(values) == published
+    ledger = queue.stats().ledger
+    assert (ledger.accepted, ledger.delivered, ledger.pending) == (published, published, 0)
+    assert ledger.adds_up
+
+
+@pytest.mark.parametrize("crash", [False, True], ids=["connection", "node"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("step", list(Step))
+def test_does_a_death_at_any_step_lose_double_or_ack_early(
+    step: Step, nth: int, crash: bool
+) -> None:
+    """Whether the connection dies alone or with its node, all arrives once and in order."""
+    node = ModelNode(eager=STAGES.get(step, AckLevel.ACCEPTED))
+    transport = FlakyTransport(node, crash=node.crash)
+    if step in BEFORE:
+        transport.die(BEFORE[step], crash=True, times=nth)
+    transport.die(step, nth=nth, crash=crash)
+    queue = open_proxy(transport)
+    publishers = _publishers(queue, node)
+    while not transport.await_death(step, timeout=0):
+        for publisher in publishers:
+            publisher.publish(1)
+        wait_until(lambda: queue.stats().size == 0, "acceptance")
+        if step in (Step.IDLE, *BEFORE):
+            transport.await_death(step, timeout=0.02)
+    transport.clear()
+    for publisher in publishers:
+        publisher.publish(10)
+    _settle_and_check(queue, node, publishers)
+
+
+def test_is_what_a_node_had_only_accepted_sent_again() -> None:
+    """Contents given up by the queue are still there to be sent again to a node that crashed."""
+    node = ModelNode()
+    queue = open_proxy(node, batches=1)
+    publishers = _publishers(queue, node)
+    publishers[0].publish(40)
+    await_values(node, 40)
+    node.persist(10)
+    publishers[0].await_acks(10)
+    node.crash()
+    await_values(node, 40)
+    assert publishers[0].acked == 10
+    _settle_and_check(queue, node, publishers)
+
+
+def test_are_repeats_dropped_where_batches_overlap() -> None:
+    """A node that took half of a block takes the other half, and only that, the next time."""
+    node = ModelNode()
+    transport = FlakyTransport(node)
+    transport.die(Step.WITHIN_SEND, times=3)
+    queue = open_proxy(transport)
+    publisher = Publisher(queue, node.values, "p", AckLevel.PERSISTED)
+    node.leave()
+    publisher.publish(16)
+    node.come_back()
+    await_values(node, 16)
+    assert node.repeats > 0
+    _settle_and_check(queue, node, [publisher])
+
+
+def test_is_nothing_sent_again_that_was_persisted() -> None:
+    """A connection that breaks after everything was persisted costs no repeats."""
+    node = ModelNode(eager=AckLevel.PERSISTED)
+    transport = FlakyTransport(node)
+    queue = open_proxy(transport)
+    publisher = Publisher(queue, node.values, "p", AckLevel.PERSISTED)
+    publisher.publish(20)
+    publisher.await_acks()
+    transport.die(Step.IDLE)
+    assert transport.await_death(Step.IDLE)
+    publisher.publish(4)
+    publisher.await_acks()
+    assert node.repeats == 0
+    _settle_and_check(queue, node, [publisher])
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("publish"), st.integers(0, 1), st.integers(1, 9)),
+    st.tuples(st.just("persist"), st.integers(1, 9), st.none()),
+    st.tuples(st.just("deliver"), st.integers(1, 9), st.none()),
+    st.tuples(st.just("die"), st.sampled_from(Step), st.booleans()),
+    st.tuples(st.sampled_from(["crash", "leave", "come_back"]), st.none(), st.none()),
+    st.tuples(st.just("let_go_on"), st.integers(1, 5), st.none()),
+)
+
+
+@settings(max_examples=4 * settings().max_examples)
+@given(actions=st.lists(ACTIONS, max_size=30))
+def test_does_any_sequence_of_deaths_lose_double_or_ack_early(
+    actions: list[tuple[str, object, object]],
+) -> None:
+    """Publishing, persisting, delivering and dying in any order ends with everything in place."""
+    node = ModelNode()
+    transport = FlakyTransport(node, crash=node.crash)
+    queue = open_proxy(transport, resend_bytes=600, max_event_bytes=100)
+    publishers = _publishers(queue, node)
+    for verb, one, other in actions:
+        match verb, one, other:
+            case "publish", int(index), int(count):
+                publishers[index].try_publish(count)
+            case "persist", int(count), _:
+                node.persist(count)
+            case "deliver", int(count), _:
+                node.deliver(count)
+            case "let_go_on", int(milliseconds), _:
+                node.wait_for(lambda: False, milliseconds / 1000)
+            case "die", Step() as step, bool(crash):
+                transport.die(step, crash=crash)
+            case _:
+                getattr(node, verb)()
+    transport.clear()
+    _settle_and_check(queue, node, publishers)
+
+
+def _far_queue(path: Path, **knobs: object) -> DiskQueue:
+    return DiskQueue(QueueSettings.of(kind="disk", path=path, name="far", **knobs))
+
+
+def test_does_a_real_node_that_was_killed_get_everything_again(tmp_path: Path) -> None:
+    """A disk queue whose process dies loses its write buffer; the proxy fills it up again."""
+    far = [_far_queue(tmp_path / "0", sync_interval="1000h", stale_flush="1000h")]
+    far[0].producer(ack="persisted").publish(b"before")
+    transport = FlakyTransport(LoopbackTransport(far[0]))
+    queue = open_proxy(transport, batch_size=16)
+    acked: list[int] = []
+    producer = queue.producer(ack="persisted", on_ack=lambda ack: acked.append(ack.count))
+    values = [b"%d" % number for number in range(60)]
+    for value in values[:40]:
+        producer.publish(value, timeout=PATIENCE)
+    wait_until(lambda: far[0].end == 41 and queue.stats().size == 0, "acceptance")
+    assert acked == []
+
+    transport.die(Step.CONNECT, times=None)
+    transport.die(Step.IDLE)
+    assert transport.await_death(Step.IDLE)
+    shutil.copytree(tmp_path / "0", tmp_path / "1")  # what a killed process would leave
+    far.append(_far_queue(tmp_path / "1", sync_interval="10ms"))
+    assert far[1].end == 1
+    transport.transport = LoopbackTransport(far[1])
+    transport.clear()
+    for value in values[40:]:
+        producer.publish(value, timeout=PATIENCE)
+    queue.close(drain=True, timeout=PATIENCE)
+
+    assert sum(acked) == 60
+    arrived: list[bytes | None] = []
+    while len(arrived) < 61:
+        with far[1].get(timeout=PATIENCE) as batch:
+            arrived += values_of([batch.block])
+    assert arrived == [b"before", *values]
+    assert far[1].stats().ledger.accepted == 61
+    for each in far:
+        each.close()

@@ -1,0 +1,130 @@
+"""Whatever happens to a queue's files: is it seen, and does repair keep all that can be read?"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import turnlane
+from turnlane.events import block_of, values_of
+from turnlane.queues.inspection.findings import FindingKind
+from turnlane.queues.inspection.inspection import Inspection
+from turnlane.queues.inspection.repair import Repair
+from turnlane.queues.inspection.slices import Selection
+
+Harm = Callable[[bytearray, random.Random], bytearray | None]
+
+JOURNAL_BYTES = 2000
+"""What of a journal file holds anything in these queues."""
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 events in eight chunks, settled up to 25 and from 65 to 95."""
+    path = tmp_path_factory.mktemp("sound") / "queue"
+    noise = random.Random(1)
+    with turnlane.open_queue(
+        kind="disk", path=path, durability="always", chunk_size="4Ki"
+    ) as queue:
+        producer = queue.producer(ack="persisted")
+        for _ in range(30):
+            producer.publish_block(block_of([noise.randbytes(60) for _ in range(10)]))
+        first, second, third = queue.get(25), queue.get(40), queue.get(30)
+        first.done()
+        third.done()
+        second.release()
+    return path
+
+
+def flip(data: bytearray, rng: random.Random) -> bytearray:
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return data
+
+
+def overwrite(data: bytearray, rng: random.Random) -> bytearray:
+    at = rng.randrange(len(data))
+    data[at : at + 50] = rng.randbytes(50)
+    return data
+
+
+def cut(data: bytearray, rng: random.Random) -> bytearray:
+    return data[: rng.randrange(len(data))]
+
+
+def extend(data: bytearray, rng: random.Random) -> bytearray:
+    return data + rng.randbytes(rng.randrange(1, 200))
+
+
+def delete(data: bytearray, rng: random.Random) -> None:
+    """The file goes."""
+
+
+HARMS: list[Harm] = [flip, overwrite, cut, extend, delete]
+
+
+def harm_file(path: Path, harm: Harm, rng: random.Random) -> None:
+    data = path.read_bytes()
+    used = len(data) if path.suffix == ".chunk" else min(len(data), JOURNAL_BYTES)
+    if not used:
+        return
+    harmed = harm(bytearray(data[:used]), rng)
+    if harmed is None:
+        path.unlink()
+    else:
+        path.write_bytes(harmed + data[used:])
+
+
+def pending(path: Path) -> dict[int, bytes | None]:
+    """All unsettled events that can be read, by offset."""
+    found: dict[int, bytes | None] = {}
+    for piece in Inspection(path).slices(Selection()):
+        found |= zip(piece.offsets.tolist(), values_of([piece.block]), strict=True)
+    return found
+
+
+def drained(path: Path) -> list[bytes | None]:
+    found: list[bytes | None] = []
+    with turnlane.open_queue(kind="disk", path=path) as queue:
+        while queue.stats().ledger.pending:
+            with queue.get() as batch:
+                found += values_of([batch.block])
+    return found
+
+
+@given(
+    harms=st.lists(st.tuples(st.sampled_from(HARMS), st.integers(0, 9)), min_size=1, max_size=3),
+    seed=st.integers(0, 1 << 32),
+)
+def test_any_harm_is_seen_and_repaired(
+    sound: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    harms: list[tuple[Harm, int]],
+    seed: int,
+) -> None:
+    path = tmp_path_factory.mktemp("harmed") / "queue"
+    shutil.copytree(sound, path)
+    files = sorted(file for file in path.iterdir() if file.suffix in {".chunk", ".a", ".b"})
+    rng = random.Random(seed)
+    for harm, which in harms:
+        if (file := files[which % len(files)]).exists():
+            harm_file(file, harm, rng)
+    report, readable = Inspection(path).verify(), pending(path)
+    if report.clean:
+        assert readable == pending(sound)
+    repaired = Repair(path).run()
+    after = pending(path)
+    assert after.items() <= readable.items()
+    assert repaired.saved == len(after)
+    if not any(finding.kind is FindingKind.JOURNAL for finding in report.faults):
+        assert after == readable
+        assert sum(repaired.lost.values()) == report.lost
+    assert Inspection(path).verify().clean
+    assert Inspection(path).account().ledger.adds_up
+    assert drained(path) == list(after.values())
+    shutil.rmtree(path.parent)

@@ -1,0 +1,163 @@
+"""What an inspection makes of a directory, piece by piece."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import turnlane
+from turnlane.cli.output import readable
+from turnlane.events import block_of
+from turnlane.queues.inspection import inspect
+from turnlane.queues.inspection.export import Format, export_to_file
+from turnlane.queues.inspection.fastqueue import FastQueueInspection
+from turnlane.queues.inspection.holder import holder
+from turnlane.queues.inspection.inspection import Inspection
+from turnlane.queues.inspection.rows import rows
+from turnlane.queues.inspection.slices import Selection, Slice
+
+
+def row_of(**columns: Any) -> dict[str, object]:
+    (row,) = rows(Slice(np.array([5]), False, pa.record_batch(columns)))
+    json.dumps(row, allow_nan=False)
+    return row
+
+
+def test_columns_of_any_type_become_json() -> None:
+    row = row_of(
+        value=pa.array([b"\xff"]),
+        far=pa.array([1 << 62], pa.timestamp("us", tz="UTC")),
+        local=pa.array([0], pa.timestamp("ns")),
+        none=pa.array([None], pa.timestamp("s")),
+        nan=pa.array([float("nan")]),
+        price=pa.array([decimal.Decimal("1.50")]),
+        day=pa.array([dt.date(2026, 1, 2)]),
+        nested=pa.array([{"a": [b"\x01"], "b": None}]),
+        offset=pa.array([1]),
+        settled=pa.array([True]),
+    )
+    assert row == {
+        "offset": 5,
+        "settled": False,
+        "value_base64": "/w==",
+        "far": "148108-07-06T14:00:27.387904Z",
+        "local": "1970-01-01T00:00:00.000000000",
+        "none": None,
+        "nan": "nan",
+        "price": "1.50",
+        "day": "2026-01-02",
+        "nested": {"a": ["AQ=="], "b": None},
+        "offset_": 1,
+        "settled_": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, ""),
+        (b"plain", "plain"),
+        ("grün\tund\n".encode(), "grün\\tund\\n"),
+        (b"back\\slash", "back\\slash"),
+        (b"\x1b[31mred", b"\x1b[31mred".hex()),
+        (b"\xff\xfe", "fffe"),
+    ],
+)
+def test_values_for_people(value: bytes | None, shown: str) -> None:
+    assert readable(value) == shown
+
+
+def test_a_long_value_is_cut_between_characters() -> None:
+    shown = readable("ü".encode() * 10_000)
+    assert set(shown) == {"ü"}
+
+
+def test_the_holder_is_found_without_touching_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "queue"
+    assert holder(path) is None
+    with turnlane.open_queue(kind="disk", path=path):
+        assert holder(path) == os.getpid()
+    assert holder(path) is None
+
+
+def test_settled_and_pending_events_are_told_apart(tmp_path: Path) -> None:
+    with turnlane.open_queue(kind="disk", path=tmp_path / "q") as queue:
+        queue.producer(ack="persisted").publish_block(block_of([b"%d" % n for n in range(10)]))
+        first, second, third = queue.get(2), queue.get(3), queue.get(2)
+        second.done()
+        found = Inspection(tmp_path / "q")
+        every = [
+            (piece.offsets.tolist(), piece.settled)
+            for piece in found.slices(Selection(settled=True))
+        ]
+        some = [piece.offsets.tolist() for piece in found.slices(Selection(first=1, end=7))]
+        del first, third
+    assert every == [([0, 1], False), ([2, 3, 4], True), ([5, 6, 7, 8, 9], False)]
+    assert some == [[1], [5, 6]]
+
+
+def test_what_was_never_written_is_missing_and_no_fault(tmp_path: Path) -> None:
+    """Settled from memory, and killed before the rest of it came to the disk."""
+    script = """
+import os, signal, sys, turnlane
+from turnlane.events import block_of
+
+knobs = {"durability": "interval", "sync_interval": "1h", "stale_flush": "1h"}
+queue = turnlane.open_queue(kind="disk", path=sys.argv[1], **knobs)
+queue.producer().publish_block(block_of([b"%d" % n for n in range(100)]))
+first, second = queue.get(10), queue.get(20)
+second.done()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "q")], check=False)
+    found = Inspection(tmp_path / "q")
+    account = found.account()
+    report = found.verify()
+    assert account.ledger.adds_up
+    assert report.clean
+    if account.ledger.pending == 0:  # nothing of it was written
+        assert (account.ledger.delivered, account.ledger.dropped) == (20, {"missing": 10})
+        assert [finding.kind.value for finding in report.findings] == ["never_written"]
+
+
+def test_an_export_holds_little_in_memory(tmp_path: Path) -> None:
+    with turnlane.open_queue(kind="disk", path=tmp_path / "q", compression="none") as queue:
+        producer = queue.producer()
+        for _ in range(200):
+            producer.publish_block(block_of([bytes(1000)] * 1000))
+    script = """
+import sys, resource, pathlib
+from turnlane.queues.inspection.export import Format, export_to_file
+from turnlane.queues.inspection.inspection import Inspection
+from turnlane.queues.inspection.slices import Selection
+
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+queue, before = Inspection(pathlib.Path(sys.argv[1])), peak()
+export_to_file(queue, Selection(), pathlib.Path(sys.argv[2]), Format.PARQUET)
+print(peak() - before)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "q", tmp_path / "x.parquet"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(run.stdout) < 150_000, "KiB, for 200 MB of events"
+
+
+def test_a_fastqueue_directory_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / "0000000000000000").write_bytes((5).to_bytes(8, "little") + b"hello")
+    found = inspect(tmp_path)
+    assert isinstance(found, FastQueueInspection)
+    done = export_to_file(found, Selection(), tmp_path / "x.jsonl", Format.JSONL)
+    assert done.events == 1

@@ -1,0 +1,608 @@
+"""What does a proxy queue hold, for how long, and what does it do when its node is away?"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.contract.harness import PATIENCE, wait_until
+from tests.recovery.proxy_harness import Publisher, await_values, impatience, open_proxy
+from turnlane.errors import QueueClosed, QueueEmpty, QueueFull, TransportDown
+from turnlane.events import Block, block_of
+from turnlane.queues import proxy
+from turnlane.queues.contract import Ack, AckLevel, Durability
+from turnlane.queues.memory import MemoryQueue
+from turnlane.queues.proxy import ProxyQueue, retry_after
+from turnlane.queues.settings import QueueSettings
+from turnlane.queues.transport import Connection, Transport
+from turnlane.testing import FlakyTransport, LoopbackTransport, ModelConnection, ModelNode, Step
+
+MOMENT = 0.05
+"""Seconds for which to watch that something does not happen."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _impatient() -> Iterator[None]:
+    with impatience():
+        yield
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., ProxyQueue]]:
+    """Open proxies that are closed when the test is over."""
+    queues: list[ProxyQueue] = []
+
+    def opening(transport: Transport, **knobs: object) -> ProxyQueue:
+        queues.append(open_proxy(transport, **knobs))  # type: ignore[arg-type]
+        return queues[-1]
+
+    yield opening
+    for queue in queues:
+        queue.close()
+        assert queue.stats().ledger.adds_up
+
+
+Opening = Callable[..., ProxyQueue]
+
+
+def _publisher(queue: ProxyQueue, node: ModelNode, level: str = "persisted") -> Publisher:
+    return Publisher(queue, node.values, "p", AckLevel(level))
+
+
+# What is held
+
+
+def test_is_room_returned_once_the_node_has_accepted(opened: Opening) -> None:
+    """Many times the queue's size can be published though nothing is persisted or delivered."""
+    node = ModelNode()
+    queue = opened(node, batch_size=4, batches=1)
+    publisher = _publisher(queue, node)
+    publisher.publish(100)
+    await_values(node, 100)
+    wait_until(lambda: queue.stats().size == 0, "room")
+    assert queue.stats().bytes == 0
+    assert queue.stats().ledger.pending == 100
+    assert publisher.acks == []
+
+
+def test_are_several_batches_held(opened: Opening) -> None:
+    """While the node is away, ``batches`` × ``batch_size`` events fit, and no more."""
+    node = ModelNode()
+    node.leave()
+    queue = opened(node, batch_size=4, batches=3)
+    publisher = _publisher(queue, node)
+    assert publisher.try_publish(100) == 12
+    node.come_back()
+    await_values(node, 12)
+    publisher.publish(12)
+    await_values(node, 24)
+
+
+def test_is_a_batch_as_large_as_batch_size_says(opened: Opening) -> None:
+    """The default size of dequeued batches does not bound what is sent to the node."""
+    sizes: list[int] = []
+
+    class Measuring(ModelNode):
+        def accept(self, connection: ModelConnection, sequence: int, block: Block) -> None:
+            sizes.append(block.num_rows)
+            super().accept(connection, sequence, block)
+
+    node = Measuring()
+    node.leave()
+    queue = opened(node, batch_size=3000, batches=1)
+    assert queue.producer().publish_block(block_of([b"x"] * 3000)).accepted == 3000
+    node.come_back()
+    await_values(node, 3000)
+    assert sizes == [3000]
+
+
+def test_do_contents_kept_for_resending_stay_within_resend_bytes(opened: Opening) -> None:
+    """Beyond it publishers wait, until the node has persisted something."""
+    node = ModelNode()
+    queue = opened(node, batch_size=4, batches=1, resend_bytes=1000, max_event_bytes=100)
+    producer = queue.producer()
+    value = b"x" * 84  # a hundred bytes with what an event costs
+
+    def is_stuck() -> bool:
+        producer.try_publish(value)
+        full = queue.stats().size == 4
+        return full and queue._sent_bytes > 1000 and len(queue._unaccepted) == 1
+
+    wait_until(is_stuck, "a batch that has to wait")
+    with pytest.raises(QueueFull):
+        producer.publish(value, timeout=MOMENT)
+    kept = len(node.values())
+    assert 6 < kept <= 10
+    assert not producer.try_publish(value)
+    node.persist(4)
+    assert producer.publish(value, timeout=PATIENCE)
+    node.become_eager("persisted")
+    for _ in range(100):
+        assert producer.publish(value, timeout=PATIENCE)
+
+
+def test_can_a_batch_larger_than_resend_bytes_be_sent(opened: Opening) -> None:
+    """It goes alone, so that nothing stands still."""
+    node = ModelNode(eager="persisted")
+    queue = opened(node, batch_size=50, batches=1, resend_bytes=200, max_event_bytes=100)
+    producer = queue.producer()
+    for _ in range(20):
+        producer.publish_block(block_of([b"x" * 80] * 10), timeout=PATIENCE)
+    await_values(node, 200)
+
+
+def test_is_only_metadata_left_of_what_is_persisted(opened: Opening) -> None:
+    """The contents go when the node has persisted them, not when it has delivered them."""
+    node = ModelNode()
+    queue = opened(node)
+    publisher = _publisher(queue, node)
+    publisher.publish(40)
+    await_values(node, 40)
+    assert all(sent.block is not None for sent in list(queue._undelivered))
+    node.persist()
+    publisher.await_acks()
+    assert queue._undelivered
+    assert not queue._unpersisted
+    assert all(sent.block is None for sent in list(queue._undelivered))
+    assert all(sent.batch.freed for sent in list(queue._undelivered))
+
+
+# Acks
+
+
+def test_do_acks_wait_for_the_level_that_was_asked_for(opened: Opening) -> None:
+    """Each producer hears exact counts, of its own events, at its own level."""
+    node = ModelNode()
+    queue = opened(node)
+    persisted = Publisher(queue, node.values, "p", AckLevel.PERSISTED)
+    delivered = Publisher(queue, node.values, "d", AckLevel.DELIVERED)
+    silent = queue.producer()
+    for _ in range(5):
+        persisted.publish(2)
+        silent.publish(b"silent")
+        delivered.publish(1)
+    await_values(node, 20)
+    assert (persisted.acked, delivered.acked) == (0, 0)
+    node.persist()
+    persisted.await_acks()
+    assert delivered.acked == 0
+    node.deliver()
+    delivered.await_acks()
+    persisted.check(node.values())
+    delivered.check(node.values())
+
+
+def test_is_part_of_a_batch_acked_when_part_of_it_is_delivered(opened: Opening) -> None:
+    """How the proxy cut its batches is nothing that a producer's ack waits for."""
+    node = ModelNode()
+    node.leave()
+    queue = opened(node, batch_size=8)
+    publisher = _publisher(queue, node, "delivered")
+    publisher.publish(8)
+    node.come_back()
+    await_values(node, 8)
+    node.persist(6)
+    node.deliver(3)
+    publisher.await_acks(3)
+    assert queue.stats().ledger.delivered == 3
+    node.persist()
+    node.deliver()
+    publisher.await_acks()
+    publisher.check(node.values())
+
+
+def test_do_acks_say_what_the_node_vouches_for(opened: Opening) -> None:
+    """The durability in an ack is the node's, not the proxy's own."""
+    node = ModelNode(eager="persisted", durability=Durability.INTERVAL)
+    queue = opened(node)
+    publisher = _publisher(queue, node)
+    publisher.publish(1)
+    publisher.await_acks()
+    assert publisher.acks[-1].durability is Durability.INTERVAL
+
+
+def test_does_a_blocking_callback_stall_anything(opened: Opening) -> None:
+    """Sending, listening and publishing go on while a callback does not return."""
+    node = ModelNode(eager="persisted")
+    queue = opened(node, batch_size=4, batches=1, resend_bytes=1000, max_event_bytes=100)
+    inside, goes_on = threading.Event(), threading.Event()
+    counts: list[int] = []
+
+    def slow(ack: Ack) -> None:
+        inside.set()
+        assert goes_on.wait(PATIENCE)
+        counts.append(ack.count)
+
+    producer = queue.producer(ack="persisted", on_ack=slow)
+    producer.publish(b"first")
+    assert inside.wait(PATIENCE)
+    for _ in range(100):
+        producer.publish(b"x" * 80, timeout=PATIENCE)
+    wait_until(lambda: queue.stats().size == 0, "room")
+    assert producer.try_publish(b"last")
+    await_values(node, 102)
+    assert counts == []
+    goes_on.set()
+    assert producer.flush(PATIENCE)
+    queue.close()
+    assert sum(counts) == 102
+
+
+def test_may_a_callback_close_the_queue(opened: Opening) -> None:
+    """A callback that closes the queue it hears from waits for nobody but the others."""
+    node = ModelNode(eager="persisted")
+    queue = opened(node)
+    closed = threading.Event()
+
+    def closing(ack: Ack) -> None:
+        queue.close()
+        closed.set()
+
+    queue.producer(ack="persisted", on_ack=closing).publish(b"x")
+    assert closed.wait(PATIENCE)
+    with pytest.raises(QueueClosed):
+        queue.producer().publish(b"y")
+
+
+# Closing
+
+
+def _closing(queue: ProxyQueue, timeout: float = PATIENCE) -> threading.Thread:
+    thread = threading.Thread(target=lambda: queue.close(drain=True, timeout=timeout))
+    thread.start()
+    return thread
+
+
+def test_does_a_draining_close_wait_for_persisted(opened: Opening) -> None:
+    """Accepted is not enough; delivered is not asked for."""
+    node = ModelNode()
+    queue = opened(node)
+    publisher = _publisher(queue, node)
+    publisher.publish(10)
+    closing = _closing(queue)
+    await_values(node, 10)
+    closing.join(MOMENT)
+    assert closing.is_alive()
+    node.persist()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    publisher.check(node.values())
+    ledger = queue.stats().ledger
+    assert (ledger.delivered, ledger.dropped) == (10, {})
+
+
+def test_does_a_draining_close_give_up_in_time(opened: Opening) -> None:
+    """What the node had not persisted by then is counted as lost, and not acked."""
+    node = ModelNode()
+    queue = opened(node)
+    publisher = _publisher(queue, node)
+    publisher.publish(10)
+    await_values(node, 10)
+    node.persist(4)
+    publisher.await_acks(4)
+    queue.close(drain=True, timeout=MOMENT)
+    assert publisher.acked == 4
+    ledger = queue.stats().ledger
+    assert (ledger.delivered, dict(ledger.dropped)) == (4, {"closed": 6})
+
+
+def test_does_a_forced_close_count_what_is_lost(opened: Opening) -> None:
+    """Everything that the node did not say it has is dropped, by the name of closed."""
+    node = ModelNode()
+    node.leave()
+    queue = opened(node)
+    publisher = _publisher(queue, node)
+    publisher.publish(7)
+    queue.close()
+    ledger = queue.stats().ledger
+    assert (ledger.accepted, dict(ledger.dropped), ledger.pending) == (7, {"closed": 7}, 0)
+    assert publisher.acks == []
+
+
+def test_does_a_draining_close_send_again_what_a_crash_lost(opened: Opening) -> None:
+    """A node that dies while the queue drains is waited for, and gets everything once more."""
+    node = ModelNode()
+    queue = opened(node)
+    publisher = _publisher(queue, node)
+    publisher.publish(10)
+    await_values(node, 10)
+    closing = _closing(queue)
+    wait_until(lambda: queue._held.gate.closed, "the close")
+    node.crash(away=True)
+    assert node.values() == []
+    node.come_back()
+    await_values(node, 10)
+    node.persist()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    publisher.check(node.values())
+
+
+def test_does_a_close_free_a_sender_blocked_at_a_busy_node(opened: Opening) -> None:
+    """Neither a node that takes nothing nor one that says nothing can hold a close up."""
+    node = ModelNode(size=1)
+    queue = opened(node)
+    publisher = _publisher(queue, node)
+    publisher.publish(16)
+    await_values(node, 1)
+    closing = threading.Thread(target=queue.close)
+    closing.start()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    assert queue.stats().ledger.dropped == {"closed": 16}
+
+
+def test_does_a_node_that_dies_as_the_client_lets_go_hurt(opened: Opening) -> None:
+    """A transport that raises from ``close`` changes nothing."""
+    node = ModelNode(eager="persisted")
+    transport = FlakyTransport(node, crash=node.crash)
+    transport.die(Step.CLOSE, crash=True, error=OSError("reset by peer"))
+    queue = opened(transport)
+    publisher = _publisher(queue, node)
+    publisher.publish(3)
+    publisher.await_acks()
+    queue.close()
+    assert transport.deaths == 1
+    publisher.check(node.values())
+
+
+def test_does_a_drain_end_when_the_last_events_were_dropped(opened: Opening) -> None:
+    """Events dropped behind the last one sent are nothing that the node could persist."""
+    node = ModelNode(size=1)
+    queue = opened(node, full_behavior="drop_oldest", max_bytes=300, batch_size=8, batches=2)
+    acks: list[Ack] = []
+    producer = queue.producer(ack="persisted", on_ack=acks.append)
+    producer.publish(b"x" * 84)
+    await_values(node, 1)
+    wait_until(lambda: queue.stats().size == 0, "room")
+    producer.publish(b"y" * 184)  # on its way to a node that is full
+    wait_until(lambda: queue.stats().in_flight == 2, "the second batch")
+    assert producer.publish(b"z" * 64)
+    assert not producer.publish(b"w" * 134)  # z goes, and yet there is no room
+    node.become_eager("delivered")
+    queue.close(drain=True, timeout=PATIENCE)
+    assert len(node.values()) == 2
+    assert dict(queue.stats().ledger.dropped) == {"newest": 1, "oldest": 1}
+    assert (sum(ack.count for ack in acks), sum(ack.dropped for ack in acks)) == (2, 1)
+
+
+def test_is_a_publisher_woken_that_waits_for_an_ack_at_close(opened: Opening) -> None:
+    """Without a callback, ``publish`` waits for its level; a close ends that, without an ack."""
+    node = ModelNode()
+    queue = opened(node)
+    raised: list[type[Exception]] = []
+
+    def publish() -> None:
+        try:
+            queue.producer(ack="persisted").publish(b"x")
+        except QueueClosed as error:
+            raised.append(type(error))
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    await_values(node, 1)
+    queue.close()
+    thread.join(PATIENCE)
+    assert raised == [QueueClosed]
+
+
+# A node that is away
+
+
+def test_does_publishing_block_while_the_node_is_away(opened: Opening) -> None:
+    """Publishers wait, or hear ``QueueFull`` in time; when the node is back, all goes on."""
+    node = ModelNode(eager="delivered")
+    node.leave()
+    queue = opened(node, batch_size=2, batches=2)
+    publisher = _publisher(queue, node, "delivered")
+    publisher.publish(4)
+    with pytest.raises(QueueFull):
+        publisher.publish(1, timeout=MOMENT)
+    blocked = threading.Thread(target=lambda: publisher.publish(8))
+    blocked.start()
+    wait_until(lambda: queue.stats().blocked_publishers == 1, "a publisher in line")
+    node.come_back()
+    blocked.join(PATIENCE)
+    publisher.await_acks()
+    publisher.check(node.values())
+
+
+@pytest.mark.parametrize("behavior", ["drop_newest", "drop_oldest"])
+def test_are_events_dropped_as_configured_while_the_node_is_away(
+    opened: Opening, behavior: str
+) -> None:
+    """What is dropped is counted, and its producer told; the rest arrives in order."""
+    node = ModelNode(eager="delivered")
+    node.leave()
+    queue = opened(node, batch_size=2, batches=2, full_behavior=behavior)
+    acks: list[Ack] = []
+    producer = queue.producer(ack="delivered", on_ack=acks.append)
+    taken = [producer.publish(b"%d" % number) for number in range(10)]
+    node.come_back()
+    producer.publish(b"last", timeout=PATIENCE)
+    queue.close(drain=True, timeout=PATIENCE)
+    kept = [b"0", b"1", b"2", b"3"] if behavior == "drop_newest" else [b"6", b"7", b"8", b"9"]
+    # The one published last may have met the queue still full.
+    assert [value for value in node.values() if value != b"last"][-3:] == kept[-3:]
+    ledger = queue.stats().ledger
+    assert ledger.accepted == 11
+    assert ledger.delivered == len(node.values())
+    assert taken.count(False) == (6 if behavior == "drop_newest" else 0)
+    assert sum(ack.count for ack in acks) == len(node.values())
+
+
+def test_is_a_client_with_a_fixed_id_continued_after_a_restart(opened: Opening) -> None:
+    """The numbering goes on where the node says, so nothing new is taken for a repeat."""
+    node = ModelNode(eager="persisted")
+    first = opened(node, producer_id="client-1")
+    one = Publisher(first, node.values, "one", AckLevel.PERSISTED)
+    one.publish(10)
+    first.close(drain=True, timeout=PATIENCE)
+    second = opened(node, producer_id="client-1")
+    two = Publisher(second, node.values, "two", AckLevel.PERSISTED)
+    two.publish(10)
+    two.await_acks()
+    node.crash()
+    two.publish(3)
+    second.close(drain=True, timeout=PATIENCE)
+    one.check(node.values())
+    two.check(node.values())
+    assert len(node.values()) == 23
+    assert second.stats().ledger.delivered == 13
+
+
+def test_is_nothing_of_an_old_client_taken_after_a_new_one_came() -> None:
+    """A block still on its way when the client was restarted must not use up its numbers."""
+    node = ModelNode()
+    old = node.connect("client-1")
+    new = node.connect("client-1")
+    with pytest.raises(TransportDown):
+        old.send(0, block_of([b"late"]))
+    new.send(new.resume_at, block_of([b"fresh"]))
+    assert node.values() == [b"fresh"]
+
+
+def test_is_it_said_when_a_node_lost_what_it_had_persisted(
+    opened: Opening, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing can bring the events back, but it does not go unnoticed, and the next ones arrive."""
+    node, empty = ModelNode(eager="persisted"), ModelNode(eager="persisted")
+    transport = FlakyTransport(node)
+    queue = opened(transport)
+    publisher = _publisher(queue, node)
+    publisher.publish(5)
+    publisher.await_acks()
+    transport.transport = empty
+    transport.die(Step.IDLE)
+    assert transport.await_death(Step.IDLE)
+    with caplog.at_level(logging.ERROR):
+        queue.producer().publish(b"next")
+        await_values(empty, 1)
+    assert "lost 5 events that it had persisted" in caplog.text
+
+
+# A transport that misbehaves
+
+
+@pytest.mark.parametrize(
+    "step",
+    [Step.CONNECT, Step.BEFORE_SEND, Step.AFTER_SEND, Step.ACCEPTED, Step.IDLE, Step.CLOSE],
+)
+def test_does_an_unexpected_error_of_the_transport_end_anything(
+    opened: Opening, step: Step
+) -> None:
+    """Whatever it raises, the connection is tried again and nothing is lost."""
+    node = ModelNode()
+    transport = FlakyTransport(node, crash=node.crash)
+    transport.die(step, crash=True, error=ValueError("a bug in the transport"))
+    if step is Step.CLOSE:
+        transport.die(Step.IDLE)
+    queue = opened(transport)
+    publisher = _publisher(queue, node)
+    publisher.publish(6)
+    assert transport.await_death(step, timeout=PATIENCE)
+    await_values(node, 6)
+    node.persist()
+    publisher.await_acks()
+    publisher.check(node.values())
+
+
+def test_is_a_sender_freed_when_the_listener_loses_the_node(opened: Opening) -> None:
+    """A send that would block for ever ends when it is known that nobody is there."""
+    node = ModelNode(size=1)
+    transport = FlakyTransport(node)
+    queue = opened(transport)
+    publisher = _publisher(queue, node)
+    publisher.publish(8)
+    await_values(node, 1)
+    connects = node.connects
+    transport.die(Step.IDLE)
+    assert node.wait_for(lambda: node.connects > connects, PATIENCE)
+    node.become_eager("delivered")
+    publisher.await_acks()
+    publisher.check(node.values())
+
+
+# Reconnecting
+
+
+def test_does_the_backoff_grow_to_its_cap() -> None:
+    """Twice as long each time, from half to all of it by chance."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proxy, "FIRST_RETRY", 0.05)
+        patch.setattr(proxy, "LAST_RETRY", 5.0)
+        assert [retry_after(n, 1.0) for n in (1, 2, 3)] == [0.05, 0.1, 0.2]
+        assert [retry_after(n, 0.0) for n in (1, 2, 3)] == [0.025, 0.05, 0.1]
+        assert retry_after(8, 1.0) == retry_after(10_000, 1.0) == 5.0
+
+
+class _Patient(ProxyQueue):
+    """Notes how long it would have paused, and does not."""
+
+    pauses: list[float]
+
+    def _pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+
+def test_does_it_back_off_until_the_node_comes_further() -> None:
+    """Connections that lead nowhere count as failures; one that helps begins anew."""
+    node = ModelNode(eager="persisted")
+    transport = FlakyTransport(node)
+    transport.die(Step.CONNECT, times=3)
+    transport.die(Step.BEFORE_SEND, times=2)
+    pauses: list[float] = []
+    _Patient.pauses = pauses
+    settings = QueueSettings.of(kind="proxy")
+    with _Patient(settings, transport, jitter=lambda: 1.0) as queue:
+        queue.producer(ack="persisted").publish(b"x")
+        assert pauses == [retry_after(failures, 1.0) for failures in (1, 2, 3, 4, 5)]
+        transport.die(Step.AFTER_SEND)
+        queue.producer(ack="persisted").publish(b"y")
+        assert pauses[5:] in ([], [retry_after(1, 1.0)])
+    assert node.values() == [b"x", b"y"]
+
+
+def test_is_a_connection_made_at_once_after_one_that_helped(opened: Opening) -> None:
+    """Only failures cost time: a node that crashes now and then is not waited for."""
+    node = ModelNode(eager="persisted")
+    transport = FlakyTransport(node)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proxy, "FIRST_RETRY", 2 * PATIENCE)
+        patch.setattr(proxy, "LAST_RETRY", 2 * PATIENCE)
+        queue = opened(transport)
+        publisher = _publisher(queue, node)
+        for times in range(1, 11):
+            publisher.publish(1)
+            publisher.await_acks()
+            transport.die(Step.IDLE)
+            assert transport.await_death(Step.IDLE, times)
+            transport.clear()
+    publisher.check(node.values())
+
+
+# Reading
+
+
+def test_can_the_nodes_queue_be_read_through_the_proxy(opened: Opening) -> None:
+    """``get`` takes from the far queue, and ends with this one."""
+    with MemoryQueue(QueueSettings.of()) as far:
+        queue = opened(LoopbackTransport(far))
+        with pytest.raises(QueueEmpty):
+            queue.get(timeout=0)
+        queue.producer().publish(b"there and back")
+        with queue.get(timeout=PATIENCE) as batch:
+            assert [event.value for event in batch] == [b"there and back"]
+        queue.close(drain=True)
+        with pytest.raises(QueueClosed):
+            queue.get()
+
+
+def test_do_the_stand_ins_keep_the_protocol() -> None:
+    """They can be given to anything that takes a transport."""
+    transports: list[Transport] = [ModelNode(), FlakyTransport(ModelNode())]
+    connections: list[Connection] = [transport.connect("client") for transport in transports]
+    assert [connection.resume_at for connection in connections] == [0, 0]
