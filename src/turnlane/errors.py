@@ -36,7 +36,12 @@ class RetryLater(TurnlaneError):
 
 
 class QueueFull(RetryLater):
-    """The queue had no room within the time allowed."""
+    """The queue had no room within the time allowed.
+
+    ``accepted`` says how many events of a block went in before: the first ones.
+    """
+
+    accepted = 0
 
 
 class QueueEmpty(RetryLater):

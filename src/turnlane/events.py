@@ -142,8 +142,11 @@ def join(blocks: Sequence[Block]) -> Block:
     """One block from several; columns are matched by name."""
     if len(blocks) == 1:
         return blocks[0]
-    schema = pa.unify_schemas([block.schema for block in blocks])
-    joined: Block = pa.concat_batches([conform(block, schema) for block in blocks])  # type: ignore[attr-defined]
+    first = blocks[0].schema
+    if not all(block.schema.equals(first) for block in blocks[1:]):
+        schema = pa.unify_schemas([block.schema for block in blocks])
+        blocks = [conform(block, schema) for block in blocks]
+    joined: Block = pa.concat_batches(blocks)  # type: ignore[attr-defined]
     return joined
 
 

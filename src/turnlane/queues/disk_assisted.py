@@ -70,6 +70,9 @@ class DiskAssistedQueue(StoredQueue):
             self._spilling = True
             self.work.notify()
 
+    def makes_room(self) -> bool:
+        return not self.troubled
+
     def must_wait(self, *, failing: bool) -> bool:
         del failing  # a disk that fails leaves a memory queue, which is full when it is full
         return False

@@ -14,6 +14,9 @@ from turnlane.queues.contract import FlowControl, FullBehavior, Outcome
 from turnlane.queues.entries import PublishEntry
 from turnlane.queues.settings import QueueSettings
 
+SPILL_SECONDS = 1.0
+"""How long a queue that drops when full waits for the disk to take what memory cannot."""
+
 
 class Door:
     """Applies a queue's settings to what wants in.
@@ -83,7 +86,6 @@ class Door:
 
     def make_room(self, entry: PublishEntry) -> bool:
         """Apply a dropping policy to a full queue; false if the entry may not come in."""
-        self.full_waits += 1
         if self._settings.full_behavior is FullBehavior.DROP_OLDEST:
             while not self._gate.fits(entry.events, entry.size) and self._evict(
                 self._surplus(entry)
@@ -104,7 +106,8 @@ class Door:
 
     def stand_in_line(self, waiter: Waiter, timeout: float | None) -> None:
         """Wait to be let in. Not under the lock."""
-        limit = self._settings.full_timeout if timeout is None else timeout
+        patience = self._settings.full_timeout if self.blocks else SPILL_SECONDS
+        limit = patience if timeout is None else timeout
         if not waiter.wait(limit):
             with self._lock:
                 if not waiter.woken:

@@ -39,6 +39,9 @@ class PublishEntry(Entry):
     def drop_repeats(self) -> None:
         """Leave out what the queue has from this producer already."""
 
+    def skip(self) -> None:
+        """Nothing of it goes in, and it need not be sent again. Under the queue's lock."""
+
     @abc.abstractmethod
     def sample(self, seen: int, interval: int) -> int:
         """Keep one of ``interval`` events; returns how many that drops."""
@@ -143,6 +146,9 @@ class BlockEntry(PublishEntry):
         self.published = self.published._replace(first=first, accepted=self.events)
         self.ticket = self.producer.entered(first, first + self.events)
         self.inside = True
+
+    def skip(self) -> None:
+        self._number()
 
     def _number(self) -> Stamp | None:
         producer_id = self.producer.hashed_id

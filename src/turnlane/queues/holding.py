@@ -178,22 +178,29 @@ class HoldingQueue(Queue):
         self.door.screen(entry, flow)
         self.gate.check_open(self.name)
         if not entry.events and not entry.is_repeat:
+            entry.skip()
             return None
         free = not self.gate.line and self.gate.fits(entry.events, entry.size)
         if free or entry.is_repeat:
             entry.enter()
             return None
         self.crowded()
+        self.door.full_waits += 1
+        # A consumer that waits for a fuller batch waits in vain once nobody can come in.
+        self._readable.notify_all()
+        if blocking and (self.door.blocks or self.makes_room()):
+            return self.gate.join(entry)
         if not self.door.blocks:
-            if self.door.make_room(entry):
-                entry.enter()
-        else:
-            self.door.full_waits += 1
-            # A consumer that waits for a fuller batch waits in vain once nobody can come in.
-            self._readable.notify_all()
-            if blocking:
-                return self.gate.join(entry)
+            self.drop_or_enter(entry)
         return None
+
+    def drop_or_enter(self, entry: PublishEntry) -> None:
+        """Let an entry into a full queue at the cost of older events, or drop it."""
+        self.gate.check_open(self.name)
+        if self.door.make_room(entry):
+            entry.enter()
+        else:
+            entry.skip()
 
     def tell_accepted(self, follower: Follower, first: int, end: int) -> None:
         """Ack acceptance at once: it has just happened."""
@@ -545,6 +552,10 @@ class HoldingQueue(Queue):
 
     def crowded(self) -> None:
         """Something does not fit. Under the lock."""
+
+    def makes_room(self) -> bool:
+        """Whether room is being made, so that dropping would be rash. Under the lock."""
+        return False
 
     def stored_portion(self, first: int, end: int) -> Portion:
         """A portion whose contents are in storage. Under the lock."""

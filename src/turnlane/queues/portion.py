@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from turnlane.events import Block
 from turnlane.queues.log.position import Stamp
@@ -31,7 +31,16 @@ class Portion:
 
     def copy(self) -> Portion:
         """Another portion of the same events, to be cut independently."""
-        return replace(self)
+        return Portion(
+            self.first,
+            self.end,
+            self.size,
+            self.pieces,
+            self.attempt,
+            self.stamps,
+            self.charged,
+            self.recorded,
+        )
 
     @property
     def charge(self) -> tuple[int, int]:

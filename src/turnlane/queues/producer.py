@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from turnlane.errors import EventTooLarge, QueueClosed
+from turnlane.errors import EventTooLarge, QueueClosed, QueueFull
 from turnlane.events import EVENT_OVERHEAD, MAX_BLOCK_BYTES, Block, prepared
 from turnlane.queues.acks import Follower, Ticket, Watermark
+from turnlane.queues.admission import Waiter
 from turnlane.queues.contract import (
     AckCallback,
     AckLevel,
@@ -134,13 +135,18 @@ class HoldingProducer(Producer):
     def publish_block(
         self, block: Block, *, sequence: int | None = None, timeout: float | None = None
     ) -> Published:
+        self.queue.gate.check_open(self.queue.name)
         block = self._checked(block)
         total = Published(-1, 0, 0, 0)
         deadline = None if timeout is None else time.monotonic() + timeout
         for piece, size in self._pieces(block, block.nbytes):
             entry = self._block_entry(piece, size, sequence)
             left = None if deadline is None else deadline - time.monotonic()
-            self._publish_slowly(entry, left, blocking=True)
+            try:
+                self._publish_slowly(entry, left, blocking=True)
+            except QueueFull as error:
+                error.accepted = total.accepted + total.repeated
+                raise
             total = _sum(total, entry.published)
             if sequence is not None:
                 sequence += piece.num_rows
@@ -178,12 +184,22 @@ class HoldingProducer(Producer):
             flow = self._flow if blocking else FlowControl.NONE
             waiter = self.queue.admit(entry, flow, blocking=blocking)
         if waiter is not None:
-            self.queue.door.stand_in_line(waiter, timeout)
+            self._stand_in_line(waiter, entry, timeout)
         if entry.inside and blocking:
             self._await(entry.ticket)
         elif entry.ticket is not None:
             entry.ticket.leave()
         return entry.inside
+
+    def _stand_in_line(self, waiter: Waiter, entry: PublishEntry, timeout: float | None) -> None:
+        queue = self.queue
+        try:
+            queue.door.stand_in_line(waiter, timeout)
+        except QueueFull:
+            if queue.door.blocks:
+                raise
+            with queue.lock:
+                queue.drop_or_enter(entry)
 
     def _check(self, entry: PublishEntry) -> None:
         self.queue.gate.check_open(self.queue.name)

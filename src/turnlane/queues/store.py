@@ -72,6 +72,7 @@ class Store:
             store = cls._open(settings.path, settings, disk)
         except OSError as error:
             raise DirectoryUnusable(f"{settings.path}: {error.strerror or error}") from error
+        store.make_up_for_journal()
         if settings.durability is not Durability.NEVER:
             store.sync_found()
         if store.log.recovered_stamps:
@@ -96,6 +97,14 @@ class Store:
             )
             opened.pop_all()
         return cls(directory, journal, state, written)
+
+    def make_up_for_journal(self) -> None:
+        """Without a journal, what is no longer on disk counts as delivered, from now on too."""
+        if not self._state.found and self.log.start:
+            try:
+                self.journal.settled(0, self.log.start, 0, Outcome.DELIVERED)
+            except OSError as error:
+                self._note(error)
 
     def sync_found(self) -> None:
         """What a killed process has left in the page cache is promised from now on."""
@@ -156,9 +165,8 @@ class Store:
 
     def _write(self, portions: Sequence[Portion]) -> None:
         for run in _runs([portion for portion in portions if portion.end > self.log.end]):
-            blocks = [block for portion in run for block in portion.pieces or ()]
             stamps = [stamp for portion in run for stamp in portion.stamps]
-            self.log.append_many(run[0].first, frames_of(blocks), stamps)
+            self.log.append_many(run[0].first, frames_of(run), stamps)
 
     def _note(self, error: OSError) -> None:
         if isinstance(error, SyncFailed):
@@ -257,17 +265,17 @@ def _runs(portions: Sequence[Portion]) -> list[list[Portion]]:
     return runs
 
 
-def frames_of(blocks: Sequence[Block]) -> list[Block]:
-    """Blocks joined into frames of reasonable size; large ones are left as they are."""
+def frames_of(portions: Sequence[Portion]) -> list[Block]:
+    """The portions' blocks, joined into frames of reasonable size; large ones are left alone."""
     frames: list[Block] = []
     gathered: list[Block] = []
     size = 0
-    for block in blocks:
-        if gathered and size + block.nbytes > FRAME_BYTES:
+    for portion in portions:
+        if gathered and size + portion.size > FRAME_BYTES:
             frames.append(join(gathered))
             gathered, size = [], 0
-        gathered.append(block)
-        size += block.nbytes
+        gathered.extend(portion.pieces or ())
+        size += portion.size
     if gathered:
         frames.append(join(gathered))
     return frames

@@ -35,9 +35,8 @@ LAST_RETRY = 1.0
 """Seconds between attempts to write to a disk that fails, doubling from one to the other."""
 
 
-WORTH_JOINING = 4
-"""Frames are joined to a batch only until it has a quarter of the size asked for: copying costs
-more than a second batch."""
+JOIN_BYTES = 256 * 1024
+"""Frames are joined to a batch up to this size: beyond it copying costs more than another batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +305,7 @@ class StoredQueue(HoldingQueue):
 
     def fetch(self, portion: Portion) -> Portion | None:
         pieces: list[Block] = []
+        size = 0
         at = portion.first
         try:
             while at < portion.end:
@@ -313,7 +313,8 @@ class StoredQueue(HoldingQueue):
                 if isinstance(found, Found):
                     pieces.append(found.block)
                     at += found.block.num_rows
-                    if at - portion.first >= len(portion) // WORTH_JOINING:
+                    size += found.block.nbytes
+                    if size >= JOIN_BYTES:
                         break
                 elif pieces:
                     break

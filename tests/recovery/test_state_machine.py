@@ -1,0 +1,483 @@
+"""Does each kind of queue behave as a plain list does, whatever is done to it in whatever order?
+
+The model is a list of values, the offset of each being its index, and what became of them. Kinds
+with a disk are closed and reopened, and crashed: a copy of the directory, taken while the queue is
+open and everything in it persisted, takes the queue's place.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from tests.conftest import IN_CI
+from tests.contract.harness import PATIENCE, Acks, wait_until
+from turnlane.errors import BatchFreed, QueueClosed, QueueEmpty
+from turnlane.events import Block, block_of
+from turnlane.queues import open_queue
+from turnlane.queues.contract import Batch, Outcome, Producer, Queue
+from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.proxy import ProxyQueue
+from turnlane.testing import LoopbackTransport
+
+SIZE = 60
+PERSISTED, DELIVERED = "persisted", "delivered"
+
+Values = list[bytes]
+
+
+def values_in(block: Block) -> Values:
+    found: Values = block.column("value").to_pylist()
+    return found
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """A queue against a list. Rules keep to what does not block for ever."""
+
+    knobs: ClassVar[dict[str, Any]]
+    bounded = True
+    """Whether what is pending counts against the bound, at once and always."""
+    durable = False
+    crashes = False
+
+    @initialize()
+    def start(self) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.lives = 0
+        self.path = self.folder / "0"
+        self.next_value = 0
+        self.forget_everything()
+        self.open()
+
+    def forget_everything(self) -> None:
+        """The model of a queue that has just been made."""
+        self.events: Values = []
+        self.outcomes: dict[int, Outcome] = {}
+        self.attempts: dict[int, int] = {}
+        self.returned: set[int] = set()
+
+    def open(self) -> None:
+        """Open the queue; whatever was handed out before comes again."""
+        self.queue: HoldingQueue = self.opened()
+        self.out: list[Batch] = []
+        self.freed: set[int] = set()
+        self.frontier = 0
+        self.acks = {PERSISTED: Acks(), DELIVERED: Acks()}
+        self.producers: dict[str, Producer] = {
+            level: self.queue.producer(ack=level, on_ack=acks) for level, acks in self.acks.items()
+        }
+        self.published: dict[str, list[int]] = {PERSISTED: [], DELIVERED: []}
+
+    def opened(self) -> HoldingQueue:
+        path = {} if self.knobs["kind"] == "memory" else {"path": self.path}
+        queue = open_queue(**self.knobs, **path, size=SIZE)
+        assert isinstance(queue, HoldingQueue)
+        return queue
+
+    # The model
+
+    @property
+    def pending(self) -> int:
+        return len(self.events) - len(self.outcomes)
+
+    @property
+    def low(self) -> int:
+        return next((at for at in range(len(self.events)) if at not in self.outcomes), len(self.events))
+
+    @property
+    def held(self) -> set[int]:
+        """Offsets in a consumer's hands."""
+        return {at for batch in self.out for at in range(batch.place.first, batch.place.end)}
+
+    def fresh(self) -> list[int]:
+        """What was not handed out since the queue was opened."""
+        return [
+            at
+            for at in range(self.frontier, len(self.events))
+            if at not in self.outcomes and at not in self.returned
+        ]
+
+    def new_values(self, count: int) -> Values:
+        first = self.next_value
+        self.next_value += count
+        return [b"%05d" % number + bytes(number * 7 % 50) for number in range(first, first + count)]
+
+    def accept(self, level: str, new: Values) -> None:
+        self.published[level] += range(len(self.events), len(self.events) + len(new))
+        self.events += new
+
+    # Publishing
+
+    levels = st.sampled_from([PERSISTED, DELIVERED])
+
+    @rule(level=levels, count=st.integers(1, 10))
+    def publish(self, level: str, count: int) -> None:
+        for value in self.new_values(count):
+            if self.bounded and self.pending >= SIZE:
+                break
+            assert self.producers[level].publish(value, timeout=PATIENCE)
+            self.accept(level, [value])
+
+    @rule(level=levels, count=st.integers(1, 30))
+    def publish_block(self, level: str, count: int) -> None:
+        if self.bounded:
+            count = min(count, SIZE - self.pending)
+        if count:
+            new = self.new_values(count)
+            done = self.producers[level].publish_block(block_of(new), timeout=PATIENCE)
+            assert done == (len(self.events), count, 0, 0)
+            self.accept(level, new)
+
+    @rule(level=levels)
+    def try_publish(self, level: str) -> None:
+        new = self.new_values(1)
+        entered = self.producers[level].try_publish(new[0])
+        if self.bounded:
+            assert entered is (self.pending < SIZE)
+        if entered:
+            self.accept(level, new)
+
+    @rule(level=levels, count=st.integers(1, SIZE))
+    def try_publish_block(self, level: str, count: int) -> None:
+        new = self.new_values(count)
+        done = self.producers[level].try_publish_block(block_of(new))
+        if self.bounded:
+            assert (done is not None) is (self.pending + count <= SIZE)
+        if done is not None:
+            self.accept(level, new)
+
+    # Consuming
+
+    @rule(limit=st.integers(1, 40))
+    def get(self, limit: int) -> None:
+        expected = sorted(self.returned) or self.fresh()
+        if not expected:
+            with pytest.raises(QueueEmpty):
+                self.queue.get(limit, timeout=0)
+            return
+        batch = self.queue.get(limit, timeout=PATIENCE)
+        offsets = list(range(batch.place.first, batch.place.end))
+        assert len(offsets) <= limit
+        assert offsets == expected[: len(offsets)]
+        assert values_in(batch.block) == [self.events[at] for at in offsets]
+        assert {self.attempts.get(at, 1) for at in offsets} == {batch.attempt}
+        self.returned.difference_update(offsets)
+        self.frontier = max(self.frontier, batch.place.end)
+        self.out.append(batch)
+
+    def pick(self, data: st.DataObject) -> tuple[Batch, range]:
+        batch = data.draw(st.sampled_from(self.out))
+        return batch, range(batch.place.first, batch.place.end)
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data(), dead=st.booleans(), twice=st.booleans())
+    def settle(self, data: st.DataObject, dead: bool, twice: bool) -> None:
+        batch, offsets = self.pick(data)
+        verb = batch.dead if dead else batch.done
+        verb()
+        if twice:
+            batch.done()
+        self.out.remove(batch)
+        self.outcomes.update(dict.fromkeys(offsets, Outcome.DEAD if dead else Outcome.DELIVERED))
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        batch, offsets = self.pick(data)
+        if batch.place.first in self.freed:
+            with pytest.raises(BatchFreed):
+                batch.release()
+            return
+        batch.release()
+        self.out.remove(batch)
+        self.returned.update(offsets)
+        self.attempts.update(dict.fromkeys(offsets, batch.attempt + 1))
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        batch, _ = self.pick(data)
+        batch.free()
+        self.freed.add(batch.place.first)
+        with pytest.raises(BatchFreed):
+            _ = batch.block
+
+    # By offset
+
+    @rule(back=st.integers(0, 80), count=st.integers(1, 40))
+    def read(self, back: int, count: int) -> None:
+        first = max(0, len(self.events) - back)
+        found = self.queue.read(first, count)
+        readable = [at for at in self.fresh() if first <= at < first + count]
+        if found is None:
+            # Of what was handed out only a disk has another copy.
+            assert not readable or readable[0] != max(first, self.low)
+            return
+        start, block = found
+        assert start >= first
+        assert values_in(block) == self.events[start : start + block.num_rows]
+
+    @rule(count=st.integers(1, 20))
+    def settle_by_offset(self, count: int) -> None:
+        """As a reader does that keeps its own place: what it has read, oldest first."""
+        fresh = self.fresh()[:count]
+        if fresh and fresh[-1] - fresh[0] == len(fresh) - 1:
+            self.queue.settle(fresh[0], fresh[-1] + 1)
+            self.outcomes.update(dict.fromkeys(fresh, Outcome.DELIVERED))
+
+    # Waiting
+
+    @rule()
+    def acks_come(self) -> None:
+        """Every producer hears, exactly, of its events below the first that is not settled."""
+        low = self.low
+        settled = sum(at < low for at in self.published[DELIVERED])
+        self.acks[DELIVERED].wait_for(settled)
+        settled = sum(at < low for at in self.published[PERSISTED])
+        wait_until(lambda: self.acks[PERSISTED].count >= settled, f"{settled} acks")
+
+    @rule()
+    def flush(self) -> None:
+        """Where a disk keeps everything, everything published is persisted after a while."""
+        if self.crashes:
+            assert self.producers[PERSISTED].flush(PATIENCE)
+            self.acks[PERSISTED].wait_for(len(self.published[PERSISTED]))
+
+    # Ending, and beginning again
+
+    def expected_lost(self) -> Counter[str]:
+        """What a close drops."""
+        return Counter() if self.durable else Counter(closed=self.pending)
+
+    def close(self) -> None:
+        pending, expected = self.pending, self.expected_lost()
+        self.queue.close()
+        ledger = self.queue.stats().ledger
+        assert ledger.adds_up
+        assert ledger.pending == pending - expected.total()
+        with pytest.raises(QueueClosed):
+            self.queue.get(timeout=0)
+
+    def after_close(self) -> None:
+        """What the model of the closed queue knows."""
+        if not self.durable:
+            self.forget_everything()
+
+    @rule(finish=st.booleans())
+    def restart(self, finish: bool) -> None:
+        if finish:
+            self.queue.finish()
+            with pytest.raises(QueueClosed):
+                self.producers[DELIVERED].publish(b"too late")
+        self.close()
+        self.after_close()
+        self.open()
+
+    @precondition(lambda self: self.crashes)
+    @rule(cut=st.integers(0, 40))
+    def crash(self, cut: int) -> None:
+        """Everything persisted, then gone as it is, with the beginning of a frame at the end."""
+        if self.pending >= SIZE:
+            return
+        value = self.new_values(1)
+        self.queue.producer(ack=PERSISTED).publish(value[0])
+        self.events += value
+        self.lives += 1
+        copy = self.folder / str(self.lives)
+        shutil.copytree(self.path, copy)
+        self.close()
+        self.path = copy
+        chunks = sorted(copy.glob("*.chunk"))
+        if chunks:
+            data = chunks[-1].read_bytes()
+            chunks[-1].write_bytes(data + data[:cut])
+        self.open()
+
+    @rule()
+    def drain(self) -> None:
+        """Take out all that is left, in order."""
+        if self.out:
+            return
+        while self.returned or self.fresh():
+            self.get(40)
+            for batch in self.out:
+                batch.done()
+                offsets = range(batch.place.first, batch.place.end)
+                self.outcomes.update(dict.fromkeys(offsets, Outcome.DELIVERED))
+            self.out.clear()
+        assert self.pending == 0
+        self.acks_come()
+
+    # What always holds
+
+    @invariant()
+    def counts_agree(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        stats = self.queue.stats()
+        tally = Counter(self.outcomes.values())
+        assert stats.ledger.adds_up
+        assert stats.ledger.accepted == len(self.events)
+        assert stats.ledger.delivered == tally[Outcome.DELIVERED]
+        assert stats.ledger.dead == tally[Outcome.DEAD]
+        assert stats.ledger.pending == self.pending
+        assert stats.in_flight == len(self.held)
+        assert self.queue.low == self.low
+        if self.bounded:
+            assert stats.size == self.pending
+        else:
+            assert 0 <= stats.size <= self.pending
+        assert stats.bytes >= 0
+        assert stats.size > 0 or stats.bytes == 0
+
+    @invariant()
+    def acks_are_never_early(self) -> None:
+        if hasattr(self, "queue"):
+            low = self.low
+            assert self.acks[DELIVERED].count <= sum(at < low for at in self.published[DELIVERED])
+            assert self.acks[PERSISTED].count <= len(self.published[PERSISTED])
+            assert not self.acks[PERSISTED].dropped + self.acks[DELIVERED].dropped
+
+    def teardown(self) -> None:
+        if hasattr(self, "queue"):
+            self.queue.close()
+            shutil.rmtree(self.folder)
+
+
+class MemoryMachine(QueueMachine):
+    knobs: ClassVar[dict[str, Any]] = {"kind": "memory"}
+
+
+class DiskMachine(QueueMachine):
+    knobs: ClassVar[dict[str, Any]] = {
+        "kind": "disk",
+        "durability": "interval",
+        "sync_interval": "5ms",
+        "chunk_size": "1Ki",
+        "memory_bytes": "1Ki",
+        "write_buffer": "512",
+    }
+    durable = True
+    crashes = True
+
+
+class DiskAssistedMachine(QueueMachine):
+    knobs: ClassVar[dict[str, Any]] = {
+        "kind": "disk_assisted",
+        "sync_interval": "5ms",
+        "chunk_size": "1Ki",
+        "high_watermark": 30,
+        "low_watermark": 10,
+    }
+    bounded = False
+    durable = True
+
+    def expected_lost(self) -> Counter[str]:
+        # What was freed is with somebody else; unless it was on disk already, it is given up.
+        return Counter()
+
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        """Left out: what a close does to freed events depends on whether they had been spilled."""
+
+
+class ProxyMachine(RuleBasedStateMachine):
+    """A proxy in front of a queue in memory: order, acks and the ledger, at both ends."""
+
+    @initialize()
+    def start(self) -> None:
+        self.far = open_queue(kind="memory", size=1000)
+        assert isinstance(self.far, HoldingQueue)
+        queue = open_queue(
+            kind="proxy", transport=LoopbackTransport(self.far), batch_size=8, batches=3
+        )
+        assert isinstance(queue, ProxyQueue)
+        self.queue: Queue = queue
+        self.acks = Acks()
+        self.producer = queue.producer(ack=DELIVERED, on_ack=self.acks)
+        self.events: Values = []
+        self.taken = 0
+        self.out: list[Batch] = []
+        self.settled: set[int] = set()
+
+    def new_values(self, count: int) -> Values:
+        return [b"%05d" % number for number in range(len(self.events), len(self.events) + count)]
+
+    @rule(count=st.integers(1, 20))
+    def publish(self, count: int) -> None:
+        for value in self.new_values(min(count, 900 + len(self.settled) - len(self.events))):
+            assert self.producer.publish(value, timeout=PATIENCE)
+            self.events.append(value)
+
+    @rule(count=st.integers(1, 50))
+    def publish_block(self, count: int) -> None:
+        count = min(count, 900 + len(self.settled) - len(self.events))
+        if count > 0:
+            new = self.new_values(count)
+            self.producer.publish_block(block_of(new), timeout=PATIENCE)
+            self.events += new
+
+    @rule(limit=st.integers(1, 40))
+    def get(self, limit: int) -> None:
+        if self.taken == len(self.events):
+            return
+        batch = self.queue.get(limit, timeout=PATIENCE)
+        found = values_in(batch.block)
+        assert found == self.events[self.taken : self.taken + len(found)]
+        self.taken += len(found)
+        self.out.append(batch)
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data())
+    def done(self, data: st.DataObject) -> None:
+        batch = data.draw(st.sampled_from(self.out))
+        batch.done()
+        self.out.remove(batch)
+        self.settled.update(range(batch.place.first, batch.place.end))
+
+    @rule()
+    def acks_come(self) -> None:
+        low = next(
+            (at for at in range(len(self.events)) if at not in self.settled), len(self.events)
+        )
+        wait_until(lambda: self.acks.count >= self.known_delivered(low), "acks")
+
+    def known_delivered(self, low: int) -> int:
+        """A node tells whole batches: what is settled of the last one may not be told yet."""
+        return low if low == len(self.events) else 0
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "queue"):
+            assert self.acks.count <= len(self.settled)
+            assert self.queue.stats().ledger.adds_up
+            assert self.far.stats().ledger.adds_up
+
+    def teardown(self) -> None:
+        if hasattr(self, "queue"):
+            self.queue.close()
+            self.far.close()
+
+
+FEW = settings(max_examples=40 if IN_CI else 8, stateful_step_count=40, deadline=None)
+
+TestMemory = MemoryMachine.TestCase
+TestDisk = DiskMachine.TestCase
+TestDiskAssisted = DiskAssistedMachine.TestCase
+TestProxy = ProxyMachine.TestCase
+for case in (TestMemory, TestDisk, TestDiskAssisted, TestProxy):
+    case.settings = FEW
