@@ -167,9 +167,9 @@ def events_of(block: Block, first: int = 0) -> Iterator[Event]:
         )
 
 
-def values_of(blocks: Iterable[Block]) -> list[bytes | None]:
-    """The ``value`` column of the blocks as Python bytes."""
-    return [value for block in blocks for value in block.column("value").to_pylist()]
+def values_of(blocks: Iterable[Block]) -> list[bytes]:
+    """The ``value`` column of the blocks as Python bytes; null is empty."""
+    return [value or b"" for block in blocks for value in block.column("value").to_pylist()]
 
 
 def longest_value(block: Block) -> int:

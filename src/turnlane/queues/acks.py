@@ -206,15 +206,18 @@ class Dispatcher:
         if notices:
             self._inbox.put(notices)
 
-    def stop(self) -> None:
-        """Let the callbacks that are due run, then end. From a callback: return at once."""
+    def stop(self, timeout: float) -> None:
+        """Let the callbacks that are due run, then end; one that hangs is left behind.
+
+        From a callback: return at once.
+        """
         with self._starting:
             self._stopped = True
             thread = self._thread
         if thread is not None:
             self._inbox.put(None)
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(timeout)
 
     def _run(self) -> None:
         while (notices := self._inbox.get()) is not None:

@@ -128,7 +128,7 @@ class DirectQueue(Queue):
             self._idle.notify_all()
             last = self._closed and not self._running
         if last:
-            self._acks.stop()
+            self._acks.stop(self.settings.shutdown_timeout)
 
     def free_batch(self, batch: HeldBatch) -> None:
         """Give up a batch's contents."""
@@ -170,7 +170,7 @@ class DirectQueue(Queue):
         with self._lock:
             running = self._running
         if not running:  # otherwise the last of them sees to it, once its own ack is sent
-            self._acks.stop()
+            self._acks.stop(self.settings.shutdown_timeout)
 
     @property
     def name(self) -> str:

@@ -23,7 +23,7 @@ from turnlane.queues.contract import (
 from turnlane.queues.entries import BlockEntry, EventEntry, PublishEntry
 
 if TYPE_CHECKING:
-    from turnlane.queues.holding import HoldingQueue
+    from turnlane.queues.intake import Intake
 
 _MAX_MICROSECONDS = (1 << 63) // 1000
 """Timestamps are carried in nanoseconds, which have to fit 64 bits."""
@@ -40,7 +40,7 @@ class HoldingProducer(Producer):
 
     def __init__(
         self,
-        queue: HoldingQueue,
+        queue: Intake,
         level: AckLevel,
         on_ack: AckCallback | None,
         flow: FlowControl,
