@@ -9,7 +9,7 @@ from typing import Any
 import turnlane
 from benchmarks.contestant import Contestant
 
-READ_BATCH = 10_000
+READ_BATCH = 50_000
 """Events of a batch when a backlog is read: the setting for throughput."""
 
 

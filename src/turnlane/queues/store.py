@@ -32,8 +32,9 @@ from turnlane.queues.settings import QueueSettings
 
 log = logging.getLogger(__name__)
 
-FRAME_BYTES = 1 << 20
-"""Small blocks are joined into frames of about this size: it is what disks and readers like."""
+FRAME_BYTES = 2 << 20
+"""Small blocks are joined into frames of about this size: larger ones leave the processor's cache
+between being read and being summed up, smaller ones cost more calls."""
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 

@@ -148,11 +148,13 @@ class StoredQueue(HoldingQueue):
         """Do one job; false when there will be no more."""
         with self.lock:
             job = self.next_job()
+            # A job begun before the queue was closed may leave something unsynced: one more.
+            last = self.stopping
         try:
             self._do(job)
         except OSError as error:
             return self._troubled(error)
-        return self._recovered()
+        return self._recovered() or not last
 
     def _do(self, job: Job) -> None:
         if job.before is not None:
@@ -171,7 +173,7 @@ class StoredQueue(HoldingQueue):
         self.store.hint(self.gate.bytes, stamps)
 
     def _recovered(self) -> bool:
-        """The job is done; true if there will be more."""
+        """The job is done; true if there is more to do."""
         self._retry = FIRST_RETRY
         with self.lock:
             self.troubled = False
@@ -181,7 +183,7 @@ class StoredQueue(HoldingQueue):
             self.gate.hold(held=self.must_wait(failing=False))
             self._set_retire_at()
             self.door.calm()
-            return not self.stopping or self.left_over() > 0
+            return self.left_over() > 0
 
     def _settle_lost(self) -> None:
         for first, end in self.store.lost():
@@ -305,7 +307,6 @@ class StoredQueue(HoldingQueue):
 
     def fetch(self, portion: Portion) -> Portion | None:
         pieces: list[Block] = []
-        size = 0
         at = portion.first
         try:
             while at < portion.end:
@@ -313,8 +314,7 @@ class StoredQueue(HoldingQueue):
                 if isinstance(found, Found):
                     pieces.append(found.block)
                     at += found.block.num_rows
-                    size += found.block.nbytes
-                    if size >= JOIN_BYTES:
+                    if portion.size * (at - portion.first) >= JOIN_BYTES * len(portion):
                         break
                 elif pieces:
                     break
