@@ -5,10 +5,12 @@ TurnlaneError
 │   ├── QueueFull          no room within the time allowed
 │   ├── QueueEmpty         nothing to read within the time allowed
 │   ├── AckNotStored       done() could not be recorded; the batch is still yours
+│   ├── AckPending         published, but not at its level in time; do not publish it again
 │   ├── StorageFailed      the disk did not read or write; what it held is still there
 │   ├── DirectoryLocked    another process holds the queue's directory
 │   └── TransportDown      the node cannot be reached
 ├── Never                  the same call will fail again
+│   ├── EventsLost         accepted events could not be written before the queue was closed
 │   ├── QueueClosed        the queue takes or gives no more events
 │   ├── EventTooLarge      the event can never fit
 │   ├── SchemaMismatch     a column has another type than the queue's
@@ -52,6 +54,10 @@ class AckNotStored(RetryLater):
     """``done()`` could not be recorded. The batch is still the caller's: call ``done()`` again."""
 
 
+class AckPending(RetryLater):
+    """The event is in the queue, but its level was not reached in time. Do not publish it again."""
+
+
 class StorageFailed(RetryLater):
     """The disk did not let the queue read or write."""
 
@@ -66,6 +72,10 @@ class TransportDown(RetryLater):
 
 class Never(TurnlaneError):
     """The same call will fail again; do not retry it."""
+
+
+class EventsLost(Never):
+    """A close could not write accepted events; those acked ``persisted`` are not among them."""
 
 
 class QueueClosed(Never):

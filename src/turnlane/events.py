@@ -106,14 +106,25 @@ def prepared(block: Block, time_ns: Callable[[], int]) -> Block:
             msg = f"column {field.name!r} is {given}, not {field.type}; cast it first"
             raise SchemaMismatch(msg)
     for field in block.schema:
-        if pa.types.is_dictionary(field.type) or pa.types.is_null(field.type):
+        if not _can_be_kept(field.type):
             msg = f"column {field.name!r} is {field.type}, which a queue cannot keep; cast it first"
             raise SchemaMismatch(msg)
+    # Blocks are joined, and a column may be missing from the next: every one can be null.
+    plain = pa.schema([pa.field(field.name, field.type) for field in block.schema])
+    if not block.schema.equals(plain, check_metadata=True):
+        block = pa.RecordBatch.from_arrays(block.columns, schema=plain)
     if "timestamp" in names:
         return block
     now = pa.array(np.full(block.num_rows, time_ns() // 1000))
     field = BASE_SCHEMA.field("timestamp")
     return block.append_column(field, now.view(field.type))
+
+
+def _can_be_kept(kind: pa.DataType) -> bool:
+    """Dictionaries need more than their own frame to be read, and nulls have no type at all."""
+    if pa.types.is_dictionary(kind) or pa.types.is_null(kind):
+        return False
+    return all(_can_be_kept(kind.field(index).type) for index in range(kind.num_fields))
 
 
 def conform(block: Block, schema: pa.Schema = BASE_SCHEMA) -> Block:

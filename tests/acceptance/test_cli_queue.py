@@ -222,6 +222,32 @@ def test_peek_at_what_is_not_text(tmp_path: Path) -> None:
     assert all(len(line) <= 60 for line in shown.splitlines())
 
 
+def test_peek_gives_values_what_the_other_columns_leave(tmp_path: Path) -> None:
+    with turnlane.open_queue(kind="disk", path=tmp_path / "q") as queue:
+        block = block_of([b"v" * 110], timestamps=1_700_000_000_123_456, keys=["customer-7"])
+        queue.producer().publish_block(block)
+    for width in (80, 60):
+        run = turnlane_queue("peek", tmp_path / "q", env={**os.environ, "COLUMNS": str(width)})
+        row = run.stdout.splitlines()[1]
+        assert row.split()[:3] == ["0", "2023-11-14", "22:13:20.123"]
+        assert row.split()[3] == "customer-7"
+        assert re.fullmatch("v+…", row.split()[4])
+        assert len(row) == width
+
+
+def test_peek_beyond_the_end_says_so(stopped: Path, fastqueue: Path) -> None:
+    said = "offset 500 is beyond the end: the queue ends before offset 200"
+    assert succeeded("peek", stopped, "--from", 500).strip() == said
+    run = turnlane_queue("peek", stopped, "--from", 500, "--json")
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", f"turnlane: {said}\n")
+    assert "beyond the end" in succeeded("peek", stopped, "--all", "--from", 200)
+    assert "beyond the end" in succeeded("peek", fastqueue, "--from", 500)
+    with turnlane.open_queue(kind="disk", path=stopped) as queue:
+        while queue.stats().ledger.pending:
+            queue.get().done()
+    assert "nothing is pending from offset 30 on" in succeeded("peek", stopped, "--from", 30)
+
+
 def test_peek_at_an_empty_queue(tmp_path: Path) -> None:
     turnlane.open_queue(kind="disk", path=tmp_path / "q").close()
     assert "nothing is pending" in succeeded("peek", tmp_path / "q")
@@ -487,6 +513,17 @@ def test_acks_behind_a_damaged_record_are_recovered(killed: Path, tmp_path: Path
     assert drained(path) == [b"%d" % n for n in [*range(30), *range(50, 100)]]
 
 
+@pytest.mark.parametrize(("which", "reason"), [(1, "corrupt"), (-1, "missing")])
+def test_verify_says_how_repair_will_count(stopped: Path, which: int, reason: str) -> None:
+    """The end of the last chunk is a torn tail; that of any other is damage in the middle."""
+    chunk = chunks(stopped)[which]
+    os.truncate(chunk, frames(chunk)[-1].byte + 50)
+    fault = fault_of(stopped)
+    assert (fault["kind"], fault["events"]) == ("truncated", 10)
+    assert fault["todo"].endswith(f"counts the events as {reason}")
+    assert in_json("repair", stopped)["lost"] == {reason: 10}
+
+
 def test_repair_cuts_a_torn_tail(killed: Path) -> None:
     with chunks(killed)[-1].open("ab") as file:
         file.write(b"torn!")
@@ -499,6 +536,17 @@ def test_repair_cuts_a_torn_tail(killed: Path) -> None:
 def test_there_may_be_nothing_to_repair(stopped: Path) -> None:
     before = contents(stopped)
     assert "there is nothing to repair" in succeeded("repair", stopped)
+    result = in_json("repair", stopped)
+    assert result.pop("path") == str(stopped)
+    assert result == {
+        "dry_run": False,
+        "repaired": False,
+        "saved": 185,
+        "lost": {},
+        "recovered_acks": 0,
+        "set_aside": [],
+        "findings": [],
+    }
     assert contents(stopped) == before
 
 
@@ -643,6 +691,22 @@ def test_an_export_that_fails_leaves_nothing(stopped: Path, tmp_path: Path) -> N
 def test_an_export_has_to_know_its_format(stopped: Path, options: list[str]) -> None:
     run = turnlane_queue("export", stopped, *options)
     assert run.returncode == 2
+
+
+def test_an_export_of_a_range_that_ends_before_it_begins(stopped: Path) -> None:
+    run = turnlane_queue("export", stopped, "--from", 50, "--to", 40)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "--from 50 is beyond --to 40" in run.stderr
+    assert succeeded("export", stopped, "--from", 40, "--to", 40) == ""
+
+
+def test_an_export_into_no_directory_names_the_file_asked_for(
+    stopped: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "nowhere" / "events.jsonl"
+    run = turnlane_queue("export", stopped, "-o", target)
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr == f"turnlane: {target}: No such file or directory\n"
 
 
 # ── ledger ───────────────────────────────────────────────────────────────────────────────────────

@@ -21,6 +21,9 @@ from pathlib import Path
 
 import pytest
 
+import turnlane
+from turnlane import errors
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -175,6 +178,25 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", prose):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", page))))
+    assert set(turnlane.__all__) <= named
+
+
+def test_the_api_reference_has_every_error() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    tree = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+    rows = set(re.findall(r"^\| (?:– )?`(\w+)`", page, re.MULTILINE))
+    assert tree <= rows
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "zensical.toml").read_text()
+    for page in PAGES[1:]:
+        assert f'"{page.name}"' in navigation, page.name
 
 
 def test_make_targets_named_in_the_docs_exist() -> None:

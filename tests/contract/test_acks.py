@@ -192,13 +192,14 @@ def test_spilling_persists(disk_assisted: Harness) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_acks_say_what_stands_behind_them(every: Harness, level: AckLevel) -> None:
-    """The durability of an ack is the queue's own, never a better one."""
+    """The durability of an ack is what was true then: acceptance promises memory, no more."""
     queue = every.open()
     producer, acks = follow(queue, level)
     producer.publish(b"one")
     every.receive(queue, 1)
     acks.wait_for(1)
-    expected = Durability.INTERVAL if every.kind in ON_DISK else Durability.MEMORY
+    on_disk = every.kind in ON_DISK and level is not AckLevel.ACCEPTED
+    expected = Durability.INTERVAL if on_disk else Durability.MEMORY
     assert acks.told[0].durability is expected
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.contract.harness import Acks, Harness, Task, follow, numbered, publish_all
-from turnlane.errors import EventTooLarge, NotSupported, QueueClosed, RetryLater
+from turnlane.errors import ConfigError, EventTooLarge, NotSupported, QueueClosed, RetryLater
 from turnlane.events import EVENT_OVERHEAD, Event, block_of
 from turnlane.queues.contract import AckLevel, Batch
 from turnlane.testing import ManualClock
@@ -145,7 +145,7 @@ def test_acks_still_come_to_a_closed_producer(every: Harness) -> None:
 def test_a_producer_is_asked_for_by_known_words(every: Harness, word: str) -> None:
     """A wrong ack level or flow control is an error."""
     queue = every.open()
-    with pytest.raises(ValueError, match="sometime"):
+    with pytest.raises(ConfigError, match="sometime"):
         queue.producer(**{word: "sometime"})  # type: ignore[arg-type]
 
 

@@ -265,7 +265,7 @@ def test_is_a_delivered_batch_not_delivered_again_when_its_ack_fails(disk: DiskH
 
 def test_does_a_worker_outlive_a_disk_that_does_not_read(disk: DiskHarness) -> None:
     """It pauses and reads again; nothing is skipped."""
-    queue = _open(disk, memory_bytes=0, durability="always")
+    queue = _open(disk, memory_bytes=1, durability="always")
     assert queue.producer(ack="persisted").publish(b"000")
     wait_until(lambda: queue.stats().memory_blocks == 0, "an empty memory")
     disk.disk.fail("read", times=2)

@@ -64,6 +64,13 @@ class Oracle:
         """Whether the event's producer was told so."""
         return event.number < self.persisted[event.life, event.producer]
 
+    def is_here_to_stay(self, event: Identity) -> bool:
+        """Whether the event was promised the offset at which it was seen.
+
+        One that its producer sends again may be persisted elsewhere by now.
+        """
+        return event.life != EVERY_LIFE and self.is_persisted(event)
+
     def hear(self, orders: Orders, reports: Iterable[Report]) -> None:
         """Judge one life, read to its end."""
         self._out: set[int] = set()
@@ -96,9 +103,7 @@ class Oracle:
             kept = [
                 offset
                 for offset, event in self.at.items()
-                if offset not in self.settling
-                and self.seen[event] == offset
-                and self.is_persisted(event)
+                if offset not in self.settling and self.is_here_to_stay(event)
             ]
             assert low <= min(kept, default=end), "what nobody has settled counts as settled"
 
@@ -145,7 +150,7 @@ class Oracle:
         """An event is seen at an offset: one that stays its own once either is promised."""
         other = self.at.get(offset, event)
         if other != event:
-            assert not self.is_persisted(other) or other in self.maybe_gone, (
+            assert not self.is_here_to_stay(other) or other in self.maybe_gone, (
                 f"{event} is at offset {offset}, where {other} was persisted"
             )
             if self._keeps_offsets:
@@ -181,11 +186,12 @@ class Oracle:
     def check_order(self) -> None:
         """By offset, every producer's events are in the order in which it published them.
 
-        Where an event was sent again, its last place counts.
+        Where an event was sent again, its last place counts, and only once there can be no other.
         """
         last: dict[int, Identity] = {}
         for offset, event in sorted(self.at.items()):
-            if self.seen[event] != offset:
+            final = event.life != EVERY_LIFE or self.is_persisted(event)
+            if not final or self.seen[event] != offset:
                 continue
             before = last.get(event.producer, event)
             assert before <= event, f"{event} comes after {before}"

@@ -1,4 +1,4 @@
-"""Does a queue survive its disk? Disks that fill up, fail, tear, are slow, damaged, or not its own."""
+"""Does a queue survive its disk: full, failing, torn, slow, damaged, read-only, or not its own?"""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from turnlane.errors import (
     AckNotStored,
     DirectoryLocked,
     DirectoryUnusable,
+    EventsLost,
     QueueClosed,
     QueueFull,
-    StorageFailed,
 )
-from turnlane.events import block_of
+from turnlane.events import Block, block_of
 from turnlane.queues import open_queue
 from turnlane.queues.disk import DiskQueue
 from turnlane.queues.disk_assisted import DiskAssistedQueue
@@ -81,7 +81,7 @@ def queues() -> Iterator[Callable[..., Stored]]:
 
 
 def close(queue: Stored) -> None:
-    with contextlib.suppress(StorageFailed):
+    with contextlib.suppress(EventsLost):
         queue.close()
     assert queue.stats().ledger.adds_up
 
@@ -97,6 +97,10 @@ def values(first: int, end: int) -> list[bytes]:
     return [value(number) for number in range(first, end)]
 
 
+def values_in(block: Block) -> list[bytes]:
+    return [value for value in block.column("value").to_pylist() if value is not None]
+
+
 def publish(producer: HoldingProducer, first: int, end: int) -> None:
     for number in range(first, end):
         producer.publish(value(number))
@@ -107,7 +111,7 @@ def take(queue: Stored, count: int) -> list[bytes]:
     found: list[bytes] = []
     while len(found) < count:
         with queue.get(count - len(found), timeout=PATIENCE) as batch:
-            found += batch.block.column("value").to_pylist()
+            found += values_in(batch.block)
     return found
 
 
@@ -118,7 +122,7 @@ def drained(queue: Stored) -> list[bytes]:
     with contextlib.suppress(QueueClosed):
         while True:
             with queue.get(timeout=PATIENCE) as batch:
-                found += batch.block.column("value").to_pylist()
+                found += values_in(batch.block)
     return found
 
 
@@ -149,7 +153,7 @@ def test_is_a_full_disk_a_full_queue(
 def test_does_acking_make_space(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
-    """Nobody cleans up but the consumer: chunks go, at last the one being written, and it goes on."""
+    """Nobody cleans up but the consumer: chunks go, even the one being written, and it goes on."""
     queue = queues(path, disk=disk)
     producer = queue.producer()
     disk.fill(after_bytes=20_000)
@@ -289,7 +293,7 @@ def test_does_close_say_that_the_disk_never_took_it(
     producer = queue.producer(ack="persisted", on_ack=acks)
     disk.fail(op, times=None, match=".chunk")
     publish(producer, 0, 3)
-    with pytest.raises(StorageFailed, match="accepted events"):
+    with pytest.raises(EventsLost, match="accepted events"):
         queue.close()
     assert acks.count == 0
     lost = queue.stats().ledger.dropped.get("closed", 0)
@@ -309,7 +313,7 @@ def test_does_close_say_that_a_later_sync_failed(
     disk.fail("sync", times=None, match=".chunk")
     queue.producer().publish_block(block_of(values(1, 100), timestamps=1))
     wait_until(lambda: queue.stats().flushes > 1, "the second write")
-    with pytest.raises(StorageFailed, match="accepted events"):
+    with pytest.raises(EventsLost, match="accepted events"):
         queue.close()
 
 
@@ -344,7 +348,7 @@ def test_does_a_busy_queue_get_over_errors_here_and_there(
     found: list[bytes] = []
     while len(found) < 1000:
         batch = queue.get(20, timeout=PATIENCE)
-        found += batch.block.column("value").to_pylist()
+        found += values_in(batch.block)
         done(batch.done)
     publishing.result()
     queue.close()
@@ -368,10 +372,12 @@ def test_do_waiting_publishers_share_a_slow_sync(
     """Twenty publishers that wait for the disk need few more syncs than one."""
     queue = queues(path, disk=disk, chunk_size="1Mi")
     disk.delay("sync", seconds=0.02, times=None, match=".chunk")
-    tasks = [
-        Task(lambda each=each: publish(queue.producer(ack="persisted"), each * 10, each * 10 + 10))
-        for each in range(20)
-    ]
+
+    def publish_ten(first: int) -> Task[None]:
+        producer = queue.producer(ack="persisted")
+        return Task(lambda: publish(producer, first, first + 10))
+
+    tasks = [publish_ten(first) for first in range(0, 200, 10)]
     for task in tasks:
         task.result()
     assert queue.stats().syncs <= 200 / 5
@@ -414,7 +420,7 @@ def test_may_a_batch_be_released_when_done_fails(
     batch.release()
     again = queue.get(10)
     assert again.attempt == 2
-    assert again.block.column("value").to_pylist() == values(0, 10)
+    assert values_in(again.block) == values(0, 10)
 
 
 # A directory that cannot be had
@@ -422,9 +428,7 @@ def test_may_a_batch_be_released_when_done_fails(
 
 @both_kinds
 @pytest.mark.parametrize("op", ["open", "write", "rename", "allocate"])
-def test_is_an_unwritable_disk_named(
-    path: Path, disk: FaultyDisk, kind: str, op: str
-) -> None:
+def test_is_an_unwritable_disk_named(path: Path, disk: FaultyDisk, kind: str, op: str) -> None:
     """A read-only disk is told with the directory's path, whatever step meets it first."""
     disk.fail(op, error=errno.EROFS, times=None)
     with pytest.raises(DirectoryUnusable, match=str(path)):
@@ -451,9 +455,7 @@ def test_is_a_real_read_only_file_system_named(
 
 
 @both_kinds
-def test_is_a_second_process_kept_out(
-    queues: Callable[..., Stored], path: Path, kind: str
-) -> None:
+def test_is_a_second_process_kept_out(queues: Callable[..., Stored], path: Path, kind: str) -> None:
     """While a process has the queue, another is told which one; afterwards it may have it."""
     knobs = json.dumps({**KNOBS[kind], "path": str(path)})
     program = f"""
@@ -482,11 +484,10 @@ with open_queue(**json.loads({knobs!r})):
 def test_does_a_clock_that_jumps_change_only_timestamps(
     queues: Callable[..., Stored], path: Path, kind: str
 ) -> None:
-    """Years forwards or back: events carry what the clock said; order, acks and ledger do not care."""
+    """Years forwards or back: events carry what the clock said; order and ledger do not care."""
     clock = ManualClock()
     queue = queues(path, kind, clock=clock)
-    acks = Acks()
-    producer = queue.producer(ack="delivered", on_ack=acks)
+    producer = queue.producer()
     said: list[int] = []
     for number, jump in enumerate([0, 3e8, -6e8, 1, -1, 3e8] * 10):
         clock.jump(jump)
@@ -494,14 +495,13 @@ def test_does_a_clock_that_jumps_change_only_timestamps(
         producer.publish(value(number))
     queue.close()
     again = queues(path, kind, clock=ManualClock(time_ns=0))
-    acks.told.clear()
     found: list[int] = []
     seen: list[bytes] = []
     while len(seen) < 60:
         with again.get(7, timeout=PATIENCE) as batch:
-            seen += batch.block.column("value").to_pylist()
-            found += batch.block.column("timestamp").cast(pa.int64()).to_pylist()
-        clock.jump(-1e6)
+            seen += values_in(batch.block)
+            stamps = batch.block.column("timestamp").cast(pa.int64()).to_pylist()
+            found += [stamp for stamp in stamps if stamp is not None]
     assert seen == values(0, 60)
     assert found == said
     assert again.stats().ledger.delivered == 60
@@ -577,9 +577,7 @@ def garble_lock(path: Path) -> None:
     (path / "lock").write_bytes(b"\xa5" * 100)
 
 
-@pytest.mark.parametrize(
-    "damage", [remove_journals, empty_journals, garble_journals, age_journals]
-)
+@pytest.mark.parametrize("damage", [remove_journals, empty_journals, garble_journals, age_journals])
 def test_does_a_queue_open_without_a_good_journal(
     queues: Callable[..., Stored], made: Path, damage: Callable[[Path], None]
 ) -> None:
@@ -651,7 +649,7 @@ def publish_blocks(queue: Any, first: int, end: int) -> None:
 
 
 def check_rest(queue: Stored, accepted: int = 300) -> dict[str, int]:
-    """Everything comes in order but what is counted as lost; returns how much that is, by reason."""
+    """Everything comes in order but what is counted as lost; returns how much, by reason."""
     found = [int(each[:6]) for each in drained(queue)]
     assert found == sorted(set(found))
     ledger = queue.stats().ledger

@@ -26,7 +26,6 @@ from tests.recovery.oracle import Oracle
 from tests.recovery.victim import (
     Closed,
     Got,
-    Identity,
     Opened,
     Orders,
     Plan,
@@ -138,8 +137,7 @@ def taken(queue: DiskQueue | DiskAssistedQueue) -> Iterator[Report]:
             batch = queue.get()
         except QueueClosed:
             return
-        events = [Identity.of(value) for value in batch.block.column("value").to_pylist()]
-        yield Got(batch.place.first, batch.attempt, events)
+        yield Got.of(batch)
         yield Settling(batch.place.first, batch.place.end)
         batch.done()
         yield Settled(batch.place.first, batch.place.end)

@@ -96,6 +96,14 @@ class Got:
     attempt: int
     events: list[Identity]
 
+    @classmethod
+    def of(cls, batch: HeldBatch) -> Self:
+        """The report about a batch, whose events have to be whole."""
+        values = batch.block.column("value").to_pylist()
+        return cls(
+            batch.place.first, batch.attempt, [Identity.of(value or b"") for value in values]
+        )
+
 
 @dataclass(frozen=True)
 class Settling:
@@ -299,8 +307,7 @@ class Life:
 
     def take(self, batch: HeldBatch) -> None:
         """Look at a batch and hold on to it."""
-        events = [Identity.of(value) for value in batch.block.column("value").to_pylist()]
-        self.reporter.tell(Got(batch.place.first, batch.attempt, events))
+        self.reporter.tell(Got.of(batch))
         self.held.append(batch)
 
     def settle(self, batch: HeldBatch, chance: float) -> None:
@@ -331,4 +338,3 @@ def opened(orders: Orders) -> DiskQueue | DiskAssistedQueue:
     queue = open_queue(**orders.knobs, disk=disk)
     assert isinstance(queue, DiskQueue | DiskAssistedQueue)
     return queue
-

@@ -106,6 +106,18 @@ def test_settled_and_pending_events_are_told_apart(tmp_path: Path) -> None:
     assert some == [[1], [5, 6]]
 
 
+def test_the_end_is_known_from_the_log_or_from_the_journal(tmp_path: Path) -> None:
+    with turnlane.open_queue(kind="disk", path=tmp_path / "q") as queue:
+        queue.producer(ack="persisted").publish_block(block_of([b"%d" % n for n in range(10)]))
+    found = Inspection(tmp_path / "q")
+    assert found.end == 10
+    for name in ("journal.a", "journal.b"):
+        (tmp_path / "q" / name).unlink()
+    found = Inspection(tmp_path / "q")
+    assert list(found.slices(Selection(first=50))) == []
+    assert found.end == 10
+
+
 def test_what_was_never_written_is_missing_and_no_fault(tmp_path: Path) -> None:
     """Settled from memory, and killed before the rest of it came to the disk."""
     script = """

@@ -55,7 +55,7 @@ KNOBS: dict[str, tuple[list[tuple[Any, Any]], list[Any]]] = {
     "durability": ([("always", Durability.ALWAYS), ("never", Durability.NEVER)], ["memory", 1]),
     "sync_interval": ([("200ms", 0.2)], [0, "0s", "x"]),
     "chunk_size": ([("256Mi", 256 * MEBI)], [0, "x"]),
-    "memory_bytes": ([("16Mi", 16 * MEBI), (0, 0)], [-1, "x"]),
+    "memory_bytes": ([("16Mi", 16 * MEBI), (1, 1)], [0, "x"]),
     "write_buffer": ([("256Ki", 262_144), (0, 0)], [-1, "x", "65Mi"]),
     "stale_flush": ([("5s", 5.0)], [0, "x"]),
     "compression": ([("none", Compression.NONE), ("snappy", Compression.SNAPPY)], ["zip", 3]),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -17,6 +18,9 @@ from rich.text import Text
 
 WIDTH_WITHOUT_TERMINAL = 120
 Column = tuple[str, Literal["left", "right"]]
+_GAP = 2
+_LEAST = 8
+"""Characters between columns, and those that the elastic column has at least."""
 _LONGEST = 1000
 """Characters of a value that are laid out at all: no terminal is wider."""
 
@@ -36,15 +40,23 @@ def warn(text: str) -> None:
     typer.echo(f"turnlane: {text}", err=True)
 
 
-def say_table(columns: Iterable[Column], rows: Iterable[Iterable[str]]) -> None:
-    """A table, cut to the terminal's width; columns are a title and ``left`` or ``right``."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title, side in columns:
-        table.add_column(title, justify=side, no_wrap=True, overflow="ellipsis")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+def say_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, elastic: str) -> None:
+    """A table, cut to the terminal's width; columns are a title and ``left`` or ``right``.
+
+    The column ``elastic`` gets what the others leave; they are cut only if that is too little.
+    """
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(highlight=False, width=None if known else WIDTH_WITHOUT_TERMINAL)
+    titles = [title for title, _ in columns]
+    widths = [max(map(cell_len, cells)) for cells in zip(titles, *rows, strict=True)]
+    at = titles.index(elastic)
+    room = console.width - sum(widths[:at] + widths[at + 1 :]) - _GAP * (len(columns) - 1)
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    for title, side in columns:
+        most = max(room, _LEAST) if title == elastic else None
+        table.add_column(title, justify=side, no_wrap=True, overflow="ellipsis", max_width=most)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
     console.print(table)
 
 

@@ -14,6 +14,7 @@ from turnlane.cli.queue_texts import (
     PEEK_COLUMNS,
     finding_lines,
     ledger_lines,
+    nothing_to_peek,
     peek_cells,
     repaired_lines,
     summary,
@@ -21,7 +22,7 @@ from turnlane.cli.queue_texts import (
 from turnlane.queues.inspection import inspect, inspect_own
 from turnlane.queues.inspection.export import Exported, Format, export, export_to_file
 from turnlane.queues.inspection.peek import peek as next_events
-from turnlane.queues.inspection.repair import Repair, is_repairable
+from turnlane.queues.inspection.repair import Repair, Repaired, is_repairable
 from turnlane.queues.inspection.rows import rows
 from turnlane.queues.inspection.slices import EVERYTHING, Inspected, Selection
 
@@ -62,12 +63,14 @@ def peek(
         for piece in pieces:
             for row in rows(piece):
                 output.say_json(row)
+        if first is not None and first >= seen.end:
+            output.warn(nothing_to_peek(seen, first, everything=everything))
     elif pieces:
         columns = PEEK_COLUMNS if everything else PEEK_COLUMNS[:-1]
         cells = [row for piece in pieces for row in peek_cells(piece)]
-        output.say_table(columns, [row[: len(columns)] for row in cells])
+        output.say_table(columns, [row[: len(columns)] for row in cells], elastic="value")
     else:
-        output.say("nothing is pending" if not everything else "there are no events")
+        output.say(nothing_to_peek(seen, first, everything=everything))
     if unreadable:
         output.warn(f"{unreadable} events among these cannot be read; turnlane queue verify")
 
@@ -117,7 +120,8 @@ def repair(
     if as_json:
         result = {"path": str(directory), "dry_run": dry_run, "repaired": done is not None}
         found = [finding.as_dict() for finding in report.findings]
-        output.say_json({**result, **(done.as_dict() if done else {}), "findings": found})
+        outcome = done or Repaired(saved=report.pending)
+        output.say_json({**result, **outcome.as_dict(), "findings": found})
     else:
         for line in repaired_lines(done, needed=needed):
             output.say(line)
@@ -143,6 +147,8 @@ def export_events(
     as_json: Json = False,
 ) -> None:
     """Write events as JSON lines or Parquet. Exit code 1 if some could not be read."""
+    if (first or 0) > end:
+        raise typer.BadParameter(f"--from {first} is beyond --to {end}")
     chosen = _format_of(target, kind)
     seen = inspect(directory)
     selection = Selection(first, end, everything)

@@ -11,7 +11,7 @@ from turnlane.queues.inspection.account import Account
 from turnlane.queues.inspection.findings import Report
 from turnlane.queues.inspection.repair import Repaired
 from turnlane.queues.inspection.rows import rows
-from turnlane.queues.inspection.slices import Slice
+from turnlane.queues.inspection.slices import Inspected, Slice
 
 PEEK_COLUMNS: list[Column] = [
     ("offset", "right"),
@@ -32,6 +32,14 @@ def peek_cells(piece: Slice) -> Iterator[list[str]]:
         time = str(row.get("timestamp") or "")[:_MILLISECONDS].replace("T", " ")
         key = readable(str(row.get("key") or "").encode())
         yield [str(row["offset"]), time, key, readable(value), "yes" if piece.settled else "no"]
+
+
+def nothing_to_peek(queue: Inspected, first: int | None, *, everything: bool) -> str:
+    """Why there are no events to show."""
+    if first is not None and first >= queue.end:
+        return f"offset {first} is beyond the end: the queue ends before offset {queue.end}"
+    there = "there are no events" if everything else "nothing is pending"
+    return there if first is None else f"{there} from offset {first} on"
 
 
 def summary(report: Report) -> str:

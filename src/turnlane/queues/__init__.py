@@ -33,18 +33,14 @@ def open_queue(
     ``consumer`` is for the ``direct`` kind, which calls it; ``transport`` and ``producer_id`` are
     for the ``proxy`` kind; ``clock`` and ``disk`` are for tests (see ``turnlane.testing``).
     """
-    if settings is None:
-        settings = QueueSettings.of(**knobs)
-    elif knobs:
-        settings = settings.replace(**knobs)
+    settings = _settled(settings, knobs)
+    _check_parts(settings, consumer=consumer, transport=transport)
     match settings.kind:
         case Kind.DIRECT:
-            if consumer is None:
-                raise ConfigError("kind", "a direct queue needs the consumer that it is to call")
+            assert consumer is not None
             return DirectQueue(settings, consumer, clock=clock)
         case Kind.PROXY:
-            if transport is None:
-                raise ConfigError("kind", "a proxy queue needs the transport to its node")
+            assert transport is not None
             return ProxyQueue(settings, transport, clock=clock, producer_id=producer_id)
         case Kind.DISK:
             return DiskQueue(settings, clock=clock, disk=disk)
@@ -52,3 +48,23 @@ def open_queue(
             return DiskAssistedQueue(settings, clock=clock, disk=disk)
         case Kind.MEMORY:
             return MemoryQueue(settings, clock=clock)
+
+
+def _settled(settings: QueueSettings | None, knobs: dict[str, Any]) -> QueueSettings:
+    if settings is None:
+        return QueueSettings.of(**knobs)
+    if not isinstance(settings, QueueSettings):
+        raise ConfigError("kind", f"give knobs by name, as in open_queue(kind={settings!r})")
+    return settings.replace(**knobs) if knobs else settings
+
+
+_PARTS = {"consumer": Kind.DIRECT, "transport": Kind.PROXY}
+
+
+def _check_parts(settings: QueueSettings, **parts: object) -> None:
+    """A direct queue needs its consumer and a proxy its transport; no other kind takes them."""
+    for name, kind in _PARTS.items():
+        if settings.kind is kind and parts[name] is None:
+            raise ConfigError(name, f"a {kind} queue needs one")
+        if settings.kind is not kind and parts[name] is not None:
+            raise ConfigError(name, f"is for a {kind} queue, not for {settings.kind}")

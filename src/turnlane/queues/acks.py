@@ -16,7 +16,6 @@ import threading
 from bisect import bisect_right, insort
 from collections import deque
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import NamedTuple
 
 from turnlane.queues.contract import Ack, AckCallback, AckLevel, Durability
@@ -55,11 +54,14 @@ class Ticket:
     fight for Python's one interpreter lock, at twice the cost.
     """
 
-    __slots__ = ("_gone", "_next", "_signal", "offset", "reached")
+    __slots__ = ("_gone", "_next", "_signal", "first", "lost", "offset", "reached")
 
-    def __init__(self, offset: int) -> None:
+    def __init__(self, first: int, offset: int) -> None:
+        self.first = first
         self.offset = offset
         self.reached = False
+        self.lost = False
+        """Whether any of the events ``first`` to ``offset - 1`` was dropped instead."""
         self._gone = False
         self._next: Ticket | None = None
         self._signal = threading.Lock()
@@ -116,15 +118,20 @@ class Watermark:
         else:
             runs.append(_Run(follower, first, end))
 
-    def ticket(self, offset: int) -> Ticket | None:
-        """A ticket to wait for everything below ``offset``; ``None`` if that is here already."""
+    def ticket(self, first: int, offset: int) -> Ticket | None:
+        """A ticket to wait for ``first`` to ``offset - 1``; ``None`` if they are here already."""
         if offset <= self.position:
             return None
-        ticket = Ticket(offset)
+        ticket = Ticket(first, offset)
         if self._abandoned:
             ticket.wake()
         insort(self._tickets, ticket, key=lambda each: each.offset)
         return ticket
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Nobody waits for this ticket any more."""
+        if ticket in self._tickets:
+            self._tickets.remove(ticket)
 
     @property
     def waiting(self) -> int:
@@ -149,6 +156,7 @@ class Watermark:
         self.served = bisect_right(self._tickets, position, key=lambda each: each.offset)
         first = None
         for ticket in reversed(self._tickets[: self.served]):
+            ticket.lost = bool(self.lost) and self.lost.overlap(ticket.first, ticket.offset) > 0
             first = ticket.link(first)
         del self._tickets[: self.served]
         if first is not None:
@@ -183,18 +191,22 @@ class Watermark:
 
 
 class Dispatcher:
-    """Runs ack callbacks, in order, on one thread that exists only if somebody wants acks."""
+    """Runs ack callbacks on one thread that exists only if somebody wants acks.
+
+    Acks that a follower has not heard yet are added up, so that a slow callback costs memory for
+    one ack, however many events pass meanwhile.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._inbox: SimpleQueue[list[Notice] | None] = SimpleQueue()
+        self._due: dict[Follower, Ack] = {}
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
         self._stopped = False
 
     def start(self) -> None:
         """Make sure the thread runs, unless it was stopped for good."""
-        with self._starting:
+        with self._changed:
             if self._thread is None and not self._stopped:
                 self._thread = threading.Thread(
                     target=self._run, name=f"turnlane-acks-{self._name}", daemon=True
@@ -202,27 +214,48 @@ class Dispatcher:
                 self._thread.start()
 
     def send(self, notices: list[Notice]) -> None:
-        """Queue acks for their callbacks. Never blocks."""
-        if notices:
-            self._inbox.put(notices)
+        """Have followers called back. Never blocks."""
+        if not notices:
+            return
+        with self._changed:
+            for follower, ack in notices:
+                due = self._due.get(follower)
+                self._due[follower] = ack if due is None else _added(due, ack)
+            self._changed.notify()
 
     def stop(self, timeout: float) -> None:
         """Let the callbacks that are due run, then end; one that hangs is left behind.
 
         From a callback: return at once.
         """
-        with self._starting:
+        with self._changed:
             self._stopped = True
             thread = self._thread
-        if thread is not None:
-            self._inbox.put(None)
-            if thread is not threading.current_thread():
-                thread.join(timeout)
+            self._changed.notify()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
 
     def _run(self) -> None:
-        while (notices := self._inbox.get()) is not None:
-            for notice in notices:
+        while due := self._next():
+            for follower, ack in due.items():
                 try:
-                    notice.follower.callback(notice.ack)
+                    follower.callback(ack)
                 except BaseException:  # even SystemExit: the acks of others go through here too
-                    log.exception("queue %s: an ack callback failed on %s", self._name, notice.ack)
+                    log.exception("queue %s: an ack callback failed on %s", self._name, ack)
+
+    def _next(self) -> dict[Follower, Ack]:
+        """What is due, once there is something; nothing when stopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._due or self._stopped)
+            due, self._due = self._due, {}
+            return due
+
+
+def _added(one: Ack, other: Ack) -> Ack:
+    return Ack(
+        one.count + other.count,
+        one.dropped + other.dropped,
+        max(one.end, other.end),
+        other.level,
+        other.durability,
+    )

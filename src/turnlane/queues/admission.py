@@ -76,12 +76,17 @@ class Gate:
         self.calm_bytes = self.max_bytes
 
     def fits(self, events: int, size: int) -> bool:
-        """Whether there is room, the line left aside."""
-        return (
-            not self._held
-            and self.depth + events <= self.size
-            and self.bytes + size <= self.max_bytes
-        )
+        """Whether there is room and nobody is kept out, the line left aside."""
+        return not self._held and self.has_room(events, size)
+
+    def has_room(self, events: int, size: int) -> bool:
+        """Whether the bounds allow for it."""
+        return self.depth + events <= self.size and self.bytes + size <= self.max_bytes
+
+    @property
+    def held(self) -> bool:
+        """Whether everybody is kept out, whatever the room."""
+        return self._held
 
     @property
     def room(self) -> int:

@@ -12,8 +12,9 @@ import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
+from turnlane.errors import ConfigError
 from turnlane.events import Block, Event, events_of
 
 if TYPE_CHECKING:
@@ -61,6 +62,18 @@ class FlowControl(enum.StrEnum):
     """It can be slowed down (TCP): waits a moment above ``light_delay_mark``."""
     FULL = "full"
     """It can wait as long as needed (files): waits above ``full_delay_mark``."""
+
+
+Choice = TypeVar("Choice", bound=enum.StrEnum)
+
+
+def chosen(kind: type[Choice], knob: str, value: str) -> Choice:
+    """One of the words that may be given; ``ConfigError`` lists them."""
+    try:
+        return kind(value)
+    except ValueError:
+        words = ", ".join(kind)
+        raise ConfigError(knob, f"{value!r} is not one of {words}") from None
 
 
 class Outcome(enum.StrEnum):
@@ -144,7 +157,8 @@ class Producer(abc.ABC):
 
         Blocks while the queue is full, first come first served, for ``timeout`` seconds at most
         (default: the queue's ``full_timeout``), then raises ``QueueFull``. A producer whose level
-        is above ``accepted`` and that has no callback returns only once that level is reached.
+        is above ``accepted`` and that has no callback returns only once that level is reached, or
+        raises ``AckPending`` after ``timeout``.
         ``timestamp`` is in microseconds since the epoch (default: now).
         """
 

@@ -26,6 +26,7 @@ from turnlane.queues.contract import (
     Producer,
     Published,
     Queue,
+    chosen,
 )
 from turnlane.queues.ledger import Totals
 from turnlane.queues.portion import Portion
@@ -65,14 +66,15 @@ class DirectQueue(Queue):
         flow: FlowControl | str = FlowControl.NONE,
         producer_id: str | None = None,
     ) -> DirectProducer:
-        FlowControl(flow)  # nothing waits here, but a wrong word is still wrong
+        chosen(FlowControl, "flow", flow)  # nothing waits here, but a wrong word is still wrong
+        level = chosen(AckLevel, "ack", ack)
         if producer_id is not None:
             msg = "a direct queue keeps nothing by which to tell a repeat"
             raise NotSupported(msg)
         if on_ack is None:
-            return DirectProducer(self, AckLevel(ack), None)
+            return DirectProducer(self, level, None)
         self._acks.start()
-        return DirectProducer(self, AckLevel(ack), Follower(on_ack))
+        return DirectProducer(self, level, Follower(on_ack))
 
     def get(self, max_events: int | None = None, timeout: float | None = None) -> NoReturn:
         del max_events, timeout

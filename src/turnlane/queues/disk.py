@@ -42,7 +42,8 @@ class DiskQueue(StoredQueue):
         self._together = 1
         """How many publishers were waiting for the last sync, or came while it ran."""
         self._gathering = False
-        self.gate.charge(self.positions.pending, self.store.unsettled_bytes())
+        pending = self.positions.pending
+        self.gate.charge(pending, self.store.unsettled_bytes() if pending else 0)
         self.start()
 
     def sealed(self, portion: Portion) -> None:
@@ -53,6 +54,9 @@ class DiskQueue(StoredQueue):
             self.work.notify()
             if self.must_wait(failing=False):
                 self.gate.hold(held=True)
+
+    def makes_room(self) -> bool:
+        return self.gate.held and not self.troubled
 
     def must_wait(self, *, failing: bool) -> bool:
         return failing or self._unwritten_bytes >= self.settings.memory_bytes

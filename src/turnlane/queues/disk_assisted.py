@@ -11,6 +11,7 @@ One way out: all that is on disk is settled; the files go, and the queue is a me
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 
@@ -22,6 +23,8 @@ from turnlane.queues.portion import Portion
 from turnlane.queues.ranges import Ranges
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.stored import Job, StoredQueue
+
+log = logging.getLogger(__name__)
 
 SPILL_BYTES = 16 << 20
 """The most that is spilled at once."""
@@ -84,13 +87,12 @@ class DiskAssistedQueue(StoredQueue):
         """Drop the oldest unread events in memory: those on disk take no room there."""
         if self.tail.oldest() is None:
             self.tail.seal()
-        oldest = self.tail.oldest()
+        while (oldest := self.tail.oldest()) is not None and not oldest.charged:
+            self.tail.drop_oldest()
         if oldest is None:
             return False
         portion = self.tail.take(oldest.first, min(oldest.end, oldest.first + events))
-        self.record_settled(portion, Outcome.OLDEST)
-        self.settle_portion(portion, Outcome.OLDEST, *portion.charge)
-        return True
+        return self.drop_oldest(portion)
 
     # ── when and what to write ───────────────────────────────────────────────────────────────
 
@@ -158,7 +160,7 @@ class DiskAssistedQueue(StoredQueue):
         out = (
             batch.portion
             for batch in self.out.values()
-            if batch.state is BatchState.OUT and not batch.freed
+            if batch.state in (BatchState.OUT, BatchState.SETTLING) and not batch.freed
         )
         on_disk = self.store.log.end
         for portion in (*out, *self.returned, *self.tail):
@@ -174,7 +176,17 @@ class DiskAssistedQueue(StoredQueue):
             unjournaled, self._unjournaled = self._unjournaled, {}
         for outcome, ranges in unjournaled.items():
             for first, end in ranges:
-                self.store.journal.settled(first, end, 0, outcome)
+                try:
+                    self.store.journal.settled(first, end, 0, outcome)
+                except OSError:
+                    self._put_back(unjournaled)
+                    raise
+
+    def _put_back(self, unjournaled: dict[Outcome, Ranges]) -> None:
+        with self.lock:
+            for outcome, ranges in unjournaled.items():
+                for first, end in ranges:  # telling the journal twice is harmless
+                    self._unjournaled.setdefault(outcome, Ranges()).add(first, end)
 
     def record_settled(self, portion: Portion, outcome: Outcome) -> None:
         if portion.first < self._spill_end:
@@ -182,8 +194,26 @@ class DiskAssistedQueue(StoredQueue):
 
     def settle_portion(self, portion: Portion, outcome: Outcome, events: int, size: int) -> None:
         if not portion.recorded:
-            self._unjournaled.setdefault(outcome, Ranges()).add(portion.first, portion.end)
+            self._note_unjournaled(portion, outcome)
         super().settle_portion(portion, outcome, events, size)
+
+    def _note_unjournaled(self, portion: Portion, outcome: Outcome) -> None:
+        self._unjournaled.setdefault(outcome, Ranges()).add(portion.first, portion.end)
+        if portion.first < self._spill_end:
+            # It went to disk between done() and here: without a word it would come again.
+            try:
+                self.store.journal.settled(portion.first, portion.end, 0, outcome)
+            except OSError as error:
+                log.warning("queue %s: an ack is not recorded yet: %s", self.name, error)
+
+    def safe_end(self) -> int:
+        """As far as everything is on disk or settled; what was freed is neither."""
+        freed = [
+            batch.portion.first
+            for batch in self.out.values()
+            if batch.freed and batch.portion.charged
+        ]
+        return min([super().safe_end(), *freed])
 
     def committed(self) -> None:
         """What is on disk takes no room in memory any more."""
@@ -195,7 +225,7 @@ class DiskAssistedQueue(StoredQueue):
                 self.refund(*portion.charge)
                 portion.charged, portion.pieces = False, None
         for batch in self.out.values():
-            if batch.portion.charged and batch.portion.end <= end:
+            if batch.portion.charged and batch.portion.end <= end and not batch.freed:
                 self._uncharge(batch)
         self._spilling = self._spilling and max(self._surplus()) > 0
 

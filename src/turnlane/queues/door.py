@@ -62,7 +62,7 @@ class Door:
         marks = self._settings.marks
         return marks.light_delay if flow is FlowControl.LIGHT else marks.full_delay
 
-    def screen(self, entry: PublishEntry, flow: FlowControl) -> None:
+    def screen(self, entry: PublishEntry, flow: FlowControl, timeout: float | None) -> None:
         """Take out of the entry what sampling and load shedding drop; slow its publisher down."""
         interval = self._settings.sampling_interval
         if interval > 1:
@@ -72,13 +72,18 @@ class Door:
         if severity is not None and mark is not None and self._gate.depth >= mark:
             self._drop(Outcome.SEVERITY, entry.shed(severity))
         if entry.events:
-            self._slow_down(flow)
+            self._slow_down(flow, self._settings.full_timeout if timeout is None else timeout)
 
-    def _slow_down(self, flow: FlowControl) -> None:
+    def _slow_down(self, flow: FlowControl, timeout: float | None) -> None:
         mark = self._mark(flow)
-        if mark is not None:
-            limit = self._settings.light_delay if flow is FlowControl.LIGHT else None
-            self._calmer.wait_for(lambda: self._gate.depth < mark or self._gate.closed, limit)
+        if mark is None:
+            return
+        light = self._settings.light_delay if flow is FlowControl.LIGHT else None
+        limit = min((each for each in (light, timeout) if each is not None), default=None)
+        calm = self._calmer.wait_for(lambda: self._gate.depth < mark or self._gate.closed, limit)
+        if not calm and flow is FlowControl.FULL:
+            msg = f"queue {self._settings.name!r} was above full_delay_mark for {limit:g} s"
+            raise QueueFull(msg)
 
     def calm(self) -> None:
         """There is more room: publishers that were slowed down look again."""
@@ -87,15 +92,18 @@ class Door:
     def make_room(self, entry: PublishEntry) -> bool:
         """Apply a dropping policy to a full queue; false if the entry may not come in."""
         if self._settings.full_behavior is FullBehavior.DROP_OLDEST:
-            while not self._gate.fits(entry.events, entry.size) and self._evict(
-                self._surplus(entry)
-            ):
-                pass
+            self._evict_for(entry)
         if not self._gate.fits(entry.events, entry.size):
             self._drop(Outcome.NEWEST, entry.keep(self._gate.room))
         if not self._gate.fits(entry.events, entry.size):
             self._drop(Outcome.NEWEST, entry.keep(0))
         return entry.events > 0
+
+    def _evict_for(self, entry: PublishEntry) -> None:
+        # Nothing is gained by evicting while everybody is kept out: that is not for lack of room.
+        while not self._gate.held and not self._gate.has_room(entry.events, entry.size):
+            if not self._evict(self._surplus(entry)):
+                return
 
     def _surplus(self, entry: PublishEntry) -> int:
         """How many events have to go, judged by the average size."""

@@ -29,6 +29,9 @@ class HoldingQueue(Intake):
     # ── consuming ───────────────────────────────────────────────────────────────────────────────
 
     def get(self, max_events: int | None = None, timeout: float | None = None) -> HeldBatch:
+        if max_events is not None and max_events < 1:
+            msg = f"max_events is {max_events}; a batch has at least one event"
+            raise ValueError(msg)
         deadline = None if timeout is None else time.monotonic() + timeout
         largest = self.settings.dequeue_batch_size
         limit = self._pace.limit(largest if max_events is None else min(max_events, largest))
@@ -204,6 +207,10 @@ class HoldingQueue(Intake):
         portion = self.next_portion(events)
         if portion is None:
             return False
+        return self.drop_oldest(portion)
+
+    def drop_oldest(self, portion: Portion) -> bool:
+        """Drop a portion, unless that cannot be recorded: then it comes back. Under the lock."""
         try:
             self.record_settled(portion, Outcome.OLDEST)
         except OSError as error:
@@ -231,16 +238,34 @@ class HoldingQueue(Intake):
         return self.read_stored(first, end)
 
     def settle(self, first: int, end: int, outcome: Outcome = Outcome.DELIVERED) -> None:
-        """Settle a range that was read by offset."""
+        """Settle a range that was read by offset. Raises ``AckNotStored``, ``QueueClosed``."""
         with self.lock:
+            if self._closed:
+                msg = f"queue {self.name!r} is closed"
+                raise QueueClosed(msg)
             spans = self.positions.unsettled(first, min(end, self.positions.end))
-        for start, stop in spans:
-            portion = Portion(start, stop, 0, None)
-            self.record_settled(portion, outcome)
+            portions = [
+                Portion(*span, self.average_size(span[1] - span[0]), None) for span in spans
+            ]
+        for portion in portions:
+            self._record_or_fail(portion, outcome)
             with self.lock:
-                events = stop - start
-                self.settle_portion(portion, outcome, events, self.average_size(events))
+                charge = self._charge_of(portion.first, portion.end)
+                self.settle_portion(portion, outcome, *charge)
                 self.tail.forget_below(self.positions.low)
+
+    def _record_or_fail(self, portion: Portion, outcome: Outcome) -> None:
+        try:
+            self.record_settled(portion, outcome)
+        except OSError as error:
+            msg = f"could not record that offsets from {portion.first} on are {outcome}: {error}"
+            raise AckNotStored(msg) from error
+
+    def _charge_of(self, first: int, end: int) -> tuple[int, int]:
+        """What a range counts for, in memory and, where that counts, on disk. Under the lock."""
+        events, size = self.tail.uncharge(first, end)
+        stored = self.stored_portion(first, end - events).charge
+        return events + stored[0], size + stored[1]
 
     def _backlog(self) -> int:
         return sum(map(len, self.returned)) + self.positions.fresh
@@ -256,6 +281,11 @@ class HoldingQueue(Intake):
         """Have everybody who waits for events look again."""
         with self.lock:
             self._readable.notify_all()
+
+    def is_settled(self, first: int, end: int) -> bool:
+        """Whether every offset of the range is settled."""
+        with self.lock:
+            return self.positions.is_settled(first, end)
 
     def wait_beyond(self, offset: int, timeout: float) -> int:
         """Wait until the queue's end is beyond ``offset``; returns the end either way."""

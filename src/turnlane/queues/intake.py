@@ -27,6 +27,7 @@ from turnlane.queues.contract import (
     FlowControl,
     Outcome,
     Queue,
+    chosen,
 )
 from turnlane.queues.dequeue import Pace
 from turnlane.queues.door import Door
@@ -101,7 +102,8 @@ class Intake(Queue):
     ) -> HoldingProducer:
         if on_ack is not None:
             self.acks.start()
-        return HoldingProducer(self, AckLevel(ack), on_ack, FlowControl(flow), producer_id)
+        level, control = chosen(AckLevel, "ack", ack), chosen(FlowControl, "flow", flow)
+        return HoldingProducer(self, level, on_ack, control, producer_id)
 
     def check_types(self, schema: pa.Schema) -> None:
         """Check columns against those that the queue has seen."""
@@ -116,30 +118,40 @@ class Intake(Queue):
     def append_event(self, value: bytes, stamp: int, size: int, rest: Annotations) -> int:
         """Put one event into the open block; returns its offset. Under the lock."""
         block = self.tail.open
-        block.values.append(value)
-        block.timestamps.append(stamp)
+        first = self.positions.end
+        try:
+            block.values.append(value)
+            block.timestamps.append(stamp)
+            block.annotate(*rest)
+            self.positions.end = first + 1
+        except BaseException:
+            self.undo(first)
+            raise
         block.size += size
-        block.annotate(*rest)
-        first = self._count_in(1, size)
+        self._count_in(1, size)
         if block.size >= self.heed_at:
             self.heed()
         return first
 
     def append_block(self, block: Block, size: int, stamp: Stamp | None) -> int:
         """Put a block at the end; returns its first offset. Under the lock."""
-        first = self._count_in(block.num_rows, size)
+        first = self.positions.end
         stamps = () if stamp is None else (stamp,)
         self.tail.append(Portion(first, first + block.num_rows, size, [block], stamps=stamps))
+        self.positions.end = first + block.num_rows
+        self._count_in(block.num_rows, size)
         self.heed()
         return first
 
-    def _count_in(self, events: int, size: int) -> int:
-        first = self.positions.end
-        self.positions.end = first + events
+    def undo(self, end: int) -> None:
+        """Forget what was half published beyond ``end``. Under the lock."""
+        self.positions.end = end
+        self.tail.open.cut(end - self.tail.open.first)
+
+    def _count_in(self, events: int, size: int) -> None:
         self.gate.charge(events, size)
         self.pushes += 1
         self.grown()
-        return first
 
     def numbered(self, producer: bytes, next_sequence: int) -> None:
         """Remember how far a numbered producer has come: never back. Under the lock."""
@@ -157,10 +169,12 @@ class Intake(Queue):
             self.rest_heed()
             self._readable.notify_all()
 
-    def admit(self, entry: PublishEntry, flow: FlowControl, *, blocking: bool) -> Waiter | None:
+    def admit(
+        self, entry: PublishEntry, flow: FlowControl, timeout: float | None, *, blocking: bool
+    ) -> Waiter | None:
         """Let an entry in, apply the policies, or put it in line. Under the lock."""
         entry.drop_repeats()
-        self.door.screen(entry, flow)
+        self.door.screen(entry, flow, timeout)
         self.gate.check_open(self.name)
         if not entry.events and not entry.is_repeat:
             entry.skip()
@@ -189,7 +203,8 @@ class Intake(Queue):
 
     def tell_accepted(self, follower: Follower, first: int, end: int) -> None:
         """Ack acceptance at once: it has just happened."""
-        ack = Ack(end - first, 0, end, AckLevel.ACCEPTED, self.durability)
+        # Whatever the queue does later: at this moment the event is in memory and nowhere else.
+        ack = Ack(end - first, 0, end, AckLevel.ACCEPTED, Durability.MEMORY)
         self.acks.send([Notice(follower, ack)])
 
     def rest_heed(self) -> None:

@@ -43,6 +43,12 @@ class OpenBlock:
                 column.extend([None] * (len(self.values) - 1 - len(column)))
                 column.append(list(given.items()) if isinstance(given, Mapping) else given)
 
+    def cut(self, count: int) -> None:
+        """Keep only the first ``count`` events."""
+        del self.values[count:], self.timestamps[count:]
+        for column in self._columns.values():
+            del column[count:]
+
     def __len__(self) -> int:
         return len(self.values)
 

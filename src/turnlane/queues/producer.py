@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from turnlane.errors import EventTooLarge, QueueClosed, QueueFull
+from turnlane.errors import (
+    AckPending,
+    EventTooLarge,
+    QueueClosed,
+    QueueFull,
+    StorageFailed,
+)
 from turnlane.events import EVENT_OVERHEAD, MAX_BLOCK_BYTES, Block, prepared
 from turnlane.queues.acks import Follower, Ticket, Watermark
 from turnlane.queues.admission import Waiter
@@ -91,16 +98,20 @@ class HoldingProducer(Producer):
                 and size <= self._largest
             ):
                 block = queue.tail.open
-                block.values.append(value)
-                block.timestamps.append(stamp)
-                block.size += size
-                if not plain:
-                    block.annotate(key, headers, severity, source)
-                gate.depth += 1
-                gate.bytes += size
                 positions = queue.positions
                 end = positions.end + 1
-                positions.end = self._end = end
+                try:
+                    block.values.append(value)
+                    block.timestamps.append(stamp)
+                    if not plain:
+                        block.annotate(key, headers, severity, source)
+                    positions.end = self._end = end
+                except BaseException:  # Ctrl-C, say: half an event would shift all that follow
+                    queue.undo(end - 1)
+                    raise
+                block.size += size
+                gate.depth += 1
+                gate.bytes += size
                 queue.pushes += 1
                 if block.size >= queue.heed_at:
                     queue.heed()
@@ -111,8 +122,7 @@ class HoldingProducer(Producer):
                 ticket = None
                 end = -1
         if end >= 0:
-            self._await(ticket)
-            return True
+            return self._await(ticket, timeout)
         entry = EventEntry(self, value, stamp, size, (key, headers, severity, source))
         return self._publish_slowly(entry, timeout, blocking=True)
 
@@ -165,11 +175,15 @@ class HoldingProducer(Producer):
         if self._mark is None:
             return True
         with self.queue.lock:
-            ticket = self._mark.ticket(self._end)
+            ticket = self._mark.ticket(self._end, self._end)
             if ticket is None:
                 return True
             self.queue.urge(self._mark.level)
-        return ticket.wait(timeout)
+        reached = ticket.wait(timeout)
+        if not reached:
+            with self.queue.lock:
+                self._mark.withdraw(ticket)
+        return reached
 
     def close(self) -> None:
         self._closed = True
@@ -182,12 +196,12 @@ class HoldingProducer(Producer):
         with self.queue.lock:
             self._check(entry)
             flow = self._flow if blocking else FlowControl.NONE
-            waiter = self.queue.admit(entry, flow, blocking=blocking)
+            waiter = self.queue.admit(entry, flow, timeout, blocking=blocking)
         if waiter is not None:
             self._stand_in_line(waiter, entry, timeout)
         if entry.inside and blocking:
-            self._await(entry.ticket)
-        elif entry.ticket is not None:
+            return self._await(entry.ticket, timeout)
+        if entry.ticket is not None:
             entry.ticket.leave()
         return entry.inside
 
@@ -221,11 +235,14 @@ class HoldingProducer(Producer):
 
     def _checked(self, block: Block) -> Block:
         """The block, fit for the queue. Nearly always its schema is that of the one before."""
+        if not isinstance(block, pa.RecordBatch):
+            msg = f"a block is a pyarrow.RecordBatch, not {type(block).__name__}; see block_of()"
+            raise TypeError(msg)
         if self._schema is not None and block.schema.equals(self._schema):
             return block
         ready = prepared(block, self.queue.time_ns)
         self.queue.check_types(ready.schema)
-        self._schema = ready.schema
+        self._schema = ready.schema if ready is block else None
         return ready
 
     def _pieces(self, block: Block, size: int) -> Iterator[tuple[Block, int]]:
@@ -262,14 +279,24 @@ class HoldingProducer(Producer):
             return None
         if not self._waits or self._mark is None:
             return None
-        ticket = self._mark.ticket(end)
+        ticket = self._mark.ticket(first, end)
         queue.urge(self._mark.level)
         return ticket
 
-    def _await(self, ticket: Ticket | None) -> None:
-        if ticket is not None and not ticket.wait(None):
+    def _await(self, ticket: Ticket | None, timeout: float | None) -> bool:
+        """Wait for the level; false if the policy dropped the event meanwhile."""
+        if ticket is None:
+            return True
+        if not ticket.wait(timeout):
+            if not self.queue.closed:
+                msg = f"the event is in queue {self.queue.name!r}, not acked within {timeout:g} s"
+                raise AckPending(msg)
             msg = f"queue {self.queue.name!r} was closed before the event was acked"
             raise QueueClosed(msg)
+        if ticket.lost and self.queue.door.blocks:
+            msg = f"queue {self.queue.name!r} lost the event to a failing disk: publish it again"
+            raise StorageFailed(msg)
+        return not ticket.lost
 
 
 def _sum(one: Published, other: Published) -> Published:
@@ -292,7 +319,7 @@ def as_bytes(value: object) -> bytes:
 
 def nanoseconds(timestamp: int) -> int:
     """A timestamp in microseconds as the queue carries it."""
-    if not -_MAX_MICROSECONDS < timestamp < _MAX_MICROSECONDS:
+    if not -_MAX_MICROSECONDS < operator.index(timestamp) < _MAX_MICROSECONDS:
         msg = f"timestamp {timestamp} is no number of microseconds since the epoch"
         raise ValueError(msg)
     return timestamp * 1000
@@ -310,14 +337,22 @@ def measured(
     back to the publisher who sent it instead of to the thread that seals everybody's events.
     """
     size = 0
-    if key is not None:
-        size += len(key.encode())
-    if source is not None:
-        size += len(source.encode())
+    for name, text in (("key", key), ("source", source)):
+        if text is not None:
+            if not isinstance(text, str):
+                msg = f"{name} is text, not {type(text).__name__}"
+                raise TypeError(msg)
+            size += len(text.encode())
     if headers is not None:
+        if not isinstance(headers, Mapping):
+            msg = f"headers are a mapping of text to text, not {type(headers).__name__}"
+            raise TypeError(msg)
         for name, text in headers.items():
             size += len(name.encode()) + len(text.encode()) + 8
-    if severity is not None and not 0 <= severity <= _MAX_SEVERITY:
+    if isinstance(severity, bool):
+        msg = "severity is a number, not a bool"
+        raise TypeError(msg)
+    if severity is not None and not 0 <= operator.index(severity) <= _MAX_SEVERITY:
         msg = f"severity {severity} is not between 0 and {_MAX_SEVERITY}"
         raise ValueError(msg)
     return size

@@ -329,6 +329,7 @@ class QueueSettings(BaseModel):
         "The log's newest events also kept in memory, so a consumer that keeps up never reads "
         "the disk.",
         example="16Mi",
+        ge=1,
     )
     write_buffer: Size = _knob(
         "1Mi",

@@ -135,7 +135,11 @@ class Store:
 
     def sequences(self) -> dict[bytes, int]:
         """The next sequence number of every numbered producer."""
-        return {**self._state.producers, **self.log.recovered_stamps}
+        # The later of both: the journal may know of events that were settled and never written.
+        known = dict(self._state.producers)
+        for producer, sequence in self.log.recovered_stamps.items():
+            known[producer] = max(known.pop(producer, 0), sequence)
+        return known
 
     def unsettled_bytes(self) -> int:
         """What the events on disk count for."""
@@ -255,13 +259,12 @@ def _runs(portions: Sequence[Portion]) -> list[list[Portion]]:
     runs: list[list[Portion]] = []
     size, stamped, end = 0, False, -1
     for portion in portions:
-        own = sum(block.nbytes for block in portion.pieces or ())
-        size, stamped = size + own, stamped or bool(portion.stamps)
+        size, stamped = size + portion.size, stamped or bool(portion.stamps)
         if portion.first == end and not (stamped and size > FRAME_BYTES):
             runs[-1].append(portion)
         else:
             runs.append([portion])
-            size, stamped = own, bool(portion.stamps)
+            size, stamped = portion.size, bool(portion.stamps)
         end = portion.end
     return runs
 

@@ -8,6 +8,7 @@ works.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -15,9 +16,10 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakSet
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
-from turnlane.errors import StorageFailed
+from turnlane.errors import EventsLost, StorageFailed
 from turnlane.events import Block
 from turnlane.queues.contract import AckLevel, Durability, Outcome
 from turnlane.queues.holding import HoldingQueue
@@ -37,6 +39,21 @@ LAST_RETRY = 1.0
 
 JOIN_BYTES = 256 * 1024
 """Frames are joined to a batch up to this size: beyond it copying costs more than another batch."""
+
+
+_OPEN: WeakSet[StoredQueue] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A program that ends without closing its queues loses nothing that it published."""
+    for queue in list(_OPEN):
+        if not queue.closed:
+            log.warning("queue %s was not closed; closing it at exit", queue.name)
+            try:
+                queue.close()
+            except EventsLost:
+                log.exception("queue %s did not close well", queue.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +99,7 @@ class StoredQueue(HoldingQueue):
         self.troubled = False
         """The last attempt to write has failed."""
         self._retire_at = 0
+        self._tidy_again_at = 0.0
         self._drops: Counter[Outcome] = Counter()
         """Turned away at the door; the journal does not know of them yet."""
         self._acks_unsynced = False
@@ -109,6 +127,7 @@ class StoredQueue(HoldingQueue):
         with self.lock:
             self._set_retire_at()
         self._writer.start()
+        _OPEN.add(self)
 
     # ── for a kind to say ────────────────────────────────────────────────────────────────────
 
@@ -142,6 +161,7 @@ class StoredQueue(HoldingQueue):
             log.exception("the writer of queue %s failed; the queue takes no more", self.name)
             with self.lock:
                 self.gate.close()
+                self.door.calm()
                 self.watermarks[AckLevel.PERSISTED].abandon()
 
     def _round(self) -> bool:
@@ -151,22 +171,33 @@ class StoredQueue(HoldingQueue):
             # A job begun before the queue was closed may leave something unsynced: one more.
             last = self.stopping
         try:
-            self._do(job)
+            self._write(job)
         except OSError as error:
             return self._troubled(error)
-        return self._recovered() or not last
+        more = self._recovered()
+        if job.tidy or job.retire:
+            self._try_to_tidy(retire=job.retire)
+        return more or not last
 
-    def _do(self, job: Job) -> None:
+    def _write(self, job: Job) -> None:
         if job.before is not None:
             job.before()
         self.store.commit(job.portions, sync=job.sync)
         if job.portions:
             self._flushes += 1
             self._leave_hint(job.portions)
-        if job.retire:
-            self.store.log.retire()
-        if job.tidy or job.retire:
+
+    def _try_to_tidy(self, *, retire: bool) -> None:
+        """What fails here holds nobody up: it is tried again later."""
+        try:
+            if retire:
+                self.store.log.retire()
             self._tidy()
+        except OSError as error:
+            self._tidy_again_at = time.monotonic() + LAST_RETRY
+            log.warning("queue %s cannot tidy up: %s", self.name, error)
+        with self.lock:
+            self._set_retire_at()
 
     def _leave_hint(self, portions: Sequence[Portion]) -> None:
         stamps = [stamp for portion in portions for stamp in portion.stamps]
@@ -194,9 +225,10 @@ class StoredQueue(HoldingQueue):
     def advance_persisted(self) -> None:
         """Tell everybody how far the log is safe. Under the lock."""
         mark = self.watermarks[AckLevel.PERSISTED]
-        self.acks.send(mark.advance(min(self._safe_end(), self.positions.end)))
+        self.acks.send(mark.advance(min(self.safe_end(), self.positions.end)))
 
-    def _safe_end(self) -> int:
+    def safe_end(self) -> int:
+        """As far as everything is on disk, as durability says. Under the lock."""
         written = self.store.log
         return written.end if self.durability is Durability.NEVER else written.synced_end
 
@@ -234,12 +266,20 @@ class StoredQueue(HoldingQueue):
     def _tidy(self) -> None:
         """What need not happen at once: note drops, sync acks, delete chunks."""
         self._note_drops()
+        self.sync_acks()
+        self._remove_settled_chunks()
+        self.tidied_at = time.monotonic()
+
+    def sync_acks(self) -> None:
+        """Make every ``done()`` so far survive a power cut too. Raises ``OSError``."""
         with self.lock:
             acks, self._acks_unsynced = self._acks_unsynced, False
         if acks and self.durability is not Durability.NEVER:
-            self.store.journal.sync()
-        self._remove_settled_chunks()
-        self.tidied_at = time.monotonic()
+            try:
+                self.store.journal.sync()
+            except OSError:
+                self._acks_unsynced = True
+                raise
 
     def _note_drops(self) -> None:
         with self.lock:
@@ -262,7 +302,11 @@ class StoredQueue(HoldingQueue):
 
     def can_retire(self) -> bool:
         """Whether the oldest chunk is settled. Under the lock."""
-        return self.positions.low >= self._retire_at
+        return self.positions.low >= self._retire_at and self.may_tidy()
+
+    def may_tidy(self) -> bool:
+        """Whether it is time to try again, if tidying up has failed."""
+        return time.monotonic() >= self._tidy_again_at
 
     def untidy(self) -> bool:
         """Whether there is anything to tidy up. Under the lock."""
@@ -319,12 +363,14 @@ class StoredQueue(HoldingQueue):
                 elif pieces:
                     break
                 else:
-                    self._lose(portion, found.first, found.end, found.outcome)
+                    self._lose(portion, found.first, min(found.end, portion.end), found.outcome)
                     at = min(found.end, portion.end)
                     portion.head(at - portion.first)
-        except OSError as error:
+        except BaseException as error:
             with self.lock:
                 self.give_back(portion)
+            if not isinstance(error, OSError):
+                raise
             msg = f"queue {self.name!r} cannot read offset {at}: {error}"
             raise StorageFailed(msg) from error
         return self._cut(portion, at, pieces) if pieces else None
@@ -363,22 +409,28 @@ class StoredQueue(HoldingQueue):
             unwritten = self.left_over() or self._unsynced()
         try:
             self._note_drops()  # the writer may have left before it saw the last of them
-            self._give_up_rest()
+            if not self._give_up_rest():
+                # Otherwise their producers may send again what was given up.
+                self.store.journal.remember(self.sequences)
             self.store.journal.snapshot()
         except OSError as error:
             log.warning("queue %s: journal not tidied on close: %s", self.name, error)
         finally:
+            # Whoever is reading from the disk at this moment has been told; let them finish.
+            done = self._getting.acquire(timeout=self.settings.shutdown_timeout)
             self.store.close()
+            if done:
+                self._getting.release()
         if unwritten:
             msg = f"queue {self.name!r} could not write {unwritten} accepted events on close"
-            raise StorageFailed(msg)
+            raise EventsLost(msg)
 
     def _unsynced(self) -> int:
-        spans = self.positions.unsettled(self._safe_end(), self.store.log.end)
+        spans = self.positions.unsettled(self.safe_end(), self.store.log.end)
         return sum(end - first for first, end in spans)
 
-    def _give_up_rest(self) -> None:
-        """Count what is neither settled nor on disk as dropped: nobody will see it again."""
+    def _give_up_rest(self) -> bool:
+        """Count what is neither settled nor on disk as dropped; true if there is any."""
         with self.lock:
             spans = self.positions.unsettled(self.store.log.end, self.positions.end)
             spans += [
@@ -390,12 +442,15 @@ class StoredQueue(HoldingQueue):
                 self.totals.add(Outcome.CLOSED, self.positions.settle(first, end))
         for first, end in spans:
             self.store.journal.settled(first, end, 0, Outcome.CLOSED)
+        return bool(spans)
+
+    def stats(self) -> Stats:
+        return replace(super().stats(), disk_available_bytes=self.store.free_bytes(self.disk))
 
     def describe(self) -> Stats:
         return replace(
             super().describe(),
             disk_bytes=self.store.log.bytes,
-            disk_available_bytes=self.store.free_bytes(self.disk),
             disk_full=self.store.full_total,
             disk_errors=self.store.errors_total,
             syncs=self.store.syncs_total,

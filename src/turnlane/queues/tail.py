@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from turnlane.events import Block
+from turnlane.queues.log.position import Stamp
 from turnlane.queues.open_block import OpenBlock
 from turnlane.queues.portion import Portion
 
@@ -48,8 +49,9 @@ class Tail:
         """Turn the open block, if it has events, into a portion."""
         block = self.open
         if block.values:
+            portion = Portion(block.first, block.end, block.size, [block.seal()])
             self.open = OpenBlock(block.end)
-            self._add(Portion(block.first, block.end, block.size, [block.seal()]))
+            self._add(portion)
 
     def _add(self, portion: Portion) -> None:
         self._sealed.append(portion)
@@ -60,6 +62,7 @@ class Tail:
         """Cut out ``first`` to ``end - 1``; ``first`` must be in memory."""
         self.forget_below(first)
         pieces: list[Block] = []
+        stamps: list[Stamp] = []
         size = 0
         at = first
         while at < end:
@@ -72,9 +75,10 @@ class Tail:
             else:
                 self.drop_oldest()
             pieces.extend(portion.pieces or ())
+            stamps.extend(portion.stamps)
             size += portion.size
             at = portion.end
-        return Portion(first, end, size, pieces)
+        return Portion(first, end, size, pieces, stamps=stamps)
 
     def look(self, first: int, end: int) -> list[Block]:
         """The blocks of ``first`` to ``end - 1``, left in place."""
@@ -90,6 +94,27 @@ class Tail:
                     found.append(block.slice(lower - at, upper - lower))
                 at += block.num_rows
         return found
+
+    def uncharge(self, first: int, end: int) -> tuple[int, int]:
+        """Have ``first`` to ``end - 1``, which are settled, count no more; returns what they did.
+
+        They stay where they are, so that the tail has no gaps.
+        """
+        if end > self.open.first:
+            self.seal()
+        parts: deque[Portion] = deque()
+        for portion in self._sealed:
+            for cut in (first, end):
+                if portion.first < cut < portion.end:
+                    parts.append(portion.head(cut - portion.first))
+            parts.append(portion)
+        self._sealed = parts
+        events = size = 0
+        for part in parts:
+            if part.charged and first <= part.first and part.end <= end:
+                part.charged = False
+                events, size = events + len(part), size + part.size
+        return events, size
 
     def forget_below(self, offset: int) -> None:
         """Drop what lies below ``offset``."""

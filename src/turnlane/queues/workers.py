@@ -20,6 +20,7 @@ from turnlane.errors import (
     AckNotStored,
     BatchFreed,
     Never,
+    NotSupported,
     QueueClosed,
     QueueEmpty,
     RetryLater,
@@ -209,6 +210,9 @@ class WorkerPool:
         ``dead_letters`` takes batches refused with ``Never``; without it they are tried again for
         ever, because nothing else would keep them.
         """
+        if not isinstance(queue, HoldingQueue):
+            msg = f"a pool works on a queue that holds events, not on {type(queue).__name__}"
+            raise NotSupported(msg)
         self.queue = queue
         self.consumer = consumer
         self.dead_letters = dead_letters

@@ -139,7 +139,7 @@ def _replacing(target: Path, *, force: bool) -> Iterator[BinaryIO]:
     _may_write(target, force=force)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        with partial.open("xb") as file:
+        with _created(partial, target) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -148,6 +148,14 @@ def _replacing(target: Path, *, force: bool) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(FileNotFoundError):
             partial.unlink()
+
+
+def _created(partial: Path, target: Path) -> BinaryIO:
+    """The new file; what stands in its way is told with the name that the user knows."""
+    try:
+        return partial.open("xb")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(target)) from None
 
 
 def _may_write(target: Path, *, force: bool) -> None:

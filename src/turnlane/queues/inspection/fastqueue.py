@@ -62,6 +62,12 @@ class FastQueueInspection:
             if len(offsets) and offsets[-1] >= selection.end:
                 return
 
+    @property
+    def end(self) -> int:
+        """The byte position after the last chunk."""
+        chunks = [entry for entry in self.path.iterdir() if CHUNK_NAME.fullmatch(entry.name)]
+        return max((int(chunk.name, 16) + chunk.stat().st_size for chunk in chunks), default=0)
+
     def unreadable(self, selection: Selection) -> int:
         """How many places of the selection cannot be read. Goes through all chunks."""
         first = selection.first if selection.first is not None else self._reader

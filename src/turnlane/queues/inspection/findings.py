@@ -29,7 +29,11 @@ class FindingKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding. A fault costs events, or lets settled ones come again; a note does neither."""
+    """One finding. A fault calls for repair, a note does not.
+
+    A fault costs unsettled events, lets settled ones come again, or is a file that the next open
+    has to replace or put aside: ``queue.json``, another queue's chunk.
+    """
 
     kind: FindingKind
     fault: bool

@@ -112,6 +112,11 @@ class Inspection:
             block = item.block.slice(start - item.first, stop - start)
             yield Slice(np.arange(start, stop, dtype=np.int64), settled, block)
 
+    @property
+    def end(self) -> int:
+        """The next offset, by the log as far as it was read, and by the journal."""
+        return max(self._seen.end, self.state.floor, self.low(self.state))
+
     def unreadable(self, selection: Selection) -> int:
         """How many unsettled events of the selection the last ``slices()`` could not read.
 

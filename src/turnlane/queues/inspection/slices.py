@@ -54,6 +54,10 @@ class Inspected(Protocol):
     def slices(self, selection: Selection, advance: Callable[[int], None] = ...) -> Iterator[Slice]:
         """The events selected, oldest first; ``advance`` hears of bytes gone through."""
 
+    @property
+    def end(self) -> int:
+        """Beyond the last event, as far as the last ``slices()`` has seen."""
+
     def unreadable(self, selection: Selection) -> int:
         """How many events of the selection the last ``slices()`` could not read."""
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from turnlane.queues.inspection.inspection import Inspection
 
 _QUARANTINED = "repair copies the bytes to quarantine and counts the events as corrupt"
+_TAIL_CUT = "repair cuts the torn tail, keeps a copy and counts the events as missing"
 _WORDS = {
     DamageKind.CORRUPT_PAYLOAD: ("a frame's content is damaged", _QUARANTINED),
     DamageKind.CORRUPT_HEADER: ("a frame's header is damaged", _QUARANTINED),
@@ -128,6 +129,8 @@ class Verification:
             end = max(end, position.end if position else 0)
         events = self._unaccounted(damage.first, end)
         what, todo = _WORDS[damage.kind]
+        if damage.kind is DamageKind.TRUNCATED and damage.chunk and damage.chunk.is_last:
+            todo = _TAIL_CUT
         if damage.why:
             what = f"{what} ({damage.why})"
         harmless = not events and not self._in_the_way(damage)

@@ -107,7 +107,9 @@ def _lock(path: Path, disk: Disk) -> int:
     except BlockingIOError:
         holder = bytes(disk.read(fd, _PID_WIDTH, 0)).decode(errors="replace").strip()
         disk.close(fd)
-        raise DirectoryLocked(f"{path}: held by process {holder or 'unknown'}") from None
+        own = holder == str(os.getpid())
+        who = "this process: close() it first" if own else f"process {holder or 'unknown'}"
+        raise DirectoryLocked(f"{path}: held by {who}") from None
     # The number is for people only: a full disk must not keep the queue from opening. It is
     # written over the former one, never cut first, for a full disk gives no block back.
     with contextlib.suppress(OSError):

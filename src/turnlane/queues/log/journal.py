@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,6 +73,7 @@ class Journal:
         self._disk = disk
         self._queue_id = queue_id
         self._lock = threading.Lock()
+        self._syncing = threading.Lock()
         self._fds = fds  # the active file's comes first
         self._file_size = file_size
         self._state = state
@@ -162,6 +163,12 @@ class Journal:
             self._append(body)
             self._state.drop(outcome, events)
 
+    def remember(self, producers: Mapping[bytes, int]) -> None:
+        """Know how far producers have come; on disk with the next :meth:`snapshot`."""
+        with self._lock:
+            for producer, next_sequence in producers.items():
+                self._state.stamp(Stamp(producer, next_sequence))
+
     # Keeping
 
     def sync(self) -> None:
@@ -170,18 +177,20 @@ class Journal:
         After a failure the file is never synced again, for the kernel may have dropped what it
         could not write: the next call writes everything anew, to the other file.
         """
-        with self._lock:
-            if self._suspect:
-                self._change_files()
-                return
-            fd = self._fds[0]
-        try:
-            self._disk.sync(fd)
-        except OSError:
-            self._suspect = True
-            raise
-        with self._lock:
-            self.syncs += 1
+        # One at a time: the kernel tells of a failure once, and two callers would share one answer.
+        with self._syncing:
+            with self._lock:
+                if self._suspect:
+                    self._change_files()
+                    return
+                fd = self._fds[0]
+            try:
+                self._disk.sync(fd)
+            except OSError:
+                self._suspect = True
+                raise
+            with self._lock:
+                self.syncs += 1
 
     def snapshot(self) -> None:
         """Change files now: everything is on the device, and the next opening is quick."""

@@ -72,6 +72,8 @@ class Log:
         self._schema = EMPTY
         self._entries_unsynced = False
         self._sync_failed = False
+        self._lost: list[tuple[int, int]] = []
+        """What a rescue that is not through yet could not read back."""
         self._uncut = False
         self._resumable = -1
         self._resume(found)
@@ -241,7 +243,7 @@ class Log:
 
     def retire(self) -> None:
         """Write no more to the active chunk, so that it can be removed. Needs no space."""
-        if self._active is not None and self._active.first < self._end:
+        if self._active is not None:
             self._disk.close(self._fd)
             self._active, self._fd, self._uncut = None, -1, False
 
@@ -255,7 +257,8 @@ class Log:
         if chunk.unsaved:
             self._quarantine.move(chunk.path)
         else:
-            self._disk.unlink(chunk.path)
+            with contextlib.suppress(FileNotFoundError):
+                self._disk.unlink(chunk.path)
         self._catalog.discard(chunk)
 
     def _start_chunk(self, first: int, schema: pa.Schema) -> None:
@@ -340,12 +343,11 @@ class Log:
         Returns the offsets [first, end) that could not be read back. Raises ``OSError`` if it did
         not succeed; then call it again.
         """
-        lost: list[tuple[int, int]] = []
         for chunk in self._unsynced():
             saved, fd, gone = rescue_chunk(
                 chunk, self._catalog, self._disk, self._quarantine, self._queue_id
             )
-            lost += gone
+            self._lost += gone
             if chunk is self._active:
                 self._switch(saved, fd)
             else:
@@ -353,6 +355,7 @@ class Log:
         self._sync_entries()
         self._sync_failed = False
         self.synced_end = self._end
+        lost, self._lost = self._lost, []
         return lost
 
     def _require_synced(self) -> None:

@@ -1,0 +1,152 @@
+"""A disk on which a test steps in: at a certain call it waits for the test, or does as it says."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.contract.harness import PATIENCE
+from turnlane.errors import QueueClosed
+from turnlane.events import Block
+from turnlane.queues import open_queue
+from turnlane.queues.disk import DiskQueue
+from turnlane.queues.disk_assisted import DiskAssistedQueue
+from turnlane.queues.holding import HoldingQueue
+from turnlane.testing import FaultyDisk
+
+Stored = DiskQueue | DiskAssistedQueue
+Hook = Callable[[Path | int], None]
+"""Called with the file, or its descriptor, before the operation is done; may wait or raise."""
+
+
+class _Planned(NamedTuple):
+    op: str
+    match: str
+    hook: Hook
+
+
+class HookedDisk(FaultyDisk):
+    """A faulty disk with hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hooks: list[_Planned] = []
+
+    def on(self, op: str, hook: Hook, match: str = "") -> None:
+        """Have ``hook`` called before every such operation, until :meth:`clear`."""
+        self._hooks.append(_Planned(op, match, hook))
+
+    def pause(self, op: str, match: str = "") -> Pause:
+        """Have such operations wait from now on."""
+        pause = Pause()
+        self.on(op, pause, match)
+        return pause
+
+    def clear(self) -> None:
+        self._hooks.clear()
+        super().clear()
+
+    @property
+    def open_files(self) -> set[str]:
+        """The names of the files that are open."""
+        with self._lock:
+            return {path.name for path in self._paths.values()}
+
+    def _pass(self, op: str, file: Path | int) -> Any:
+        path = file if isinstance(file, Path) else self._path(file)
+        name = path.name if path else ""
+        for planned in list(self._hooks):
+            if planned.op == op and planned.match in name:
+                planned.hook(file)
+        return super()._pass(op, file)
+
+
+class Pause:
+    """A place where threads wait until the test lets them go on; once let go, it stays open."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._ended = threading.Event()
+
+    def __call__(self, *args: object) -> None:
+        self._reached.set()
+        assert self._ended.wait(PATIENCE), "the test did not let go"
+
+    def await_reached(self) -> None:
+        """Wait until somebody waits here."""
+        assert self._reached.wait(PATIENCE), "nobody came"
+
+    def end(self) -> None:
+        """Let everybody go on."""
+        self._ended.set()
+
+
+class Once:
+    """A hook that raises an error the first time, and never again."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+        self._raised = threading.Event()
+
+    def __call__(self, *args: object) -> None:
+        if not self._raised.is_set():
+            self._raised.set()
+            raise self._error
+
+    @property
+    def raised(self) -> bool:
+        """Whether it has."""
+        return self._raised.is_set()
+
+
+class Opener:
+    """Opens queues, and closes those that a test has left open; their ledgers have to add up."""
+
+    def __init__(self) -> None:
+        self.closing = contextlib.ExitStack()
+
+    def __call__(self, kind: str, **knobs: Any) -> HoldingQueue:
+        queue = open_queue(kind=kind, **knobs)
+        assert isinstance(queue, HoldingQueue)
+        self.closing.callback(_close, queue)
+        return queue
+
+    def stored(self, kind: str, path: Path, **knobs: Any) -> Stored:
+        """Open a queue with a directory."""
+        queue = self(kind, path=path, **knobs)
+        assert isinstance(queue, DiskQueue | DiskAssistedQueue)
+        return queue
+
+
+def _close(queue: HoldingQueue) -> None:
+    with contextlib.suppress(EventsLost):
+        queue.close()
+    assert queue.stats().ledger.adds_up, queue.stats().ledger
+
+
+def values_in(block: Block) -> list[bytes]:
+    """The values of a block."""
+    return [value for value in block.column("value").to_pylist() if value is not None]
+
+
+def take(queue: HoldingQueue, count: int) -> list[bytes]:
+    """The next events, settled."""
+    found: list[bytes] = []
+    while len(found) < count:
+        with queue.get(count - len(found), timeout=PATIENCE) as batch:
+            found += values_in(batch.block)
+    return found
+
+
+def drained(queue: HoldingQueue) -> list[bytes]:
+    """All that is left, settled; the queue takes no more."""
+    queue.finish()
+    found: list[bytes] = []
+    with contextlib.suppress(QueueClosed):
+        while True:
+            with queue.get(timeout=PATIENCE) as batch:
+                found += values_in(batch.block)
+    return found

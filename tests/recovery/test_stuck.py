@@ -1,0 +1,359 @@
+"""Does a queue go on: without hanging, spinning, or growing without bound?"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from tests.contract.harness import (
+    NOTICEABLE,
+    PATIENCE,
+    Acks,
+    Task,
+    numbered,
+    wait_for_line,
+    wait_until,
+)
+from tests.recovery.hooked_disk import HookedDisk, Once, Opener, Stored, drained, take, values_in
+from turnlane.errors import QueueClosed, QueueFull, StorageFailed
+from turnlane.events import block_of
+from turnlane.queues.contract import Ack
+from turnlane.queues.disk import DiskQueue
+from turnlane.queues.disk_assisted import DiskAssistedQueue
+from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.stored import Job
+
+SMALL: dict[str, Any] = {
+    "durability": "always",
+    "chunk_size": "4Ki",
+    "write_buffer": "1Ki",
+    "compression": "none",
+    "dequeue_batch_size": 5,
+}
+
+
+def long_values(first: int, end: int) -> list[bytes]:
+    """Values of half a kilobyte."""
+    return [value + bytes(500) for value in numbered(first, end)]
+
+
+def publish(queue: HoldingQueue, values: list[bytes]) -> None:
+    """Publish one by one, each persisted before the next."""
+    producer = queue.producer(ack="persisted")
+    for value in values:
+        assert producer.publish(value)
+
+
+def stored_blocks(opener: Opener, path: Path, count: int, **knobs: Any) -> list[bytes]:
+    """Leave blocks of ten events in a directory, each a frame of its own; returns the values."""
+    queue = opener.stored("disk", path, compression="none", **knobs)
+    values: list[bytes] = []
+    for number in range(count):
+        block = long_values(number * 10, number * 10 + 10)
+        queue.producer(ack="persisted").publish_block(block_of(block))
+        values += block
+    queue.close()
+    return values
+
+
+# Chunks that cannot be deleted
+
+
+def lose_first_chunk(path: Path, disk: HookedDisk) -> None:
+    min(path.glob("*.chunk")).unlink()
+
+
+def forbid_deleting(path: Path, disk: HookedDisk) -> None:
+    disk.fail("unlink", error=errno.EACCES, times=None, match=".chunk")
+
+
+@pytest.mark.parametrize("trouble", [lose_first_chunk, forbid_deleting])
+def test_does_a_queue_go_on_when_a_settled_chunk_cannot_be_deleted(
+    opener: Opener, tmp_path: Path, disk: HookedDisk, trouble: Callable[[Path, HookedDisk], None]
+) -> None:
+    """A file that somebody else deleted, or that stays, keeps no event out and closing quick."""
+    queue = opener.stored("disk", tmp_path, disk=disk, full_timeout="5s", **SMALL)
+    publish(queue, long_values(0, 40))
+    trouble(tmp_path, disk)
+    assert take(queue, 40) == long_values(0, 40)
+    Task(lambda: publish(queue, long_values(40, 60))).result()
+    assert take(queue, 20) == long_values(40, 60)
+    if trouble is lose_first_chunk:
+        wait_until(lambda: len(list(tmp_path.glob("*.chunk"))) <= 1, "the chunks' end")
+    Task(queue.close).result()
+    ledger = opener.stored("disk", tmp_path).stats().ledger
+    assert (ledger.delivered, ledger.pending) == (60, 0)
+
+
+# Publishers that wait
+
+
+@pytest.mark.parametrize("flow", ["full", "light"])
+def test_does_flow_control_keep_to_the_timeout(opener: Opener, flow: str) -> None:
+    """A producer that may be slowed down for long waits no longer than its caller allows."""
+    queue = opener("memory", size=100, light_delay=PATIENCE * 2, light_delay_mark="97%")
+    producer = queue.producer(flow=flow)
+    for value in numbered(0, 97):
+        producer.publish(value)
+    for call in (
+        lambda: producer.publish(b"late", timeout=0.01),
+        lambda: producer.publish_block(block_of([b"late"]), timeout=0.01),
+    ):
+        with pytest.raises(QueueFull):
+            Task[Any](call).result()
+    assert queue.stats().ledger.accepted == 97
+    assert drained(queue) == numbered(0, 97)
+
+
+# Reading
+
+
+def test_do_events_come_again_after_running_out_of_memory(
+    opener: Opener, tmp_path: Path, disk: HookedDisk
+) -> None:
+    """Whatever goes wrong while reading, nothing of it is left out or lost track of."""
+    values = stored_blocks(opener, tmp_path, 3)
+    queue = opener.stored("disk", tmp_path, disk=disk, dequeue_batch_size=10)
+    disk.on("read", Once(MemoryError("no memory")), match=".chunk")
+    with pytest.raises((MemoryError, StorageFailed)):
+        queue.get(timeout=PATIENCE)
+    assert queue.stats().ledger.pending == 30
+    assert take(queue, 30) == values
+    stats = queue.stats()
+    assert (stats.in_flight, stats.size, stats.ledger.delivered) == (0, 0, 30)
+    Task(lambda: queue.close(drain=True, timeout=PATIENCE * 2)).result()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_is_a_reader_told_that_the_queue_was_closed(
+    opener: Opener, tmp_path: Path, disk: HookedDisk, late: bool
+) -> None:
+    """A consumer that reads the disk while the queue is closed hears just that, at any moment."""
+    values = stored_blocks(opener, tmp_path, 3)
+    queue = opener.stored("disk", tmp_path, disk=disk)
+    pause = disk.pause("read", match=".chunk")
+    getting = Task(queue.get)
+    pause.await_reached()
+    closing = Task(queue.close)
+    wait_until(lambda: queue.closed, "the closing")
+    if late:
+        closing.thread.join(NOTICEABLE * 4)  # the whole of it, unless it waits for the reader
+    pause.end()
+    with pytest.raises(QueueClosed):
+        getting.result()
+    closing.result()
+    assert disk.open_files == set()
+    assert drained(opener.stored("disk", tmp_path)) == values
+
+
+def test_is_what_is_in_memory_delivered_when_the_chunk_is_gone(
+    opener: Opener, tmp_path: Path
+) -> None:
+    """A file that somebody deleted costs what was only there."""
+    knobs = {**SMALL, "chunk_size": "1Mi", "memory_bytes": "8Ki"}
+    queue = opener.stored("disk", tmp_path, **knobs)
+    publish(queue, long_values(0, 40))
+    in_memory = queue.tail.first
+    assert 0 < in_memory < 35
+    [chunk] = tmp_path.glob("*.chunk")
+    chunk.unlink()
+    assert drained(queue) == long_values(in_memory, 40)
+    stats = queue.stats()
+    assert stats.ledger.dropped == {"missing": in_memory}
+    assert (stats.size, stats.bytes) == (0, 0)
+
+
+class BadSector(HookedDisk):
+    """The first chunk cannot be read from a certain byte on."""
+
+    def __init__(self, first_byte: int, times: float = float("inf")) -> None:
+        super().__init__()
+        self._first_byte = first_byte
+        self._times = times
+        self.bad = False
+        self.failed = 0
+
+    def read(self, fd: int, length: int, at: int) -> pa.Buffer:
+        path = self._path(fd)
+        first = path is not None and path.name == f"{0:016}.chunk"
+        if self.bad and first and at + length > self._first_byte and self.failed < self._times:
+            self.failed += 1
+            raise OSError(errno.EIO, "bad sector")
+        return super().read(fd, length, at)
+
+
+def insistently(queue: HoldingQueue) -> list[bytes]:
+    """All that is left, settled, whatever reading raises."""
+    found: list[bytes] = []
+
+    def take_all() -> None:
+        with contextlib.suppress(QueueClosed):
+            while True:
+                with contextlib.suppress(StorageFailed), queue.get(timeout=PATIENCE) as batch:
+                    found.extend(values_in(batch.block))
+
+    queue.finish()
+    Task(take_all).result()
+    return found
+
+
+@pytest.mark.parametrize("first_byte", [0, 1000])
+def test_is_what_cannot_be_read_given_up_at_last(
+    opener: Opener, tmp_path: Path, first_byte: int
+) -> None:
+    """A bad sector is tried a few times; then its frame counts as corrupt and the rest comes."""
+    values = stored_blocks(opener, tmp_path, 4, chunk_size="8Ki", write_buffer="4Ki")
+    disk = BadSector(first_byte)
+    queue = opener.stored("disk", tmp_path, disk=disk, dequeue_batch_size=5)
+    disk.bad = True
+    assert insistently(queue) == values[10:]
+    assert disk.failed > 1
+    ledger = queue.stats().ledger
+    assert ledger.dropped == {"corrupt": 10}
+    assert ledger.adds_up
+    queue.close()
+    again = opener.stored("disk", tmp_path)
+    assert (again.stats().ledger.delivered, again.stats().ledger.pending) == (30, 0)
+
+
+def test_is_an_error_that_passes_no_loss(opener: Opener, tmp_path: Path) -> None:
+    """A read that fails once is told and costs nothing."""
+    values = stored_blocks(opener, tmp_path, 4, chunk_size="8Ki", write_buffer="4Ki")
+    disk = BadSector(0, times=1)
+    queue = opener.stored("disk", tmp_path, disk=disk, dequeue_batch_size=5)
+    disk.bad = True
+    assert insistently(queue) == values
+    assert disk.failed == 1
+    assert queue.stats().ledger.dropped == {}
+
+
+# A writer with nothing to do
+
+
+def count_rounds(monkeypatch: pytest.MonkeyPatch, kind: type[Stored]) -> list[Job]:
+    """Have the rounds of the writer counted."""
+    rounds: list[Job] = []
+    next_job = kind.next_job
+
+    def counted(queue: Any) -> Job:
+        rounds.append(next_job(queue))
+        return rounds[-1]
+
+    monkeypatch.setattr(kind, "next_job", counted)
+    return rounds
+
+
+def watch_idling(rounds: list[Job]) -> None:
+    """The writer does next to nothing from now on."""
+    before = len(rounds)
+    threading.Event().wait(NOTICEABLE * 4)
+    assert len(rounds) - before <= 5
+
+
+@pytest.mark.parametrize("kind", [DiskQueue, DiskAssistedQueue])
+def test_does_a_chunk_without_events_keep_the_writer_busy(
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Stored]
+) -> None:
+    """A process that was killed between a chunk's making and its first event leaves no riddle."""
+    name = "disk" if kind is DiskQueue else "disk_assisted"
+    disk = HookedDisk()
+    dying = opener.stored(name, tmp_path / "dying", disk=disk, size=100)
+    # The first write is the schema's, to a file of another name.
+    disk.fail("write", nth=2, error=errno.ENOSPC, times=None, match=".chunk")
+    for value in numbered(0, 95):
+        dying.producer().publish(value)
+    wait_until(lambda: dying.troubled, "the trouble")
+    copy = shutil.copytree(tmp_path / "dying", tmp_path / "copy")
+    disk.clear()
+    assert list(copy.glob("*.chunk"))
+    dying.close()
+    rounds = count_rounds(monkeypatch, kind)
+    queue = opener.stored(name, copy, size=100)
+    assert queue.stats().ledger.pending == 0
+    watch_idling(rounds)
+    queue.producer().publish_block(block_of(numbered(0, 95)))
+    assert take(queue, 95) == numbered(0, 95)
+
+
+@pytest.mark.parametrize("kind", [DiskQueue, DiskAssistedQueue])
+def test_does_a_drained_queue_come_to_rest(
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Stored]
+) -> None:
+    """When all that was on disk is settled, there is nothing more to write or delete."""
+    rounds = count_rounds(monkeypatch, kind)
+    name = "disk" if kind is DiskQueue else "disk_assisted"
+    queue = opener.stored(name, tmp_path, size=100, durability="always")
+    queue.producer().publish_block(block_of(numbered(0, 95)))
+    wait_until(lambda: queue.store.log.end > 0, "the writer")
+    assert take(queue, 95) == numbered(0, 95)
+    watch_idling(rounds)
+
+
+# Acks that nobody hears
+
+
+class Slow(Acks):
+    """An ack callback that hangs until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+        self.go = threading.Event()
+
+    def __call__(self, ack: Ack) -> None:
+        self.reached.set()
+        assert self.go.wait(PATIENCE)
+        super().__call__(ack)
+
+
+@pytest.mark.parametrize("level", ["accepted", "persisted", "delivered"])
+def test_do_acks_wait_in_bounded_room_for_a_callback_that_hangs(opener: Opener, level: str) -> None:
+    """Acks that wait for the same follower are merged, so each hears few, and all of them."""
+    queue = opener("memory", size=1000)
+    slow, others = Slow(), [Acks(), Acks()]
+    producers = [queue.producer(ack=level, on_ack=acks) for acks in (slow, *others)]
+    producers[0].publish(b"first")
+    take(queue, 1)
+    assert slow.reached.wait(PATIENCE)
+    for _ in range(500):
+        for producer in producers:
+            producer.publish(b"later")
+        take(queue, 3)
+    assert [acks.told for acks in others] == [[], []]
+    slow.go.set()
+    slow.wait_for(501)
+    for acks in others:
+        acks.wait_for(500)
+    for acks in (slow, *others):
+        assert len(acks.told) <= 3
+        ends = [ack.end for ack in acks.told]
+        assert ends == sorted(ends)
+    assert slow.told[-1].end == 1 + 3 * 499 + 1
+
+
+# A line in front of a queue that closes
+
+
+def test_is_the_line_sent_away_when_the_disk_never_recovers(
+    opener: Opener, tmp_path: Path, disk: HookedDisk
+) -> None:
+    """Closing a queue whose disk is full ends the waiting of its publishers, and itself."""
+    queue = opener.stored("disk", tmp_path, disk=disk, shutdown_timeout="50ms", **SMALL)
+    disk.fail("write", error=errno.ENOSPC, times=None, match=".chunk")
+    assert queue.producer().publish(b"unwritten")
+    wait_until(lambda: queue.troubled, "the trouble")
+    waiting = Task(lambda: queue.producer().publish(b"waiting"))
+    wait_for_line(queue, 1)
+    with pytest.raises(StorageFailed):
+        Task(queue.close).result()
+    with pytest.raises(QueueClosed):
+        waiting.result()
+    assert queue.stats().ledger.dropped == {"closed": 1}

@@ -1,0 +1,312 @@
+"""Is every promise kept: acks, return values, repeats told apart, and what is never dropped?"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contract.harness import PATIENCE, Acks, Task, numbered, wait_for_line, wait_until
+from tests.recovery.hooked_disk import (
+    HookedDisk,
+    Once,
+    Opener,
+    Stored,
+    drained,
+    take,
+    values_in,
+)
+from turnlane.errors import AckNotStored, StorageFailed
+from turnlane.events import block_of
+from turnlane.queues import door
+from turnlane.queues.contract import AckLevel, Outcome
+from turnlane.queues.holding import HoldingQueue
+
+both_kinds = pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
+
+ASSISTED: dict[str, Any] = {"kind": "disk_assisted", "size": 100, "dequeue_batch_size": 10}
+
+
+def persisted_below(queue: HoldingQueue) -> int:
+    """The offset below which producers were told that their events are persisted."""
+    with queue.lock:
+        return queue.watermarks[AckLevel.PERSISTED].position
+
+
+def crash(queue: Stored, copy: Path) -> Path:
+    """What a process that is killed now would leave behind."""
+    source = queue.settings.path
+    assert source is not None
+    shutil.copytree(source, copy)
+    return copy
+
+
+# Dropping the oldest is for a full queue, not for a slow or failing disk
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_does_a_failing_disk_cost_the_oldest_events(
+    opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """While nothing can be written, only the event that has no room is dropped."""
+    monkeypatch.setattr(door, "SPILL_SECONDS", 0.01)
+    queue = opener.stored(
+        "disk",
+        tmp_path,
+        disk=disk,
+        durability="always",
+        full_behavior="drop_oldest",
+        size=101 if full else None,
+    )
+    queue.producer(ack="persisted").publish_block(block_of(numbered(0, 100)))
+    disk.fail("write", error=errno.ENOSPC, times=None, match=".chunk")
+    producer = queue.producer()
+    assert producer.publish(b"100")
+    wait_until(lambda: queue.troubled, "the trouble")
+    assert not producer.publish(b"dropped")
+    assert not producer.try_publish(b"dropped too")
+    published = producer.publish_block(block_of([b"and", b"these"]))
+    assert (published.accepted, published.dropped) == (0, 2)
+    disk.clear()
+    assert drained(queue) == numbered(0, 101)
+    assert queue.stats().ledger.dropped == {"newest": 4}
+
+
+def test_does_a_slow_disk_cost_the_oldest_events(
+    opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the writer is merely behind, publishers wait for it and nothing is dropped."""
+    monkeypatch.setattr(door, "SPILL_SECONDS", PATIENCE)
+    queue = opener.stored(
+        "disk",
+        tmp_path,
+        disk=disk,
+        durability="always",
+        full_behavior="drop_oldest",
+        memory_bytes="8Ki",
+        write_buffer="1Ki",
+    )
+    queue.producer(ack="persisted").publish_block(block_of(numbered(0, 100)))
+    pause = disk.pause("sync", match=".chunk")
+    producer = queue.producer()
+    values = [value + bytes(1000) for value in numbered(0, 100)]
+    task = Task(lambda: [producer.publish(value) for value in values])
+    pause.await_reached()
+    wait_for_line(queue, 1)
+    assert queue.stats().ledger.dropped == {}
+    pause.end()
+    assert all(task.result())
+    assert drained(queue) == [*numbered(0, 100), *values]
+    assert queue.stats().ledger.dropped == {}
+
+
+# What a publisher that waits is told
+
+
+def test_is_a_publisher_told_that_its_event_was_dropped_while_it_waited(
+    opener: Opener, tmp_path: Path, disk: HookedDisk
+) -> None:
+    """An event that makes way for another before it is synced was not persisted."""
+    queue = opener.stored(
+        "disk", tmp_path, disk=disk, size=1, full_behavior="drop_oldest", durability="always"
+    )
+    pause = disk.pause("sync", match=".chunk")
+    waiting = Task(lambda: queue.producer(ack="persisted").publish(b"evicted"))
+    pause.await_reached()
+    assert queue.producer().publish(b"newer")
+    pause.end()
+    assert waiting.result() is False
+    assert drained(queue) == [b"newer"]
+    assert queue.stats().ledger.dropped == {"oldest": 1}
+
+
+def test_is_a_publisher_told_that_its_event_was_destroyed(
+    opener: Opener, tmp_path: Path, disk: HookedDisk
+) -> None:
+    """If a failed sync took the event's bytes with it, it is written anew or an error raised."""
+    queue = opener.stored("disk", tmp_path, disk=disk, durability="always")
+    producer = queue.producer(ack="persisted")
+    assert producer.publish(b"first")
+    rot = Once(OSError(errno.EIO, "the kernel dropped the page"))
+
+    def destroy(fd: Path | int) -> None:
+        if not rot.raised:
+            assert isinstance(fd, int)
+            os.pwrite(fd, b"\xff" * 16, os.fstat(fd).st_size - 24)
+        rot()
+
+    disk.on("sync", destroy, match=".chunk")
+    try:
+        told = producer.publish(b"lost" * 50)
+    except StorageFailed:
+        told = False
+    assert rot.raised
+    queue.close()
+    again = opener.stored("disk", tmp_path)
+    assert drained(again) == [b"first", b"lost" * 50][: 1 + told]
+    assert again.stats().ledger.adds_up
+
+
+# What a follower of a disk-assisted queue is told
+
+
+def test_is_what_was_freed_persisted_when_the_log_passes_it(opener: Opener, tmp_path: Path) -> None:
+    """A freed batch is nowhere but with its consumer: nothing above it is acked before it is."""
+    queue = opener.stored(path=tmp_path / "queue", durability="always", **ASSISTED)
+    acks = Acks()
+    producer = queue.producer(ack="persisted", on_ack=acks)
+    for value in numbered(0, 10):
+        producer.publish(value)
+    batch = queue.get()
+    batch.free()
+    for value in numbered(10, 95):
+        producer.publish(value)
+    wait_until(lambda: queue.stats().size < 90, "the spill")
+    assert persisted_below(queue) == 0
+    survivors = drained(opener.stored("disk_assisted", crash(queue, tmp_path / "copy")))
+    assert survivors
+    assert survivors == numbered(10, 10 + len(survivors))
+    assert acks.count == 0
+    batch.done()
+    wait_until(lambda: acks.count >= 10 + len(survivors), "the acks")
+    assert drained(queue) == numbered(10, 95)
+
+
+def test_is_what_is_being_settled_persisted_when_the_log_passes_it(
+    opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If ``done()`` then fails, the batch is pending: it has to be on disk if it is acked."""
+    queue = opener.stored(path=tmp_path / "queue", disk=disk, durability="always", **ASSISTED)
+    producer = queue.producer(ack="persisted", on_ack=Acks())
+    for value in numbered(0, 10):
+        producer.publish(value)
+    batch = queue.get()
+    disk.fail("write", error=errno.ENOSPC, times=None, match=".chunk")
+    for value in numbered(10, 95):
+        producer.publish(value)
+    wait_until(lambda: queue.troubled, "the spill that fails")
+    record = queue.store.journal.settled
+    reached, go = threading.Event(), threading.Event()
+
+    def fail_late(first: int, end: int, size: int, outcome: Outcome) -> None:
+        if first == 0:
+            reached.set()
+            assert go.wait(PATIENCE)
+            raise OSError(errno.EIO, "no acks now")
+        record(first, end, size, outcome)
+
+    monkeypatch.setattr(queue.store.journal, "settled", fail_late)
+    done = Task(batch.done)
+    assert reached.wait(PATIENCE)
+    disk.clear()
+
+    def recovered() -> bool:
+        with queue.lock:
+            return not queue.troubled
+
+    wait_until(recovered, "the spill")
+    go.set()
+    with pytest.raises(AckNotStored):
+        done.result()
+    monkeypatch.undo()
+    promised = persisted_below(queue)
+    copy = opener.stored("disk_assisted", crash(queue, tmp_path / "copy"))
+    assert set(numbered(0, promised)) <= set(drained(copy))
+    batch.release()
+    assert drained(queue) == numbered(0, 95)
+
+
+# Repeats
+
+
+@both_kinds
+@pytest.mark.parametrize("settled", [True, False])
+def test_is_a_repeat_recognised_after_a_clean_restart(
+    opener: Opener, tmp_path: Path, kind: str, settled: bool
+) -> None:
+    """Whatever a numbered producer has published counts, even if it never touched the disk."""
+    queue = opener.stored(kind, tmp_path)
+    block = block_of(numbered(0, 2))
+    assert queue.producer(producer_id="A").publish_block(block, sequence=0).accepted == 2
+    if settled:
+        take(queue, 2)
+    queue.close()
+    again = opener.stored(kind, tmp_path)
+    published = again.producer(producer_id="A").publish_block(block, sequence=0)
+    assert (published.accepted, published.repeated) == (0, 2)
+    longer = block_of(numbered(0, 3))
+    published = again.producer(producer_id="A").publish_block(longer, sequence=0)
+    assert (published.accepted, published.repeated) == (1, 2)
+    assert drained(again) == numbered(2 if settled else 0, 3)
+
+
+# What the journal did not hear
+
+
+def test_is_a_journal_that_could_not_be_synced_synced_again(
+    opener: Opener, tmp_path: Path, disk: HookedDisk
+) -> None:
+    """An ack that is due for a sync stays due when the sync fails."""
+    queue = opener.stored("disk", tmp_path, disk=disk, sync_interval="20ms")
+    queue.producer(ack="persisted").publish_block(block_of(numbered(0, 2)))
+    wait_until(lambda: not queue.untidy(), "tidiness")
+    trouble = Once(OSError(errno.EIO, "no sync now"))
+    disk.on("sync", trouble, match="journal")
+    before = queue.store.journal.syncs
+    queue.get(1).done()
+    wait_until(lambda: trouble.raised, "the failing sync")
+    wait_until(lambda: queue.store.journal.syncs > before, "another sync")
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_is_the_journal_told_again_what_it_did_not_hear(
+    opener: Opener, tmp_path: Path, disk: HookedDisk, nth: int
+) -> None:
+    """What was settled in memory is not lost when the first spill cannot record it."""
+    queue = opener.stored(path=tmp_path, disk=disk, **ASSISTED)
+    producer = queue.producer()
+    for value in numbered(0, 20):
+        producer.publish(value)
+    queue.get(10).done()
+    queue.get(10).dead()
+    calls: list[Path | int] = []
+
+    def fail_once(file: Path | int) -> None:
+        calls.append(file)
+        if len(calls) == nth:
+            raise OSError(errno.EIO, "no record now")
+
+    disk.on("write", fail_once, match="journal")
+    for value in numbered(20, 115):
+        producer.publish(value)
+    wait_until(lambda: queue.store.log.end > 20, "the spill")
+    wait_until(lambda: queue.stats().size < 90, "the room that it makes")
+    assert len(calls) > nth
+    queue.close()
+    again = opener.stored("disk_assisted", tmp_path)
+    ledger = again.stats().ledger
+    assert (ledger.delivered, ledger.dead, ledger.pending) == (10, 10, 95)
+    assert drained(again) == numbered(20, 115)
+    assert again.stats().ledger.dropped == {}
+
+
+def test_does_a_batch_stay_whole_when_its_ack_is_not_stored(
+    opener: Opener, tmp_path: Path, disk: HookedDisk
+) -> None:
+    """An ack that could not be recorded settles nothing, and works when it is made again."""
+    queue = opener.stored("disk", tmp_path, disk=disk, durability="always")
+    queue.producer(ack="persisted").publish_block(block_of(numbered(0, 3)))
+    batch = queue.get()
+    disk.fail("write", match="journal")
+    with pytest.raises(AckNotStored):
+        batch.done()
+    assert queue.stats().ledger.pending == 3
+    assert values_in(batch.block) == numbered(0, 3)
+    batch.done()
+    queue.close()
+    assert opener.stored("disk", tmp_path).stats().ledger.delivered == 3
