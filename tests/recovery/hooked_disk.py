@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.contract.harness import PATIENCE
-from turnlane.errors import QueueClosed
+from turnlane.errors import EventsLost, QueueClosed
 from turnlane.events import Block
 from turnlane.queues import open_queue
 from turnlane.queues.disk import DiskQueue

@@ -502,7 +502,7 @@ class ProxyMachine(RuleBasedStateMachine):
             self.far.close()
 
 
-FEW = settings(max_examples=100 if IN_CI else 10, stateful_step_count=40, deadline=None)
+FEW = settings(max_examples=60 if IN_CI else 10, stateful_step_count=40, deadline=None)
 
 TestMemory = MemoryMachine.TestCase
 TestDisk = DiskMachine.TestCase

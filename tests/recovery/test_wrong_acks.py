@@ -88,13 +88,13 @@ def test_does_a_slow_disk_cost_the_oldest_events(
         disk=disk,
         durability="always",
         full_behavior="drop_oldest",
-        memory_bytes="8Ki",
+        memory_bytes="64Ki",
         write_buffer="1Ki",
     )
     queue.producer(ack="persisted").publish_block(block_of(numbered(0, 100)))
     pause = disk.pause("sync", match=".chunk")
     producer = queue.producer()
-    values = [value + bytes(1000) for value in numbered(0, 100)]
+    values = [value + bytes(10_000) for value in numbered(0, 100)]
     task = Task(lambda: [producer.publish(value) for value in values])
     pause.await_reached()
     wait_for_line(queue, 1)
