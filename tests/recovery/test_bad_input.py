@@ -266,16 +266,17 @@ def test_is_a_consumer_spared_when_it_lets_in_a_publisher_and_is_interrupted(
 # Settings
 
 
-@pytest.mark.parametrize("size", [0, 1])
-def test_is_a_queue_without_memory_refused_or_slow_but_not_stuck(
-    opener: Opener, tmp_path: Path, size: int
+def test_is_a_disk_queue_without_memory_refused(opener: Opener, tmp_path: Path) -> None:
+    """Without any memory nothing could ever be published."""
+    with pytest.raises(ConfigError, match="memory_bytes"):
+        opener.stored("disk", tmp_path, memory_bytes=0)
+
+
+def test_is_a_disk_queue_with_little_memory_slow_but_not_stuck(
+    opener: Opener, tmp_path: Path
 ) -> None:
-    """However little memory a disk queue may use, events get through, or it does not open."""
-    try:
-        queue = opener.stored("disk", tmp_path, memory_bytes=size, full_timeout="5s")
-    except ConfigError as error:
-        assert "memory_bytes" in str(error)  # noqa: PT017 - either is right
-        return
+    """However little memory a disk queue may use, events get through."""
+    queue = opener.stored("disk", tmp_path, memory_bytes=1, full_timeout="5s")
     producer = queue.producer(ack="persisted")
     for value in numbered(0, 5):
         assert producer.publish(value)

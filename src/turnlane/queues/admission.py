@@ -21,6 +21,8 @@ class Entry(abc.ABC):
 
     events: int
     size: int
+    inside = False
+    """Whether it is in the queue."""
 
     @abc.abstractmethod
     def enter(self) -> None:
@@ -45,7 +47,8 @@ class Waiter:
 
     def admit(self) -> None:
         """Put the entry in and wake its publisher."""
-        self.entry.enter()
+        if not self.entry.inside:  # interrupted before, between the two lines
+            self.entry.enter()
         self.woken = True
         self._signal.release()
 
@@ -115,8 +118,8 @@ class Gate:
     def let_in(self) -> None:
         """Admit from the front of the line as long as there is room. Nobody overtakes."""
         while self.line and self.fits(self.line[0].entry.events, self.line[0].entry.size):
-            waiter = self.line.popleft()
-            waiter.admit()
+            self.line[0].admit()  # if that is interrupted, the publisher still stands in line
+            self.line.popleft()
         self._look()
 
     def join(self, entry: Entry) -> Waiter:

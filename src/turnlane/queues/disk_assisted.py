@@ -237,6 +237,7 @@ class DiskAssistedQueue(StoredQueue):
 
     def settled(self) -> None:
         super().settled()
+        self.advance_persisted()
         if self._can_end():
             self.work.notify()
 

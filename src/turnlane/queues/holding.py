@@ -46,6 +46,9 @@ class HoldingQueue(Intake):
                 found = self.fetch(portion)
                 if found is not None:
                     with self.lock:
+                        if self._closed:
+                            self.give_back(found)
+                            self.check_readable()
                         return self._hand_out(found)
         finally:
             self._getting.release()

@@ -36,6 +36,9 @@ FRAME_BYTES = 2 << 20
 """Small blocks are joined into frames of about this size: larger ones leave the processor's cache
 between being read and being summed up, smaller ones cost more calls."""
 
+READ_ATTEMPTS = 4
+"""After so many failures in a row a frame counts as corrupt: a bad sector must not be for ever."""
+
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -54,6 +57,8 @@ class Store:
         self._visitor = written.reader()
         self._visiting = threading.Lock()
         self._sync_failed = False
+        self._unread = (-1, 0)
+        """An offset that could not be read, and how often."""
         self._lost: list[tuple[int, int]] = []
         self._stamps = dict(written.recovered_stamps)
         """How far numbered producers have come, where the journal does not know it yet."""
@@ -216,8 +221,17 @@ class Store:
     # Reading
 
     def fetch(self, first: int, end: int) -> Found | Fault:
-        """The events from ``first`` on, for the queue's consumers."""
-        found = self._reader.read(first, end - first)
+        """The events from ``first`` on, for the queue's consumers.
+
+        Raises ``OSError`` a few times for what the device does not read; then it is at fault.
+        """
+        try:
+            found = self._reader.read(first, end - first)
+        except OSError:
+            self._unread = (first, self._unread[1] + 1 if self._unread[0] == first else 1)
+            if self._unread[1] < READ_ATTEMPTS:
+                raise
+            found = self._reader.skip(first)
         if isinstance(found, Fault):
             self.quarantined_total += found.outcome is Outcome.CORRUPT
         return found or Fault(first, end, Outcome.MISSING)

@@ -100,6 +100,30 @@ class LogReader:
                 if fault is not None:
                     return fault
 
+    def skip(self, offset: int) -> Fault:
+        """Pass over what the device does not read: the frame at ``offset``, or the whole chunk.
+
+        The chunk is kept when everything in it is settled: somebody may yet read it elsewhere.
+        """
+        chunk = self._chunk or self._catalog.at(offset)
+        if chunk is None:
+            return Fault(offset, self._log.end, Outcome.MISSING)
+        chunk.unsaved = True
+        header = self._readable_header(chunk) if chunk is self._chunk else None
+        if header is not None and header.first <= offset < header.end:
+            self._pass(header)
+            return Fault(offset, header.end, Outcome.CORRUPT)
+        following = self._catalog.after(chunk)
+        end = self._log.end if following is None else following.first
+        self._forget()
+        return Fault(offset, end, Outcome.CORRUPT)
+
+    def _readable_header(self, chunk: Chunk) -> Header | None:
+        try:
+            return self._header(chunk, self._byte)
+        except OSError:
+            return None
+
     def close(self) -> None:
         """Close the reader's file."""
         self._forget()
