@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
+from turnlane.closing import Closing
 from turnlane.errors import ConfigError
 from turnlane.events import Block, Event, events_of
 
@@ -138,7 +139,7 @@ class Place:
         return self.end - self.first
 
 
-class Producer(abc.ABC):
+class Producer(Closing):
     """The publishing end. Safe to use from several threads; acks then cover all of them."""
 
     @abc.abstractmethod
@@ -196,17 +197,6 @@ class Producer(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Stop publishing. Acks for what was published still come."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class Batch(abc.ABC):
@@ -273,7 +263,7 @@ Consumer = Callable[[Batch], None]
 """The passive end: takes a batch. Returning means done; raising means nothing was delivered."""
 
 
-class Queue(abc.ABC):
+class Queue(Closing):
     """A queue of events. Every method may be called from any thread."""
 
     @abc.abstractmethod
@@ -316,14 +306,3 @@ class Queue(abc.ABC):
     @abc.abstractmethod
     def name(self) -> str:
         """The queue's name, for logs, metrics and the ``queue`` column."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

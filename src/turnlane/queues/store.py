@@ -177,6 +177,7 @@ class Store:
         for run in _runs([portion for portion in portions if portion.end > self.log.end]):
             stamps = [stamp for portion in run for stamp in portion.stamps]
             self.log.append_many(run[0].first, frames_of(run), stamps)
+            self._stamps.update(stamps)
 
     def _note(self, error: OSError) -> None:
         if isinstance(error, SyncFailed):

@@ -13,9 +13,8 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
+from turnlane.closing import Closing
 from turnlane.errors import (
     AckNotStored,
     BatchFreed,
@@ -194,7 +193,7 @@ class _Worker:
             )
 
 
-class WorkerPool:
+class WorkerPool(Closing):
     """Workers for one queue. As a context manager it stops at the end."""
 
     def __init__(
@@ -337,14 +336,3 @@ class WorkerPool:
             if not self.queue.stats().ledger.pending:
                 break
             self._stop.wait(0.01)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

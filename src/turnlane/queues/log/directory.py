@@ -9,9 +9,9 @@ import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
+from turnlane.closing import Closing
 from turnlane.errors import DirectoryLocked, DirectoryUnusable, NotAQueue
 from turnlane.queues.log.chunks import chunk_name, list_chunks, read_schema
 from turnlane.queues.log.files import Disk
@@ -26,7 +26,7 @@ LOCK = "lock"
 _PID_WIDTH = 20
 
 
-class QueueDirectory:
+class QueueDirectory(Closing):
     """A queue's directory. As a context manager it is closed at the end.
 
     :meth:`open` holds it for this object alone, in this process and all others, until
@@ -81,17 +81,6 @@ class QueueDirectory:
         release, self._release = self._release, None
         if release:
             release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _Identity(NamedTuple):
