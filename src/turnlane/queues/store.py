@@ -177,7 +177,7 @@ class Store:
         for run in _runs([portion for portion in portions if portion.end > self.log.end]):
             stamps = [stamp for portion in run for stamp in portion.stamps]
             self.log.append_many(run[0].first, frames_of(run), stamps)
-            self._stamps.update(stamps)
+            self._remember(stamps)
 
     def _note(self, error: OSError) -> None:
         if isinstance(error, SyncFailed):
@@ -192,10 +192,15 @@ class Store:
         lost, self._lost = self._lost, []
         return lost
 
+    def _remember(self, stamps: Sequence[Stamp]) -> None:
+        """Keep stamps for the next hint: as soon as their events are in the log, and never back."""
+        for producer, sequence in stamps:
+            self._stamps[producer] = max(self._stamps.get(producer, 0), sequence)
+
     def hint(self, unsettled_bytes: int, stamps: Sequence[Stamp]) -> None:
         """Leave a note where the log ends; losing it costs time at recovery and nothing else."""
         # Recovery looks for stamps only behind the last note, so none may be left out of it.
-        self._stamps.update(stamps)
+        self._remember(stamps)
         noted = [Stamp(*item) for item in self._stamps.items()]
         try:
             self.journal.advanced(self.log.position, unsettled_bytes, noted)
