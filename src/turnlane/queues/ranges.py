@@ -67,6 +67,8 @@ class Ranges:
 
     def within(self, first: int, end: int) -> list[tuple[int, int]]:
         """The ranges of the set, cut to ``[first, end)``."""
+        if first >= end:
+            return []
         low = bisect_right(self._ends, first)
         high = bisect_left(self._firsts, end)
         return [
