@@ -18,7 +18,7 @@ from turnlane.queues.inspection.slices import Offsets, Selection, Slice, ignore
 from turnlane.queues.log.fastqueue import CHUNK_NAME, POSITION_HEADER, FastQueueDirectory
 from turnlane.queues.log.files import Disk
 
-_TODO = "export what can be read; turnlane never changes FastQueue's files"
+_ADVICE = "export what can be read; turnlane never changes FastQueue's files"
 
 
 class FastQueueInspection:
@@ -94,7 +94,7 @@ class FastQueueInspection:
                     file=fault.file.name,
                     byte=fault.byte,
                     what=fault.what,
-                    todo=_TODO,
+                    todo=_ADVICE,
                 )
             )
         return report
