@@ -11,10 +11,10 @@ WORKERS ?= 2
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY) ## Kill a publisher half way, reopen its queue, drain it, print the ledger
-	$(PYTHON) examples/kill_and_recover.py
+demo: $(READY) $(READY)-peers-demo ## A node and a pipeline on local Spark: sockets in, lanes, a ledger
+	$(PYTHON) examples/pipeline.py
 
-test: $(READY) ## Run all tests (WORKERS=2 at a time; ARGS are pytest's)
+test: $(READY) $(READY)-peers-test ## Run all tests (WORKERS=2 at a time; ARGS are pytest's)
 	$(PYTHON) -m pytest -n $(WORKERS) $(ARGS)
 
 check: $(READY) ## Lint, formatting, types, import contracts
@@ -27,7 +27,7 @@ format: $(READY) ## Format the code and fix what ruff can fix
 	$(PYTHON) -m ruff check --fix-only
 	$(PYTHON) -m ruff format
 
-bench: $(READY) ## Run all benchmarks, write docs/benchmarks.md
+bench: $(READY) $(READY)-peers-bench ## Run all benchmarks, write docs/benchmarks.md
 	$(PYTHON) -m benchmarks.report
 
 docs: $(READY)-docs ## Build the documentation into site/
@@ -44,4 +44,8 @@ $(READY): pyproject.toml constraints.txt scripts/bootstrap
 
 $(READY)-docs: $(READY)
 	scripts/bootstrap docs
+	@touch $@
+
+$(READY)-peers-%: scripts/peers | $(READY)
+	scripts/peers $*
 	@touch $@

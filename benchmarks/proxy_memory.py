@@ -13,6 +13,7 @@ import multiprocessing
 import queue
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -31,6 +32,8 @@ from turnlane.queues.transport import Progress
 
 SIZE = 1_000
 _LOOK_SECONDS = 0.05
+_REST_SECONDS = 0.5
+"""Events wait for long: what counts is the memory taken once everybody has come to rest."""
 
 _CHILDREN = multiprocessing.get_context("forkserver")
 
@@ -70,6 +73,9 @@ class CopyingConnection:
         except queue.Empty:
             return None
         return Progress(self._accepted, self._persisted, 0)
+
+    def urge(self) -> None:
+        """The node syncs every second, as it always does."""
 
     def close(self) -> None:
         self._closed = True
@@ -112,7 +118,11 @@ def through_proxy(directory: Path, events: int) -> list[object]:
     node = _node(directory)
     client = turnlane.open_queue(kind="proxy", transport=CopyingTransport(node))
     _publish(client, events)
-    _wait_for(node, events)
+    # Once this is acked, the proxy has heard that everything before is safe with the node.
+    last = client.producer(ack="persisted", on_ack=lambda _: None)
+    last.publish(b"the end")
+    _wait_for(node, events + 1)
+    last.flush()
     return [client, node]
 
 
@@ -156,6 +166,7 @@ def _measure(hold: Holding, directory: Path, events: int, results: Connection) -
     with tempfile.TemporaryDirectory(dir=directory) as place:
         before = own_bytes()
         held = hold(Path(place), events)
+        time.sleep(_REST_SECONDS)
         results.send(own_bytes() - before)
         for each in held:
             if isinstance(each, turnlane.Queue):

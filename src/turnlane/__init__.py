@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from turnlane.errors import (
     ConfigError,
     EventTooLarge,
@@ -30,12 +33,17 @@ from turnlane.queues.settings import QueueSettings
 from turnlane.queues.stats import Stats
 from turnlane.queues.workers import WorkerPool
 
+if TYPE_CHECKING:
+    from turnlane.client import Client, connect
+    from turnlane.client.handler import TurnlaneHandler
+
 __version__ = "0.1.0"
 
 __all__ = [
     "Ack",
     "AckLevel",
     "Batch",
+    "Client",
     "ConfigError",
     "Durability",
     "Event",
@@ -54,7 +62,23 @@ __all__ = [
     "RetryLater",
     "Stats",
     "TurnlaneError",
+    "TurnlaneHandler",
     "WorkerPool",
     "block_of",
+    "connect",
     "open_queue",
 ]
+
+_LATER = {
+    "Client": "turnlane.client",
+    "TurnlaneHandler": "turnlane.client.handler",
+    "connect": "turnlane.client",
+}
+"""Imported when they are first asked for: local queues start without Flight."""
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever it is
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+    return found

@@ -8,12 +8,19 @@ TurnlaneError
 │   ├── AckPending         published, but not at its level in time; do not publish it again
 │   ├── StorageFailed      the disk did not read or write; what it held is still there
 │   ├── DirectoryLocked    another process holds the queue's directory
+│   ├── AddressTaken       another process listens there; names the knob
 │   └── TransportDown      the node cannot be reached
 ├── Never                  the same call will fail again
 │   ├── EventsLost         accepted events could not be written before the queue was closed
 │   ├── QueueClosed        the queue takes or gives no more events
 │   ├── EventTooLarge      the event can never fit
 │   ├── SchemaMismatch     a column has another type than the queue's
+│   ├── NoSuchQueue        the node has no queue of this name
+│   ├── QueueExists        the node has a queue of this name, with other settings
+│   ├── NoSuchLease        the lease was settled before, or has run out
+│   ├── NoSuchStage        the staged blocks were committed, given up, or never finished
+│   ├── LaneTaken          the lane was started anew elsewhere: this run of it is over
+│   ├── NotAllowed         the token, or the lack of one, does not give the right to do that
 │   ├── NotSupported       this kind of queue does not do that
 │   ├── ConfigError        a setting is wrong; names the knob
 │   ├── NotAQueue          the directory holds no queue that can be read
@@ -40,7 +47,8 @@ class RetryLater(TurnlaneError):
 class QueueFull(RetryLater):
     """The queue had no room within the time allowed.
 
-    ``accepted`` says how many events of a block went in before: the first ones.
+    ``accepted`` says how many events of a block went in before, those included that the queue's
+    policy dropped: the first ones, which need not come again.
     """
 
     accepted = 0
@@ -66,6 +74,14 @@ class DirectoryLocked(RetryLater):
     """Another process holds the queue's directory."""
 
 
+class AddressTaken(RetryLater):
+    """Another process listens on the address, perhaps one about to end; ``knob`` names it."""
+
+    def __init__(self, knob: str, message: str) -> None:
+        super().__init__(f"{knob}: {message}")
+        self.knob = knob
+
+
 class TransportDown(RetryLater):
     """The node at the far end cannot be reached."""
 
@@ -88,6 +104,33 @@ class EventTooLarge(Never):
 
 class SchemaMismatch(Never):
     """A column of the block has another type than the same column of the queue."""
+
+
+class NoSuchQueue(Never):
+    """The node has no queue of this name."""
+
+
+class QueueExists(Never):
+    """The node has a queue of this name already, and its settings are not those asked for."""
+
+
+class NoSuchLease(Never):
+    """The lease was settled before, or it ran out and its events went to another consumer."""
+
+
+class NoSuchStage(Never):
+    """The staged blocks were committed or given up before, or were never finished."""
+
+
+class LaneTaken(Never):
+    """The lane was started anew, here or elsewhere; the run that hears this is over."""
+
+
+class NotAllowed(Never):
+    """The token, or the lack of one, does not give the right to do that."""
+
+    known = False
+    """Whether the token is a valid one that merely lacks the right."""
 
 
 class NotSupported(Never):

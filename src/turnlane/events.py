@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -57,16 +59,18 @@ def values_array(values: Sequence[bytes]) -> pa.Array[Any]:
 def block_of(
     values: Sequence[bytes],
     *,
-    timestamps: Sequence[int] | int | None = None,
+    timestamps: Sequence[int] | npt.NDArray[np.int64] | int | None = None,
     keys: Sequence[str | None] | None = None,
     headers: Sequence[Mapping[str, str] | None] | None = None,
     severities: Sequence[int | None] | None = None,
     sources: Sequence[str | None] | None = None,
 ) -> Block:
-    """A block from columns of Python values; a column left out is null."""
+    """A block from columns of Python values; a column left out is null, the time apart: now."""
     count = len(values)
+    if timestamps is None:
+        timestamps = time.time_ns() // 1000
     if isinstance(timestamps, int):
-        timestamps = [timestamps] * count
+        timestamps = np.full(count, timestamps)
     columns = {
         "key": keys,
         "headers": None if headers is None else [row and list(row.items()) for row in headers],
@@ -83,7 +87,7 @@ def block_of(
     return pa.RecordBatch.from_arrays(arrays, schema=BASE_SCHEMA)
 
 
-def _column(values: Sequence[Any] | None, kind: Any, count: int) -> pa.Array[Any]:  # noqa: ANN401
+def _column(values: Any, kind: Any, count: int) -> pa.Array[Any]:  # noqa: ANN401
     column: pa.Array[Any]
     if values is None:
         column = pa.nulls(count, kind)
@@ -113,11 +117,22 @@ def prepared(block: Block, time_ns: Callable[[], int]) -> Block:
     plain = pa.schema([pa.field(field.name, field.type) for field in block.schema])
     if not block.schema.equals(plain, check_metadata=True):
         block = pa.RecordBatch.from_arrays(block.columns, schema=plain)
-    if "timestamp" in names:
+    return stamped(block, time_ns)
+
+
+def stamped(block: Block, time_ns: Callable[[], int]) -> Block:
+    """The block with a timestamp for every event: now, where it has none."""
+    at = block.schema.get_field_index("timestamp")
+    if at >= 0 and not block.column(at).null_count:
         return block
-    now = pa.array(np.full(block.num_rows, time_ns() // 1000))
     field = BASE_SCHEMA.field("timestamp")
-    return block.append_column(field, now.view(field.type))
+    now = pa.array(np.full(block.num_rows, time_ns() // 1000)).view(field.type)
+    if at < 0:
+        return block.append_column(field, now)
+    given = block.column(at)
+    if given.null_count < block.num_rows:
+        now = pc.coalesce(given, now)
+    return block.set_column(at, field, now)
 
 
 def _can_be_kept(kind: pa.DataType) -> bool:

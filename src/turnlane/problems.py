@@ -29,6 +29,12 @@ _WORDS: Final = {
     "bool_parsing": "must be true or false",
     "string_type": "must be text",
     "path_type": "must be a path",
+    "dict_type": "must be a mapping",
+    "mapping_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
     "enum": "must be one of {expected}",
     "literal_error": "must be one of {expected}",
 }
@@ -78,10 +84,11 @@ def _problems(detail: ErrorDetails, names: list[str]) -> Iterator[Problem]:
     elif cause is not None:
         yield Problem(".".join(where), str(cause))
     else:
-        yield Problem(".".join(where), _reworded(detail))
+        yield Problem(".".join(where), reworded(detail))
 
 
-def _reworded(detail: ErrorDetails) -> str:
+def reworded(detail: ErrorDetails) -> str:
+    """What pydantic found, in our words, with what was given instead."""
     context: dict[str, Any] = {**detail.get("ctx", {})}
     expected = _choices(str(context.get("expected", "")))
     words = _WORDS.get(detail["type"])

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import skip_or_fail
+
 pytest.importorskip("persistqueue", reason="needs the bench extra")
 
 ROOT = Path(__file__).parents[2]
-FIGURES = {
+QUEUES = {
     "publish_one_us",
     "publish_block_us",
     "disk_write_ratio",
@@ -24,13 +28,32 @@ FIGURES = {
     "vs_persist_queue",
     "vs_sqlite",
 }
+NODE = {
+    "syslog_vs_rsyslog_disk",
+    "syslog_vs_rsyslog_da",
+    "flight_events_per_s",
+    "persisted_p99_ms",
+    "backlog_memory_ratio",
+}
 
 
-def test_queues_names_its_figures(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("module", "names"), [("queues", QUEUES), ("node", NODE)])
+def test_a_module_names_its_figures(module: str, names: set[str], tmp_path: Path) -> None:
+    for program in ("rsyslogd", "wrk") if module == "node" else ():
+        if shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin") is None:
+            skip_or_fail(f"there is no {program}")
     saved = tmp_path / "outcome.json"
     run = subprocess.run(
         [
-            *(sys.executable, "-m", "benchmarks.queues", "--quick", "--json", "--scale", "0.005"),
+            *(
+                sys.executable,
+                "-m",
+                f"benchmarks.{module}",
+                "--quick",
+                "--json",
+                "--scale",
+                "0.005",
+            ),
             *("--directory", str(tmp_path), "--save", str(saved)),
         ],
         cwd=ROOT,
@@ -40,7 +63,7 @@ def test_queues_names_its_figures(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     figures = json.loads(run.stdout.splitlines()[-1])
-    assert figures.keys() >= FIGURES
+    assert figures.keys() >= names
     assert all(value > 0 for value in figures.values()), figures
 
 

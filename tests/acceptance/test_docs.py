@@ -4,11 +4,13 @@ A ```python block runs in one session with the other blocks of its file, in orde
 directory; a ```console block runs what stands after ``$ ``. What must be printed follows: in a
 ```text or ```output block after the program, or within the console block. ``…`` stands for
 anything. A block that cannot run says why: ```python title="no-run: needs a node", which the
-built pages show as its title.
+built pages show as its title. A page that names ``$TURNLANE_URL`` has a node with a disk queue
+``orders`` there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -23,6 +25,11 @@ import pytest
 
 import turnlane
 from turnlane import errors
+from turnlane.node.http import HttpPlane
+from turnlane.node.node import Node
+from turnlane.serving.address import Address
+from turnlane.serving.rights import Authority
+from turnlane.serving.web import WebSettings
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -137,8 +144,29 @@ def tidy(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
+@contextlib.contextmanager
+def node_for(page: Path, data: Path) -> Iterator[dict[str, str]]:
+    """The environment of the page's programs; with the address of a node, if they ask for it."""
+    if "$TURNLANE_URL" not in page.read_text():
+        yield {}
+        return
+    settings = WebSettings(listen=Address.parse(":0"))
+    with (
+        Node(data, {"orders": {"durability": "always"}}) as node,
+        HttpPlane(node, Authority(), settings).start() as plane,
+    ):
+        yield {"TURNLANE_URL": plane.url}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_programs_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
+def test_programs_print_what_the_page_says(
+    page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with node_for(page, tmp_path_factory.mktemp("node")) as environment:
+        check_programs(page, tmp_path, environment)
+
+
+def check_programs(page: Path, tmp_path: Path, environment: dict[str, str]) -> None:
     steps = list(steps_of(page))
     scripts = str(Path(sys.executable).parent)
     run = subprocess.run(
@@ -148,7 +176,12 @@ def test_programs_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
         text=True,
         check=False,
         cwd=tmp_path,
-        env={**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "100"},
+        env={
+            **os.environ,
+            "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+            "COLUMNS": "100",
+            **environment,
+        },
     )
     assert run.returncode == 0, run.stderr
     outputs = [json.loads(line) for line in run.stdout.splitlines()]

@@ -1,4 +1,7 @@
-"""The harnesses as fixtures: ``every`` runs a test over all five kinds, ``buffering`` over four."""
+"""The harnesses as fixtures: ``every`` runs a test over all kinds, ``buffering`` over most.
+
+The five kinds, that is, and the client of a node, which is a proxy with a real network.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +28,25 @@ def _closed_after(harness: Harness) -> Iterator[Harness]:
     harness.close()
 
 
-@pytest.fixture(params=EVERY, ids=lambda made: made.kind.value)
+@pytest.fixture(params=EVERY, ids=lambda made: made.label or made.kind.value)
 def every(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
-    """A harness for each of the five kinds; ledgers are checked at the end."""
+    """A harness for each kind; ledgers are checked at the end."""
     yield from _closed_after(request.param(tmp_path))
 
 
-@pytest.fixture(params=BUFFERING, ids=lambda made: made.kind.value)
+@pytest.fixture(params=BUFFERING, ids=lambda made: made.label or made.kind.value)
 def buffering(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
-    """A harness for each of the four kinds in which events wait."""
+    """A harness for each kind in which events wait."""
     yield from _closed_after(request.param(tmp_path))
 
 
-@pytest.fixture(params=KEEPING, ids=lambda made: made.kind.value)
+@pytest.fixture(params=KEEPING, ids=lambda made: made.label or made.kind.value)
 def keeping(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
     """A harness for each of the three kinds whose events wait in the queue itself."""
     yield from _closed_after(request.param(tmp_path))
 
 
-@pytest.fixture(params=STORING, ids=lambda made: made.kind.value)
+@pytest.fixture(params=STORING, ids=lambda made: made.label or made.kind.value)
 def storing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
     """A harness for each of the two kinds that keep a directory."""
     yield from _closed_after(request.param(tmp_path))

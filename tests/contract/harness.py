@@ -7,15 +7,19 @@ and closes them when the test is over. Then every ledger has to add up, whatever
 from __future__ import annotations
 
 import abc
+import contextlib
 import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
+from turnlane.client import connect
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.events import EVENT_OVERHEAD
+from turnlane.node.flight import FlightPlane
+from turnlane.node.node import Node
 from turnlane.queues import open_queue
 from turnlane.queues.contract import Ack, AckLevel, Batch, Consumer, Producer, Queue
 from turnlane.queues.kinds import Kind
@@ -23,6 +27,8 @@ from turnlane.queues.memory import MemoryQueue
 from turnlane.queues.proxy import ProxyQueue
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.stats import Stats
+from turnlane.serving.address import LOOPBACK, Address
+from turnlane.serving.rights import Authority
 from turnlane.testing import FaultyDisk, LoopbackTransport
 
 PATIENCE = 20.0
@@ -33,11 +39,13 @@ NOTICEABLE = 0.05
 T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], bool], what: str = "the condition") -> None:
+def wait_until(
+    condition: Callable[[], bool], what: str = "the condition", patience: float = PATIENCE
+) -> None:
     """Wait until the condition holds; fail if it never does."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come about in {PATIENCE:g} s"
+        assert time.monotonic() < deadline, f"{what} did not come about in {patience:g} s"
         time.sleep(0.001)
 
 
@@ -108,6 +116,8 @@ class Harness(abc.ABC):
     """Makes queues of one kind."""
 
     kind: ClassVar[Kind]
+    label: ClassVar[str] = ""
+    """What it is called in the names of tests, if not by its kind."""
     persists_by_itself: ClassVar[bool] = False
     """Whether ``persisted`` comes before delivery, without anything being consumed."""
 
@@ -281,9 +291,41 @@ class ProxyHarness(Harness):
             assert node.stats().ledger.adds_up, node.stats().ledger
 
 
+class ClientHarness(ProxyHarness):
+    """A client of a real node, over the network; the node's queue is a memory queue."""
+
+    label = "client"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._opened = contextlib.ExitStack()
+
+    def make(self, clock: Clock, **knobs: Any) -> Queue:
+        if "size" in knobs:
+            knobs |= {"batches": 1, "batch_size": knobs.pop("size")}
+        own = {knob for knob in knobs if self.kind in QueueSettings.kinds_of(knob)}
+        far = {knob: value for knob, value in knobs.items() if knob not in own}
+        near = {knob: knobs[knob] for knob in own}
+        name = near.pop("name", "queue")
+        data = self.path / f"node-{len(self.nodes)}"
+        node = self._opened.enter_context(
+            Node(data, {name: {"kind": "memory", **far}}, clock=clock)
+        )
+        plane = FlightPlane(node, Authority(), Address(LOOPBACK, 0))
+        plane.start()
+        self._opened.callback(plane.stop)
+        client = self._opened.enter_context(connect(f"turnlane://{plane.address}"))
+        self.nodes.append(cast("MemoryQueue", node.queue(name)))
+        return client.queue(name, clock=clock, **near)
+
+    def close(self) -> None:
+        super().close()
+        self._opened.close()
+
+
 KEEPING: Sequence[type[Harness]] = (MemoryHarness, DiskHarness, DiskAssistedHarness)
 """The kinds whose events wait in the queue itself until they are settled."""
-BUFFERING: Sequence[type[Harness]] = (*KEEPING, ProxyHarness)
+BUFFERING: Sequence[type[Harness]] = (*KEEPING, ProxyHarness, ClientHarness)
 """The kinds in which events wait, be it for a node to take them."""
 STORING: Sequence[type[Harness]] = (DiskHarness, DiskAssistedHarness)
 """The kinds that keep a directory."""

@@ -63,6 +63,19 @@ def test_a_published_block_says_where_it_went(every: Harness) -> None:
     assert every.receive(queue, 5) == numbered(0, 5)
 
 
+def test_every_event_has_a_timestamp(every: Harness) -> None:
+    """Now, where its publisher gave none; also in the second block, whose schema is known."""
+    receiver = Receiver(every)
+    producer = receiver.queue.producer()
+    before = time.time_ns() // 1000
+    producer.publish_block(block_of(numbered(0, 2)))
+    producer.publish_block(block_of(numbered(2, 4), timestamps=[7, 8]))
+    producer.publish_block(block_of(numbered(4, 6)))
+    stamps: list[Any] = receiver.receive(6).column("timestamp").cast(pa.int64()).to_pylist()
+    assert stamps[2:4] == [7, 8]
+    assert all(before <= stamp <= time.time_ns() // 1000 for stamp in stamps[:2] + stamps[4:])
+
+
 def test_a_block_larger_than_the_queue_goes_in_piece_by_piece(buffering: Harness) -> None:
     """The publisher waits for room for each piece, and order holds."""
     queue = buffering.open(size=3)
@@ -210,6 +223,16 @@ def test_a_block_with_wrong_columns_is_refused(every: Harness, block: Block) -> 
     assert queue.stats().ledger.accepted == 1
 
 
+@pytest.mark.parametrize("severity", [-1, 8])
+def test_a_block_with_a_severity_out_of_bounds_is_refused(every: Harness, severity: int) -> None:
+    """The error names the severity; a later block is none the worse for it."""
+    producer = every.open().producer()
+    for _ in range(2):
+        producer.publish_block(block_of([b"x", b"y"], severities=[7, None]))
+        with pytest.raises(ValueError, match=f"severity {severity} "):
+            producer.publish_block(block_of([b"x", b"y"], severities=[3, severity]))
+
+
 def test_a_column_keeps_its_type(buffering: Harness) -> None:
     """A column that the queue has seen with one type is refused with another."""
     queue = buffering.open()
@@ -254,9 +277,14 @@ def test_a_slice_of_a_block_is_a_block(every: Harness) -> None:
 
 
 def test_null_columns_stay_null(every: Harness) -> None:
-    """Nulls in any column, the value included, come out as nulls."""
+    """Nulls in any column, the value included, come out as nulls; every event has a time."""
     receiver = Receiver(every)
-    block = pa.RecordBatch.from_pylist([{}, {"value": b""}, {"key": "k"}], schema=BASE_SCHEMA)
+    rows: list[dict[str, Any]] = [
+        {"timestamp": 0},
+        {"timestamp": 0, "value": b""},
+        {"timestamp": 0, "key": "k"},
+    ]
+    block = pa.RecordBatch.from_pylist(rows, schema=BASE_SCHEMA)
     receiver.queue.producer().publish_block(block)
     assert receiver.receive(3).to_pylist() == block.to_pylist()
 

@@ -24,7 +24,7 @@ from tests.contract.harness import (
 )
 from turnlane.errors import QueueClosed, QueueEmpty
 from turnlane.events import block_of
-from turnlane.queues.contract import AckLevel, Batch, Outcome, Queue
+from turnlane.queues.contract import Ack, AckLevel, Batch, Outcome, Queue
 from turnlane.queues.holding import HoldingQueue
 from turnlane.queues.kinds import ON_DISK, Kind
 from turnlane.queues.portion import Portion
@@ -38,7 +38,9 @@ def test_publishing_after_the_end_raises(every: Harness, end: str) -> None:
     queue = every.open()
     producer = queue.producer()
     getattr(queue, end)()
-    for publish in (producer.publish, producer.try_publish, queue.producer().publish):
+    with pytest.raises(QueueClosed):
+        queue.producer()
+    for publish in (producer.publish, producer.try_publish):
         with pytest.raises(QueueClosed):
             publish(b"late")
     for publish_block in (producer.publish_block, producer.try_publish_block):
@@ -79,6 +81,49 @@ def test_a_publisher_slowed_down_is_woken_by_close(buffering: Harness) -> None:
     with pytest.raises(QueueClosed):
         publishing.result()
     buffering.resume()
+    closing.result()
+
+
+def test_a_second_close_waits_for_the_first(
+    keeping: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has closed a queue may open its directory, though another thread was first."""
+    queue = keeping.open()
+    assert isinstance(queue, HoldingQueue)
+    entered, go_on = threading.Event(), threading.Event()
+    close_storage = queue.close_storage
+
+    def close_slowly() -> None:
+        entered.set()
+        assert go_on.wait(PATIENCE)
+        close_storage()
+
+    monkeypatch.setattr(queue, "close_storage", close_slowly)
+    first = Task(queue.close)
+    assert entered.wait(PATIENCE)
+    second = Task(queue.close)
+    assert_never(lambda: not second.running, "the second close's return")
+    go_on.set()
+    first.result()
+    second.result()
+
+
+def test_a_callback_may_close_a_queue_that_is_being_closed(keeping: Harness) -> None:
+    """The close waits for the callback, so the callback's own must not wait for it."""
+    queue = keeping.open()
+    assert isinstance(queue, HoldingQueue)
+    called, go_on = threading.Event(), threading.Event()
+
+    def close_again(_: Ack) -> None:
+        called.set()
+        assert go_on.wait(PATIENCE)
+        queue.close()
+
+    queue.producer(ack="accepted", on_ack=close_again).publish(b"one")
+    assert called.wait(PATIENCE)
+    closing = Task(queue.close)
+    wait_until(lambda: queue.closed)
+    go_on.set()
     closing.result()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import time
 from typing import Any
@@ -67,6 +68,18 @@ def test_a_timeout_ends_the_wait_for_a_minimum_batch(keeping: Harness) -> None:
         queue.get(timeout=0.02)
     queue.finish()
     assert keeping.receive(queue, 1) == [b"000"]
+
+
+def test_a_minimum_batch_keeps_nobody_waiting_who_asks_in_short_waits(keeping: Harness) -> None:
+    """The time events have waited counts, not the time since they were last asked for."""
+    queue = keeping.open(minimum_batch_size=10, minimum_batch_timeout="100ms")
+    queue.producer().publish(b"000")
+    deadline = time.monotonic() + PATIENCE
+    found: list[bytes | None] = []
+    while not found and time.monotonic() < deadline:
+        with contextlib.suppress(QueueEmpty), queue.get(timeout=0.02) as batch:
+            found = values_of(batch)
+    assert found == [b"000"]
 
 
 def test_a_smaller_batch_asked_for_lowers_the_minimum(keeping: Harness) -> None:

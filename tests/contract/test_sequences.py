@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from tests.contract.harness import DiskHarness, Harness, Task, follow, line_up, numbered
 from turnlane.events import block_of
-from turnlane.queues.contract import AckLevel, Published
+from turnlane.queues import open_queue
+from turnlane.queues.contract import AckLevel, Batch, Published, Queue
 
 
 def test_a_repeated_block_is_taken_once(buffering: Harness) -> None:
@@ -195,3 +199,53 @@ def test_numbers_survive_a_restart(storing: DiskHarness) -> None:
     assert (published.accepted, published.repeated) == (2, 3)
     assert storing.receive(again, 5) == numbered(0, 5)
     acks.wait_for(2)
+
+
+def settled_unwritten(path: Path, blocks: int) -> tuple[Queue, list[Batch]]:
+    """A queue whose writer rests, with so many numbered blocks of two events handed out."""
+    queue = open_queue(kind="disk", path=path, sync_interval="1h", stale_flush="1h")
+    queue.producer(ack="persisted").publish(b"written")
+    queue.get(1).done()
+    producer = queue.producer(producer_id="me")
+    for at in range(blocks):
+        producer.publish_block(block_of(numbered(2 * at, 2 * at + 2)), sequence=2 * at)
+    return queue, [queue.get(2) for _ in range(blocks)]
+
+
+def sent_again(path: Path, blocks: int) -> list[int]:
+    """What of each block is new to the queue that a killed process would have left."""
+    left = shutil.copytree(path, path.with_name("left"))
+    with open_queue(kind="disk", path=left) as queue:
+        producer = queue.producer(producer_id="me")
+        return [
+            producer.publish_block(block_of(numbered(2 * at, 2 * at + 2)), sequence=2 * at).accepted
+            for at in range(blocks)
+        ]
+
+
+def test_what_was_settled_before_it_was_written_is_a_repeat_after_a_kill(tmp_path: Path) -> None:
+    """Its number is in the journal, though the event never came to the log."""
+    queue, batches = settled_unwritten(tmp_path / "queue", 2)
+    with queue:
+        for batch in batches:
+            batch.done()
+        assert sent_again(tmp_path / "queue", 2) == [0, 0]
+
+
+def test_what_was_neither_settled_nor_written_is_let_in_again_after_a_kill(tmp_path: Path) -> None:
+    """Even if something newer of its producer was settled: a repeat is better than a loss."""
+    queue, batches = settled_unwritten(tmp_path / "queue", 3)
+    with queue:
+        batches[0].done()
+        batches[2].done()
+        assert sent_again(tmp_path / "queue", 2) == [0, 2]
+    assert queue.stats().ledger.adds_up
+
+
+def test_numbers_are_recorded_once_everything_older_is_settled(tmp_path: Path) -> None:
+    """Settled in whatever order."""
+    queue, batches = settled_unwritten(tmp_path / "queue", 3)
+    with queue:
+        for at in (2, 0, 1):
+            batches[at].done()
+        assert sent_again(tmp_path / "queue", 3) == [0, 0, 0]

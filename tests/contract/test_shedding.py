@@ -17,6 +17,7 @@ from tests.contract.harness import (
     wait_for_line,
     wait_until,
 )
+from turnlane.errors import QueueFull
 from turnlane.events import block_of
 from turnlane.queues.contract import FlowControl
 from turnlane.queues.kinds import Kind
@@ -188,3 +189,38 @@ def test_a_direct_queue_takes_any_flow_control(direct: Harness) -> None:
     for flow in FlowControl:
         assert queue.producer(flow=flow).publish(b"one")
     assert direct.receive(queue, 3) == [b"one"] * 3
+
+
+@pytest.mark.parametrize("flow", FlowControl)
+def test_what_is_refused_is_not_counted_as_dropped(buffering: Harness, flow: FlowControl) -> None:
+    """A block that found no room comes again; what is counted is what is taken or given up."""
+    queue = buffering.open(
+        size=4,
+        light_delay_mark=2,
+        full_delay_mark=3,
+        light_delay=0.01,
+        discard_mark=1,
+        discard_severity=5,
+        stalled=True,
+    )
+    publish_all(queue.producer(), numbered(0, 4))
+    block = block_of([b"shed", b"004"], severities=[7, 1])
+    producer = queue.producer(flow=flow)
+    for _ in range(2):
+        with pytest.raises(QueueFull):
+            producer.publish_block(block, timeout=0.05)
+        assert producer.try_publish_block(block) is None
+    assert queue.stats().ledger.dropped == {}
+    assert producer.publish_block(block.slice(0, 1), timeout=0.05).dropped == 1
+    assert queue.stats().ledger.dropped == {"severity": 1}
+    assert queue.stats().ledger.adds_up
+
+
+def test_a_block_larger_than_the_queue_goes_on_where_it_was_refused(buffering: Harness) -> None:
+    """What was shed of its first pieces counts as dealt with: the rest is what has to come."""
+    queue = buffering.open(size=4, discard_mark=1, discard_severity=5, stalled=True)
+    publish_all(queue.producer(), [b"000"])
+    block = block_of(numbered(0, 8), severities=[1, 7, 7, 7, 1, 1, 1, 1])
+    with pytest.raises(QueueFull) as refused:
+        queue.producer().publish_block(block, timeout=0.05)
+    assert refused.value.accepted == 4

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from tests.contract.harness import PATIENCE, Acks, Harness, Task, wait_until
+from turnlane.errors import QueueClosed
 from turnlane.queues.contract import Ack, AckLevel
 from turnlane.queues.holding import HoldingQueue
 from turnlane.queues.kinds import Kind
@@ -78,6 +79,7 @@ def test_does_a_closed_queue_start_no_thread(keeping: Harness) -> None:
     """A producer made too late has nobody to hear from, and nobody waits for it."""
     queue = _open(keeping, name="late")
     queue.close()
-    queue.producer(ack=AckLevel.DELIVERED, on_ack=Acks())
+    with pytest.raises(QueueClosed):
+        queue.producer(ack=AckLevel.DELIVERED, on_ack=Acks())
     names = [thread.name for thread in threading.enumerate()]
     assert f"turnlane-acks-{queue.name}" not in names

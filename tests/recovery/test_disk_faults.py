@@ -19,15 +19,15 @@ import pytest
 
 from tests.conftest import IN_CI, skip_or_fail
 from tests.contract.harness import PATIENCE, Acks, Task, assert_never, wait_until
+from tests.recovery.hooked_disk import drained, take, values_in
 from turnlane.errors import (
     AckNotStored,
     DirectoryLocked,
     DirectoryUnusable,
     EventsLost,
-    QueueClosed,
     QueueFull,
 )
-from turnlane.events import Block, block_of
+from turnlane.events import block_of
 from turnlane.queues import open_queue
 from turnlane.queues.disk import DiskQueue
 from turnlane.queues.disk_assisted import DiskAssistedQueue
@@ -97,33 +97,9 @@ def values(first: int, end: int) -> list[bytes]:
     return [value(number) for number in range(first, end)]
 
 
-def values_in(block: Block) -> list[bytes]:
-    return [value for value in block.column("value").to_pylist() if value is not None]
-
-
 def publish(producer: HoldingProducer, first: int, end: int) -> None:
     for number in range(first, end):
         producer.publish(value(number))
-
-
-def take(queue: Stored, count: int) -> list[bytes]:
-    """The next events, settled."""
-    found: list[bytes] = []
-    while len(found) < count:
-        with queue.get(count - len(found), timeout=PATIENCE) as batch:
-            found += values_in(batch.block)
-    return found
-
-
-def drained(queue: Stored) -> list[bytes]:
-    """All that is left, settled."""
-    queue.finish()
-    found: list[bytes] = []
-    with contextlib.suppress(QueueClosed):
-        while True:
-            with queue.get(timeout=PATIENCE) as batch:
-                found += values_in(batch.block)
-    return found
 
 
 # A full disk
@@ -308,7 +284,8 @@ def test_does_close_say_that_a_later_sync_failed(
 ) -> None:
     """Also events that were written long ago are not safe before they were synced."""
     rarely = {"durability": "interval", "sync_interval": "1h", "stale_flush": "1h"}
-    queue = queues(path, disk=disk, chunk_size="1Mi", shutdown_timeout="100ms", **rarely)
+    large = {"chunk_size": "1Mi", "memory_bytes": "1Mi"}
+    queue = queues(path, disk=disk, shutdown_timeout="100ms", **large, **rarely)
     publish(queue.producer(ack="persisted"), 0, 1)
     disk.fail("sync", times=None, match=".chunk")
     queue.producer().publish_block(block_of(values(1, 100), timestamps=1))

@@ -49,7 +49,7 @@ def open_log(
     chunk_size: int = 1 << 20,
     mode: Mode = "none",
     queue_id: str = QUEUE_ID,
-    sync_on_rotate: bool = True,
+    durable: bool = True,
 ) -> Log:
     return Log.open(
         directory,
@@ -59,7 +59,7 @@ def open_log(
         compression=Compression(mode),
         hint=hint,
         floor=floor,
-        sync_on_rotate=sync_on_rotate,
+        durable=durable,
     )
 
 
@@ -455,7 +455,7 @@ def test_a_write_that_can_not_be_cut_back_is_cut_before_the_next(tmp_path: Path)
     blocks = [block_of(values(10 + 20 * n, 20), timestamps=1) for n in range(5)]
     for _ in range(2):
         with pytest.raises(OSError, match="Input/output"):
-            log.append_many(10, blocks)
+            log.append_many(10, [[block] for block in blocks])
     log.append(10, block_of(values(10, 1), timestamps=1))
     log.close()
     log = open_log(tmp_path)
@@ -469,10 +469,10 @@ def test_appending_many_goes_on_where_a_full_disk_stopped_it(tmp_path: Path) -> 
     blocks = [block_of(values(20 * n, 20), timestamps=1) for n in range(20)]
     disk.fill(after_bytes=8000)
     with pytest.raises(OSError, match="No space"):
-        log.append_many(0, blocks)
+        log.append_many(0, [[block] for block in blocks])
     assert 0 < log.end < 400
     disk.unfill()
-    log.append_many(0, blocks)
+    log.append_many(0, [[block] for block in blocks])
     assert drained(log) == values(0, 400)
 
 
@@ -551,7 +551,7 @@ def test_a_sync_that_fails_at_a_rotation_is_rescued_and_the_append_goes_on(
 
 def test_several_unsynced_chunks_are_all_rescued(tmp_path: Path) -> None:
     disk = FaultyDisk()
-    log = open_log(tmp_path, disk, chunk_size=1500, sync_on_rotate=False)
+    log = open_log(tmp_path, disk, chunk_size=1500, durable=False)
     fill(log, 10, blocks=12)
     assert len(log.chunks()) > 2
     disk.fail("sync", nth=2)

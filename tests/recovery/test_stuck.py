@@ -30,7 +30,7 @@ from turnlane.queues.disk import DiskQueue
 from turnlane.queues.disk_assisted import DiskAssistedQueue
 from turnlane.queues.holding import HoldingQueue
 from turnlane.queues.producer import HoldingProducer
-from turnlane.queues.stored import Job
+from turnlane.queues.written import Job
 
 SMALL: dict[str, Any] = {
     "durability": "always",

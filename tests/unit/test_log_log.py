@@ -31,7 +31,7 @@ def opened(tmp_path: Path) -> Opener:
         mode: Mode = "none",
         hint: Position | None = None,
         floor: int = 0,
-        sync_on_rotate: bool = True,
+        durable: bool = True,
         disk: Disk | None = None,
     ) -> Log:
         return Log.open(
@@ -42,7 +42,7 @@ def opened(tmp_path: Path) -> Opener:
             compression=Compression(mode),
             hint=hint,
             floor=floor,
-            sync_on_rotate=sync_on_rotate,
+            durable=durable,
         )
 
     return opener
@@ -182,7 +182,7 @@ def test_another_type_for_a_known_column_is_refused_before_anything_is_written(
         pa.record_batch({"severity": pa.array([1], pa.int64())}),
     ):
         with pytest.raises(SchemaMismatch):
-            log.append_many(2, [good, bad])
+            log.append_many(2, [[good], [bad]])
         assert log.position == before
 
 
@@ -241,7 +241,7 @@ def test_several_blocks_are_one_write(opened: Opener) -> None:
     log = opened(disk=disk)
     fill(log, 1)
     writes = disk.operations["write"]
-    log.append_many(1, [block_of(values(1 + 3 * n, 3), timestamps=1) for n in range(20)])
+    log.append_many(1, [[block_of(values(1 + 3 * n, 3), timestamps=1)] for n in range(20)])
     assert disk.operations["write"] == writes + 1
     assert drained(log) == values(0, 61)
 
@@ -312,11 +312,11 @@ def test_a_rotation_syncs_the_former_chunk(opened: Opener) -> None:
     assert log.synced_end == 5
 
 
-def test_without_sync_on_rotate_a_later_sync_covers_all_chunks(opened: Opener) -> None:
+def test_without_durability_a_later_sync_covers_all_chunks(opened: Opener) -> None:
     from turnlane.testing import FaultyDisk
 
     disk = FaultyDisk()
-    log = opened(disk=disk, sync_on_rotate=False, chunk_size=500)
+    log = opened(disk=disk, durable=False, chunk_size=500)
     fill(log, 5, blocks=4)
     assert disk.operations["sync"] == 0
     log.sync()

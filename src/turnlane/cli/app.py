@@ -7,7 +7,12 @@ from typing import Annotated
 import typer
 
 from turnlane import __version__
+from turnlane.cli.cases import try_cases
+from turnlane.cli.graph import graph
+from turnlane.cli.init import init
 from turnlane.cli.queue import queue
+from turnlane.cli.run import pipeline, run
+from turnlane.cli.serve import serve, validate
 
 app = typer.Typer(
     name="turnlane",
@@ -16,6 +21,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
+app.command()(init)
+app.command()(validate)
+app.command()(graph)
+app.command("test")(try_cases)
+app.command()(run)
+app.command()(pipeline)
+app.command()(serve)
 app.add_typer(queue, name="queue")
 
 
@@ -32,7 +44,7 @@ def turnlane(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
     ] = False,
 ) -> None:
-    """Durable event queues: look into them, check them, repair them.
+    """Durable event queues, and pipelines on Spark that deliver what is in them.
 
     Exit codes: 0 well, 1 failed or faults found, 2 wrong usage, 75 try again later, 78 wrong
     settings.

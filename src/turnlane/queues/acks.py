@@ -15,6 +15,7 @@ import logging
 import threading
 from bisect import bisect_right, insort
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,10 @@ from turnlane.queues.contract import Ack, AckCallback, AckLevel, Durability
 from turnlane.queues.ranges import Ranges
 
 log = logging.getLogger(__name__)
+
+
+Watcher = Callable[[int], None]
+"""Hears the new position of a watermark."""
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +113,7 @@ class Watermark:
         """How many publishers the last advance has woken."""
         self._runs: deque[_Run] = deque()
         self._tickets: list[Ticket] = []
+        self._watchers: list[Watcher] = []
         self._abandoned = False
 
     def follow(self, follower: Follower, first: int, end: int) -> None:
@@ -133,6 +139,14 @@ class Watermark:
         if ticket in self._tickets:
             self._tickets.remove(ticket)
 
+    def watch(self, watcher: Watcher) -> None:
+        """Call ``watcher`` whenever the position moves: under the queue's lock, so be brief."""
+        self._watchers.append(watcher)
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Call it no more."""
+        self._watchers.remove(watcher)
+
     @property
     def waiting(self) -> int:
         """How many publishers are blocked until this watermark moves."""
@@ -148,6 +162,8 @@ class Watermark:
             return []
         self.position = position
         self._wake(position)
+        for watcher in self._watchers:
+            watcher(position)
         notices = self._collect(position)
         self.lost.drop_below(position)
         return notices
@@ -232,8 +248,12 @@ class Dispatcher:
             self._stopped = True
             thread = self._thread
             self._changed.notify()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and not self.is_here():
             thread.join(timeout)
+
+    def is_here(self) -> bool:
+        """Whether the caller is a callback."""
+        return threading.current_thread() is self._thread
 
     def _run(self) -> None:
         while due := self._next():

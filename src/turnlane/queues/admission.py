@@ -66,7 +66,17 @@ class Gate:
     on, and -1 whenever a publisher has to look closer.
     """
 
-    __slots__ = ("_closed", "_held", "bytes", "calm_bytes", "depth", "line", "max_bytes", "size")
+    __slots__ = (
+        "_closed",
+        "_failure",
+        "_held",
+        "bytes",
+        "calm_bytes",
+        "depth",
+        "line",
+        "max_bytes",
+        "size",
+    )
 
     def __init__(self, size: int | None, max_bytes: int | None) -> None:
         self.size = UNBOUNDED if size is None else size
@@ -76,6 +86,7 @@ class Gate:
         self.line: deque[Waiter] = deque()
         self._held = False
         self._closed = False
+        self._failure: Exception | None = None
         self.calm_bytes = self.max_bytes
 
     def fits(self, events: int, size: int) -> bool:
@@ -141,13 +152,24 @@ class Gate:
             self.line.popleft().refuse()
         self._look()
 
+    def fail(self, error: Exception) -> None:
+        """Close for this reason, which whoever comes is told."""
+        self._failure = error
+        self.close()
+
     @property
     def closed(self) -> bool:
         """Whether nobody is let in any more."""
         return self._closed
 
+    def check_sound(self) -> None:
+        """Raise what the queue has failed with, if so."""
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+
     def check_open(self, name: str) -> None:
-        """Raise ``QueueClosed`` if so."""
+        """Raise ``QueueClosed`` if so, or what the queue has failed with."""
+        self.check_sound()
         if self._closed:
             msg = f"queue {name!r} is closed"
             raise QueueClosed(msg)
@@ -159,6 +181,21 @@ class Gate:
 def sampled(block: Block, seen: int, interval: int) -> Block:
     """One of ``interval`` events, counted on from ``seen`` events before."""
     return block.take(np.arange(-seen % interval, block.num_rows, interval))
+
+
+MAX_SEVERITY = 7
+"""Debug, as in syslog; 0 is an emergency."""
+
+
+def check_severities(block: Block) -> None:
+    """Raise ``ValueError`` if any event's severity is not from 0 to 7."""
+    at = block.schema.get_field_index("severity")
+    if at < 0 or block.column(at).null_count == block.num_rows:
+        return
+    for worst in (pc.min(block.column(at)).as_py(), pc.max(block.column(at)).as_py()):
+        if not 0 <= worst <= MAX_SEVERITY:
+            msg = f"severity {worst} is not between 0 (emergency) and {MAX_SEVERITY} (debug)"
+            raise ValueError(msg)
 
 
 def shed(block: Block, severity: int) -> Block:

@@ -49,6 +49,14 @@ class HeldBatch(Batch):
         self.freed = False
         self.charged_events, self.charged_bytes = portion.charge
 
+    def uncharge(self, events: int, of: int) -> tuple[int, int]:
+        """Have so many of its ``of`` unsettled events count no more; returns what they did."""
+        size = self.charged_bytes * events // of
+        events = min(events, self.charged_events)
+        self.charged_events -= events
+        self.charged_bytes -= size
+        return events, size
+
     @property
     def block(self) -> Block:
         pieces = self._pieces()

@@ -160,7 +160,8 @@ class Producer(Closing):
         (default: the queue's ``full_timeout``), then raises ``QueueFull``. A producer whose level
         is above ``accepted`` and that has no callback returns only once that level is reached, or
         raises ``AckPending`` after ``timeout``.
-        ``timestamp`` is in microseconds since the epoch (default: now).
+        ``timestamp`` is in microseconds since the epoch (default: now), ``severity`` from 0
+        (emergency) to 7 (debug).
         """
 
     @abc.abstractmethod
@@ -275,7 +276,10 @@ class Queue(Closing):
         flow: FlowControl | str = FlowControl.NONE,
         producer_id: str | None = None,
     ) -> Producer:
-        """Make a producer. ``on_ack`` runs on a thread of its own, never on the publisher's."""
+        """Make a producer. ``on_ack`` runs on a thread of its own, never on the publisher's.
+
+        Raises ``QueueClosed`` once the queue takes no more events.
+        """
 
     @abc.abstractmethod
     def get(self, max_events: int | None = None, timeout: float | None = None) -> Batch:
@@ -295,7 +299,7 @@ class Queue(Closing):
 
         With ``drain``, first :meth:`finish` and wait until consumers have settled everything, for
         ``timeout`` seconds at most (default: ``shutdown_timeout``). Nothing is acked by a close.
-        A second call is harmless.
+        A second call is harmless, and returns when the first has.
         """
 
     @abc.abstractmethod

@@ -14,7 +14,7 @@ from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import BatchFreed, EventTooLarge, NotSupported, QueueClosed, RetryLater
 from turnlane.events import EVENT_OVERHEAD, Block, block_of, longest_value, prepared
 from turnlane.queues.acks import Dispatcher, Follower, Watermark
-from turnlane.queues.admission import sampled
+from turnlane.queues.admission import check_severities, sampled
 from turnlane.queues.batch import BatchState, HeldBatch
 from turnlane.queues.contract import (
     AckCallback,
@@ -66,6 +66,7 @@ class DirectQueue(Queue):
         flow: FlowControl | str = FlowControl.NONE,
         producer_id: str | None = None,
     ) -> DirectProducer:
+        self._check_open()
         chosen(FlowControl, "flow", flow)  # nothing waits here, but a wrong word is still wrong
         level = chosen(AckLevel, "ack", ack)
         if producer_id is not None:
@@ -260,6 +261,7 @@ class DirectProducer(Producer):
             msg = "a sequence needs a producer made with producer_id"
             raise ValueError(msg)
         block = prepared(block, self._queue.time_ns)
+        check_severities(block)
         self._check_size(EVENT_OVERHEAD + longest_value(block))
         return self._deliver(block)
 

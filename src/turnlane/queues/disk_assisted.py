@@ -22,7 +22,8 @@ from turnlane.queues.log.files import Disk
 from turnlane.queues.portion import Portion
 from turnlane.queues.ranges import Ranges
 from turnlane.queues.settings import QueueSettings
-from turnlane.queues.stored import Job, StoredQueue
+from turnlane.queues.stored import StoredQueue
+from turnlane.queues.written import Job
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +199,8 @@ class DiskAssistedQueue(StoredQueue):
         super().settle_portion(portion, outcome, events, size)
 
     def _note_unjournaled(self, portion: Portion, outcome: Outcome) -> None:
-        self._unjournaled.setdefault(outcome, Ranges()).add(portion.first, portion.end)
+        for span in self.positions.unsettled(portion.first, portion.end):
+            self._unjournaled.setdefault(outcome, Ranges()).add(*span)
         if portion.first < self._spill_end:
             # It went to disk between done() and here: without a word it would come again.
             try:

@@ -63,14 +63,18 @@ class Door:
         return marks.light_delay if flow is FlowControl.LIGHT else marks.full_delay
 
     def screen(self, entry: PublishEntry, flow: FlowControl, timeout: float | None) -> None:
-        """Take out of the entry what sampling and load shedding drop; slow its publisher down."""
+        """Take out of the entry what sampling and load shedding drop; slow its publisher down.
+
+        The entry keeps count of that until it is in the queue, or given up as a whole: one that is
+        refused for want of room comes again.
+        """
         interval = self._settings.sampling_interval
         if interval > 1:
             seen, self._seen = self._seen, self._seen + entry.events
-            self._drop(Outcome.SAMPLED, entry.sample(seen, interval))
+            entry.screened[Outcome.SAMPLED] = entry.sample(seen, interval)
         severity, mark = self._settings.discard_severity, self._settings.marks.discard
         if severity is not None and mark is not None and self._gate.depth >= mark:
-            self._drop(Outcome.SEVERITY, entry.shed(severity))
+            entry.screened[Outcome.SEVERITY] = entry.shed(severity)
         if entry.events:
             self._slow_down(flow, self._settings.full_timeout if timeout is None else timeout)
 

@@ -1,4 +1,4 @@
-"""The way out of the kinds that hold events, and everything but where the events wait.
+"""What the kinds that hold events have in common: everything but where the events wait.
 
 The life of an event here: published into the tail's open block → sealed into a portion → handed
 out in a batch → settled. Storage sees portions when they are sealed, and is asked for the contents
@@ -8,220 +8,28 @@ of portions that have left memory. A kind adds its storage by overriding the hoo
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from bisect import insort
 
-from turnlane.errors import AckNotStored, BatchFreed, QueueClosed, QueueEmpty
+from turnlane.errors import AckNotStored, QueueClosed
 from turnlane.events import Block, conform, join
-from turnlane.queues.batch import BatchState, HeldBatch
+from turnlane.queues.batch import BatchState
 from turnlane.queues.contract import AckLevel, Outcome
-from turnlane.queues.intake import Intake
+from turnlane.queues.handing import Handing
+from turnlane.queues.kinds import Kind
 from turnlane.queues.portion import Portion
 
-log = logging.getLogger(__name__)
 
-
-class HoldingQueue(Intake):
+class HoldingQueue(Handing):
     """A queue that holds events between publish and get. See the module's docstring."""
 
-    # ── consuming ───────────────────────────────────────────────────────────────────────────────
+    @property
+    def usual_level(self) -> AckLevel:
+        """The highest level that comes by itself.
 
-    def get(self, max_events: int | None = None, timeout: float | None = None) -> HeldBatch:
-        if max_events is not None and max_events < 1:
-            msg = f"max_events is {max_events}; a batch has at least one event"
-            raise ValueError(msg)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        largest = self.settings.dequeue_batch_size
-        limit = self._pace.limit(largest if max_events is None else min(max_events, largest))
-        if not self._getting.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
-            raise self._nothing_to_read()
-        try:
-            while True:
-                with self.lock:
-                    portion = self._await_portion(limit, deadline)
-                    if portion.pieces is not None:
-                        return self._hand_out(portion)
-                found = self.fetch(portion)
-                if found is not None:
-                    with self.lock:
-                        if self._closed:
-                            self.give_back(found)
-                            self.check_readable()
-                        return self._hand_out(found)
-        finally:
-            self._getting.release()
-
-    def _nothing_to_read(self) -> QueueEmpty:
-        return QueueEmpty(f"queue {self.name!r} had nothing to read in the time allowed")
-
-    def _await_portion(self, limit: int, deadline: float | None) -> Portion:
-        """The next portion, once there is one and it may be taken. Under the lock."""
-        first_seen: float | None = None
-        while True:
-            self.check_readable()
-            ready = self._backlog()
-            if ready and first_seen is None:
-                first_seen = time.monotonic()
-            pause = self._pause(ready, limit, first_seen)
-            if ready and not pause:
-                portion = self.next_portion(limit)
-                if portion is not None:
-                    self._pace.took(len(portion))
-                    return portion
-            self._rest(ready, limit, pause, deadline)
-
-    def _pause(self, ready: int, limit: int, first_seen: float | None) -> float:
-        """How long to leave what is ready alone: the pace, or a batch that may yet fill up."""
-        pause = self._pace.delay()
-        if pause > 0:
-            return min(pause, 1.0)  # and look again: the wall clock may jump
-        wanted = min(self.settings.minimum_batch_size, limit)
-        if first_seen is None or ready >= wanted or self._finished or self.gate.line:
-            return 0.0
-        return max(0.0, first_seen + self.settings.minimum_batch_timeout - time.monotonic())
-
-    def check_readable(self) -> None:
-        """Raise ``QueueClosed`` if there is nothing to read and never will be."""
-        if self._closed or (self._finished and not self.positions.pending):
-            msg = f"queue {self.name!r} is closed" + ("" if self._closed else " and drained")
-            raise QueueClosed(msg)
-
-    def _rest(self, ready: int, limit: int, pause: float, deadline: float | None) -> None:
-        """Sleep until there is reason to look again."""
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
-            raise self._nothing_to_read()
-        wanted = min(self.settings.minimum_batch_size, limit) if ready else 1
-        waits = [seconds for seconds in (pause or None, left) if seconds is not None]
-        self._wait_for_end(self.positions.end + max(1, wanted - ready), min(waits, default=None))
-
-    def _wait_for_end(self, end: int, timeout: float | None) -> None:
-        """Sleep until the queue reaches ``end``, or anything else of note happens."""
-        thread = threading.get_ident()
-        self._hunger[thread] = end
-        self.rest_heed()
-        self._readable.wait(timeout)
-        self._hunger.pop(thread, None)
-        self.rest_heed()
-
-    def next_portion(self, limit: int) -> Portion | None:
-        """Cut the next portion: what was given back comes first. Under the lock."""
-        if self.returned:
-            if len(self.returned[0]) > limit:
-                return self.returned[0].head(limit)
-            return self.returned.pop(0)
-        first, end = self.positions.next_fresh(limit)
-        if first >= end:
-            return None
-        if first < self.tail.first:
-            end = min(end, self.tail.first)
-            portion = self.stored_portion(first, end)
-        else:
-            portion = self.tail.take(first, end)
-        self.positions.take(end)
-        return portion
-
-    def _hand_out(self, portion: Portion) -> HeldBatch:
-        batch = HeldBatch(self, portion)
-        self.out[portion.first] = batch
-        return batch
-
-    def give_back(self, portion: Portion) -> None:
-        """Have a portion read again, before anything newer. Under the lock."""
-        insort(self.returned, portion, key=lambda each: each.first)
-        # All: whoever waits for the end to move would swallow a wake-up meant for a consumer.
-        self._readable.notify_all()
-
-    def free_batch(self, batch: HeldBatch) -> None:
-        """Give up a batch's contents; their room is free again."""
-        with self.lock:
-            if batch.state is BatchState.OUT and not batch.freed:
-                batch.freed = True
-                batch.portion.pieces = None
-                events = batch.charged_events if self.free_returns_events else 0
-                size, batch.charged_bytes = batch.charged_bytes, 0
-                batch.charged_events -= events
-                self.refund(events, size)
-
-    def settle_batch(self, batch: HeldBatch, outcome: Outcome) -> None:
-        """Settle a batch for good: recorded first, then visible."""
-        with self.lock:
-            if batch.state is not BatchState.OUT:
-                return
-            if self._closed:
-                msg = f"queue {self.name!r} was closed before this batch was done"
-                raise QueueClosed(msg)
-            batch.state = BatchState.SETTLING
-        try:
-            self.record_settled(batch.portion, outcome)
-        except BaseException as error:  # also what is raised into the thread from outside
-            with self.lock:
-                batch.state = BatchState.OUT
-                self._drained.notify_all()
-            if not isinstance(error, OSError):
-                raise
-            msg = f"could not record that batch {batch.place.first} is {outcome}: {error}"
-            raise AckNotStored(msg) from error
-        with self.lock:
-            batch.state = BatchState.SETTLED
-            self.out.pop(batch.place.first, None)
-            self.settle_portion(batch.portion, outcome, batch.charged_events, batch.charged_bytes)
-            self._drained.notify_all()
-
-    def _is_settling(self) -> bool:
-        return any(batch.state is BatchState.SETTLING for batch in self.out.values())
-
-    def release_batch(self, batch: HeldBatch) -> None:
-        """Take a batch back to be read again."""
-        with self.lock:
-            if batch.state is not BatchState.OUT or self._closed:
-                return
-            if batch.freed:
-                msg = f"batch {batch.place.first} was freed and cannot be released"
-                raise BatchFreed(msg)
-            batch.state = BatchState.RELEASED
-            self.out.pop(batch.place.first, None)
-            batch.portion.attempt += 1
-            self._releases += 1
-            # A copy: a consumer that was given up may still look at its batch.
-            self.give_back(batch.portion.copy())
-        self.record_returned(batch.portion)
-
-    def settle_portion(self, portion: Portion, outcome: Outcome, events: int, size: int) -> None:
-        """Settle offsets, tell who follows, give the room back. Under the lock."""
-        fresh = self.positions.settle(portion.first, portion.end)
-        self.totals.add(outcome, fresh)
-        if outcome.is_drop:
-            for mark in self.watermarks.values():
-                mark.lose(portion.first, portion.end)
-        low = self.positions.low
-        for level in (AckLevel.PERSISTED, AckLevel.DELIVERED):
-            self.acks.send(self.watermarks[level].advance(low))
-        self.refund(events, size)
-        self.settled()
-        if self._finished and not self.positions.pending:
-            self._readable.notify_all()
-            self._drained.notify_all()
-
-    def evict(self, events: int) -> bool:
-        """Drop the oldest unread events; false if there are none. Under the lock."""
-        portion = self.next_portion(events)
-        if portion is None:
-            return False
-        return self.drop_oldest(portion)
-
-    def drop_oldest(self, portion: Portion) -> bool:
-        """Drop a portion, unless that cannot be recorded: then it comes back. Under the lock."""
-        try:
-            self.record_settled(portion, Outcome.OLDEST)
-        except OSError as error:
-            log.warning("queue %s cannot drop its oldest events: %s", self.name, error)
-            self.give_back(portion)
-            return False
-        self.settle_portion(portion, Outcome.OLDEST, *portion.charge)
-        return True
+        Other kinds than ``disk`` persist only when they have to, which may wait for a consumer.
+        """
+        return AckLevel.PERSISTED if self.settings.kind is Kind.DISK else AckLevel.ACCEPTED
 
     # ── reading by offset, for readers that keep their own place ────────────────────────────────
 
@@ -250,12 +58,22 @@ class HoldingQueue(Intake):
             portions = [
                 Portion(*span, self.average_size(span[1] - span[0]), None) for span in spans
             ]
-        for portion in portions:
-            self._record_or_fail(portion, outcome)
+            self._settlings += 1
+        try:
+            for portion in portions:
+                self._record_or_fail(portion, outcome)
+                with self.lock:
+                    # Not more than was recorded, and of that only what nobody settled meanwhile.
+                    span = (portion.first, portion.end)
+                    self.settle_range(*span, outcome, recorded=portion.recorded)
+        finally:
             with self.lock:
-                charge = self._charge_of(portion.first, portion.end)
-                self.settle_portion(portion, outcome, *charge)
-                self.tail.forget_below(self.positions.low)
+                self._settlings -= 1
+                self._drained.notify_all()
+
+    def _is_settling(self) -> bool:
+        out = self.out.values()
+        return self._settlings > 0 or any(batch.state is BatchState.SETTLING for batch in out)
 
     def _record_or_fail(self, portion: Portion, outcome: Outcome) -> None:
         try:
@@ -263,27 +81,6 @@ class HoldingQueue(Intake):
         except OSError as error:
             msg = f"could not record that offsets from {portion.first} on are {outcome}: {error}"
             raise AckNotStored(msg) from error
-
-    def _charge_of(self, first: int, end: int) -> tuple[int, int]:
-        """What a range counts for, in memory and, where that counts, on disk. Under the lock."""
-        events, size = self.tail.uncharge(first, end)
-        stored = self.stored_portion(first, end - events).charge
-        return events + stored[0], size + stored[1]
-
-    def _backlog(self) -> int:
-        return sum(map(len, self.returned)) + self.positions.fresh
-
-    def await_backlog(self, timeout: float) -> int:
-        """Wait until events are ready to be taken; returns how many. 0 on timeout or close."""
-        with self.lock:
-            if not self._backlog() and not self._closed:
-                self._wait_for_end(self.positions.end + 1, timeout)
-            return self._backlog()
-
-    def wake(self) -> None:
-        """Have everybody who waits for events look again."""
-        with self.lock:
-            self._readable.notify_all()
 
     def is_settled(self, first: int, end: int) -> bool:
         """Whether every offset of the range is settled."""
@@ -316,9 +113,21 @@ class HoldingQueue(Intake):
             if drain:
                 limit = self.settings.shutdown_timeout if timeout is None else timeout
                 self._drained.wait_for(lambda: not self.positions.pending or self._closed, limit)
-            if self._closed:
-                return
-            self._closed = True
+            first, self._closed = not self._closed, True
+            if first:
+                self._closer = threading.get_ident()
+        if first:
+            try:
+                self._close()
+            finally:
+                self._close_ended.set()
+        elif self._closer != threading.get_ident() and not self.acks.is_here():
+            # Whoever closes may then count on it, whoever was first. Not from within that close,
+            # nor from a callback, for which it may be waiting.
+            self._close_ended.wait()
+
+    def _close(self) -> None:
+        with self.lock:
             self._readable.notify_all()
             self._drained.notify_all()
             # A done() that is under way still counts; without this it would be lost and acked.

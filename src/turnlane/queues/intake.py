@@ -2,7 +2,7 @@
 
 One lock guards one queue's state: the gate (bounds, line of publishers), the tail (blocks in
 memory), the positions, the watermarks. Disk reads and the callbacks of producers happen outside
-it. :class:`turnlane.queues.holding.HoldingQueue` adds the way out.
+it. :class:`turnlane.queues.handing.Handing` adds the way out.
 """
 
 from __future__ import annotations
@@ -86,10 +86,16 @@ class Intake(Queue):
         self.acks = Dispatcher(settings.name)
         self._pace = Pace(settings.dequeue_rate, settings.dequeue_window, clock)
         self._getting = threading.Lock()
+        self._ready_since: float | None = None
+        """Since when events have been waiting for a fuller batch, however often it is asked for."""
         self._readable = threading.Condition(self.lock)
         self._drained = threading.Condition(self.lock)
         self._finished = False
         self._closed = False
+        self._closer = 0
+        self._close_ended = threading.Event()
+        self._settlings = 0
+        """How many calls settle by offset at this moment."""
         self.types: dict[str, object] = {}
 
     # ── publishing ──────────────────────────────────────────────────────────────────────────────
@@ -102,6 +108,7 @@ class Intake(Queue):
         flow: FlowControl | str = FlowControl.NONE,
         producer_id: str | None = None,
     ) -> HoldingProducer:
+        self.gate.check_open(self.name)
         if on_ack is not None:
             self.acks.start()
         level, control = chosen(AckLevel, "ack", ack), chosen(FlowControl, "flow", flow)
@@ -260,13 +267,18 @@ class Intake(Queue):
             bytes=self.gate.bytes,
             max_size=self.settings.size,
             max_bytes=self.settings.max_bytes,
-            in_flight=sum(map(len, self.out.values())),
+            in_flight=sum(map(self.unsettled_of, self.out.values())),
             blocked_publishers=len(self.gate.line),
             memory_blocks=self.tail.blocks,
             pushes=self.pushes,
             full_waits=self.door.full_waits,
             releases=self._releases,
         )
+
+    def unsettled_of(self, batch: HeldBatch) -> int:
+        """How many of a batch's events are not settled, by itself or by offset. Under the lock."""
+        spans = self.positions.unsettled(batch.place.first, batch.place.end)
+        return sum(end - first for first, end in spans)
 
     # ── what a kind adds ────────────────────────────────────────────────────────────────────────
 

@@ -47,12 +47,21 @@ class Portion:
         """What it takes of the bounds, in events and bytes."""
         return (len(self), self.size) if self.charged else (0, 0)
 
+    def part(self, first: int, end: int) -> Portion:
+        """Another portion of the events ``first`` to ``end - 1``, to be cut independently."""
+        part = self.copy()
+        if end < self.end:
+            part = part.head(end - self.first)
+        if first > self.first:
+            part.head(first - self.first)
+        return part
+
     def head(self, events: int) -> Portion:
         """Cut off and return the first ``events``; what stays is the rest."""
         cut = self.first + events
         size = self.size * events // len(self)
         pieces, rest = (None, None) if self.pieces is None else _cut(self.pieces, events)
-        head = Portion(self.first, cut, size, pieces, self.attempt, charged=self.charged)
+        head = Portion(self.first, cut, size, pieces, self.attempt, (), self.charged, self.recorded)
         self.first, self.size, self.pieces = cut, self.size - size, rest
         return head
 

@@ -17,9 +17,9 @@ from turnlane.errors import (
     QueueFull,
     StorageFailed,
 )
-from turnlane.events import EVENT_OVERHEAD, MAX_BLOCK_BYTES, Block, prepared
+from turnlane.events import EVENT_OVERHEAD, MAX_BLOCK_BYTES, Block, prepared, stamped
 from turnlane.queues.acks import Follower, Ticket, Watermark
-from turnlane.queues.admission import Waiter
+from turnlane.queues.admission import MAX_SEVERITY, Waiter, check_severities
 from turnlane.queues.contract import (
     AckCallback,
     AckLevel,
@@ -27,14 +27,13 @@ from turnlane.queues.contract import (
     Producer,
     Published,
 )
-from turnlane.queues.entries import BlockEntry, EventEntry, PublishEntry
+from turnlane.queues.entries import BlockEntry, EventEntry, PublishEntry, size_of
 
 if TYPE_CHECKING:
     from turnlane.queues.intake import Intake
 
 _MAX_MICROSECONDS = (1 << 63) // 1000
 """Timestamps are carried in nanoseconds, which have to fit 64 bits."""
-_MAX_SEVERITY = 127
 
 
 def hashed(producer_id: str) -> bytes:
@@ -149,13 +148,13 @@ class HoldingProducer(Producer):
         block = self._checked(block)
         total = Published(-1, 0, 0, 0)
         deadline = None if timeout is None else time.monotonic() + timeout
-        for piece, size in self._pieces(block, block.nbytes):
+        for piece, size in self._pieces(block, size_of(block)):
             entry = self._block_entry(piece, size, sequence)
             left = None if deadline is None else deadline - time.monotonic()
             try:
                 self._publish_slowly(entry, left, blocking=True)
             except QueueFull as error:
-                error.accepted = total.accepted + total.repeated
+                error.accepted = total.accepted + total.repeated + total.dropped
                 raise
             total = _sum(total, entry.published)
             if sequence is not None:
@@ -164,12 +163,19 @@ class HoldingProducer(Producer):
 
     def try_publish_block(self, block: Block, *, sequence: int | None = None) -> Published | None:
         block = self._checked(block)
-        entry = self._block_entry(block, block.nbytes, sequence)
+        entry = self._block_entry(block, size_of(block), sequence)
         if entry.size > self.queue.gate.max_bytes or entry.events > self.queue.gate.size:
             self._too_large(entry)
         self._publish_slowly(entry, None, blocking=False)
         # Shed by policy, or empty, is not the same as refused for the moment.
         return entry.published if entry.inside or not entry.events else None
+
+    def vet(self, block: Block) -> Block:
+        """The block, ready to be published later; raises what would then be raised for ever."""
+        block = self._checked(block)
+        for piece, size in self._pieces(block, size_of(block)):
+            self._check(BlockEntry(self, piece, size, None))
+        return block
 
     def flush(self, timeout: float | None = None) -> bool:
         if self._mark is None:
@@ -239,10 +245,13 @@ class HoldingProducer(Producer):
             msg = f"a block is a pyarrow.RecordBatch, not {type(block).__name__}; see block_of()"
             raise TypeError(msg)
         if self._schema is not None and block.schema.equals(self._schema):
-            return block
+            check_severities(block)
+            return stamped(block, self.queue.time_ns)
         ready = prepared(block, self.queue.time_ns)
+        check_severities(ready)
         self.queue.check_types(ready.schema)
-        self._schema = ready.schema if ready is block else None
+        same = ready.schema.equals(block.schema, check_metadata=True)
+        self._schema = ready.schema if same else None
         return ready
 
     def _pieces(self, block: Block, size: int) -> Iterator[tuple[Block, int]]:
@@ -251,7 +260,7 @@ class HoldingProducer(Producer):
         rows = block.num_rows
         if rows > 1 and (rows > gate.size or size > min(gate.max_bytes, MAX_BLOCK_BYTES)):
             for half in (block.slice(0, rows // 2), block.slice(rows // 2)):
-                yield from self._pieces(half, half.nbytes)
+                yield from self._pieces(half, size_of(half))
         elif rows:
             yield block, size
 
@@ -288,6 +297,7 @@ class HoldingProducer(Producer):
         if ticket is None:
             return True
         if not ticket.wait(timeout):
+            self.queue.gate.check_sound()
             if not self.queue.closed:
                 msg = f"the event is in queue {self.queue.name!r}, not acked within {timeout:g} s"
                 raise AckPending(msg)
@@ -352,7 +362,7 @@ def measured(
     if isinstance(severity, bool):
         msg = "severity is a number, not a bool"
         raise TypeError(msg)
-    if severity is not None and not 0 <= operator.index(severity) <= _MAX_SEVERITY:
-        msg = f"severity {severity} is not between 0 and {_MAX_SEVERITY}"
+    if severity is not None and not 0 <= operator.index(severity) <= MAX_SEVERITY:
+        msg = f"severity {severity} is not between 0 (emergency) and {MAX_SEVERITY} (debug)"
         raise ValueError(msg)
     return size

@@ -5,6 +5,10 @@ contents are kept aside, within ``resend_bytes``, only until the node says *pers
 node that dies in between has to be sent them again. From then on nothing but the ack metadata is
 left here. Every event has a sequence number of this producer, so that the node drops repeats.
 
+A node that refuses a block for good (a column of another type, a token without the right, no such
+queue) would refuse it for ever, and nothing may overtake it: the queue has *failed*. Publishers get
+the node's error, and what was not acked stays so. Close the queue, and open it again.
+
 The *sender* thread takes batches and sends them, reconnecting with backoff for as long as it takes.
 A *listener* for each connection hears how far the node has come and passes it on; callbacks have a
 third thread, so that neither is ever held up by them.
@@ -20,9 +24,12 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
+
+import pyarrow as pa
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
-from turnlane.errors import QueueClosed, QueueEmpty, TransportDown
+from turnlane.errors import Never, QueueClosed, QueueEmpty, TransportDown
 from turnlane.events import Block
 from turnlane.queues.batch import HeldBatch
 from turnlane.queues.contract import (
@@ -30,11 +37,11 @@ from turnlane.queues.contract import (
     AckLevel,
     Batch,
     FlowControl,
-    Outcome,
+    FullBehavior,
     Producer,
     Queue,
 )
-from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.held import Held
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.stats import Stats
 from turnlane.queues.transport import Connection, Progress, Transport
@@ -69,41 +76,6 @@ class _Sent:
     """All bytes sent up to here, this batch included."""
 
 
-class _Held(HoldingQueue):
-    """What has not been accepted by the node yet; offsets are sequence numbers, shifted."""
-
-    free_returns_events = True
-
-    def reached(self, persisted: int, delivered: int) -> None:
-        """Everything below these offsets is safe with the node, or has left it."""
-        with self.lock:
-            self._settle_below(delivered)
-            safe = self.positions.settled.end_of_run(min(persisted, self.positions.end))
-            low = self.positions.low
-            for level, offset in ((AckLevel.PERSISTED, safe), (AckLevel.DELIVERED, low)):
-                self.acks.send(self.watermarks[level].advance(offset))
-
-    def entrust(self, offset: int) -> None:
-        """Count what the node keeps as delivered, without telling anybody so."""
-        with self.lock:
-            self._settle_below(offset)
-
-    def _settle_below(self, offset: int) -> None:
-        # No further than the end: another client may go by the same producer id.
-        end = min(offset, self.positions.end)
-        self.totals.add(Outcome.DELIVERED, self.positions.settle(self.positions.low, end))
-
-    def has_only(self, offset: int) -> bool:
-        """Whether everything is below ``offset``, what was dropped left aside."""
-        with self.lock:
-            return self.positions.is_settled(offset, self.positions.end)
-
-    def close_storage(self) -> None:
-        with self.lock:
-            lost = self.positions.settle(self.positions.low, self.positions.end)
-            self.totals.add(Outcome.CLOSED, lost)
-
-
 class ProxyQueue(Queue):
     """Publishes to a node's queue and reads from it; acks are the node's."""
 
@@ -120,7 +92,7 @@ class ProxyQueue(Queue):
         self._transport = transport
         self._producer_id = producer_id or uuid.uuid4().hex
         self._jitter = jitter
-        self._held = _Held(settings, clock=clock)
+        self._held = Held(settings, clock=clock)
         self._base: int | None = None
         """The sequence number of offset 0: where the node said this producer had got to."""
         self._lock = threading.Lock()
@@ -134,6 +106,8 @@ class ProxyQueue(Queue):
         self._moves = 0
         """How often the node was heard to have come further."""
         self._connected = False
+        self._down = False
+        """Whether it was logged that the node cannot be reached."""
         self._connection: Connection | None = None
         self._stopping = threading.Event()
         self._sender = threading.Thread(
@@ -161,6 +135,10 @@ class ProxyQueue(Queue):
             except QueueEmpty:
                 if left <= 0:
                     raise
+            except TransportDown:
+                if deadline is not None and left <= 0:
+                    raise
+                time.sleep(min(LOOK_SECONDS, max(0.0, left)))
 
     def finish(self) -> None:
         self._held.finish()
@@ -183,12 +161,26 @@ class ProxyQueue(Queue):
         self._held.entrust(self._persisted)
         self._held.close()
 
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Drained if the block ends well: nobody who leaves it means to lose what is not sent."""
+        self.close(drain=kind is None)
+
     def _is_safe(self) -> bool:
         return self._stopping.is_set() or self._held.has_only(self._persisted)
 
     @property
     def name(self) -> str:
         return self.settings.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether the queue was closed."""
+        return self._held.closed
 
     def stats(self) -> Stats:
         return self._held.stats()
@@ -211,10 +203,23 @@ class ProxyQueue(Queue):
         try:
             self._use(self._transport.connect(self._producer_id))
         except TransportDown as error:
-            log.info("queue %s cannot reach its node: %s", self.name, error)
+            level = logging.INFO if self._down else logging.WARNING
+            self._down = True
+            log.log(level, "queue %s cannot reach its node: %s", self.name, error)
+        except QueueClosed as error:
+            log.debug("queue %s: %s", self.name, error)
+        except Never as error:
+            self._fail(error)
         except Exception:
             log.exception("queue %s: its transport failed; trying again", self.name)
         return self._moves > before
+
+    def _fail(self, error: Exception) -> None:
+        log.error("queue %s failed, its node refuses it: %s", self.name, error)
+        self._held.fail(error)
+        self._stopping.set()
+        with self._news:
+            self._news.notify_all()
 
     def _use(self, connection: Connection) -> None:
         listener = threading.Thread(
@@ -229,6 +234,7 @@ class ProxyQueue(Queue):
             self._send_again(connection)
             while self._is_up():
                 self._send_next(connection)
+                self._pass_on_urgency(connection)
         finally:
             self._let_go(connection)
             if listener.ident is not None:
@@ -239,6 +245,7 @@ class ProxyQueue(Queue):
             mark.durability = connection.durability
         with self._lock:
             self._connected = True
+            self._down = False
             self._connection = connection
             if self._base is None:
                 self._base = connection.resume_at
@@ -269,14 +276,27 @@ class ProxyQueue(Queue):
             self._send(connection, sent)
 
     def _send_next(self, connection: Connection) -> None:
+        if self.settings.full_behavior is FullBehavior.DROP_OLDEST:
+            # What is on its way can no longer be dropped, so it must not be all there is.
+            with self._news:
+                self._news.wait_for(lambda: not self._unaccepted or not self._may_use())
         try:
             batch = self._held.get(self.settings.batch_size, timeout=LOOK_SECONDS)
         except QueueEmpty:
+            # Arrow's pool keeps what this thread has used, which may now be idle for long.
+            pa.default_memory_pool().release_unused()
             return
         except QueueClosed:
             self._wait_for_end()
             return
         self._send(connection, self._note(batch))
+
+    def _pass_on_urgency(self, connection: Connection) -> None:
+        """A publisher waits here: let the node make haste, as a queue of our own would."""
+        with self._held.lock:
+            urged, self._held.urged = self._held.urged, False
+        if urged:
+            connection.urge()
 
     def _note(self, batch: HeldBatch) -> _Sent:
         base = self._base or 0
@@ -316,6 +336,8 @@ class ProxyQueue(Queue):
                     self._heard(progress)
         except (TransportDown, QueueClosed) as error:
             log.debug("queue %s: %s", self.name, error)
+        except Never as error:
+            self._fail(error)
         except Exception:
             log.exception("queue %s: its transport failed; trying again", self.name)
         finally:

@@ -11,12 +11,13 @@ import contextlib
 import errno
 import logging
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
 from turnlane.errors import DirectoryUnusable
-from turnlane.events import Block, join
+from turnlane.events import Block
 from turnlane.queues.contract import Durability, Outcome
 from turnlane.queues.ledger import Totals
 from turnlane.queues.log.compression import Compression
@@ -46,7 +47,12 @@ class Store:
     """A queue's directory, held open."""
 
     def __init__(
-        self, directory: QueueDirectory, journal: Journal, state: JournalState, written: Log
+        self,
+        directory: QueueDirectory,
+        journal: Journal,
+        state: JournalState,
+        written: Log,
+        keep_bytes: int | None,
     ) -> None:
         """Use :meth:`open`."""
         self.log = written
@@ -59,6 +65,10 @@ class Store:
         self._sync_failed = False
         self._unread = (-1, 0)
         """An offset that could not be read, and how often."""
+        self._keep_bytes = keep_bytes
+        self._kept: deque[Portion] = deque()
+        """Written and not synced: a sync that fails may have destroyed it."""
+        self._kept_bytes = 0
         self._lost: list[tuple[int, int]] = []
         self._stamps = dict(written.recovered_stamps)
         """How far numbered producers have come, where the journal does not know it yet."""
@@ -99,10 +109,13 @@ class Store:
                 compression=Compression(settings.compression.value),
                 hint=state.position,
                 floor=state.floor,
-                sync_on_rotate=settings.durability is not Durability.NEVER,
+                durable=settings.durability is not Durability.NEVER,
             )
             opened.pop_all()
-        return cls(directory, journal, state, written)
+        keep = None
+        if settings.durability is not Durability.NEVER:
+            keep = min(settings.memory_bytes, settings.max_bytes or settings.memory_bytes)
+        return cls(directory, journal, state, written, keep)
 
     def make_up_for_journal(self) -> None:
         """Without a journal, what is no longer on disk counts as delivered, from now on too."""
@@ -156,26 +169,54 @@ class Store:
         """Write portions in offset order, and sync if asked to. On ``OSError``: call it again.
 
         What the log has already is passed over, so that a call that failed half-way is simply
-        repeated.
+        repeated. What is not synced stays in memory; when that is too much, it is synced unasked.
         """
         try:
             self._mend()
             self._write(portions)
-            if sync and self.log.synced_end < self.log.end:
+            if (sync or self._keeps_too_much()) and self.log.synced_end < self.log.end:
                 self.syncs_total += 1
                 self.log.sync()
+            self._forget_synced()
         except OSError as error:
             self._note(error)
             raise
 
     def _mend(self) -> None:
         if self._sync_failed:
-            self._lost += self.log.rescue()
+            self._lost += self.log.rescue(self._kept_of)
             self._sync_failed = False
+            self._forget_synced()
+
+    def _keep(self, portions: Sequence[Portion]) -> None:
+        """Before they are written. A call that is repeated brings some of them again."""
+        if self._keep_bytes is not None:
+            end = self._kept[-1].end if self._kept else 0
+            fresh = [portion for portion in portions if portion.end > end]
+            self._kept += fresh
+            self._kept_bytes += sum(portion.size for portion in fresh)
+
+    def _kept_of(
+        self, first: int, end: int
+    ) -> Iterator[tuple[int, Sequence[Block], Sequence[Stamp]]]:
+        for portion in self._kept:
+            start, stop = max(first, portion.first), min(end, portion.end)
+            if start < stop:
+                part = portion.part(start, stop)
+                yield start, part.pieces or (), part.stamps
+                first = stop
+
+    def _keeps_too_much(self) -> bool:
+        return self._keep_bytes is not None and self._kept_bytes >= self._keep_bytes
+
+    def _forget_synced(self) -> None:
+        while self._kept and self._kept[0].end <= self.log.synced_end:
+            self._kept_bytes -= self._kept.popleft().size
 
     def _write(self, portions: Sequence[Portion]) -> None:
         for run in _runs([portion for portion in portions if portion.end > self.log.end]):
             stamps = [stamp for portion in run for stamp in portion.stamps]
+            self._keep(run)
             self.log.append_many(run[0].first, frames_of(run), stamps)
             self._remember(stamps)
 
@@ -188,7 +229,7 @@ class Store:
             self.errors_total += 1
 
     def lost(self) -> list[tuple[int, int]]:
-        """Offsets that a failed sync destroyed since the last call."""
+        """Offsets of an earlier process that a failed sync destroyed since the last call."""
         lost, self._lost = self._lost, []
         return lost
 
@@ -289,17 +330,14 @@ def _runs(portions: Sequence[Portion]) -> list[list[Portion]]:
     return runs
 
 
-def frames_of(portions: Sequence[Portion]) -> list[Block]:
-    """The portions' blocks, joined into frames of reasonable size; large ones are left alone."""
-    frames: list[Block] = []
-    gathered: list[Block] = []
+def frames_of(portions: Sequence[Portion]) -> list[list[Block]]:
+    """The portions' blocks, gathered for frames of reasonable size; large ones stay alone."""
+    frames: list[list[Block]] = []
     size = 0
     for portion in portions:
-        if gathered and size + portion.size > FRAME_BYTES:
-            frames.append(join(gathered))
-            gathered, size = [], 0
-        gathered.extend(portion.pieces or ())
+        if not frames or size + portion.size > FRAME_BYTES:
+            frames.append([])
+            size = 0
+        frames[-1].extend(portion.pieces or ())
         size += portion.size
-    if gathered:
-        frames.append(join(gathered))
     return frames

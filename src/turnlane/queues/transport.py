@@ -37,6 +37,9 @@ class Connection(Protocol):
         Raises ``TransportDown``; then the node may or may not have it.
         """
 
+    def urge(self) -> None:
+        """Ask the node to persist soon what was sent: somebody waits. Raises ``TransportDown``."""
+
     def progress(self, timeout: float) -> Progress | None:
         """Wait for news; ``None`` if there was none in time. Raises ``TransportDown``."""
 

@@ -7,6 +7,7 @@ that takes longer than ``completion_timeout`` is cancelled and its batch release
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import random
@@ -168,8 +169,20 @@ class _Worker:
             self._batch = None
             if not self.cancelled:
                 return True
-        self._raise_inside(None)
+        self._absorb()
         return False
+
+    def _absorb(self) -> None:
+        """Take the cancellation here if it is still on its way.
+
+        Taking it back would leave Python 3.11 with something pending for good: every thread would
+        look for it again and again, and one that is traced or profiled would never go on. Raised
+        again, as there is room for one only, it is sure to come.
+        """
+        with contextlib.suppress(Cancelled):
+            self._raise_inside()
+            while True:
+                time.sleep(0)
 
     def cancel_if_over(self, limit: float) -> bool:
         """Give the batch back if the consumer has had it for longer than ``limit`` seconds."""
@@ -180,16 +193,16 @@ class _Worker:
             self.cancelled = True
             # Under the guard, which the worker has to pass: so it still is this thread, and what
             # is on its way meets it nowhere but in the consumer or in _end().
-            self._raise_inside(Cancelled)
+            self._raise_inside()
         self._pool.give_back(batch)
         return True
 
-    def _raise_inside(self, error: type[Cancelled] | None) -> None:
-        """Have it raised in the worker as soon as that runs Python code again; ``None``: not."""
+    def _raise_inside(self) -> None:
+        """Have the cancellation raised in the worker as soon as that runs Python code again."""
         ident = self.thread.ident
         if ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(ident), None if error is None else ctypes.py_object(error)
+                ctypes.c_ulong(ident), ctypes.py_object(Cancelled)
             )
 
 

@@ -76,6 +76,8 @@ class FaultyDisk(Disk):
         self._lock = threading.Lock()
         self._faults: list[_Fault] = []
         self._paths: dict[int, Path] = {}
+        self._synced: dict[int, int] = {}
+        """By inode: how much of a file was synced."""
         self._room: int | None = None
 
     # Planning
@@ -97,6 +99,13 @@ class FaultyDisk(Disk):
     ) -> None:
         """Write only the first ``keep_bytes`` of a write, then raise EIO, or kill the process."""
         self._plan(_Fault("write", match, nth, 1, error=errno.EIO, keep=keep_bytes, kill=kill))
+
+    def forget(self, nth: int = 1, *, match: str = "") -> None:
+        """Fail a sync as a kernel does that gives up what it could not write.
+
+        What was not synced before reads as zeros from then on, and the next sync succeeds.
+        """
+        self._plan(_Fault("sync", match, nth, 1, error=errno.EIO, keep=0))
 
     def kill(self, op: str, nth: int = 1, *, match: str = "") -> None:
         """Kill the process with SIGKILL in place of the ``nth`` call."""
@@ -162,6 +171,8 @@ class FaultyDisk(Disk):
         fd = super().open(path, create=create, write=write)
         with self._lock:
             self._paths[fd] = path
+        if not super().size(fd):
+            self._synced.pop(os.fstat(fd).st_ino, None)
         return fd
 
     def close(self, fd: int) -> None:
@@ -187,8 +198,14 @@ class FaultyDisk(Disk):
         return super().read(fd, length, at)
 
     def sync(self, fd: int) -> None:
-        self._pass("sync", fd)
+        forgetting = self._pass("sync", fd)
+        file, size = os.fstat(fd).st_ino, super().size(fd)
+        if forgetting is not None:
+            synced = min(size, self._synced.get(file, 0))
+            super().write(fd, [bytes(size - synced)], synced)
+            _strike(forgetting, self._path(fd))
         super().sync(fd)
+        self._synced[file] = size
 
     def sync_directory(self, path: Path) -> None:
         self._pass("sync_directory", path)
@@ -237,7 +254,7 @@ class FaultyDisk(Disk):
     # How plans are carried out
 
     def _pass(self, op: str, file: Path | int) -> _Fault | None:
-        """Count the call and let the faults that meet it strike; a tear is left to the caller."""
+        """Count the call and let the faults that meet it strike; who has a ``keep`` is returned."""
         path = file if isinstance(file, Path) else self._path(file)
         with self._lock:
             self.operations[op] += 1

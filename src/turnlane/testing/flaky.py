@@ -189,6 +189,11 @@ class FlakyConnection:
             self._error = self._flaky.carry_out(death)
         raise self._error
 
+    def urge(self) -> None:
+        """Have the connection inside do it."""
+        self._check()
+        self._inner.urge()
+
     def progress(self, timeout: float) -> Progress | None:
         """Hear what the connection inside hears."""
         self._check()

@@ -81,6 +81,11 @@ class LoopbackConnection:
             return
         raise TransportDown("the connection was closed")
 
+    def urge(self) -> None:
+        """Have the far queue make haste."""
+        with self._far_queue.lock:
+            self._far_queue.urge(AckLevel.PERSISTED)
+
     def progress(self, timeout: float) -> Progress | None:
         """Look at the far queue until it has come further than was last told."""
         deadline = time.monotonic() + timeout

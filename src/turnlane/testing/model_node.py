@@ -193,6 +193,9 @@ class ModelConnection:
         """Hand a block to the node; blocks while that is full."""
         self._node.accept(self, sequence, block)
 
+    def urge(self) -> None:
+        """Nothing: a model persists when it is told to."""
+
     def progress(self, timeout: float) -> Progress | None:
         """Wait for the node to come further."""
         progress = self._node.await_progress(self, self._told, timeout)

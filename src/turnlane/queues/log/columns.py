@@ -122,17 +122,22 @@ class Restoring:
         ]
         self._schema = pa.schema([*base, *extra])
         self._places = _places(stored, self._schema)
-        self._rows = -1
-        self._missing: list[pa.Array[Any]] = []
+        self._missing: dict[int, pa.Array[Any]] = {}
+        self._make_nulls(0)
+
+    def _make_nulls(self, rows: int) -> None:
+        kinds = enumerate(self._schema.types)
+        self._missing = {i: nulls(kind, rows) for i, kind in kinds if self._places[i] < 0}
+        self._rows = rows
 
     def restored(self, block: pa.RecordBatch) -> pa.RecordBatch:
         """As ``events.conform``, but quicker: the nulls are made once, not for every block."""
-        if block.num_rows != self._rows:
-            self._rows = block.num_rows
-            self._missing = [nulls(kind, self._rows) for kind in self._schema.types]
+        rows = block.num_rows
+        if rows > self._rows:
+            self._make_nulls(rows)
         arrays = [
-            block.column(at) if at >= 0 else missing
-            for at, missing in zip(self._places, self._missing, strict=True)
+            block.column(at) if at >= 0 else self._missing[i].slice(0, rows)
+            for i, at in enumerate(self._places)
         ]
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 

@@ -55,7 +55,7 @@ class QueueDirectory(Closing):
             # Before the lock file is made: a format that is unknown is left as it was found.
             _read_identity(path, disk) or _id_in_chunks(path, disk)
             with contextlib.ExitStack() as held:
-                held.callback(disk.close, _lock(path, disk))
+                held.callback(disk.close, lock(path, disk))
                 identity = _read_identity(path, disk) or _give_identity(path, disk, name)
                 return cls(path, identity.queue_id, identity.name, held.pop_all().close)
         except OSError as error:
@@ -88,8 +88,11 @@ class _Identity(NamedTuple):
     name: str
 
 
-def _lock(path: Path, disk: Disk) -> int:
-    """Lock the directory for as long as the descriptor is open."""
+def lock(path: Path, disk: Disk) -> int:
+    """Lock a directory for as long as the descriptor that is returned is open.
+
+    Raises ``DirectoryLocked``, which names the holder, or ``OSError``.
+    """
     fd = disk.open(path / LOCK, create=True)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

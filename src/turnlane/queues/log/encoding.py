@@ -1,16 +1,16 @@
 """From blocks to frames: which columns, which message, compressed or not.
 
-Kept apart from the log so that nothing here can change what is on disk: blocks that do not fit are
-refused before the first byte is written.
+Kept apart from the log so that nothing here can change what is on disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import pyarrow as pa
 
+from turnlane.events import join
 from turnlane.queues.log.columns import EMPTY, Fitting
 from turnlane.queues.log.compression import Compression
 from turnlane.queues.log.frames import Data, FrameKind, encode, pack_stamps
@@ -39,6 +39,8 @@ class Group:
         self.starts: list[tuple[int, int]] = []
         """Each frame's first offset, and its byte counted from the group's beginning."""
         self.end = 0
+        self.seconds = 0.0
+        """How long writing it took."""
 
     def add(self, frame: list[Data], first: int, count: int) -> None:
         """Add a frame behind the others."""
@@ -61,23 +63,23 @@ class Encoder:
         self,
         schema: pa.Schema,
         first: int,
-        blocks: Sequence[pa.RecordBatch],
+        frames: Sequence[Sequence[pa.RecordBatch]],
         stamps: Sequence[Stamp],
         *,
         end: int,
-    ) -> list[Planned]:
-        """What of the blocks lies at or after ``end``, fitted to ``schema`` as it grows.
+    ) -> Iterator[Planned]:
+        """What of the frames lies at or after ``end``, joined and fitted to ``schema`` as it grows.
 
-        The stamps go with the last block. Raises ``SchemaMismatch``.
+        One by one: joined blocks use the memory of those before, fresh memory would cost more than
+        the joining. The stamps go with the last frame. Raises ``SchemaMismatch``.
         """
-        planned = []
-        for number, block in enumerate(blocks, 1):
-            if block.num_rows and first >= end:
-                schema, fitted = self._fitting.fit(schema, block)
-                last = number == len(blocks)
-                planned.append(Planned(first, fitted, schema, stamps if last else ()))
-            first += block.num_rows
-        return planned
+        for number, blocks in enumerate(frames, 1):
+            rows = sum(block.num_rows for block in blocks)
+            if rows and first >= end:
+                schema, fitted = self._fitting.fit(schema, join(blocks))
+                last = number == len(frames)
+                yield Planned(first, fitted, schema, stamps if last else ())
+            first += rows
 
     def frame(self, planned: Planned) -> list[Data]:
         """The frame, as buffers that share the block's memory unless it is compressed."""

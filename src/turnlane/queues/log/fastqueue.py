@@ -28,16 +28,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import cramjam
+import pyarrow as pa
 
 from turnlane.errors import NotAQueue
 from turnlane.events import MAX_BLOCK_BYTES, block_of
 from turnlane.queues.log.files import Disk
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 METADATA_FILE = "fastqueue.meta"
 POSITION_HEADER = "fastqueue.position"
@@ -375,11 +373,14 @@ class _ChunkReader:
 
 
 def _batch(blocks: Sequence[_Block]) -> pa.RecordBatch:
-    return block_of(
+    batch = block_of(
         [block.value for block in blocks],
         headers=[{POSITION_HEADER: str(block.position)} for block in blocks],
         sources=[block.chunk for block in blocks],
     )
+    # When they were published is not known: FastQueue keeps no times.
+    at = batch.schema.get_field_index("timestamp")
+    return batch.set_column(at, batch.schema.field(at), pa.nulls(len(blocks), batch[at].type))
 
 
 def _snappy_length(data: bytes) -> int | None:

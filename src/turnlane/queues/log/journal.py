@@ -156,6 +156,13 @@ class Journal:
             self._append_all(bodies)
             self._state.advance(position, unsettled_bytes, stamps)
 
+    def stamped(self, stamps: Sequence[Stamp]) -> None:
+        """Record what producers have published that was settled before it came to the log."""
+        with self._lock:
+            self._append_all([journal_format.stamped(stamp) for stamp in stamps])
+            for stamp in stamps:
+                self._state.stamp(stamp)
+
     def dropped(self, outcome: Outcome, events: int) -> None:
         """Record that events were dropped before they got an offset."""
         body = journal_format.dropped(outcome, events)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Self
@@ -16,6 +16,7 @@ from typing import Self
 import pyarrow as pa
 
 from turnlane.errors import Bug
+from turnlane.queues.log.active import Active
 from turnlane.queues.log.catalog import Catalog, Chunk, ChunkSpan
 from turnlane.queues.log.chunks import chunk_name, schema_frame
 from turnlane.queues.log.columns import EMPTY
@@ -27,11 +28,20 @@ from turnlane.queues.log.position import Position, Stamp
 from turnlane.queues.log.quarantine import Quarantine
 from turnlane.queues.log.reader import Fault, Found, LogReader
 from turnlane.queues.log.recovery import Recovered, Recovery
-from turnlane.queues.log.rescue import rescue_chunk
+from turnlane.queues.log.rescue import Remade, rescue_chunk
 
 __all__ = ["ChunkSpan", "Fault", "Found", "Log", "LogReader", "Position", "SyncFailed"]
 
 _log = logging.getLogger(__name__)
+
+
+WRITE_BYTES = 1 << 20
+"""Frames are written as soon as there is this much of them: while they are in the processor's
+cache, and so that the device works while the next are made."""
+
+
+Kept = Callable[[int, int], Iterator[tuple[int, Sequence[pa.RecordBatch], Sequence[Stamp]]]]
+"""What is in memory of a range of offsets: runs of blocks with their first offsets and stamps."""
 
 
 class SyncFailed(OSError):
@@ -51,14 +61,14 @@ class Log:
         chunk_size: int,
         compression: Compression,
         floor: int,
-        sync_on_rotate: bool,
+        durable: bool,
     ) -> None:
         self._directory = directory
         self._disk = disk
         self._queue_id = queue_id
         self._chunk_size = chunk_size
         self._encoder = Encoder(compression)
-        self._sync_on_rotate = sync_on_rotate
+        self._durable = durable
         self._quarantine = Quarantine(directory, disk)
         self._catalog = Catalog(found.chunks)
         self._end = max(found.end, floor)
@@ -67,14 +77,12 @@ class Log:
         self.recovered_stamps = found.stamps
         self.recovered_events_bytes = found.events_bytes
         self.rotations = 0
-        self._active: Chunk | None = None
-        self._fd = -1
+        self._active = Active(disk, durable=durable, written=self._written)
         self._schema = EMPTY
         self._entries_unsynced = False
         self._sync_failed = False
         self._lost: list[tuple[int, int]] = []
         """What a rescue that is not through yet could not read back."""
-        self._uncut = False
         self._resumable = -1
         self._resume(found)
 
@@ -89,7 +97,7 @@ class Log:
         compression: Compression,
         hint: Position | None = None,
         floor: int = 0,
-        sync_on_rotate: bool = True,
+        durable: bool = True,
     ) -> Self:
         """Recover the log and open it. ``floor`` is the lowest offset that may come next.
 
@@ -104,7 +112,7 @@ class Log:
             chunk_size=chunk_size,
             compression=compression,
             floor=floor,
-            sync_on_rotate=sync_on_rotate,
+            durable=durable,
         )
 
     def _resume(self, found: Recovered) -> None:
@@ -118,7 +126,7 @@ class Log:
         last.synced_end = self.synced_end = last.first
         self._schema = last.schema or EMPTY
         if found.appendable and self._end == last.end:
-            self._active, self._fd = last, self._disk.open(last.path)
+            self._active.take(last, self._disk.open(last.path))
 
     # What there is
 
@@ -141,9 +149,10 @@ class Log:
     @property
     def position(self) -> Position:
         """Where the log ends: the hint from which the next recovery starts to look."""
-        if self._active is None:
+        active = self._active.chunk
+        if active is None:
             return Position(self._end, 0, self._end)
-        return Position(self._active.first, self._active.size, self._end)
+        return Position(active.first, active.size, self._end)
 
     @property
     def schema(self) -> pa.Schema:
@@ -152,8 +161,8 @@ class Log:
 
     def inactive_chunks(self) -> list[ChunkSpan]:
         """The chunks that may be removed once everything in them is settled."""
-        active = -1 if self._active is None else self._active.first
-        return [span for span in self.chunks() if span.first != active]
+        active = self._active.chunk
+        return [span for span in self.chunks() if not active or span.first != active.first]
 
     def chunks(self) -> list[ChunkSpan]:
         """All chunks, oldest first; the last one's end is the log's."""
@@ -171,34 +180,40 @@ class Log:
         If it raises, nothing has changed and the same call may be made again: ``SchemaMismatch``
         for a column of another type, ``SyncFailed`` when a rotation could not sync, ``OSError``.
         """
-        self.append_many(first, [block], stamps)
+        self.append_many(first, [[block]], stamps)
 
     def append_many(
-        self, first: int, blocks: Sequence[pa.RecordBatch], stamps: Sequence[Stamp] = ()
+        self,
+        first: int,
+        frames: Sequence[Sequence[pa.RecordBatch]],
+        stamps: Sequence[Stamp] = (),
     ) -> None:
-        """Write several blocks, each as a frame, with as few writes as chunks allow.
+        """Write several frames, each given as the blocks to join for it, in large writes.
 
         The stamps go with the last frame: a crash before it means a repeat, never a loss. When it
-        raises ``OSError`` some blocks may be in (see ``end``); the same call goes on after them.
+        raises ``OSError`` some frames may be in (see ``end``); the same call goes on after them.
         """
         self._require_synced()
         if first < self._end and first != self._resumable:
             raise Bug(f"offset {first} was appended before: the log ends at {self._end}")
         self._resumable = first
         group = Group()
-        for planned in self._encoder.plan(self._schema, first, blocks, stamps, end=self._end):
+        for planned in self._encoder.plan(self._schema, first, frames, stamps, end=self._end):
             frame = self._encoder.frame(planned)
             size = sum(len(piece) for piece in frame)
             if self._needs_chunk(planned.schema, group.size, size):
-                self._write(group)
+                self._active.write(group)
                 group = Group()
                 self._start_chunk(planned.first, planned.schema)
             group.add(frame, planned.first, planned.block.num_rows)
-        self._write(group)
+            if group.size >= WRITE_BYTES:
+                self._active.write(group)
+                group = Group()
+        self._active.write(group)
         self._resumable = -1
 
     def _needs_chunk(self, schema: pa.Schema, pending: int, size: int) -> bool:
-        active, known = self._active, self._catalog.chunks
+        active, known = self._active.chunk, self._catalog.chunks
         if active is None or schema is not self._schema:
             return True
         if not known or known[-1] is not active:
@@ -206,53 +221,28 @@ class Log:
         used = active.size + pending
         return used > active.data_start and used + size > self._chunk_size
 
-    def _write(self, group: Group) -> None:
-        active = self._active
-        if active is None or not group.size:
-            return
-        if self._uncut:
-            self._cut_back(active)
-        started = perf_counter()
-        try:
-            self._disk.write(self._fd, group.buffers, active.size)
-        except OSError:
-            self._uncut = True
-            with contextlib.suppress(OSError):
-                self._cut_back(active)
-            raise
-        self._encoder.wrote(group.size, perf_counter() - started)
-        for offset, byte in group.starts:
-            active.mark(offset, active.size + byte)
-        # Readers look at the end first: it must never promise what the size does not yet cover.
-        active.size += group.size
-        active.end = group.end
+    def _written(self, group: Group) -> None:
+        self._encoder.wrote(group.size, group.seconds)
         self._end = group.end
-
-    def _cut_back(self, active: Chunk) -> None:
-        """Cut off a write that failed; until that works nothing may be written after it."""
-        self._disk.truncate(self._fd, active.size)
-        self._uncut = False
 
     # Chunks
 
     def rotate(self) -> None:
         """Start another chunk, so that the former can be removed. Nothing if it has no events."""
         self._require_synced()
-        if self._active is not None and self._active.first < self._end:
+        if self._active.chunk is not None and self._active.chunk.first < self._end:
             self._start_chunk(self._end, self._schema)
 
     def retire(self) -> None:
         """Write no more to the active chunk, so that it can be removed. Needs no space."""
-        if self._active is not None:
-            self._disk.close(self._fd)
-            self._active, self._fd, self._uncut = None, -1, False
+        self._active.retire()
 
     def remove(self, first: int) -> None:
         """Delete the chunk named ``first``, whose events are all settled; not the active one."""
         chunk = self._catalog.named(first)
         if chunk is None:
             return
-        if chunk is self._active:
+        if chunk is self._active.chunk:
             raise Bug("the active chunk cannot be removed; rotate or retire it first")
         if chunk.unsaved:
             self._quarantine.move(chunk.path)
@@ -262,7 +252,7 @@ class Log:
         self._catalog.discard(chunk)
 
     def _start_chunk(self, first: int, schema: pa.Schema) -> None:
-        if self._sync_on_rotate:
+        if self._durable:
             self.sync()
         path = self._directory / chunk_name(first)
         frame = schema_frame(schema, first, self._queue_id)
@@ -296,10 +286,8 @@ class Log:
 
     def _switch(self, chunk: Chunk, fd: int) -> None:
         self._catalog.add(chunk)
-        if self._fd >= 0:
-            self._disk.close(self._fd)
-        self._active, self._fd, self._schema = chunk, fd, chunk.schema or EMPTY
-        self._uncut = False
+        self._active.take(chunk, fd)
+        self._schema = chunk.schema or EMPTY
 
     # Durability
 
@@ -323,8 +311,8 @@ class Log:
         return [chunk for chunk in self._catalog.chunks if chunk.synced_size < chunk.size]
 
     def _sync_chunk(self, chunk: Chunk) -> None:
-        if chunk is self._active:
-            self._disk.sync(self._fd)
+        if chunk is self._active.chunk:
+            self._active.sync()
             return
         fd = self._disk.open(chunk.path)
         try:
@@ -337,18 +325,31 @@ class Log:
             self._disk.sync_directory(self._directory)
             self._entries_unsynced = False
 
-    def rescue(self) -> list[tuple[int, int]]:
+    def rescue(self, kept: Kept | None = None) -> list[tuple[int, int]]:
         """After ``SyncFailed``: save what was not synced to new chunks, and sync those.
 
-        Returns the offsets [first, end) that could not be read back. Raises ``OSError`` if it did
-        not succeed; then call it again.
+        What cannot be read back is written from what the caller has ``kept``. Returns the offsets
+        [first, end) of the rest. Raises ``OSError`` if it did not succeed; then call it again.
         """
+
+        def remake(chunk: Chunk, first: int, end: int) -> Iterator[Remade]:
+            schema = chunk.schema or EMPTY
+            for at, blocks, stamps in kept(first, end) if kept else ():
+                for planned in self._encoder.plan(schema, at, [blocks], stamps, end=at):
+                    frame = self._encoder.frame(planned)
+                    yield Remade(at, at + planned.block.num_rows, frame)
+
         for chunk in self._unsynced():
             saved, fd, gone = rescue_chunk(
-                chunk, self._catalog, self._disk, self._quarantine, self._queue_id
+                chunk,
+                self._catalog,
+                self._disk,
+                self._quarantine,
+                queue_id=self._queue_id,
+                remake=remake,
             )
             self._lost += gone
-            if chunk is self._active:
+            if chunk is self._active.chunk:
                 self._switch(saved, fd)
             else:
                 self._disk.close(fd)
@@ -364,6 +365,4 @@ class Log:
 
     def close(self) -> None:
         """Close the files. Syncs nothing."""
-        if self._fd >= 0:
-            self._disk.close(self._fd)
-        self._active, self._fd = None, -1
+        self._active.retire()

@@ -1,19 +1,23 @@
 """What to do when a sync has failed: trust nothing but what can be read back.
 
 The kernel may have dropped what it could not write and calls it clean, so a second sync would
-succeed and mean nothing. The frames in doubt are read back, checked, and written to a new file.
+succeed and mean nothing. The frames in doubt are read back, checked, and written to a new file;
+those that do not hold are made anew from what is still in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from turnlane.queues.log.catalog import Catalog, Chunk
 from turnlane.queues.log.chunks import WINDOW, Flaw, Whole, chunk_name, scan, schema_frame
 from turnlane.queues.log.columns import EMPTY
 from turnlane.queues.log.files import Disk
+from turnlane.queues.log.frames import Data
 from turnlane.queues.log.quarantine import Quarantine
 
 _log = logging.getLogger(__name__)
@@ -21,15 +25,33 @@ _log = logging.getLogger(__name__)
 Lost = list[tuple[int, int]]
 
 
+class Remade(NamedTuple):
+    """A frame of the events ``first`` to ``end - 1``, made from what is in memory."""
+
+    first: int
+    end: int
+    frame: list[Data]
+
+
+Remake = Callable[[Chunk, int, int], Iterator[Remade]]
+"""Makes a chunk's frames for a range of offsets again, in order, as far as it can."""
+
+
 def rescue_chunk(
-    chunk: Chunk, catalog: Catalog, disk: Disk, quarantine: Quarantine, queue_id: str
+    chunk: Chunk,
+    catalog: Catalog,
+    disk: Disk,
+    quarantine: Quarantine,
+    *,
+    queue_id: str,
+    remake: Remake,
 ) -> tuple[Chunk, int, Lost]:
     """Move a chunk's unsynced frames to a synced chunk of their own, then cut the former.
 
-    Returns the new chunk, its descriptor, and the offsets that could not be read back. Raises
-    ``OSError`` with everything as it was; readers are not disturbed either way.
+    Returns the new chunk, its descriptor, and the offsets that could neither be read back nor
+    made anew. Raises ``OSError`` with everything as it was; readers are not disturbed either way.
     """
-    rescue = _Rescue(chunk, disk, quarantine, queue_id)
+    rescue = _Rescue(chunk, disk, quarantine, queue_id, remake)
     fd = rescue.run()
     saved = rescue.saved
     catalog.add(saved)
@@ -46,9 +68,12 @@ def rescue_chunk(
 
 
 class _Rescue:
-    def __init__(self, chunk: Chunk, disk: Disk, quarantine: Quarantine, queue_id: str) -> None:
+    def __init__(
+        self, chunk: Chunk, disk: Disk, quarantine: Quarantine, queue_id: str, remake: Remake
+    ) -> None:
         self._chunk = chunk
         self._disk = disk
+        self._remake = remake
         self._quarantine = quarantine
         self.lost: Lost = []
         first = chunk.synced_end
@@ -91,7 +116,8 @@ class _Rescue:
                 if isinstance(region, Whole):
                     self._copy(source, fd, region)
                 elif region.length:
-                    self._lose(source, region)
+                    self._keep_copy(source, region)
+                    self._replace(fd, region)
         finally:
             self._disk.close(source)
 
@@ -107,10 +133,23 @@ class _Rescue:
             done += len(piece)
         saved.size += length
 
-    def _lose(self, source: int, flaw: Flaw) -> None:
+    def _replace(self, fd: int, flaw: Flaw) -> None:
+        """Write what the damaged frames held, if it is still known; otherwise it is lost."""
+        chunk, saved = self._chunk, self.saved
+        at = chunk.synced_end if flaw.first is None else flaw.first
+        end = chunk.end if flaw.end is None else flaw.end
+        for first, after, frame in self._remake(chunk, at, end):
+            if at < first:
+                self.lost.append((at, first))
+            saved.mark(first, saved.size)
+            self._disk.write(fd, frame, saved.size)
+            saved.size += sum(len(piece) for piece in frame)
+            at = after
+        if at < end:
+            self.lost.append((at, end))
+
+    def _keep_copy(self, source: int, flaw: Flaw) -> None:
         chunk = self._chunk
-        first = chunk.synced_end if flaw.first is None else flaw.first
-        self.lost.append((first, chunk.end if flaw.end is None else flaw.end))
         try:
             self._quarantine.copy(source, flaw.byte, flaw.length, chunk=chunk.first, kind="frame")
         except OSError as error:

@@ -1,0 +1,64 @@
+"""A node in a process of its own, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running node."""
+
+    pid: int
+    flight: str
+    """For ``turnlane.connect``."""
+    http: str
+    """The address that paths are appended to."""
+    inputs: Mapping[str, Any]
+
+    def resident_bytes(self) -> int:
+        """What it has in memory for itself: the page cache, and libraries it shares, left out."""
+        lines = Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines()
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
+@contextmanager
+def served(
+    directory: Path,
+    queues: Mapping[str, Mapping[str, Any]],
+    inputs: list[dict[str, Any]] | None = None,
+) -> Iterator[Served]:
+    """Run ``turnlane serve`` with these queues; at the end it is stopped in order."""
+    config = directory / "node.yaml"
+    values = {
+        "node": {
+            "data": str(directory / "data"),
+            "flight": {"listen": "127.0.0.1:0"},
+            "http": {"listen": "127.0.0.1:0"},
+        },
+        "queues": queues,
+        "inputs": inputs or [],
+    }
+    config.write_text(json.dumps(values))  # which is YAML, too
+    command = [sys.executable, "-m", "turnlane", "serve", str(config), "--json"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        about = json.loads(process.stdout.readline())
+        try:
+            yield Served(process.pid, about["flight"], about["http"], about["inputs"])
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()

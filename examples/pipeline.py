@@ -1,0 +1,275 @@
+"""The whole of turnlane in about a minute: syslog and HTTP in, lanes on Spark, a ledger at the end.
+
+``turnlane run`` starts a node and a pipeline on local Spark. Log messages come in over TCP and
+HTTP. One lane keeps the important ones, one archives everything as Parquet, one counts with
+windowed SQL, and one has a destination that is dead for a while, which slows nobody down. At the
+end every event is accounted for, or the exit code is not zero.
+
+    python examples/pipeline.py [--events 100000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow.dataset as ds
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+import turnlane
+
+OVER_HTTP = 1_000
+"""Events that come by HTTP; the others come by TCP."""
+PATIENCE = 240.0
+QUEUES = ("main", "alerts", "archive", "counts", "flaky")
+
+console = Console()
+
+
+def message(number: int) -> bytes:
+    """A syslog message; every eighth is an error or worse."""
+    return b"<%d>1 2026-11-16T08:00:00Z shop checkout - - - order %d" % (16 + number % 8, number)
+
+
+def configuration(place: Path) -> tuple[str, dict[str, int]]:
+    """The YAML file, and the ports in it."""
+    ports = {name: free_port() for name in ("flight", "http", "syslog", "web")}
+    text = f"""
+node:
+  data: {place}/data
+  flight: {{listen: "127.0.0.1:{ports["flight"]}"}}
+  http: {{listen: "127.0.0.1:{ports["http"]}"}}
+inputs:
+  - {{type: syslog, tcp: "127.0.0.1:{ports["syslog"]}", queue: main}}
+  - {{type: http, listen: "127.0.0.1:{ports["web"]}", queue: main, split: lines}}
+main: {{durability: interval}}
+parse: syslog
+actions:
+  - name: alerts
+    filter: "severity <= 3"
+    queue: disk
+    output: {{type: file, path: {place}/out/alerts.jsonl}}
+  - name: archive
+    queue: disk
+    output: {{type: spark, format: parquet, path: {place}/out/archive, columns: [message]}}
+  - name: counts
+    queue: disk
+    sql: >
+      SELECT severity, count(*) AS events FROM events
+      GROUP BY window(timestamp, '1 hour'), severity
+    watermark: 10m
+    output_mode: update
+    output: {{type: file, path: {place}/out/counts.jsonl}}
+  - name: flaky
+    filter: "severity = 0"
+    queue: disk
+    output: {{type: file, path: {place}/out/flaky/events.jsonl}}
+spark:
+  master: "local[2]"
+"""
+    return text, ports
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+    return port
+
+
+# ── senders ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def send_syslog(port: int, first: int, end: int) -> None:
+    """As any daemon does it: a connection, a message a line."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        for at in range(first, end, 1000):
+            lines = [message(number) + b"\n" for number in range(at, min(end, at + 1000))]
+            connection.sendall(b"".join(lines))
+
+
+def send_http(port: int, first: int, end: int) -> None:
+    """A request of many lines; the answer comes when they are persisted."""
+    body = b"\n".join(message(number) for number in range(first, end))
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/", body, {"Content-Type": "text/plain"}
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        assert answer.status in {200, 204}
+
+
+# ── watching ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Watch:
+    """What the pipeline tells, and what the node's ledgers say."""
+
+    def __init__(self, url: str) -> None:
+        self.lanes: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
+        self.ready = threading.Event()
+        self._client = turnlane.connect(url)
+
+    def listen(self, lines: Iterator[str]) -> None:
+        """Take in what ``turnlane run --json`` prints."""
+        for line in lines:
+            told = json.loads(line)
+            if told["event"] == "lane":
+                self.lanes[told["name"]] = told["state"]
+                if told.get("reason"):
+                    self.reasons[told["name"]] = told["reason"]
+            elif told["event"] == "node" and told.get("state") == "ready":
+                self.ready.set()
+
+    def ledgers(self) -> dict[str, dict[str, Any]]:
+        """By queue; empty while the node cannot be asked."""
+        try:
+            stats = self._client.stats()
+        except turnlane.RetryLater:
+            return {}
+        return {name: stats[name]["ledger"] for name in QUEUES if name in stats}
+
+    def table(self, note: str) -> Table:
+        """All of it."""
+        table = Table(title=note, title_justify="left")
+        table.add_column("queue and lane")
+        for column in ("accepted", "delivered", "pending"):
+            table.add_column(column, justify="right")
+        table.add_column("lane")
+        for name, ledger in self.ledgers().items():
+            numbers = [f"{ledger[column]:,}" for column in ("accepted", "delivered", "pending")]
+            table.add_row(name, *numbers, self.lanes.get(name, "starting"))
+        return table
+
+    def close(self) -> None:
+        """Let go of the node."""
+        self._client.close()
+
+
+def wait(live: Live, watch: Watch, note: str, condition: Callable[[], bool]) -> None:
+    """Show how it goes until the condition holds."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"gave up waiting: {note}")
+        live.update(watch.table(note))
+        time.sleep(0.25)
+
+
+@contextmanager
+def running(config: Path) -> Iterator[subprocess.Popen[str]]:
+    """``turnlane run``, stopped at the end as Ctrl-C stops it."""
+    command = [sys.executable, "-m", "turnlane", "run", str(config), "--json"]
+    log = config.with_name("run.log")
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        try:
+            yield process
+        except SystemExit:
+            console.print(log.read_text()[-4000:], markup=False)
+            raise
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+# ── the account ──────────────────────────────────────────────────────────────────────────────────
+
+
+def numbers_in(path: Path) -> list[int]:
+    """The orders in a file of JSON lines."""
+    return sorted(
+        int(json.loads(line)["message"].split()[1]) for line in path.read_text().splitlines()
+    )
+
+
+def outputs_add_up(out: Path, events: int) -> bool:
+    """Whether every destination has what it should have, each event once."""
+    archive = ds.dataset(out / "archive", exclude_invalid_files=True, format="parquet").to_table()
+    texts: list[Any] = archive.column("message").to_pylist()
+    archived = sorted(int(text.split()[1]) for text in texts)
+    counted: dict[int, int] = {}
+    for line in (out / "counts.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        counted[row["severity"]] = max(counted.get(row["severity"], 0), row["events"])
+    checks = {
+        "alerts": numbers_in(out / "alerts.jsonl") == [n for n in range(events) if n % 8 <= 3],
+        "archive": archived == list(range(events)),
+        "counts": sum(counted.values()) == events,
+        "flaky": numbers_in(out / "flaky" / "events.jsonl") == list(range(0, events, 8)),
+    }
+    for name, right in checks.items():
+        console.print(f"{'✓' if right else '✗'} {name}: {'each event once' if right else 'wrong'}")
+    return all(checks.values())
+
+
+def demonstrate(place: Path, events: int) -> bool:
+    """Run it all; true if everything adds up."""
+    text, ports = configuration(place)
+    config = place / "demo.yaml"
+    config.write_text(text)
+    blocked = place / "out" / "flaky"
+    blocked.parent.mkdir()
+    blocked.write_text("a file where a folder should be: the destination is dead")
+    watch = Watch(f"turnlane://127.0.0.1:{ports['flight']}")
+
+    def drained(*queues: str) -> bool:
+        ledgers = watch.ledgers()
+        return all(ledgers.get(q, {}).get("accepted") and not ledgers[q]["pending"] for q in queues)
+
+    with running(config) as process, Live(console=console, refresh_per_second=4) as live:
+        assert process.stdout is not None
+        threading.Thread(target=watch.listen, args=(process.stdout,), daemon=True).start()
+        wait(live, watch, "Starting a node and Spark", watch.ready.is_set)
+        split = events - OVER_HTTP
+        send_syslog(ports["syslog"], 0, split)
+        send_http(ports["web"], split, events)
+        healthy = ("main", "alerts", "archive", "counts")
+        note = f"{events:,} events sent; the destination of flaky is dead"
+        wait(live, watch, note, lambda: drained(*healthy) and "flaky" in watch.reasons)
+        blocked.unlink()
+        wait(live, watch, "The destination of flaky is back", lambda: drained("flaky"))
+        live.update(watch.table("All delivered"))
+        ledgers = watch.ledgers()
+    console.print()
+    watch.close()
+    console.print(f"flaky had failed with: {watch.reasons['flaky']}", markup=False)
+    adds_up = all(ledger["adds_up"] and not ledger["pending"] for ledger in ledgers.values())
+    accepted = ledgers["main"]["accepted"] == events
+    console.print(f"{'✓' if adds_up and accepted else '✗'} every ledger adds up")
+    return outputs_add_up(place / "out", events) and adds_up and accepted
+
+
+def main() -> None:
+    """Parse, run, tell."""
+    parser = argparse.ArgumentParser(description="Run a pipeline and account for every event.")
+    parser.add_argument("--events", type=int, default=100_000)
+    options = parser.parse_args()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="turnlane-demo-") as place:
+        adds_up = demonstrate(Path(place), max(options.events, 2 * OVER_HTTP))
+    console.print(f"Took {time.monotonic() - started:.0f} s.")
+    sys.exit(0 if adds_up else 1)
+
+
+if __name__ == "__main__":
+    main()

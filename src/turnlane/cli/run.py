@@ -1,0 +1,163 @@
+"""``turnlane run`` and ``turnlane pipeline``: the pipeline, with a node of its own or without."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from turnlane.cli.failure import ExitCode, reported
+from turnlane.cli.logs import LogFormat, LogLevel, log_to_stderr
+from turnlane.cli.node_process import NodeProcess
+from turnlane.cli.operation import NodeFailed, Opening, Operation, Report, reporter
+from turnlane.cli.serve import ConfigFile, faults_printed, leave, leave_if_stuck, loaded, piped
+from turnlane.cli.signals import Signals
+from turnlane.cli.spark import find_modules_beside, need_spark, session
+from turnlane.cli.supervisor import notify
+from turnlane.errors import ConfigError
+
+if TYPE_CHECKING:
+    from turnlane.config import Config
+    from turnlane.spark.process import Session
+
+Json = Annotated[bool, typer.Option("--json", help="Tell what happens in lines of JSON.")]
+Reload = Annotated[
+    bool, typer.Option(help="Take the configuration anew whenever the file changes.")
+]
+Level = Annotated[LogLevel, typer.Option(help="What is logged.")]
+Form = Annotated[LogFormat, typer.Option(help="How it is logged.")]
+Master = Annotated[
+    str | None, typer.Option(help="Where Spark runs; default: what CONFIG says, or local[*].")
+]
+
+
+@reported
+def run(
+    config: ConfigFile,
+    *,
+    master: Master = None,
+    as_json: Json = False,
+    reload: Reload = True,
+    log_level: Level = LogLevel.WARNING,
+    log_format: Form = LogFormat.TEXT,
+) -> None:
+    """Run a node and its pipeline on Spark, until SIGTERM or SIGINT.
+
+    The node is a process of its own. SIGHUP, or a change of the file, has the pipeline's part of
+    the configuration taken anew; one with mistakes is rejected, and the running one goes on.
+    """
+    settings = loaded(config)
+    piped(settings)
+    _check_for_run(settings)
+    need_spark()
+    log_to_stderr(log_level, log_format)
+    options = [f"--log-level={log_level}", f"--log-format={log_format}"]
+    with NodeProcess(config, options) as node:
+        node.start()
+        _operate(
+            config,
+            settings,
+            lambda: session(settings.spark, master=master, level=log_level),
+            reporter(as_json=as_json),
+            node=node,
+            reload=reload,
+        )
+
+
+@reported
+def pipeline(
+    config: ConfigFile,
+    *,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(help="The nodes, turnlane://host:port,…; default: what CONFIG says."),
+    ] = None,
+    master: Master = None,
+    as_json: Json = False,
+    reload: Reload = True,
+    log_level: Level = LogLevel.WARNING,
+    log_format: Form = LogFormat.TEXT,
+) -> None:
+    """Run only the pipeline, against nodes elsewhere, until SIGTERM or SIGINT.
+
+    Queues that the nodes lack are made there; that takes a token with the right to.
+    """
+    settings = loaded(config)
+    piped(settings)
+    need_spark()
+    log_to_stderr(log_level, log_format)
+    given = endpoint or settings.nodes.endpoint or os.environ.get("TURNLANE_URL")
+    where = given or _listening(settings)
+    _operate(
+        config,
+        settings,
+        lambda: session(settings.spark, master=master, level=log_level),
+        reporter(as_json=as_json),
+        endpoint=where,
+        reload=reload,
+    )
+
+
+def _operate(
+    path: Path,
+    settings: Config,
+    make: Callable[[], Session],
+    report: Report,
+    *,
+    node: NodeProcess | None = None,
+    endpoint: str | None = None,
+    reload: bool,
+) -> None:
+    find_modules_beside(path)
+    report("spark", "starting Spark")
+    opening = Opening(make)
+    operation = Operation(
+        path, settings, opening, report=report, node=node, endpoint=endpoint, reloads=reload
+    )
+    with Signals(hangup=True) as signals:
+        try:
+            with faults_printed():
+                operation.run(signals)
+        except NodeFailed as failed:
+            assert node is not None
+            node.close()
+            leave(failed.code)  # the node has said itself why
+        except BaseException:
+            with contextlib.suppress(Exception):  # what went wrong before is what counts
+                operation.stop()
+            raise
+        notify("STOPPING=1")
+        if not signals.wait_or(operation.stop):
+            report("stopping", "stopping without waiting; once more to end at once")
+            if node is not None:
+                signals.wait_or(node.close)
+            leave(ExitCode.FAILED)
+        report("stopped", "stopped")
+    sys.stdout.flush()
+    if node is not None:
+        node.close()
+    leave_if_stuck(0)
+
+
+def _check_for_run(settings: Config) -> None:
+    """What a node may be without, and its own pipeline not."""
+    from turnlane.service import check
+
+    check(settings)
+    with faults_printed(settings):
+        if not settings.node.flight.enabled:
+            raise ConfigError("node.flight.enabled", "must be true: the pipeline reads over Flight")
+        access = settings.nodes.access()
+        if settings.node.tokens and not {"tokenEnv", "tokenFile"} & access.keys():
+            message = "need one for the pipeline: name it in nodes.token_env or nodes.token_file"
+            raise ConfigError("node.tokens", message)
+
+
+def _listening(settings: Config) -> str:
+    flight = settings.node.flight
+    return f"turnlane{'' if flight.tls is None else 's'}://{flight.listen}"

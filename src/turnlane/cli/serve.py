@@ -1,0 +1,267 @@
+"""``turnlane serve`` and ``turnlane validate``: run a node, or only look at its configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import resource
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+
+import typer
+
+from turnlane.cli import output
+from turnlane.cli.failure import ExitCode, reported
+from turnlane.cli.logs import LogFormat, LogLevel, log_to_stderr
+from turnlane.cli.signals import Signals
+from turnlane.cli.spark import find_modules_beside, need_spark, session
+from turnlane.cli.supervisor import notify
+from turnlane.errors import ConfigError
+
+if TYPE_CHECKING:
+    from turnlane.config import Config
+    from turnlane.pipeline.settings import PipelineSettings
+    from turnlane.service import Service
+
+# What a node needs is imported where it is used: other commands start without it.
+
+_LOOK_SECONDS: Final = 0.2
+"""How often to see whether inputs that come to an end have."""
+
+MAIN: str = "main"
+"""The queue that there is without a configuration."""
+
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="The configuration, a YAML file.")
+]
+
+
+@reported
+def serve(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="The configuration, a YAML file.")
+    ] = None,
+    *,
+    data: Annotated[
+        Path | None, typer.Option(help="Without a CONFIG: the data directory, made if needed.")
+    ] = None,
+    queues: Annotated[
+        list[str] | None,
+        typer.Option("--queue", help="With --data: a queue to have; again for more. [main]"),
+    ] = None,
+    listen_flight: Annotated[
+        str | None, typer.Option(help="With --data: where Flight listens. [127.0.0.1:8815]")
+    ] = None,
+    listen_http: Annotated[
+        str | None, typer.Option(help="With --data: where HTTP listens. [127.0.0.1:8088]")
+    ] = None,
+    ready_file: Annotated[
+        Path | None, typer.Option(help="Write this file, in JSON, once everything listens.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON once everything listens.")
+    ] = False,
+    log_level: Annotated[LogLevel, typer.Option(help="What is logged.")] = LogLevel.INFO,
+    log_format: Annotated[LogFormat, typer.Option(help="How it is logged.")] = LogFormat.TEXT,
+) -> None:
+    """Run a node: its queues, Flight, HTTP and inputs, until SIGTERM or SIGINT.
+
+    One that only reads the standard input ends when that does.
+
+    The first signal stops in order, within the configured time; a second one waits for nobody; a
+    third ends the process at once.
+    """
+    from turnlane.service import Service
+
+    flags = {"flight": listen_flight, "http": listen_http}
+    settings = _settings(config, data, queues or [], flags)
+    log_to_stderr(log_level, log_format)
+    _lift_file_limit()
+    with Signals() as signals:
+        service = Service(settings).start()
+        try:
+            _announce(service, ready_file, as_json=as_json)
+            why = _reason_to_stop(service, signals)
+            if ready_file is not None:
+                ready_file.unlink(missing_ok=True)
+            output.warn(f"{why}: stopping; once more to wait for nobody")
+            _stop_in_order(service, signals)
+        finally:
+            service.stop(0.0)
+
+
+@reported
+def validate(
+    config: ConfigFile,
+    *,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the settings in JSON, defaults included.")
+    ] = False,
+    with_spark: Annotated[
+        bool, typer.Option("--spark", help="Have Spark check filters, SQL and transforms, too.")
+    ] = False,
+) -> None:
+    """Check a configuration: every fault with file, line and column. Exit code 78 if any."""
+    from turnlane.config import shown
+    from turnlane.service import check
+
+    settings = loaded(config)
+    check(settings)
+    if with_spark:
+        _check_with_spark(config, settings)
+    if show:
+        output.say(json.dumps(shown(settings), indent=2, ensure_ascii=False))
+    else:
+        output.say(f"{config}: ok, {', '.join(_counted(settings))}")
+
+
+def _counted(settings: Config) -> Iterator[str]:
+    parts = [(len(settings.queues), "queue"), (len(settings.inputs), "input")]
+    if settings.actions:
+        parts.append((len(settings.actions), "action"))
+    for count, noun in parts:
+        yield f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _check_with_spark(path: Path, settings: Config) -> None:
+    pipeline = piped(settings)
+    need_spark()
+    find_modules_beside(path)
+    from turnlane.spark.pipeline import Pipeline
+
+    spark = session(pipeline.spark, master="local[1]")
+    try:
+        with faults_printed(settings):
+            Pipeline(pipeline, {}, spark, settings.checkpoints()).check()
+    finally:
+        spark.stop()
+
+
+# ── settings ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _settings(
+    config: Path | None, data: Path | None, queues: list[str], listen: Mapping[str, str | None]
+) -> Config:
+    from pydantic import ValidationError
+
+    from turnlane.config import Config
+    from turnlane.problems import config_error
+
+    if (config is None) == (data is None):
+        raise typer.BadParameter("give a CONFIG, or --data DIR")
+    if config is not None:
+        if queues or any(listen.values()):
+            raise typer.BadParameter("--queue and --listen-… are for --data; write them in CONFIG")
+        return loaded(config)
+    planes = {name: {"listen": place} for name, place in listen.items() if place is not None}
+    wanted: dict[str, Any] = {
+        "node": {"data": data, **planes},
+        "queues": dict.fromkeys(queues or [MAIN]),
+    }
+    try:
+        return Config.model_validate(wanted)
+    except ValidationError as error:
+        raise config_error(error) from None
+
+
+def loaded(path: Path) -> Config:
+    """The settings; what is wrong is printed as editors and people expect it, a fault a line."""
+    from turnlane.config import load
+
+    with faults_printed():
+        return load(path)
+
+
+def piped(config: Config) -> PipelineSettings:
+    """The pipeline that a configuration has; if it has none, that is its fault."""
+    pipeline = config.pipeline()
+    if pipeline is None:
+        with faults_printed(config):
+            raise ConfigError("actions", "there are none; turnlane serve runs a node without them")
+    return pipeline
+
+
+@contextlib.contextmanager
+def faults_printed(config: Config | None = None) -> Iterator[None]:
+    """Print what is wrong with a configuration, with its places, and leave."""
+    from turnlane.config import ConfigFaults
+
+    try:
+        yield
+    except ConfigError as error:
+        placed = error if config is None else config.placed(error)
+        if not isinstance(placed, ConfigFaults):
+            raise
+        typer.echo(str(placed), err=True)
+        raise typer.Exit(ExitCode.CONFIG) from None
+
+
+# ── running ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _lift_file_limit() -> None:
+    """Have as many connections and files as the system allows: the soft limit is for others."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _reason_to_stop(service: Service, signals: Signals) -> str:
+    """Sleep until there is one."""
+    while service.finishes:
+        caught = signals.look(_LOOK_SECONDS)
+        if caught is not None:
+            return caught.name
+        if service.finished:
+            return "end of input"
+    return signals.wait().name
+
+
+def _announce(service: Service, ready_file: Path | None, *, as_json: bool) -> None:
+    for each in service.listening():
+        where = "" if each.where is None else f" on {each.where}"
+        queue = "" if each.queue is None else f" into queue {each.queue}"
+        output.warn(f"{each.what}{where}{queue}")
+    about = {"pid": os.getpid(), **service.as_dict()}
+    if ready_file is not None:
+        partial = ready_file.with_name(f"{ready_file.name}.part")
+        partial.write_text(json.dumps(about) + "\n", encoding="utf-8")
+        partial.replace(ready_file)
+    if as_json:
+        output.say_json(about)
+        sys.stdout.flush()
+    output.warn("ready")
+    notify("READY=1")
+
+
+def _stop_in_order(service: Service, signals: Signals) -> None:
+    notify("STOPPING=1")
+    if signals.wait_or(service.stop):
+        output.warn("stopped")
+        leave_if_stuck(0)
+    else:
+        output.warn("stopping without waiting; once more to end at once")
+        signals.wait_or(service.hard_stop)  # one more signal ends the process
+        output.warn("stopped; clients that were told nothing will send again")
+        leave(ExitCode.FAILED)
+
+
+def leave_if_stuck(code: int) -> None:
+    """A part that did not stop in time must not keep the process from ending."""
+    main = threading.main_thread()
+    if any(each is not main and not each.daemon for each in threading.enumerate()):
+        leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process now, threads or not."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

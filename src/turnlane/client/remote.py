@@ -1,0 +1,326 @@
+"""A node elsewhere, by its Flight address: one call for each thing that can be asked of it."""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import pyarrow as pa
+from pyarrow import flight
+
+from turnlane.client.failures import understood
+from turnlane.closing import Closing
+from turnlane.errors import ConfigError, NoSuchStage
+from turnlane.events import Block
+
+ANSWER_SECONDS: Final = 30.0
+"""How long a node may take over an answer, beside what it was asked to wait."""
+OPTIONS: Final[list[tuple[str, int | str]]] = [
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # in truth the time that connecting may take
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Nodes restart at the same address: a channel that shares its connection with one that has
+    # given up would have given up, too.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a client shows to a node, and by what it knows it."""
+
+    token: str | None = None
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_cert", "and tls_key belong together: give both or neither")
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
+            raise ConfigError("token", "must be plain printable text")
+
+    def __repr__(self) -> str:
+        return "Credentials(…)"
+
+    def arguments(self) -> dict[str, Any]:
+        """For Flight. Raises ``ConfigError`` if a file cannot be read, or holds something else."""
+        files = {
+            "tls_root_certs": ("tls_ca", self.tls_ca),
+            "cert_chain": ("tls_cert", self.tls_cert),
+            "private_key": ("tls_key", self.tls_key),
+        }
+        contents = {
+            argument: _contents(knob, path)
+            for argument, (knob, path) in files.items()
+            if path is not None
+        }
+        self._check_files()
+        return contents
+
+    def _check_files(self) -> None:
+        """Find out now: of gRPC one would only hear that there is no address to connect to."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        for knob, path in (("tls_ca", self.tls_ca), ("tls_cert", self.tls_cert)):
+            if path is not None:
+                try:
+                    context.load_verify_locations(path)
+                except ssl.SSLError:
+                    raise ConfigError(knob, f"{path} holds no certificate (PEM)") from None
+        if self.tls_cert is not None and self.tls_key is not None:
+            try:
+                # No passphrase: without this, OpenSSL would ask for one at the terminal.
+                context.load_cert_chain(self.tls_cert, self.tls_key, password=lambda: b"")
+            except ssl.SSLError:
+                what = f"{self.tls_key} is not the unencrypted private key of {self.tls_cert}"
+                raise ConfigError("tls_key", what) from None
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """For every call."""
+        return [] if self.token is None else [(b"authorization", b"Bearer " + self.token.encode())]
+
+
+class Ends(NamedTuple):
+    """How far a queue goes."""
+
+    end: int
+    """The offset that the next event will get."""
+    low: int
+    """Everything below is settled."""
+
+
+class RemoteNode(Closing):
+    """A node elsewhere. Safe to use from any thread; made at once, connected when needed.
+
+    Every call raises what the node raised, or ``TransportDown`` if it cannot be reached.
+    """
+
+    def __init__(self, place: str, location: str, credentials: Credentials) -> None:
+        self.place = place
+        self._headers = credentials.headers()
+        with understood(place):
+            self._flight = flight.FlightClient(
+                location, generic_options=OPTIONS, **credentials.arguments()
+            )
+
+    def __repr__(self) -> str:
+        return f"RemoteNode({self.place!r})"
+
+    # ── what anybody may ask ─────────────────────────────────────────────────────────────────────
+
+    def ping(self, timeout: float = ANSWER_SECONDS) -> str:
+        """The node's instance: another one after every start."""
+        return str(self.act("ping", timeout=timeout)["instance"])
+
+    def queues(self) -> dict[str, dict[str, Any]]:
+        """The queues that the token may use, with the knobs that were set."""
+        return self.act("queues")
+
+    def stats(self, queue: str | None = None) -> dict[str, Any]:
+        """What a queue says of itself, by its name; or all."""
+        return self.act("stats", queue=queue)
+
+    def create(self, queue: str, **knobs: Any) -> bool:
+        """Make a queue; false if it is there with the same settings."""
+        return bool(self.act("create", queue=queue, knobs=_plain(knobs))["created"])
+
+    def drop(self, queue: str) -> None:
+        """Delete a queue with everything in it."""
+        self.act("drop", queue=queue)
+
+    # ── reading by offset ────────────────────────────────────────────────────────────────────────
+
+    def wait(self, queue: str, beyond: int, timeout: float) -> Ends:
+        """Wait until the queue's end is beyond an offset; returns how far it goes either way."""
+        answer = self.act(
+            "wait",
+            timeout=timeout + ANSWER_SECONDS,
+            body={"queue": queue, "beyond": beyond, "timeout": timeout},
+        )
+        return Ends(answer["end"], answer["low"])
+
+    def read(
+        self, queue: str, first: int = 0, end: int | None = None
+    ) -> Iterator[tuple[int, Block]]:
+        """Blocks of offsets ``first`` to ``end - 1`` with their first offsets, left in the queue.
+
+        What was settled may be missing. ``end`` is by default the queue's end at this moment.
+        """
+        if end is None:
+            end = self.wait(queue, -1, 0.0).end
+        while first < end:
+            at = first
+            for offset, block in self._read_once(queue, first, end):
+                yield offset, block
+                first = offset + block.num_rows
+            if first == at:
+                return  # nothing more: the rest is settled
+
+    def _read_once(self, queue: str, first: int, end: int) -> Iterator[tuple[int, Block]]:
+        with understood(self.place):
+            for chunk in self.get({"read": queue, "first": first, "end": end}, None):
+                if chunk.data is not None:
+                    yield said(chunk.app_metadata)["first"], chunk.data
+
+    def settle(self, queue: str, first: int, end: int) -> None:
+        """Settle offsets that were read."""
+        self.act("settle", queue=queue, first=first, end=end)
+
+    # ── staging and committing ───────────────────────────────────────────────────────────────────
+
+    def stage(self, queue: str, schema: pa.Schema) -> StageWriter:
+        """Begin to stage blocks for a queue; they are in it once a commit says so."""
+        return StageWriter(self, queue, schema)
+
+    def commit(
+        self,
+        stages: Sequence[str] = (),
+        ranges: Sequence[tuple[str, int, int]] = (),
+        *,
+        writer: str | None = None,
+        epoch: int = 0,
+        lane: str | None = None,
+        run: str = "-",
+        timeout: float = 300.0,
+    ) -> bool:
+        """Publish stages and settle ranges (queue, first, end) in one durable step.
+
+        With ``lane`` also what :meth:`plan` said of it. False if it is a repeat: then nothing
+        happens. After ``TransportDown`` repeat it.
+        """
+        spans = [{"queue": queue, "first": first, "end": end} for queue, first, end in ranges]
+        body = {
+            "stages": list(stages),
+            "ranges": spans,
+            "writer": writer,
+            "epoch": epoch,
+            "lane": lane,
+            "run": run,
+        }
+        return bool(self.act("commit", timeout=timeout, body=body)["committed"])
+
+    def plan(self, lane: str, run: str, queue: str, first: int, end: int) -> None:
+        """A run of a lane reads this range now; its commit settles it. Raises ``LaneTaken``."""
+        self.act(
+            "plan", body={"lane": lane, "run": run, "queue": queue, "first": first, "end": end}
+        )
+
+    def abort(self, stages: Sequence[str]) -> None:
+        """Give stages up."""
+        self.act("abort", stages=list(stages))
+
+    def epoch(self, writer: str) -> int | None:
+        """The last epoch that a writer has committed."""
+        epoch: int | None = self.act("epoch", writer=writer)["epoch"]
+        return epoch
+
+    # ── Flight ───────────────────────────────────────────────────────────────────────────────────
+
+    def act(
+        self,
+        kind: str,
+        *,
+        timeout: float = ANSWER_SECONDS,
+        body: Mapping[str, Any] | None = None,
+        **values: Any,
+    ) -> dict[str, Any]:
+        """Carry out one of the node's actions."""
+        action = flight.Action(kind, json.dumps(values if body is None else body).encode())
+        with understood(self.place):
+            (result,) = self._flight.do_action(action, self.options(timeout))
+        return said(result.body)
+
+    def get(self, command: Mapping[str, Any], timeout: float | None) -> flight.FlightStreamReader:
+        """A stream of blocks from the node."""
+        ticket = flight.Ticket(json.dumps(command).encode())
+        return self._flight.do_get(ticket, self.options(timeout))
+
+    def exchange(
+        self, command: Mapping[str, Any]
+    ) -> tuple[flight.FlightStreamWriter, flight.FlightStreamReader]:
+        """A stream of blocks to the node that can be cancelled."""
+        return self._flight.do_exchange(_descriptor(command), self.options(None))
+
+    def put(
+        self, command: Mapping[str, Any], schema: pa.Schema
+    ) -> tuple[flight.FlightStreamWriter, flight.FlightMetadataReader]:
+        """A stream of blocks to the node."""
+        call: Any = self._flight.do_put  # its stubs are those of do_exchange
+        made: tuple[flight.FlightStreamWriter, flight.FlightMetadataReader] = call(
+            _descriptor(command), schema, self.options(None)
+        )
+        return made
+
+    def options(self, timeout: float | None) -> flight.FlightCallOptions:
+        """What goes with every call."""
+        return flight.FlightCallOptions(timeout=timeout, headers=self._headers)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._flight.close()
+
+
+class StageWriter(Closing):
+    """Writes blocks to a node's disk, for a commit to publish."""
+
+    def __init__(self, node: RemoteNode, queue: str, schema: pa.Schema) -> None:
+        self.id: str | None = None
+        """Set by :meth:`finish`."""
+        self._failed = False
+        self._node = node
+        self._place = node.place
+        with understood(self._place):
+            self._writer, self._answers = node.put({"stage": queue}, schema)
+
+    def write(self, block: Block) -> None:
+        """Stage another block."""
+        self._failed = True
+        with understood(self._place):
+            self._writer.write_batch(block)
+        self._failed = False
+
+    def finish(self) -> str:
+        """Wait until it is on the node's disk; returns the id to commit it by."""
+        self._failed = True
+        with understood(self._place):
+            self._writer.done_writing()
+            answer = self._answers.read()
+            self._writer.close()
+        if answer is None:
+            raise NoSuchStage(f"{self._place} has not finished the stage")
+        self._failed = False
+        self.id = str(said(answer)["stage"])
+        return self.id
+
+    def close(self) -> None:
+        """Let go; what was not finished is given up."""
+        if self.id is None and not self._failed:
+            self._node.abort([self.finish()])
+            self.id = None
+
+
+def said(metadata: pa.Buffer | None) -> dict[str, Any]:
+    """What a node has said, in JSON."""
+    values: dict[str, Any] = json.loads(b"{}" if metadata is None else bytes(metadata))
+    return values
+
+
+def _descriptor(command: Mapping[str, Any]) -> flight.FlightDescriptor:
+    return flight.FlightDescriptor.for_command(json.dumps(command).encode())
+
+
+def _plain(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Knobs as JSON has them; what is not JSON by itself (a size, a mark) is written as text."""
+    plain: dict[str, Any] = json.loads(json.dumps(knobs, default=str))
+    return plain
+
+
+def _contents(knob: str, path: Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(knob, f"{path}: {error.strerror or error}") from None

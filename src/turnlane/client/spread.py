@@ -1,0 +1,234 @@
+"""A queue that is spread over several nodes, which know nothing of each other.
+
+Events with a key go to the node that the key belongs to, so that the events of a key stay in order;
+those without go to the nodes in turn. A node that is away delays only its own. Acks come in the
+order in which events were published to the same node.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from turnlane.client.fetching import Fetching
+from turnlane.client.keys import node_of, nodes_of
+from turnlane.errors import NotSupported
+from turnlane.events import Block
+from turnlane.queues.contract import (
+    Ack,
+    AckCallback,
+    AckLevel,
+    Batch,
+    FlowControl,
+    Producer,
+    Published,
+    Queue,
+)
+from turnlane.queues.ledger import Ledger
+from turnlane.queues.proxy import ProxyQueue
+from turnlane.queues.stats import Stats
+
+
+class SpreadQueue(Queue):
+    """Several nodes' queues of the same name as one. Offsets are those of each node."""
+
+    def __init__(self, queues: Sequence[ProxyQueue]) -> None:
+        self._queues = queues
+        self._fetching = Fetching(queues)
+
+    def producer(
+        self,
+        *,
+        ack: AckLevel | str = AckLevel.ACCEPTED,
+        on_ack: AckCallback | None = None,
+        flow: FlowControl | str = FlowControl.NONE,
+        producer_id: str | None = None,
+    ) -> Producer:
+        callback = None if on_ack is None else _one_at_a_time(on_ack)
+        return SpreadProducer(
+            [
+                queue.producer(ack=ack, on_ack=callback, flow=flow, producer_id=producer_id)
+                for queue in self._queues
+            ]
+        )
+
+    def get(self, max_events: int | None = None, timeout: float | None = None) -> Batch:
+        return self._fetching.get(max_events, timeout)
+
+    def finish(self) -> None:
+        for queue in self._queues:
+            queue.finish()
+
+    def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
+        self._fetching.close()
+        # At once, so that a node that is away does not use up the time of the others.
+        with ThreadPoolExecutor(len(self._queues)) as pool:
+            list(pool.map(lambda queue: queue.close(drain=drain, timeout=timeout), self._queues))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Drained if the block ends well: nobody who leaves it means to lose what is not sent."""
+        self.close(drain=kind is None)
+
+    @property
+    def name(self) -> str:
+        return self._queues[0].name
+
+    @property
+    def closed(self) -> bool:
+        """Whether the queue was closed."""
+        return all(queue.closed for queue in self._queues)
+
+    def stats(self) -> Stats:
+        return _sum([queue.stats() for queue in self._queues])
+
+
+class SpreadProducer(Producer):
+    """Publishes to several nodes."""
+
+    def __init__(self, producers: Sequence[Producer]) -> None:
+        self._producers = producers
+        self._turns = count()
+
+    def publish(
+        self,
+        value: bytes,
+        key: str | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timestamp: int | None = None,
+        severity: int | None = None,
+        source: str | None = None,
+        timeout: float | None = None,
+    ) -> bool:
+        return self._of(key).publish(
+            value,
+            key,
+            headers=headers,
+            timestamp=timestamp,
+            severity=severity,
+            source=source,
+            timeout=timeout,
+        )
+
+    def try_publish(
+        self,
+        value: bytes,
+        key: str | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timestamp: int | None = None,
+        severity: int | None = None,
+        source: str | None = None,
+    ) -> bool:
+        return self._of(key).try_publish(
+            value, key, headers=headers, timestamp=timestamp, severity=severity, source=source
+        )
+
+    def publish_block(
+        self, block: Block, *, sequence: int | None = None, timeout: float | None = None
+    ) -> Published:
+        """As for every producer; but after ``QueueFull`` any part of the block may be in."""
+        _without(sequence)
+        left = _time_left(timeout)
+        published = [
+            producer.publish_block(part, timeout=left()) for producer, part in self._parts(block)
+        ]
+        return Published(-1, *(sum(each[field] for each in published) for field in (1, 2, 3)))
+
+    def try_publish_block(self, block: Block, *, sequence: int | None = None) -> Published | None:
+        """As for every producer; a block with keys of several nodes is refused."""
+        _without(sequence)
+        parts = list(self._parts(block))
+        if len(parts) != 1:
+            raise NotSupported("the block belongs to several nodes: use publish_block()")
+        producer, part = parts[0]
+        return producer.try_publish_block(part)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        left = _time_left(timeout)
+        flushed = [producer.flush(left()) for producer in self._producers]  # all, come what may
+        return all(flushed)
+
+    def close(self) -> None:
+        for producer in self._producers:
+            producer.close()
+
+    def _of(self, key: str | None) -> Producer:
+        if key is None:
+            return self._next()
+        if not isinstance(key, str):
+            raise TypeError(f"key is text, not {type(key).__name__}")
+        return self._producers[node_of(key, len(self._producers))]
+
+    def _next(self) -> Producer:
+        return self._producers[next(self._turns) % len(self._producers)]
+
+    def _parts(self, block: Block) -> Iterator[tuple[Producer, Block]]:
+        """The block, cut by node; what has no key goes to the node whose turn it is."""
+        turn = next(self._turns) % len(self._producers)
+        if "key" not in block.schema.names or block.column("key").null_count == block.num_rows:
+            yield self._producers[turn], block
+            return
+        nodes = nodes_of(block.column("key"), len(self._producers))
+        nodes[nodes < 0] = turn
+        for index, producer in enumerate(self._producers):
+            rows = np.flatnonzero(nodes == index)
+            if len(rows):
+                yield producer, block if len(rows) == block.num_rows else block.take(rows)
+
+
+def _without(sequence: int | None) -> None:
+    if sequence is not None:
+        raise NotSupported("events spread over several nodes cannot be numbered as one")
+
+
+def _one_at_a_time(on_ack: AckCallback) -> AckCallback:
+    """Every node has a thread for its acks; the callback shall not have to know."""
+    lock = threading.Lock()
+
+    def serial(ack: Ack) -> None:
+        with lock:
+            on_ack(ack)
+
+    return serial
+
+
+def _time_left(timeout: float | None) -> Callable[[], float | None]:
+    if timeout is None:
+        return lambda: None
+    until = time.monotonic() + timeout
+    return lambda: max(0.0, until - time.monotonic())
+
+
+def _sum(parts: Sequence[Stats]) -> Stats:
+    """The stats of all together; a bound that one of them does not have nobody has."""
+    names = [name for name in Stats.__dataclass_fields__ if name not in ("name", "kind", "ledger")]
+    totals: dict[str, Any] = {
+        name: None if None in values else sum(filter(None, values))
+        for name in names
+        for values in [[getattr(part, name) for part in parts]]
+    }
+    dropped: dict[str, int] = {}
+    for part in parts:
+        for reason, events in part.ledger.dropped.items():
+            dropped[reason] = dropped.get(reason, 0) + events
+    ledger = Ledger(
+        accepted=sum(part.ledger.accepted for part in parts),
+        delivered=sum(part.ledger.delivered for part in parts),
+        dead=sum(part.ledger.dead for part in parts),
+        dropped=dropped,
+        pending=sum(part.ledger.pending for part in parts),
+    )
+    return Stats(name=parts[0].name, kind=parts[0].kind, ledger=ledger, **totals)

@@ -1,0 +1,265 @@
+"""The way to one queue of a node, over Arrow Flight. ``docs/protocol.md`` is the contract."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pyarrow as pa
+
+from turnlane.client.failures import understood
+from turnlane.client.leased import Keeper, LeasedBatch
+from turnlane.client.remote import RemoteNode, said
+from turnlane.errors import ConfigError, QueueClosed, QueueEmpty, TransportDown
+from turnlane.events import Block, conform
+from turnlane.queues.contract import Durability, Place
+from turnlane.queues.transport import Progress
+
+log = logging.getLogger(__name__)
+
+GREETING_SECONDS: Final = 10.0
+"""How long a node may take to open a stream."""
+GRACE_SECONDS: Final = 10.0
+"""How long a node may take over a batch, beside what it was asked to wait."""
+
+
+class FlightTransport:
+    """Publishes to a queue of a node, and takes batches from it."""
+
+    def __init__(
+        self, node: RemoteNode, queue: str, *, lease: float, holder: str, keeper: Keeper
+    ) -> None:
+        self.queue = queue
+        self._node = node
+        self._lease = lease
+        self._holder = holder
+        self._keeper = keeper
+
+    def connect(self, producer_id: str) -> FlightConnection:
+        """Open a stream for a numbered producer. Raises what the node raises."""
+        return FlightConnection(self._node, self.queue, producer_id)
+
+    def get(self, max_events: int | None, timeout: float) -> LeasedBatch:
+        """Take a batch from the node's queue; ``QueueEmpty`` if there was none in time."""
+        command = {
+            "consume": self.queue,
+            "max_events": max_events,
+            "wait": timeout,
+            "lease": self._lease,
+            "holder": self._holder,
+        }
+        with understood(self._node.place), _closing_is_down(self._node.place):
+            reader = self._node.get(command, timeout + GRACE_SECONDS)
+            chunks = list(reader)
+        if not chunks:
+            raise QueueEmpty(f"queue {self.queue!r} had nothing to read in the time allowed")
+        about = said(chunks[0].app_metadata)
+        return self._lent(about, [chunk.data for chunk in chunks if chunk.data is not None])
+
+    def _lent(self, about: dict[str, Any], blocks: list[Block]) -> LeasedBatch:
+        end = about["first"] + sum(block.num_rows for block in blocks)
+        place = Place(about["first"], end, about["attempt"])
+        batch = LeasedBatch(self._node, self._keeper, about["lease"], place, blocks)
+        self._keeper.keep(batch)
+        return batch
+
+
+class FlightConnection:
+    """A publishing stream. A stream has one schema: for a wider one another is opened."""
+
+    def __init__(self, node: RemoteNode, queue: str, producer_id: str) -> None:
+        self._node = node
+        self._command = {"publish": queue, "producer": producer_id, "ack": "accepted"}
+        self._changed = threading.Condition()
+        self._progress: Progress | None = None
+        self._told: Progress | None = None
+        self._failure: Exception | None = None
+        self._closed = False
+        self._schema: pa.Schema | None = None
+        self._stream = self._opened()
+        first = self._stream.greeting
+        self.resume_at: int = first["resume_at"]
+        self.durability = Durability(first["durability"])
+
+    def send(self, sequence: int, block: Block) -> None:
+        """Send a block whose first event has this number."""
+        self._fit(block.schema)
+        assert self._schema is not None
+        metadata = pa.py_buffer(json.dumps({"sequence": sequence}).encode())
+        self._check()
+        self._stream.write(conform(block, self._schema), metadata)
+
+    def urge(self) -> None:
+        """Ask the node to persist soon what was sent."""
+        if self._schema is not None:
+            self._check()
+            self._stream.write(None, pa.py_buffer(b'{"urge": true}'))
+
+    def progress(self, timeout: float) -> Progress | None:
+        """Wait for news; ``None`` if there was none in time."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._progress != self._told or self._failure or self._closed, timeout
+            )
+            if self._progress != self._told and not self._closed:
+                self._told = self._progress
+                return self._told
+        self._check()
+        return None
+
+    def close(self) -> None:
+        """Let go, whoever is inside."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            stream = self._stream
+        stream.cancel()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise TransportDown("the connection was closed")
+        if self._failure is not None:
+            raise self._failure
+
+    def _fit(self, schema: pa.Schema) -> None:
+        """Have a stream whose schema has all these columns."""
+        known = self._schema
+        if known is None:
+            self._begin(schema)
+        elif schema is not known and not set(schema.names) <= set(known.names):
+            # All that was sent is in the queue once the stream has ended well: order is kept.
+            self._stream.finish()
+            self._check()
+            stream = self._opened()
+            with self._changed:
+                before, self._stream = self._stream.greeting, stream
+                closed = self._closed
+            if closed:
+                stream.cancel()
+            self._check()
+            if stream.greeting["instance"] != before["instance"]:
+                # It may have lost what the stream before has brought, which has to be sent again.
+                raise TransportDown(f"{self._node.place} was restarted")
+            self._begin(pa.unify_schemas([known, schema]))
+
+    def _begin(self, schema: pa.Schema) -> None:
+        self._schema = schema
+        self._stream.begin(schema)
+
+    def _opened(self) -> _Stream:
+        return _Stream(self._node, self._command, self)
+
+    # ── for the stream's own thread ──────────────────────────────────────────────────────────────
+
+    def heard(self, news: dict[str, Any]) -> None:
+        """The node says how far it has come."""
+        progress = Progress(news["accepted"], news["persisted"], news["delivered"])
+        with self._changed:
+            self._progress = progress
+            self._changed.notify_all()
+
+    def failed(self, error: Exception) -> None:
+        """The stream is at an end."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+
+class _Stream:
+    """One Flight call, and the thread that listens to it."""
+
+    def __init__(self, node: RemoteNode, command: dict[str, str], owner: FlightConnection) -> None:
+        self.greeting: dict[str, Any] = {}
+        self._place = node.place
+        self._owner = owner
+        self._finishing = False
+        self._greeted = threading.Event()
+        self._over = threading.Event()
+        self._writing = threading.Lock()
+        self._error: Exception | None = None
+        with understood(self._place):
+            self._writer, self._reader = node.exchange(command)
+        self._listener = threading.Thread(
+            target=self._listen, name=f"turnlane-stream-{node.place}", daemon=True
+        )
+        self._listener.start()
+        if not self._greeted.wait(GREETING_SECONDS):
+            self.cancel()
+            raise TransportDown(f"{self._place} did not answer in {GREETING_SECONDS:g} s")
+        if self._error is not None and not self.greeting:
+            self.cancel()
+            raise self._error
+
+    def begin(self, schema: pa.Schema) -> None:
+        """Say what columns the blocks have."""
+        with self._failing(), self._writing:
+            self._writer.begin(schema)
+
+    def write(self, block: Block | None, metadata: pa.Buffer) -> None:
+        """Send a block, or only metadata; blocks while the node does not read."""
+        with self._failing(), self._writing:
+            if block is None:
+                self._writer.write_metadata(metadata)
+            else:
+                self._writer.write_with_metadata(block, metadata)
+
+    def finish(self) -> None:
+        """Say that there is no more, and wait until the node has taken everything."""
+        self._finishing = True
+        with self._failing(), self._writing:
+            self._writer.done_writing()
+        self._over.wait()
+
+    def cancel(self) -> None:
+        """End the call, whoever is inside; the node drops what it has not taken."""
+        self._reader.cancel()
+        if threading.current_thread() is not self._listener:
+            self._listener.join(GRACE_SECONDS)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            with _closing_is_down(self._place), understood(self._place):
+                yield
+        except ValueError as error:  # the node does not understand it, and never will
+            raise ConfigError("publish", str(error)) from None
+
+    def _listen(self) -> None:
+        try:
+            with self._failing():
+                self._hear_all()
+            if not self._finishing:
+                raise TransportDown(f"{self._place} has ended the stream")  # noqa: TRY301
+        except Exception as error:  # noqa: BLE001 - raised again by whoever uses the connection
+            self._error = error
+            self._owner.failed(error)
+        finally:
+            self._over.set()
+            self._greeted.set()
+            self._reader.cancel()
+            with self._writing, contextlib.suppress(pa.ArrowException):  # it has been told above
+                self._writer.close()
+
+    def _hear_all(self) -> None:
+        for chunk in self._reader:
+            news = said(chunk.app_metadata)
+            if "ended" in news:
+                raise TransportDown(f"{self._place}: {news['ended']}")
+            if "instance" in news:
+                self.greeting = news
+                self._greeted.set()
+            else:
+                self._owner.heard(news)
+
+
+@contextlib.contextmanager
+def _closing_is_down(place: str) -> Iterator[None]:
+    """A queue that is closed belongs to a node that is being stopped, and that comes back."""
+    try:
+        yield
+    except QueueClosed as error:
+        raise TransportDown(f"{place}: {error}") from None

@@ -1,0 +1,56 @@
+"""Configuration: one YAML file → settings. ``docs/configuration.md`` is the guide to it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from turnlane.config.document import parse
+from turnlane.config.faults import ConfigFaults, Fault, Place
+from turnlane.config.schema import json_schema
+from turnlane.config.settings import Config
+from turnlane.config.validation import shown, validated, validated_cases
+from turnlane.errors import ConfigError
+from turnlane.pipeline.cases import Case
+
+__all__ = [
+    "Config",
+    "ConfigFaults",
+    "Fault",
+    "Place",
+    "json_schema",
+    "load",
+    "load_cases",
+    "loads",
+    "shown",
+]
+
+
+def load(path: Path, environment: Mapping[str, str] | None = None) -> Config:
+    """The settings in a file. Raises ``ConfigError``; ``ConfigFaults`` if it can be read at all."""
+    return loads(_text(path), str(path), environment)
+
+
+def loads(text: str, file: str = "<text>", environment: Mapping[str, str] | None = None) -> Config:
+    """The settings in a text; ``file`` is what faults call it. Raises ``ConfigFaults``."""
+    return validated(parse(text, file, os.environ if environment is None else environment))
+
+
+def load_cases(path: Path, config: Config) -> tuple[Case, ...]:
+    """The cases in a file of their own, for a configuration. Raises as :func:`load` does."""
+    return validated_cases(parse(_text(path), str(path), os.environ), config)
+
+
+def _text(path: Path) -> str:
+    try:
+        contents = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(str(path), error.strerror or str(error)) from None
+    try:
+        return contents.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = contents[: error.start]
+        line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
+        message = "this is not UTF-8; save the file as that"
+        raise ConfigFaults(str(path), [Fault(Place(line, column), "", message)]) from None

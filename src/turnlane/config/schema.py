@@ -1,0 +1,105 @@
+"""The JSON Schema of a configuration, for editors and for checks outside turnlane."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from turnlane.config.across import KINDS
+from turnlane.config.pipeline import OUTPUTS
+from turnlane.config.plugged import Plugged
+from turnlane.config.settings import INPUTS, Config
+from turnlane.queues.kinds import Kind
+
+Schema = dict[str, Any]
+
+_VARIABLE: Final[Schema] = {
+    "type": "string",
+    "pattern": r"\$\{",
+    "description": "a variable of the environment: ${VAR}, ${VAR:-default} or ${VAR:?message}",
+}
+_NARROW: Final = ("pattern", "enum", "const", "format")
+_NOTES: Final = ("title", "description", "default", "examples", "kinds", "shown")
+
+
+def json_schema(
+    inputs: Iterable[str] | None = None, outputs: Iterable[str] | None = None
+) -> Schema:
+    """The schema of all a file may say; ``inputs`` and ``outputs`` are types (default: all)."""
+    schema = Config.model_json_schema()
+    definitions: Schema = schema["$defs"]
+    for knob in ("path", "name"):  # the node's own business
+        del definitions["QueueSettings"]["properties"][knob]
+    definitions["QueueSettings"]["properties"]["kind"]["default"] = "disk"
+    schema["properties"]["inputs"]["items"] = _any_of(
+        INPUTS, "input", INPUTS.types() if inputs is None else inputs, definitions
+    )
+    definitions["ActionSection"]["properties"]["output"] = _any_of(
+        OUTPUTS, "output", OUTPUTS.types() if outputs is None else outputs, definitions
+    )
+    _allow_short_forms(schema["properties"], definitions)
+    opened: Schema = _opened(schema)
+    opened["$defs"]["Variable"] = _VARIABLE
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "turnlane configuration",
+        **{key: value for key, value in opened.items() if key != "title"},
+    }
+
+
+def _allow_short_forms(sections: Schema, definitions: Schema) -> None:
+    """What may be said in a word, or not at all."""
+    queue, nothing = {"$ref": "#/$defs/QueueSettings"}, {"type": "null"}
+    kind = {"enum": [Kind.DIRECT, *KINDS], "type": "string"}
+    sections["queues"]["additionalProperties"] = {"anyOf": [queue, nothing]}
+    definitions["ActionSection"]["properties"]["queue"]["anyOf"] = [queue, kind, nothing]
+    word = definitions.pop("Format")
+    definitions["ParseSettings"]["properties"]["format"] |= word
+    definitions["ParseSettings"]["properties"]["format"].pop("$ref", None)
+    _or(sections["parse"], {"type": "string", "enum": word["enum"]}, nothing)
+    for section in ("lane", "nodes", "spark"):
+        _or(sections[section], nothing)
+    text = {"type": "string"}
+    definitions["Case"]["properties"]["events"]["items"] = {
+        "anyOf": [{"$ref": "#/$defs/CaseEvent"}, text]
+    }
+
+
+def _or(place: Schema, *others: Schema) -> None:
+    """Allow a section's model, or something else instead."""
+    place["anyOf"] = [{"$ref": place.pop("$ref")}, *others]
+
+
+def _any_of(plugged: Plugged, noun: str, kinds: Iterable[str], definitions: Schema) -> Schema:
+    """One alternative for each type of plugin, told apart by ``type``."""
+    choices = []
+    for kind in kinds:
+        # Names of its own: two plugins may call different things the same.
+        settings = plugged.model(kind).model_json_schema(ref_template=f"#/$defs/{kind}_{{model}}")
+        inner = settings.pop("$defs", {})
+        definitions.update({f"{kind}_{name}": schema for name, schema in inner.items()})
+        settings["properties"]["type"] = {"const": kind, "description": f"Which {noun} this is."}
+        settings["required"] = sorted({*settings.get("required", []), "type"})
+        name = f"{kind}_{noun}"
+        definitions[name] = {**settings, "title": name}
+        choices.append({"$ref": f"#/$defs/{name}"})
+    return {"oneOf": choices} if choices else {"type": "object", "title": f"any {noun}"}
+
+
+def _opened(schema: Any, key: str | None = None) -> Any:  # noqa: ANN401 - JSON
+    """The schema, with a variable allowed wherever not just any text is."""
+    if isinstance(schema, list):
+        return [_opened(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if key not in {"properties", "$defs", "type"} and _is_narrow(schema):
+        notes = {note: schema[note] for note in _NOTES if note in schema}
+        rest = {word: value for word, value in schema.items() if word not in notes}
+        return {**notes, "anyOf": [rest, {"$ref": "#/$defs/Variable"}]}
+    return {word: _opened(value, word) for word, value in schema.items()}
+
+
+def _is_narrow(schema: Schema) -> bool:
+    kind = schema.get("type")
+    scalar = kind in {"integer", "number", "boolean"}
+    return scalar or (kind == "string" and any(word in schema for word in _NARROW))

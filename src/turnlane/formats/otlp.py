@@ -1,0 +1,341 @@
+"""OTLP, OpenTelemetry's own format: export requests in, events out, and back again.
+
+An event's ``value`` is always a complete export request in protobuf (``ExportLogsServiceRequest``
+and its sisters). By default it holds one log record, metric or span together with its resource and
+scope, so every event can be filtered, shed, delivered or buried by itself. Requests can be joined
+by writing one behind the other, since protobuf merges repeated fields: that is all :func:`joined`
+does, and why an output can send a whole batch on as a single request.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import enum
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from turnlane.events import Block, values_array
+from turnlane.formats.columns import block_of_values, check_shared
+
+try:
+    from google.protobuf import json_format
+    from google.protobuf.message import DecodeError
+    from opentelemetry.proto.collector.logs.v1 import logs_service_pb2 as logs
+    from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace
+except ImportError as missing:
+    raise ImportError(
+        f"OTLP needs {missing.name}: pip install 'turnlane[otlp]'", name=missing.name
+    ) from missing
+
+PROTOBUF: Final = "application/x-protobuf"
+JSON: Final = "application/json"
+SIGNAL_HEADER: Final = "signal"
+"""The header of an event that says which of the three its value is."""
+
+
+class Signal(enum.StrEnum):
+    """The three kinds of telemetry, named as in the paths of OTLP over HTTP."""
+
+    LOGS = "logs"
+    METRICS = "metrics"
+    TRACES = "traces"
+
+
+class Grain(enum.StrEnum):
+    """What becomes one event."""
+
+    RECORD = "record"
+    """Each log record, metric (with all its data points) or span."""
+    REQUEST = "request"
+    """The request as it came: the cheapest, with the severity of its worst record."""
+
+
+class Malformed(ValueError):
+    """The body is not an export request."""
+
+
+class Records(NamedTuple):
+    """The columns of a request's events."""
+
+    values: list[bytes]
+    keys: list[str | None]
+    severities: list[int | None]
+
+
+class _Shape(NamedTuple):
+    """How the messages of a signal are called; their numbers are the same in all three."""
+
+    request: Any
+    response: Any
+    resources: str
+    scopes: str
+    records: str
+    rejected: str
+
+
+_SHAPES: Final = {
+    Signal.LOGS: _Shape(
+        logs.ExportLogsServiceRequest,
+        logs.ExportLogsServiceResponse,
+        "resource_logs",
+        "scope_logs",
+        "log_records",
+        "rejected_log_records",
+    ),
+    Signal.METRICS: _Shape(
+        metrics.ExportMetricsServiceRequest,
+        metrics.ExportMetricsServiceResponse,
+        "resource_metrics",
+        "scope_metrics",
+        "metrics",
+        "rejected_data_points",
+    ),
+    Signal.TRACES: _Shape(
+        trace.ExportTraceServiceRequest,
+        trace.ExportTraceServiceResponse,
+        "resource_spans",
+        "scope_spans",
+        "spans",
+        "rejected_spans",
+    ),
+}
+
+# Fields as they stand on the wire: number and type in one byte.
+_RESOURCES: Final = b"\x0a"
+_SCOPES: Final = b"\x12"
+_RECORDS: Final = b"\x12"
+
+_ID_FIELDS: Final = frozenset(
+    {"traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id"}
+)
+
+_LONGEST_NAME: Final = 255
+_TRACE_ID: Final = 16
+"""Names and ids longer than OpenTelemetry allows do not make endless keys."""
+
+SEVERITIES: Final = (None, *[7] * 8, 6, *[5] * 3, *[4] * 4, 3, 2, *[1] * 2, *[0] * 4)
+"""By OTLP's severity number, from 0 (unknown) to 24: syslog's severity, as OpenTelemetry's own
+table of syslog severities has it, read backwards."""
+
+
+# ── decoding ────────────────────────────────────────────────────────────────────────────────────
+
+
+def decode(signal: Signal, body: bytes, encoding: str = PROTOBUF) -> Any:  # noqa: ANN401
+    """The export request in a body, as its protobuf message. Raises ``Malformed``."""
+    kind = _SHAPES[signal].request
+    if encoding == JSON:
+        return _from_json(body, kind())
+    try:
+        return kind.FromString(body)
+    except DecodeError as error:
+        raise Malformed(f"this is no {kind.__name__} in protobuf: {error}") from None
+
+
+def _from_json(body: bytes, message: Any) -> Any:  # noqa: ANN401
+    name = type(message).__name__
+    try:
+        fields = json.loads(body)
+        if not isinstance(fields, dict):
+            raise Malformed("an object is needed")
+        _ids_to_base64(fields)
+        return json_format.ParseDict(fields, message, ignore_unknown_fields=True)
+    except (json_format.ParseError, ValueError, TypeError, AttributeError) as error:
+        # The last two are what the parser makes of a list where a message is needed, and so on.
+        raise Malformed(f"this is no {name} in JSON: {error}") from None
+    except RecursionError:
+        raise Malformed(f"this is no {name} in JSON: it is nested too deeply") from None
+
+
+def _ids_to_base64(node: Any) -> None:  # noqa: ANN401
+    """OTLP writes ids in hexadecimal, where protobuf's JSON has base64."""
+    if isinstance(node, list):
+        for each in node:
+            _ids_to_base64(each)
+    elif isinstance(node, dict):
+        for name, value in node.items():
+            if name in _ID_FIELDS and isinstance(value, str):
+                node[name] = _base64_of(name, value)
+            else:
+                _ids_to_base64(value)
+
+
+def _base64_of(name: str, digits: str) -> str:
+    try:
+        return base64.b64encode(binascii.unhexlify(digits)).decode()
+    except ValueError:
+        raise Malformed(f"{name} {digits[:40]!r} is not hexadecimal") from None
+
+
+# ── requests to events ──────────────────────────────────────────────────────────────────────────
+
+
+def block_of_request(
+    signal: Signal,
+    request: Any,  # noqa: ANN401
+    source: str | None = None,
+    grain: Grain = Grain.RECORD,
+) -> Block:
+    """The events of a request, in its order. They get their time when they are published."""
+    found = split(signal, request) if grain is Grain.RECORD else _whole(signal, request)
+    headers = {SIGNAL_HEADER: signal.value, "content-type": PROTOBUF}
+    return block_of_values(
+        values_array(found.values),
+        keys=found.keys,
+        severities=found.severities if signal is Signal.LOGS else None,
+        headers=headers,
+        source=source,
+    )
+
+
+def split(signal: Signal, request: Any) -> Records:  # noqa: ANN401
+    """A request for each record, with its resource and scope. Raises ``EventTooLarge``."""
+    shape = _SHAPES[signal]
+    found = Records([], [], [])
+    shared = 0
+    for resource in getattr(request, shape.resources):
+        outer = _shell(resource, "resource")
+        for scope in getattr(resource, shape.scopes):
+            inner = _shell(scope, "scope")
+            records = getattr(scope, shape.records)
+            shared += len(records) * (len(outer) + len(inner))
+            check_shared(shared)
+            found.values.extend(_wrapped(outer, inner, records))
+            _annotate(signal, records, found)
+    return found
+
+
+def _shell(group: Any, owner: str) -> bytes:  # noqa: ANN401
+    """What a resource's or scope's records have in common: itself and its schema."""
+    kept = {"schema_url": group.schema_url} if group.schema_url else {}
+    if group.HasField(owner):
+        kept[owner] = getattr(group, owner)
+    serialised: bytes = type(group)(**kept).SerializeToString()
+    return serialised
+
+
+def _wrapped(outer: bytes, inner: bytes, records: Iterable[Any]) -> Iterator[bytes]:
+    """The records, each in a request of its own: messages are written within messages."""
+    heads: dict[int, bytes] = {}  # by the record's length: all that they differ in
+    for record in records:
+        body = record.SerializeToString()
+        head = heads.get(len(body))
+        if head is None:
+            head = heads[len(body)] = _head(outer, inner, len(body))
+        yield head + body
+
+
+def _head(outer: bytes, inner: bytes, length: int) -> bytes:
+    """All that stands before a record of so many bytes."""
+    size = varint(length)
+    scope_size = len(inner) + 1 + len(size) + length
+    scope = varint(scope_size)
+    total = varint(len(outer) + 1 + len(scope) + scope_size)
+    return b"".join((_RESOURCES, total, outer, _SCOPES, scope, inner, _RECORDS, size))
+
+
+def _annotate(signal: Signal, records: Iterable[Any], found: Records) -> None:
+    if signal is Signal.METRICS:
+        found.keys.extend(record.name[:_LONGEST_NAME] or None for record in records)
+    else:
+        found.keys.extend(record.trace_id[:_TRACE_ID].hex() or None for record in records)
+    if signal is Signal.LOGS:
+        found.severities.extend(severity_of(record.severity_number) for record in records)
+
+
+def _whole(signal: Signal, request: Any) -> Records:  # noqa: ANN401
+    if not count(signal, request):
+        return Records([], [], [])
+    worst: int | None = None
+    if signal is Signal.LOGS:
+        known = (severity_of(record.severity_number) for record in _records(signal, request))
+        worst = min((each for each in known if each is not None), default=None)
+    return Records([request.SerializeToString()], [None], [worst])
+
+
+def severity_of(number: int) -> int | None:
+    """Syslog's severity for OTLP's severity number; ``None`` for one that means nothing."""
+    return SEVERITIES[number] if 0 <= number < len(SEVERITIES) else None
+
+
+# ── counting, joining ───────────────────────────────────────────────────────────────────────────
+
+
+def _records(signal: Signal, request: Any) -> Iterator[Any]:  # noqa: ANN401
+    shape = _SHAPES[signal]
+    for resource in getattr(request, shape.resources):
+        for scope in getattr(resource, shape.scopes):
+            yield from getattr(scope, shape.records)
+
+
+def count(signal: Signal, request: Any) -> int:  # noqa: ANN401
+    """How much a request holds, as OTLP counts: log records, spans, or data points of metrics."""
+    if signal is Signal.METRICS:
+        return sum(max(1, _points(metric)) for metric in _records(signal, request))
+    return sum(1 for _ in _records(signal, request))
+
+
+def _points(metric: Any) -> int:  # noqa: ANN401
+    kind = metric.WhichOneof("data")
+    return len(getattr(metric, kind).data_points) if kind else 0
+
+
+def joined(values: Sequence[bytes]) -> bytes:
+    """One request that holds everything the requests of one signal hold, in order."""
+    return b"".join(values)
+
+
+# ── answers ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def answer(signal: Signal, encoding: str = PROTOBUF, *, rejected: int = 0, why: str = "") -> bytes:
+    """The response to a request that was taken, all of it or all but ``rejected`` records."""
+    shape = _SHAPES[signal]
+    response = shape.response()
+    if rejected or why:
+        setattr(response.partial_success, shape.rejected, rejected)
+        response.partial_success.error_message = why
+    if encoding == JSON:
+        return str(json_format.MessageToJson(response, indent=None)).encode()
+    serialised: bytes = response.SerializeToString()
+    return serialised
+
+
+def status(code: int, message: str, encoding: str = PROTOBUF, details: bytes = b"") -> bytes:
+    """A ``google.rpc.Status``: what OTLP answers to a request that was not taken.
+
+    It is written by hand because its messages come with another distribution. ``details`` is one
+    message of the kind ``google.rpc.RetryInfo``, if any.
+    """
+    if encoding == JSON:
+        return json.dumps({"code": code, "message": message}).encode()
+    found = b"\x08" + varint(code) + _field(b"\x12", message.encode())
+    if details:
+        kind = b"type.googleapis.com/google.rpc.RetryInfo"
+        found += _field(b"\x1a", _field(b"\x0a", kind) + _field(b"\x12", details))
+    return found
+
+
+def retry_info(seconds: float) -> bytes:
+    """A ``google.rpc.RetryInfo``: come back after so long."""
+    whole, nanos = divmod(round(seconds * 1_000_000_000), 1_000_000_000)
+    return _field(b"\x0a", b"\x08" + varint(whole) + b"\x10" + varint(nanos))
+
+
+def _field(tag: bytes, content: bytes) -> bytes:
+    return tag + varint(len(content)) + content
+
+
+def varint(number: int) -> bytes:
+    """A number as protobuf writes lengths: seven bits a byte, the lowest first."""
+    if number < 0x80:
+        return number.to_bytes(1, "little")
+    groups = bytearray()
+    while number >= 0x80:
+        groups.append(number & 0x7F | 0x80)
+        number >>= 7
+    groups.append(number)
+    return bytes(groups)

@@ -1,0 +1,54 @@
+"""Syslog as it comes in: messages told apart, and how important each of them is.
+
+No message is parsed or changed on the way into a queue; only its priority is looked at, so that a
+queue under pressure can shed what matters least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+
+from turnlane.formats.framing import IN_LINE, Cut, Found, Framing, cut, find
+from turnlane.formats.spans import column, trimmed
+
+__all__ = ["IN_LINE", "Cut", "Found", "Framing", "cut", "find", "severities", "whole"]
+
+_LESS, _GREATER, _ZERO = (ord(each) for each in "<>0")
+_MAX_PRIORITY: Final = 191
+
+
+def whole(messages: Sequence[bytes]) -> pa.BinaryArray:
+    """A column of messages that arrived one by one, each without the NUL and newline at its end."""
+    sizes = np.fromiter(map(len, messages), dtype=np.int64, count=len(messages))
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    joined = b"".join(messages)
+    ends = trimmed(np.frombuffer(joined, np.uint8), starts, ends) if joined else ends
+    return column(joined, starts, ends)
+
+
+def severities(values: pa.BinaryArray) -> pa.Int8Array:
+    """The severity in each message's ``<PRI>``, 0 (emergency) to 7 (debug); null without one."""
+    count = len(values)
+    _, offsets, contents = values.buffers()
+    if offsets is None or contents is None or not count or not contents.size:
+        return pa.nulls(count, pa.int8())
+    data = np.frombuffer(memoryview(contents), np.uint8)
+    bounds = np.frombuffer(memoryview(offsets), np.int32)[values.offset : values.offset + count + 1]
+    starts, ends = bounds[:-1], bounds[1:]
+    less, one, two, three, four = (data.take(starts + at, mode="clip") for at in range(5))
+    ones, tens, hundreds = (each - np.uint8(_ZERO) for each in (one, two, three))
+    # A byte below "0" wraps to a large number: a digit is what is at most 9.
+    digit, digits, all_digits = ones <= 9, tens <= 9, hundreds <= 9
+    short = digit & (two == _GREATER)
+    middle = digit & digits & (three == _GREATER)
+    long = digit & digits & all_digits & (four == _GREATER)
+    priority = np.where(short, ones, np.uint16(10) * ones + tens)
+    priority = np.where(long, np.uint16(10) * priority + hundreds, priority)
+    width = np.select([short, middle, long], [3, 4, 5], 0)
+    valid = (less == _LESS) & (width > 0) & (starts + width <= ends) & (priority <= _MAX_PRIORITY)
+    return pa.array((priority & 7).astype(np.int8), pa.int8(), mask=~valid)

@@ -1,0 +1,158 @@
+"""Reading datagrams: each is one message, and whoever sent it hears nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from turnlane.formats.spans import trimmed
+from turnlane.formats.syslog import severities
+from turnlane.inputs.contract import Input
+from turnlane.inputs.gathering import Gathering
+from turnlane.inputs.one_way import OneWayPublisher
+
+log = logging.getLogger(__name__)
+
+LARGEST: Final = 1 << 18
+"""Room for one datagram. Over UDP none is a quarter as large."""
+READ_BYTES: Final = 1 << 20
+MANY: Final = 4_096
+"""What makes a block at most, so that nothing waits long to be published."""
+_SO_RCVBUFFORCE: Final = 33
+_SO_MEMINFO: Final = 55
+_MEMINFO: Final = struct.Struct("9I")
+
+
+class Datagram(NamedTuple):
+    """What was received: how large, from whom, and whether there was more of it."""
+
+    size: int
+    source: str | None
+    truncated: bool
+
+
+Receive = Callable[[memoryview], Datagram]
+"""Receives one into the memory given; raises ``BlockingIOError`` if there is none."""
+
+
+class DatagramReader:
+    """Publishes the datagrams of one bound socket, from :meth:`start` to :meth:`stop`."""
+
+    def __init__(
+        self,
+        owner: Input,
+        publisher: OneWayPublisher,
+        bound: socket.socket,
+        receive: Receive,
+        longest: int,
+    ) -> None:
+        self._owner = owner
+        self._publisher = publisher
+        self._socket = bound
+        self._receive = receive
+        self._longest = longest
+        self._gathering = Gathering(READ_BYTES + LARGEST, severities)
+        self._lost = 0
+        self._waker, self._wake_end = os.pipe()
+        self._stopping = threading.Event()
+        self._deadline = float("inf")
+        name = f"turnlane-{owner.settings.label}-datagrams"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._socket.setblocking(False)  # noqa: FBT003 - the socket's own interface
+        self._thread.start()
+
+    def stop(self, deadline: float) -> None:
+        """Publish what has arrived, then close the socket. Until ``deadline``."""
+        self._deadline = deadline
+        self._publisher.close(deadline)
+        self._stopping.set()
+        if self._thread.ident is not None:
+            os.write(self._wake_end, b".")
+            self._thread.join()
+        self._socket.close()
+        os.close(self._waker)
+        os.close(self._wake_end)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.register(self._waker, select.POLLIN)
+        try:
+            while not self._stopping.is_set() and not self._publisher.failed:
+                poll.poll()
+                self._round()
+            self._drain()
+        except Exception:
+            log.exception("input %s reads no more datagrams", self._owner.settings.label)
+
+    def _drain(self) -> None:
+        """Read what has arrived; whoever goes on sending is heard for one full buffer more."""
+        left = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        while not self._publisher.failed and left > 0 and (size := self._round()):
+            left -= size
+            if time.monotonic() >= self._deadline:
+                return
+
+    def _round(self) -> int:
+        """Publish the datagrams that are there, as one block; returns how many bytes."""
+        space = self._gathering.space()
+        ends, sources, cut_off = [0], list[str | None](), 0
+        while len(ends) < MANY and ends[-1] < READ_BYTES:
+            try:
+                size, source, truncated = self._receive(space[ends[-1] :])
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError as error:  # over UDP, the echo of something sent from this port
+                log.info("input %s: %s", self._owner.settings.label, error)
+                break
+            start, end = ends[-1], ends[-1] + size
+            bounds = [*range(start + self._longest, end, self._longest), end]
+            ends += bounds
+            sources += [source] * len(bounds)
+            cut_off += truncated or len(bounds) > 1
+        self._publish(ends, sources, cut_off)
+        return ends[-1]
+
+    def _publish(self, ends: list[int], sources: list[str | None], cut_off: int) -> None:
+        bounds = np.array(ends)
+        used = int(bounds[-1])
+        starts, final = bounds[:-1], bounds[1:]
+        if used:
+            final = trimmed(np.frombuffer(self._gathering.space()[:used], np.uint8), starts, final)
+        full = final > starts
+        named = [source for source, kept in zip(sources, full, strict=True) if kept]
+        self._gathering.take_each(starts[full], final[full], used, named, [1] * len(named))
+        invalid = len(sources) - len(named) + cut_off
+        self._owner.count(bytes=used, invalid=invalid, dropped=self._lost_since())
+        block = self._gathering.block()
+        if block is not None:
+            self._publisher.publish(block)
+
+    def _lost_since(self) -> int:
+        """How many datagrams the operating system has dropped since the last time."""
+        try:
+            told = self._socket.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
+        except OSError:
+            return 0  # before Linux 4.12
+        before, self._lost = self._lost, _MEMINFO.unpack(told)[-1]
+        return (self._lost - before) % (1 << 32)
+
+
+def widen(bound: socket.socket, size: int) -> None:
+    """Have the operating system keep ``size`` bytes that are not read yet, or what it allows."""
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, size)
+    except OSError:  # for administrators only
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)

@@ -1,0 +1,197 @@
+"""The input ``elasticsearch``: as much of its API as shippers and bulk helpers need."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final, Literal
+
+import numpy as np
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from turnlane.errors import EventTooLarge, QueueFull
+from turnlane.events import Block, values_array
+from turnlane.formats.bulk import Item, item_of, items_of
+from turnlane.formats.columns import block_of_values, headers_of
+from turnlane.inputs import elasticsearch_answers as answers
+from turnlane.inputs.contract import InputSettings
+from turnlane.inputs.web import WebInput, WebInputSettings, source_of
+from turnlane.serving.body import problem
+from turnlane.serving.rights import bearer_of
+
+INDEX_HEADER: Final = "index"
+ACTION_HEADER: Final = "action"
+
+# What shippers set up before they send: taken note of, kept nowhere.
+_SETUP: Final = (
+    "/_index_template/{name}",
+    "/_template/{name}",
+    "/_component_template/{name}",
+    "/_ilm/policy/{name}",
+    "/_ingest/pipeline/{name}",
+    "/_data_stream/{name}",
+    "/{name}",
+)
+
+
+class ElasticsearchSettings(WebInputSettings):
+    """The settings of the input ``elasticsearch``."""
+
+    type: Literal["elasticsearch"] = "elasticsearch"
+    version: str = Field(
+        "9.0.0",
+        pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$",
+        description="The version it says it is: some shippers insist on their own or a newer one.",
+    )
+
+
+class ElasticsearchInput(WebInput):
+    """Each document becomes an event: its id the key, its index and the action headers."""
+
+    settings_type: ClassVar[type[InputSettings]] = ElasticsearchSettings
+    settings: ElasticsearchSettings
+
+    def routes(self) -> Sequence[BaseRoute]:
+        write = ["POST", "PUT"]
+        return [
+            Route("/", self._info),
+            Route("/_bulk", self._bulk, methods=write),
+            Route("/_license", self._license),
+            Route("/_xpack", self._license),
+            Route("/_cluster/health", self._health),
+            Route("/{index}/_bulk", self._bulk, methods=write),
+            Route("/{index}/_doc", self._document, methods=["POST"]),
+            Route("/{index}/_doc/{id:path}", self._document, methods=write),
+            Route("/{index}/_create/{id:path}", self._document, methods=write),
+            *(Route(path, self._setup, methods=["GET", "PUT"]) for path in _SETUP),
+        ]
+
+    def token_of(self, request: Request) -> str | None:
+        return secret_of(request.headers.get("authorization", ""))
+
+    def refusal(self, _request: Request, error: Exception) -> Response:
+        plain = problem(error)
+        kept = ("retry-after", "www-authenticate", "connection", "allow")
+        headers = {name: plain.headers[name] for name in kept if name in plain.headers}
+        status = plain.status_code
+        return _reply(answers.failure(status, answers.reason_of(error)), status, headers)
+
+    # ── documents ───────────────────────────────────────────────────────────────────────────────
+
+    async def _bulk(self, request: Request) -> Response:
+        begun = time.monotonic()
+        self.authorize(request, self.settings.queue)
+        body = await self.body_of(request)
+        index = request.path_params.get("index")
+        results = await self.in_time(self._take_all, body, index, source_of(request))
+        took = round((time.monotonic() - begun) * 1000)
+        return _reply({"took": took, "errors": any(map(_failed, results)), "items": results})
+
+    def _take_all(
+        self, body: bytes, index: str | None, source: str | None, deadline: float
+    ) -> list[Any]:
+        items = items_of(body, index)
+        if not items:
+            raise ValueError("the bulk request is empty")
+        statuses = self._publish(items, source, deadline)
+        if set(statuses) == {429}:
+            # Said of the request as a whole, as Elasticsearch does: then clients send it again by
+            # themselves, which some do not if it is only said of each item.
+            raise QueueFull(self._why(items[0], 429))
+        self.count(refused=int(429 in statuses))
+        return [
+            {item.action: answers.result(item, status, self._why(item, status))}
+            for item, status in zip(items, statuses, strict=True)
+        ]
+
+    def _publish(self, items: Sequence[Item], source: str | None, deadline: float) -> list[int]:
+        """Publish the items that can be; each one's status."""
+        statuses = np.array([400 if item.problem else answers.done(item) for item in items])
+        good = np.flatnonzero(statuses < 400)
+        if len(good):
+            block = _block([items[at] for at in good.tolist()], source)
+            taken = self.publisher.publish_fitting(self.settings.queue, block, deadline)
+            statuses[good[taken.too_large]] = 413
+            statuses[good[taken.full]] = 429
+            self.count(events=taken.inside)
+        self.count(invalid=int(np.isin(statuses, (400, 413)).any()))
+        found: list[int] = statuses.tolist()
+        return found
+
+    def _why(self, item: Item, status: int) -> str:
+        if status == 413:
+            return self.publisher.limit(self.settings.queue)
+        return item.problem or f"queue {self.settings.queue!r} is full"
+
+    async def _document(self, request: Request) -> Response:
+        self.authorize(request, self.settings.queue)
+        index, key = request.path_params["index"], request.path_params.get("id")
+        creates = str(request.scope["path"]).startswith(f"/{index}/_create/")
+        body = await self.body_of(request)
+        item = item_of("create" if creates else "index", index, key, body.strip())
+        [status] = await self.in_time(self._publish, [item], source_of(request))
+        if status == 429:
+            raise QueueFull(self._why(item, status))
+        if status == 413:
+            raise EventTooLarge(self._why(item, status))
+        if status == 400:
+            return _reply(answers.failure(400, self._why(item, status)), 400)
+        return _reply(answers.result(item, status), status)
+
+    # ── greetings ───────────────────────────────────────────────────────────────────────────────
+
+    async def _info(self, request: Request) -> Response:
+        self.authorize(request, self.settings.queue)
+        return _reply(answers.info(self.settings.label, self.settings.version))
+
+    async def _license(self, request: Request) -> Response:
+        self.authorize(request, self.settings.queue)
+        return _reply(answers.LICENSE)
+
+    async def _health(self, request: Request) -> Response:
+        self.authorize(request, self.settings.queue)
+        return _reply(answers.health(self.settings.label))
+
+    async def _setup(self, request: Request) -> Response:
+        """Nothing is ever there, and everything may be made: shippers are content with that."""
+        self.authorize(request, self.settings.queue)
+        name = request.path_params["name"]
+        is_index = request.scope["path"] == f"/{name}"
+        if request.method != "PUT" or (is_index and name.startswith("_")):
+            return _reply(answers.failure(404, f"there is no {name}"), 404)
+        await self.body_of(request)
+        return _reply({"acknowledged": True, "shards_acknowledged": True, "index": name})
+
+
+def _block(items: Sequence[Item], source: str | None) -> Block:
+    names = (INDEX_HEADER, ACTION_HEADER)
+    headers = headers_of(names, [item.target for item in items], [item.action for item in items])
+    values = values_array([item.source for item in items])
+    return block_of_values(values, keys=[item.id for item in items], headers=headers, source=source)
+
+
+def _failed(result: dict[str, Any]) -> bool:
+    return any("error" in outcome for outcome in result.values())
+
+
+def _reply(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:  # noqa: ANN401
+    # Elastic's clients talk to nobody who does not say this.
+    return JSONResponse(content, status, {**(headers or {}), "x-elastic-product": "Elasticsearch"})
+
+
+def secret_of(header: str) -> str | None:
+    """The token, shown as a bearer, as an API key (alone or in ``id:key``) or as a password."""
+    kind, _, shown = header.strip().partition(" ")
+    if kind.lower() not in ("apikey", "basic"):
+        return bearer_of(header)
+    try:
+        name, colon, secret = base64.b64decode(shown, validate=True).decode().partition(":")
+    except ValueError:
+        name, colon, secret = shown, "", ""
+    if colon:
+        return secret
+    return shown if kind.lower() == "apikey" else name or None

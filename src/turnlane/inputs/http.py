@@ -1,0 +1,160 @@
+"""The input ``http``: whatever is posted, to whichever path, becomes events."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Final, Literal
+
+import pyarrow as pa
+from pydantic import Field, field_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from turnlane.events import Event, values_array
+from turnlane.formats.bodies import json_values, lines
+from turnlane.formats.columns import block_of_values
+from turnlane.inputs.contract import InputSettings
+from turnlane.inputs.web import WebInput, WebInputSettings, source_of
+
+PATH_HEADER: Final = "path"
+"""The header of an event that says where it was posted to."""
+
+_LINES: Final = frozenset(
+    {"application/x-ndjson", "application/ndjson", "application/jsonl", "application/x-jsonlines",
+     "application/json-lines", "application/jsonlines"}
+)  # fmt: skip
+
+
+class Split(enum.StrEnum):
+    """What becomes one event."""
+
+    AUTO = "auto"
+    """As the content type says: JSON lines and text by line, JSON by element, others whole."""
+    NONE = "none"
+    """The body as it is."""
+    LINES = "lines"
+    """Each line that is not empty."""
+    JSON = "json"
+    """Each element of a JSON array, or the one JSON value that is none."""
+
+
+class HttpSettings(WebInputSettings):
+    """The settings of the input ``http``."""
+
+    type: Literal["http"] = "http"
+    routes: Mapping[str, str] = Field(
+        default_factory=dict,
+        description="Queues by path, first match first: `{/orders/*: orders}`; others: `queue`.",
+    )
+    split: Split = Field(Split.AUTO, description="What becomes one event.")
+    keep_headers: tuple[str, ...] = Field(
+        ("content-type",), description="Request headers that events keep."
+    )
+    key_header: str | None = Field(None, description="The request header with the events' key.")
+    key_query: str | None = Field(None, description="The query parameter with the events' key.")
+    status: Literal[200, 204] = Field(
+        200, description="The answer to events that were taken; 204 has no body."
+    )
+
+    @field_validator("routes")
+    @classmethod
+    def _paths(cls, routes: Mapping[str, str]) -> Mapping[str, str]:
+        for pattern in routes:
+            if not pattern.startswith(("/", "*")):
+                raise ValueError(f"{pattern!r} matches no path; write it as in /orders/*")
+        return routes
+
+    @field_validator("keep_headers")
+    @classmethod
+    def _lower(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name.lower() for name in names)
+
+
+class HttpInput(WebInput):
+    """Takes POST and PUT; answers once the events have come as far as ``ack`` says.
+
+    A request is taken whole or not at all, unless it is larger than the whole queue: one that is
+    refused can be sent again as it was.
+    """
+
+    settings_type: ClassVar[type[InputSettings]] = HttpSettings
+    settings: HttpSettings
+
+    def routes(self) -> Sequence[BaseRoute]:
+        return [Route("/{path:path}", self._take, methods=["POST", "PUT"])]
+
+    def queues(self) -> Iterable[tuple[str, str]]:
+        routes = self.settings.routes.items()
+        return [*super().queues(), *((f"routes.{path}", queue) for path, queue in routes)]
+
+    def queue_of(self, path: str) -> str:
+        """The queue for what is posted to this path."""
+        for pattern, queue in self.settings.routes.items():
+            if fnmatchcase(path, pattern):
+                return queue
+        return self.settings.queue
+
+    async def _take(self, request: Request) -> Response:
+        path = str(request.scope["path"])
+        queue = self.queue_of(path)
+        self.authorize(request, queue)
+        body = await self.body_of(request)
+        events = await self.in_time(self._publish, queue, path, request, body)
+        self.count(events=events)
+        if self.settings.status == 204:
+            return Response(status_code=204)
+        return JSONResponse({"events": events})
+
+    def _publish(
+        self, queue: str, path: str, request: Request, body: bytes, deadline: float
+    ) -> int:
+        values = self._cut(request.headers.get("content-type", ""))(body)
+        if len(values) == 1:
+            event = Event(
+                values[0].as_py(),
+                self._key(request),
+                self._headers(path, request),
+                source=source_of(request),
+            )
+            self.publisher.publish_one(queue, event, deadline)
+            return 1
+        block = block_of_values(
+            values, keys=self._key(request), headers=self._headers(path, request),
+            source=source_of(request),
+        )  # fmt: skip
+        self.publisher.publish(queue, block, deadline)
+        return len(values)
+
+    def _cut(self, content_type: str) -> Callable[[bytes], pa.Array[Any]]:
+        split = self.settings.split
+        if split is Split.AUTO:
+            split = split_of(content_type)
+        return {Split.LINES: lines, Split.JSON: json_values}.get(split, _whole)
+
+    def _key(self, request: Request) -> str | None:
+        key: str | None = None
+        if self.settings.key_header is not None:
+            key = request.headers.get(self.settings.key_header)
+        if key is None and self.settings.key_query is not None:
+            key = request.query_params.get(self.settings.key_query)
+        return key
+
+    def _headers(self, path: str, request: Request) -> dict[str, str]:
+        kept = {name: request.headers.get(name) for name in self.settings.keep_headers}
+        found = {name: text for name, text in kept.items() if text is not None}
+        return {**found, PATH_HEADER: path}
+
+
+def split_of(content_type: str) -> Split:
+    """What a content type says about a body's events."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind in _LINES or kind.startswith("text/"):
+        return Split.LINES
+    return Split.JSON if kind == "application/json" or kind.endswith("+json") else Split.NONE
+
+
+def _whole(body: bytes) -> pa.Array[Any]:
+    return values_array([body])

@@ -1,0 +1,74 @@
+"""The input ``otlp``: logs, metrics and traces from OpenTelemetry's exporters, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Final, Literal
+
+from pydantic import Field
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from turnlane.formats.otlp import JSON, PROTOBUF, Grain, Signal, answer, status
+from turnlane.inputs.contract import InputSettings
+from turnlane.inputs.export import Exports
+from turnlane.inputs.web import WebInput, WebInputSettings, source_of
+from turnlane.serving.body import problem
+
+# google.rpc.Code by HTTP status; a status is the answer to whatever was not taken.
+_CODES: Final = {400: 3, 401: 16, 403: 7, 404: 5, 405: 12, 413: 3, 415: 3, 429: 8, 503: 14}
+_UNKNOWN: Final = 2
+
+
+class OtlpSettings(WebInputSettings):
+    """The settings of the input ``otlp``."""
+
+    type: Literal["otlp"] = "otlp"
+    split: Grain = Field(
+        Grain.RECORD, description="What becomes one event: a `record`, or the whole `request`."
+    )
+
+
+class OtlpInput(WebInput):
+    """Answers in the encoding of the request, as the OTLP specification says."""
+
+    settings_type: ClassVar[type[InputSettings]] = OtlpSettings
+    settings: OtlpSettings
+
+    def routes(self) -> Sequence[BaseRoute]:
+        return [
+            Route(f"/v1/{signal}", self._take, methods=["POST"], name=signal) for signal in Signal
+        ]
+
+    async def _take(self, request: Request) -> Response:
+        self.authorize(request, self.settings.queue)
+        signal = Signal(request.scope["path"].rpartition("/")[2])
+        encoding = _encoding(request)
+        body = await self.body_of(request)
+        exports = Exports(self.publisher, self.settings.queue, self.settings.split)
+        done = await self.in_time(
+            exports.take, signal, body, encoding=encoding, source=source_of(request)
+        )
+        self.count(events=done.events, invalid=1 if done.rejected else 0)
+        content = answer(signal, encoding, rejected=done.rejected, why=done.why)
+        return Response(content, media_type=encoding)
+
+    def refusal(self, request: Request, error: Exception) -> Response:
+        plain = problem(error)
+        encoding = JSON if JSON in request.headers.get("content-type", "") else PROTOBUF
+        text = error.detail if isinstance(error, HTTPException) else str(error)
+        code = _CODES.get(plain.status_code, _UNKNOWN)
+        headers = {
+            name: value for name, value in plain.headers.items() if not name.startswith("content-")
+        }
+        content = status(code, text, encoding)
+        return Response(content, plain.status_code, headers, media_type=encoding)
+
+
+def _encoding(request: Request) -> str:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind not in (PROTOBUF, JSON):
+        raise HTTPException(415, f"content-type {kind!r}; OTLP is {PROTOBUF} or {JSON}")
+    return kind

@@ -1,0 +1,182 @@
+"""Syslog over UDP, TCP and TLS: stored as it came, with its sender, arrival and severity.
+
+The sender is told nothing: the protocol has no words for it. Over TCP and TLS it is made to wait
+while the queue has no room; over UDP messages are dropped then, and counted.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from turnlane.formats.syslog import Framing
+from turnlane.inputs.connections import Listener
+from turnlane.inputs.contract import Host, Input, InputSettings
+from turnlane.inputs.datagrams import Datagram, DatagramReader, Receive, widen
+from turnlane.inputs.one_way import OneWayPublisher
+from turnlane.inputs.streams import StreamLimits, StreamReader
+from turnlane.problems import Contradiction, Problem
+from turnlane.quantities import Duration, Size
+from turnlane.queues.contract import FlowControl
+from turnlane.serving.address import Address, check_exposed
+from turnlane.serving.tls import TlsSettings
+
+MessageBytes = Annotated[Size, Field(ge=480, le=16 << 20)]
+"""480 bytes is what every receiver has to accept (RFC 5424)."""
+
+
+class SyslogTls(TlsSettings):
+    """TLS for syslog: where, and with which certificates."""
+
+    listen: Address = Field(description="Where to listen for TLS connections.")
+
+
+class SyslogSettings(InputSettings):
+    """The settings of a syslog input."""
+
+    type: Literal["syslog"] = "syslog"
+    tcp: Address | None = Field(None, description="Where to listen for TCP connections.")
+    udp: Address | None = Field(None, description="Where to listen for UDP datagrams.")
+    tls: SyslogTls | None = Field(
+        None, description="Where to listen for TLS connections, and with which certificates."
+    )
+    insecure: bool = Field(
+        default=False,
+        description="Listen on a public address although anybody can then send: without TLS, or "
+        "without asking clients for a certificate.",
+    )
+    framing: Framing = Field(
+        Framing.AUTO,
+        description="How messages are told apart over TCP and TLS: `newline`, `octet` (counted), "
+        "or `auto`, decided message by message.",
+    )
+    max_message_bytes: MessageBytes = Field(
+        64 << 10,
+        description="A longer message is cut into pieces of this length, and counted as invalid.",
+    )
+    max_connections: int = Field(
+        10_000, ge=1, description="One more is closed at once, and counted as refused."
+    )
+    idle_timeout: Duration | None = Field(
+        None, description="Close a connection that has been silent for so long. `null`: never."
+    )
+    receive_buffer: Size = Field(
+        8 << 20,
+        description="What the operating system is asked to hold of UDP datagrams not yet read.",
+    )
+
+    @model_validator(mode="after")
+    def _listens(self) -> Self:
+        if self.tcp is None and self.udp is None and self.tls is None:
+            raise Contradiction([Problem("tcp", "give at least one of tcp, udp and tls")])
+        return self
+
+    def check_exposed(self) -> None:
+        """Refuse a public address without protection. Raises ``ConfigError``."""
+        tls = None if self.tls is None else self.tls.listen
+        known = self.tls is not None and self.tls.client_ca is not None
+        for knob, address in (("tcp", self.tcp), ("udp", self.udp), ("tls", tls)):
+            if address is not None:
+                check_exposed(
+                    address,
+                    tls=knob == "tls",
+                    tokens=knob == "tls" and known,
+                    insecure=self.insecure,
+                    knob=knob,
+                    by="tls.client_ca",
+                )
+
+
+class SyslogInput(Input):
+    """Listens for syslog and publishes it. One thread for all streams, one for UDP."""
+
+    settings_type: ClassVar[type[InputSettings]] = SyslogSettings
+    settings: SyslogSettings
+
+    def __init__(self, settings: SyslogSettings, host: Host) -> None:
+        super().__init__(settings, host)
+        self.addresses: dict[str, Address] = {}
+        """By ``tcp``, ``udp`` and ``tls``: where it listens, the ports as they really are."""
+        self._readers: list[tuple[StreamReader | DatagramReader, OneWayPublisher]] = []
+        self._stopped = False
+
+    @property
+    def address(self) -> str | None:
+        return " ".join(f"{kind}://{address}" for kind, address in self.addresses.items()) or None
+
+    def start(self) -> None:
+        self.settings.check_exposed()
+        bound: list[socket.socket] = []
+        try:
+            readers = self._make_readers(bound)
+        except BaseException:
+            for each in bound:
+                each.close()
+            raise
+        self._readers = readers
+        for reader, _ in readers:
+            reader.start()
+
+    def _make_readers(
+        self, bound: list[socket.socket]
+    ) -> list[tuple[StreamReader | DatagramReader, OneWayPublisher]]:
+        settings = self.settings
+        readers: list[tuple[StreamReader | DatagramReader, OneWayPublisher]] = []
+        waiting, dropping = OneWayPublisher(self), OneWayPublisher(self, FlowControl.NONE)
+        waiting.check_fits(settings.max_message_bytes, "max_message_bytes")
+        listeners = []
+        if settings.tcp is not None:
+            listeners.append(Listener(self._bind("tcp", settings.tcp, bound)))
+        if settings.tls is not None:
+            context = settings.tls.context()
+            listeners.append(Listener(self._bind("tls", settings.tls.listen, bound), context))
+        if settings.udp is not None:
+            datagrams = self._bind("udp", settings.udp, bound, socket.SOCK_DGRAM)
+            widen(datagrams, settings.receive_buffer)
+            longest = settings.max_message_bytes
+            reader = DatagramReader(self, dropping, datagrams, udp_receiver(datagrams), longest)
+            readers.append((reader, dropping))
+        if listeners:
+            limits = StreamLimits(
+                settings.framing,
+                settings.max_message_bytes,
+                settings.max_connections,
+                settings.idle_timeout,
+            )
+            readers.append((StreamReader(self, waiting, listeners, limits), waiting))
+        return readers
+
+    def _bind(
+        self,
+        knob: str,
+        address: Address,
+        bound: list[socket.socket],
+        kind: int = socket.SOCK_STREAM,
+    ) -> socket.socket:
+        made = address.listen(kind, knob=knob)
+        bound.append(made)
+        self.addresses[knob] = address.with_port(made.getsockname()[1])
+        return made
+
+    def stop(self, timeout: float) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        deadline = time.monotonic() + timeout
+        for reader, _ in self._readers:
+            reader.stop(deadline)
+        for _, publisher in self._readers:
+            publisher.finish(deadline)
+
+
+def udp_receiver(bound: socket.socket) -> Receive:
+    """How to receive from a UDP socket."""
+
+    def receive(space: memoryview) -> Datagram:
+        size, sender = bound.recvfrom_into(space)
+        return Datagram(size, sender[0].removeprefix("::ffff:"), truncated=False)
+
+    return receive

@@ -1,0 +1,318 @@
+"""The Flight plane: a node's queues over Arrow Flight. ``docs/protocol.md`` is its contract.
+
+gRPC gives every call a thread of its own, as many as it takes, so that calls that wait hold nobody
+up. Calls that wait look now and then whether the plane is stopping or their client is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import flight
+
+from turnlane.errors import ConfigError, StorageFailed, TransportDown
+from turnlane.events import Block
+from turnlane.node.connections import cut_connections
+from turnlane.node.flight_actions import ACTIONS, Actions, Caller
+from turnlane.node.flight_commands import Consume, Publish, Read, StageBlocks, one_of, parsed
+from turnlane.node.flight_errors import translated
+from turnlane.node.flight_publish import Peer, PublishStream
+from turnlane.node.flight_read import Patience, consume_stream, read_stream, schema_of
+from turnlane.node.node import Node
+from turnlane.node.routes import Routes
+from turnlane.serving.address import Address
+from turnlane.serving.rights import Authority, Right, bearer_of
+from turnlane.serving.tls import TlsSettings
+
+log = logging.getLogger(__name__)
+
+MAX_CALLS = 1000
+"""Calls at a time, each of which has a thread: more are told to come back later."""
+POLITE_SECONDS = 1.0
+"""How long clients that were told that the node stops have to leave before they are cut off."""
+
+Reader = flight.MetadataRecordBatchReader
+Chunks = Iterator[tuple[Block | None, pa.Buffer | None]]
+
+
+class FlightPlane:
+    """Serves a node over Arrow Flight from :meth:`start` to :meth:`stop`."""
+
+    def __init__(
+        self,
+        node: Node,
+        authority: Authority,
+        address: Address,
+        tls: TlsSettings | None = None,
+        *,
+        max_calls: int = MAX_CALLS,
+    ) -> None:
+        self.node = node
+        self.authority = authority
+        self.routes = Routes()
+        self.actions = Actions(node)
+        self.stopping = False
+        self._wanted = address
+        self._tls = tls
+        self._server: _Server | None = None
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._calls = threading.BoundedSemaphore(max_calls)
+        self._streams: set[PublishStream] = set()
+
+    def start(self) -> None:
+        """Listen; returns once it does. Raises ``ConfigError`` or ``AddressTaken``."""
+        if self._wanted.port:
+            # gRPC would share the port with another process that listens on it.
+            self._wanted.listen(knob="flight.listen").close()
+        arguments = {} if self._tls is None else self._tls.flight_arguments()
+        scheme = "grpc+tcp" if self._tls is None else "grpc+tls"
+        try:
+            self._server = _Server(self, f"{scheme}://{self._wanted}", arguments)
+        except pa.ArrowException as error:
+            raise ConfigError(
+                "flight.listen", f"cannot listen on {self._wanted}: {error}"
+            ) from None
+        # A program that ends without a stop would else wait for its clients, for ever.
+        atexit.register(self.stop)
+        log.info("Flight on %s", self.address)
+
+    @property
+    def address(self) -> Address:
+        """Where it listens, with the port it was given."""
+        return self._wanted if self._server is None else self._wanted.with_port(self._server.port)
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Take no more calls, tell clients to leave, and cut off those that do not."""
+        if self._server is None or os.getpid() != self._process:  # not in a forked child
+            return
+        atexit.unregister(self.stop)
+        until = time.monotonic() + timeout
+        self.stopping = True
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
+            stream.leave("the node is stopping")
+        stopper = threading.Thread(target=self._server.shutdown, daemon=True)
+        stopper.start()
+        stopper.join(min(POLITE_SECONDS, timeout / 2))
+        while stopper.is_alive() and time.monotonic() < until:
+            cut_connections(self._server.port)
+            stopper.join(0.1)
+        if stopper.is_alive():
+            log.warning("Flight on %s: some calls did not end in %g s", self.address, timeout)
+
+    # ── for the server ───────────────────────────────────────────────────────────────────────────
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """A call of a client, from beginning to end."""
+        with translated():
+            if self.stopping or self.node.closing:
+                raise TransportDown("the node is stopping")
+            if not self._calls.acquire(blocking=False):
+                raise TransportDown("the node has too many calls at a time", after=1.0)
+            try:
+                yield
+            finally:
+                self._calls.release()
+
+    def caller(self, context: flight.ServerCallContext) -> Caller:
+        """Who is calling."""
+        bearer = context.get_middleware("bearer")
+        token = bearer.token if isinstance(bearer, _Bearer) else None
+        return Caller(
+            self.authority,
+            token,
+            lambda: self.stopping or self.node.closing or context.is_cancelled(),
+        )
+
+    def serve_stream(self, command: Publish, peer: Peer) -> None:
+        """Serve a publishing client."""
+        queue = self.node.queue(command.publish)
+        stream = PublishStream(self.node.instance, queue, command, self.routes, peer)
+        with self._lock:
+            self._streams.add(stream)
+        if self.stopping:
+            stream.leave("the node is stopping")
+        try:
+            stream.run()
+        finally:
+            with self._lock:
+                self._streams.discard(stream)
+
+    def stage(self, command: StageBlocks, schema: pa.Schema, peer: Peer) -> None:
+        """Write a client's blocks to a stage, and say which once they are on disk."""
+        events = 0
+        try:
+            with self.node.stage(command.stage, schema) as stage:
+                for block, _ in peer.chunks:
+                    if block is not None and block.num_rows:
+                        stage.add(block)
+                        events += block.num_rows
+                if peer.is_gone():  # this may not have been all
+                    return
+                answer = {"stage": stage.finish(), "events": events}
+        except OSError as error:
+            raise StorageFailed(f"cannot stage: {error.strerror or error}") from error
+        peer.tell(json.dumps(answer).encode())
+
+
+class _Bearer(flight.ServerMiddleware):
+    """The token that came with a call."""
+
+    def __init__(self, token: str | None) -> None:
+        self.token = token
+
+
+class _Bearers(flight.ServerMiddlewareFactory):
+    """Takes the token from the call's headers."""
+
+    def start_call(
+        self, info: flight.CallInfo, headers: dict[str, list[str] | list[bytes]]
+    ) -> _Bearer:
+        del info
+        values = [each for each in headers.get("authorization", ()) if isinstance(each, str)]
+        return _Bearer(bearer_of(values[0] if values else None))
+
+
+class _Server(flight.FlightServerBase):
+    """Flight's methods, each in few words."""
+
+    def __init__(self, plane: FlightPlane, location: str, arguments: dict[str, Any]) -> None:
+        self._plane = plane
+        super().__init__(location, middleware={"bearer": _Bearers()}, **arguments)
+
+    def do_exchange(
+        self,
+        context: flight.ServerCallContext,
+        descriptor: flight.FlightDescriptor,
+        reader: Reader,
+        writer: flight.MetadataRecordBatchWriter,
+    ) -> None:
+        """Publish, as ``do_put`` does; other than that, the client can cancel it."""
+        with self._plane.call():
+            peer = Peer(
+                _chunks(reader),
+                lambda data: writer.write_metadata(pa.py_buffer(data)),
+                context.is_cancelled,
+            )
+            command = parsed(Publish, descriptor.command)
+            self._plane.caller(context).check(Right.PUBLISH, command.publish)
+            self._plane.serve_stream(command, peer)
+
+    def do_put(
+        self,
+        context: flight.ServerCallContext,
+        descriptor: flight.FlightDescriptor,
+        reader: Reader,
+        writer: flight.FlightMetadataWriter,
+    ) -> None:
+        """Publish blocks, or stage them."""
+        with self._plane.call():
+            command = one_of({"publish": Publish, "stage": StageBlocks}, descriptor.command)
+            peer = Peer(
+                _chunks(reader), lambda data: writer.write(pa.py_buffer(data)), context.is_cancelled
+            )
+            caller = self._plane.caller(context)
+            if isinstance(command, StageBlocks):
+                caller.check(Right.PUBLISH, command.stage)
+                self._plane.stage(command, reader.schema, peer)
+            elif isinstance(command, Publish):
+                caller.check(Right.PUBLISH, command.publish)
+                self._plane.serve_stream(command, peer)
+
+    def do_get(
+        self, context: flight.ServerCallContext, ticket: flight.Ticket
+    ) -> flight.FlightDataStream:
+        """Read a range, or consume a batch."""
+        with self._plane.call():
+            caller, node = self._plane.caller(context), self._plane.node
+            command = one_of({"read": Read, "consume": Consume}, ticket.ticket)
+            if isinstance(command, Consume):
+                caller.check(Right.READ, command.consume)
+                patience = Patience(command.wait, caller.in_vain)
+                return consume_stream(node.leases, node.queue(command.consume), command, patience)
+            assert isinstance(command, Read)
+            caller.check(Right.READ, command.read)
+            return read_stream(node.queue(command.read), command)
+
+    def do_action(
+        self, context: flight.ServerCallContext, action: flight.Action
+    ) -> Iterator[bytes]:
+        """Answer a question or carry out an order."""
+        with self._plane.call():
+            answer = self._plane.actions.answer(
+                action.type, action.body, self._plane.caller(context)
+            )
+        return iter([json.dumps(answer).encode()])
+
+    def list_actions(  # type: ignore[override] # the stubs have another type
+        self, context: flight.ServerCallContext
+    ) -> list[flight.ActionType]:
+        """The actions there are."""
+        del context
+        return [
+            flight.ActionType(name, action.do.__doc__ or "") for name, action in ACTIONS.items()
+        ]
+
+    def list_flights(
+        self, context: flight.ServerCallContext, criteria: str
+    ) -> Iterator[flight.FlightInfo]:
+        """The queues that the caller may read."""
+        del criteria
+        with self._plane.call():
+            caller = self._plane.caller(context)
+            self._plane.authority.identify(caller.bearer)
+            names = self._plane.node.queues()
+            found = [self._info(name) for name in names if caller.may(Right.READ, name)]
+        return iter(found)
+
+    def get_flight_info(
+        self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor
+    ) -> flight.FlightInfo:
+        """A queue, by path or by a read command."""
+        with self._plane.call():
+            name = _queue_of(descriptor)
+            self._plane.caller(context).check(Right.READ, name)
+            return self._info(name)
+
+    def _info(self, name: str) -> flight.FlightInfo:
+        queue = self._plane.node.queue(name)
+        low, end = queue.low, queue.end
+        ticket = flight.Ticket(json.dumps({"read": name, "first": low, "end": end}).encode())
+        return flight.FlightInfo(
+            schema_of(queue),
+            flight.FlightDescriptor.for_path(name),
+            [flight.FlightEndpoint(ticket, [])],
+            end - low,
+            -1,
+        )
+
+
+def _chunks(reader: Reader) -> Chunks:
+    while True:
+        try:
+            chunk = reader.read_chunk()
+        except StopIteration:
+            return
+        if chunk.data is not None:
+            # Offsets that point elsewhere, text that is none: nobody has looked at it so far, and
+            # whoever reads it later must not fall over it.
+            chunk.data.validate(full=True)
+        yield chunk.data, chunk.app_metadata
+
+
+def _queue_of(descriptor: flight.FlightDescriptor) -> str:
+    if descriptor.path:
+        return descriptor.path[0].decode("utf-8", "replace")
+    return parsed(Read, descriptor.command).read

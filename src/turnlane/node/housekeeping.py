@@ -1,0 +1,77 @@
+"""What a node does now and then: forget stages that nobody came for, give memory back."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import pyarrow as pa
+
+from turnlane.closing import Closing
+from turnlane.node.staging import Staging
+from turnlane.queues.holding import HoldingQueue
+
+log = logging.getLogger(__name__)
+
+INTERVAL: Final = 2.0
+STAGE_SECONDS: Final = 3600.0
+"""A stage that was neither committed nor aborted after so long belongs to a task that died."""
+
+
+class Housekeeping(Closing):
+    """A thread that tidies up until it is closed."""
+
+    def __init__(self, staging: Staging, queues: Callable[[], Iterable[HoldingQueue]]) -> None:
+        self._staging = staging
+        self._queues = queues
+        self._tidied_at = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="turnlane-housekeeping", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop."""
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.wait(INTERVAL):
+            try:
+                self.tidy()
+            except OSError as error:
+                log.warning("could not tidy up, trying again: %s", error)
+            except Exception:
+                log.exception("could not tidy up, trying again")
+
+    def tidy(self) -> None:
+        """Do it now."""
+        gone = self._staging.discard_older(STAGE_SECONDS)
+        if gone:
+            log.warning("%d stages were given up: nobody committed them", gone)
+        moved = sum(queue.end + queue.low for queue in self._queues())
+        if moved != self._tidied_at:
+            self._tidied_at = moved
+            give_memory_back()
+
+
+def give_memory_back() -> None:
+    """Return freed memory to the system.
+
+    Blocks come in and go out in sizes that no allocator likes: without this a node that was busy
+    once stays large for ever.
+    """
+    pa.default_memory_pool().release_unused()
+    if _TRIM is not None:
+        _TRIM(0)
+
+
+def _find_trim() -> Callable[[int], int] | None:
+    """Glibc's ``malloc_trim``; other C libraries have none."""
+    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return found
+
+
+_TRIM: Final = _find_trim()

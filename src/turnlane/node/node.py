@@ -1,0 +1,207 @@
+"""A node: the queues of one data directory, and what belongs to them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+import threading
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from turnlane.clock import SYSTEM_CLOCK, Clock
+from turnlane.closing import Closing
+from turnlane.errors import (
+    ConfigError,
+    DirectoryUnusable,
+    EventsLost,
+    NoSuchQueue,
+    NotAQueue,
+    QueueExists,
+    StorageFailed,
+)
+from turnlane.node.commits import Commits
+from turnlane.node.housekeeping import Housekeeping
+from turnlane.node.lanes import Lanes
+from turnlane.node.leases import Leases
+from turnlane.node.staging import Stage, Staging
+from turnlane.queues import open_queue
+from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.kinds import ON_DISK, Kind
+from turnlane.queues.log.directory import lock
+from turnlane.queues.log.files import Disk
+from turnlane.queues.settings import QueueSettings
+
+log = logging.getLogger(__name__)
+
+REGISTRY = "queues.json"
+"""The queues made at run time, so that they are there again after a restart."""
+
+
+class Node(Closing):
+    """The queues of one data directory, held by one process.
+
+    ``instance`` is new at every start: a client that sees another one knows that whatever was
+    accepted and not persisted may be gone.
+    """
+
+    def __init__(
+        self,
+        data: Path,
+        queues: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        disk: Disk | None = None,
+    ) -> None:
+        """Open the directory and its queues, and finish what a crash has interrupted.
+
+        ``queues`` are those of the configuration, knobs by name; ``disk`` is their default kind.
+        """
+        self.data = data
+        self.instance = uuid.uuid4().hex
+        self.closing = False
+        self._clock = clock
+        self._disk = disk or Disk()
+        self._lock = threading.RLock()
+        self._queues: dict[str, HoldingQueue] = {}
+        self._configured = frozenset(queues or ())
+        with contextlib.ExitStack() as opened:
+            opened.callback(self._disk.close, self._held(data))
+            opened.callback(self._close_queues)
+            for name, knobs in {**self._registered(), **(queues or {})}.items():
+                self._open(self._placed(name, knobs))
+            self.staging = Staging(data / "staging", self._disk)
+            self.commits = Commits(data / "commits", self._disk, self.staging, self.queue)
+            self.lanes = Lanes()
+            recovered = self.commits.recover()
+            self.leases = opened.enter_context(Leases())
+            opened.enter_context(Housekeeping(self.staging, lambda: self.queues().values()))
+            self._let_go = opened.pop_all().close
+        log.info("node %s: %d queues, %d commits finished", data, len(self._queues), recovered)
+
+    def _held(self, data: Path) -> int:
+        try:
+            data.mkdir(parents=True, exist_ok=True)
+            return lock(data, self._disk)
+        except OSError as error:
+            raise DirectoryUnusable(f"{data}: {error.strerror or error}") from error
+
+    # ── queues ───────────────────────────────────────────────────────────────────────────────────
+
+    def queue(self, name: str) -> HoldingQueue:
+        """The queue of this name. Raises ``NoSuchQueue``."""
+        queue = self._queues.get(name)
+        if queue is None:
+            known = ", ".join(sorted(self._queues)) or "none"
+            raise NoSuchQueue(f"there is no queue {name!r}; there are: {known}")
+        return queue
+
+    def queues(self) -> dict[str, HoldingQueue]:
+        """All queues by name."""
+        with self._lock:
+            return dict(self._queues)
+
+    def create(self, name: str, **knobs: Any) -> HoldingQueue:
+        """Make a queue and remember it; one that is there with the same settings is fine.
+
+        Raises ``QueueExists``, ``ConfigError``, ``StorageFailed``.
+        """
+        settings = self._placed(name, knobs)
+        with self._lock:
+            queue = self._queues.get(name)
+            if queue is not None and queue.settings != settings:
+                raise QueueExists(f"there is a queue {name!r} with other settings")
+            if queue is None:
+                queue = self._open(settings)
+                try:
+                    self._remember()
+                except StorageFailed:
+                    del self._queues[name]
+                    queue.close()
+                    raise
+            return queue
+
+    def drop(self, name: str) -> None:
+        """Close a queue made at run time and delete it with everything in it."""
+        with self._lock:
+            queue = self.queue(name)
+            if name in self._configured:
+                raise ConfigError("queues", f"{name!r} is in the configuration: remove it there")
+            del self._queues[name]
+            try:
+                self._remember()
+            except StorageFailed:
+                self._queues[name] = queue
+                raise
+            with contextlib.suppress(EventsLost):  # that is what was asked for
+                queue.close()
+            if queue.settings.path is not None:
+                shutil.rmtree(queue.settings.path)
+
+    def stage(self, name: str, schema: pa.Schema) -> Stage:
+        """Begin to stage blocks for a queue; what it could never take is refused here.
+
+        Raises ``NoSuchQueue``, ``SchemaMismatch``, ``StorageFailed``.
+        """
+        vet = self.queue(name).producer().vet
+        ready = vet(pa.RecordBatch.from_pylist([], schema))
+        return self.staging.stage(name, ready.schema, vet)
+
+    def _placed(self, name: str, knobs: Mapping[str, Any]) -> QueueSettings:
+        """Settings with a place below the data directory, for kinds that have one."""
+        if "path" in knobs:
+            raise ConfigError("path", "a node keeps its queues below its own data directory")
+        settings = QueueSettings.of(kind=Kind.MEMORY, name=name)  # the name, before a path
+        kind = str(knobs.get("kind", Kind.DISK))
+        place = {"path": self.data / "queues" / settings.name} if kind in ON_DISK else {}
+        return QueueSettings.of(**{**knobs, "name": name, "kind": kind, **place})
+
+    def _open(self, settings: QueueSettings) -> HoldingQueue:
+        if settings.kind not in (Kind.MEMORY, *ON_DISK):
+            raise ConfigError("kind", f"a node has no {settings.kind} queues")
+        queue = open_queue(settings, clock=self._clock, disk=self._disk)
+        assert isinstance(queue, HoldingQueue)
+        self._queues[settings.name] = queue
+        return queue
+
+    def _registered(self) -> dict[str, dict[str, Any]]:
+        path = self.data / REGISTRY
+        try:
+            entries: dict[str, dict[str, Any]] = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise NotAQueue(f"{path}: {error}; move it away to start without its queues") from None
+        return entries
+
+    def _remember(self) -> None:
+        entries = {
+            name: queue.settings.model_dump(
+                mode="json", exclude_unset=True, exclude={"path", "name"}
+            )
+            for name, queue in self._queues.items()
+            if name not in self._configured
+        }
+        try:
+            self._disk.write_whole(self.data / REGISTRY, json.dumps(entries, indent=1).encode())
+        except OSError as error:
+            raise StorageFailed(f"cannot write {REGISTRY}: {error.strerror or error}") from error
+
+    # ── closing ──────────────────────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Give leased batches back and close the queues; what is in them stays."""
+        self.closing = True
+        self._let_go()
+
+    def _close_queues(self) -> None:
+        for queue in self.queues().values():
+            try:
+                queue.close()
+            except Exception:
+                log.exception("queue %s did not close well", queue.name)

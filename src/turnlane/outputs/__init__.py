@@ -1,0 +1,1 @@
+"""Outputs: the passive ends of lanes. One file each."""

@@ -1,0 +1,35 @@
+"""Output ``spark``: any sink format that Spark has, Parquet, CSV, JDBC and others' among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from turnlane.errors import Bug
+from turnlane.outputs.contract import Output, OutputSettings
+
+
+class SparkSinkSettings(OutputSettings):
+    """The settings of a Spark sink."""
+
+    format: str = Field(description="Spark's name for it: parquet, csv, jdbc, delta …")
+    path: str | None = Field(default=None, description="Where the files go, for file formats.")
+    options: dict[str, str] = Field(default={}, description="The format's own options.")
+    partition_by: tuple[str, ...] = Field(
+        default=(), description="Columns by whose values files are put into folders."
+    )
+    columns: tuple[str, ...] = Field(
+        default=(), description="What is written: expressions in Spark SQL. Default: everything."
+    )
+
+
+class SparkOutput(Output):
+    """Only its settings count: the lane has Spark write, and no task calls it."""
+
+    settings_type = SparkSinkSettings
+    settings: SparkSinkSettings
+
+    def send(self, prepared: Any) -> None:  # noqa: ANN401
+        del prepared
+        raise Bug("a spark output is written by its lane, not called by tasks")

@@ -1,0 +1,1 @@
+"""The pipeline as it is described: actions, their order, their lanes. What runs it is Spark's."""

@@ -1,0 +1,186 @@
+"""What a pipeline is made of: parse, transform, and actions in order. No Spark in here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from turnlane.quantities import Duration
+from turnlane.queues.kinds import Kind
+from turnlane.queues.settings import Name, QueueSettings
+
+MAIN: Final = "main"
+"""The main queue's name, and the main lane's."""
+DEAD_LETTERS: Final = "main.dead"
+"""The queue of events that could not be parsed, where `on_error` is `dead`."""
+DISCARD: Final = "discard"
+"""The output that ends an event's way."""
+
+_FUNCTION: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def _function(text: str) -> str:
+    if not _FUNCTION.fullmatch(text):
+        raise ValueError(f"is module:function, such as mypackage.clean:drop_tests, not {text!r}")
+    return text
+
+
+FunctionName = Annotated[str, AfterValidator(_function)]
+
+
+class Part(BaseModel):
+    """A part of a pipeline's description."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
+
+
+class SparkSettings(Part):
+    """How Spark runs."""
+
+    master: str = Field(
+        default="local[*]", description="Where Spark runs.", examples=["spark://host:7077"]
+    )
+    app_name: str = Field(default="turnlane", description="Its name in Spark's own pages.")
+    conf: dict[str, str] = Field(default={}, description="Spark's own settings, by name.")
+    checkpoints: Path | None = Field(
+        default=None,
+        description="Where stateful lanes keep their state; on a cluster, a place that all of it "
+        "reaches. Default: below the node's data.",
+    )
+
+
+class NodesSettings(Part):
+    """How the pipeline reaches its nodes."""
+
+    endpoint: str | None = Field(
+        default=None,
+        description="The nodes. Default: the node of this configuration.",
+        examples=["turnlane://host-1:8815,host-2:8815"],
+    )
+    token_env: str | None = Field(
+        default=None, description="The environment variable that has the token."
+    )
+    token_file: Path | None = Field(default=None, description="The file that has the token.")
+    tls_ca: Path | None = Field(default=None, description="The certificates to trust.")
+    tls_cert: Path | None = Field(default=None, description="The pipeline's own certificate.")
+    tls_key: Path | None = Field(default=None, description="Its key.")
+
+    def access(self) -> dict[str, str]:
+        """As the options of ``format("turnlane")``."""
+        options = {
+            "endpoint": self.endpoint,
+            "tokenEnv": self.token_env,
+            "tokenFile": self.token_file,
+            "tlsCa": self.tls_ca,
+            "tlsCert": self.tls_cert,
+            "tlsKey": self.tls_key,
+        }
+        return {name: str(value) for name, value in options.items() if value is not None}
+
+
+class LaneSettings(Part):
+    """How much a lane takes at a time."""
+
+    max_events: int = Field(default=1_000_000, ge=1, description="The most events of a batch.")
+    min_events: int = Field(
+        default=1,
+        ge=1,
+        description="Wait for so many events, for `max_age` at most, before a batch.",
+    )
+    max_age: Duration = Field(default=60.0, description="See `min_events`.")
+    workers: int | None = Field(
+        default=None,
+        ge=1,
+        description="The most tasks of a batch. Default: what Spark has cores for.",
+    )
+    worker_minimum_events: int = Field(
+        default=100_000, ge=1, description="One more task for every so many events."
+    )
+    trigger: Duration = Field(default=0.0, description="The least time between two batches.")
+
+
+class ActionSettings(Part):
+    """Filter, queue and output: where some of the events go."""
+
+    name: Name = Field(description="Its own name, and that of its queue and lane.")
+    filter: str | None = Field(
+        default=None, description="Which events: a condition in Spark SQL. Default: all."
+    )
+    queue: QueueSettings | None = Field(
+        default=None,
+        description="The queue in front of the output, which gives the action a lane of its own. "
+        "Without one, or with `kind: direct`, the main lane itself calls the output.",
+    )
+    transform: FunctionName | None = Field(
+        default=None, description="A function from DataFrame to DataFrame, `module:function`."
+    )
+    sql: str | None = Field(
+        default=None,
+        description="A query over `events`; may aggregate over windows. Needs a queue.",
+    )
+    watermark: Duration | None = Field(
+        default=None,
+        description="How late an event may be and still count, for `sql` with windows.",
+    )
+    with_queues: tuple[str, ...] = Field(
+        default=(), description="Other queues that `sql` joins with, as views of the same names."
+    )
+    output_mode: Literal["append", "update", "complete"] = Field(
+        default="append", description="What `sql` that aggregates gives out, as Spark has it."
+    )
+    lane: LaneSettings = Field(
+        default_factory=LaneSettings, description="How much the lane takes at a time."
+    )
+    output: Any = Field(description="Where the events go.")
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the main lane itself calls the output."""
+        return self.queue is None or self.queue.kind is Kind.DIRECT
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether Spark has to remember things between batches."""
+        return self.sql is not None
+
+    @property
+    def discards(self) -> bool:
+        """Whether the event's way ends here."""
+        return bool(self.output.type == DISCARD)
+
+
+class PipelineSettings(Part):
+    """Everything between the main queue and the outputs."""
+
+    parse: Any = None
+    transform: FunctionName | None = None
+    actions: tuple[ActionSettings, ...] = ()
+    lane: LaneSettings = Field(default_factory=LaneSettings)
+    spark: SparkSettings = Field(default_factory=SparkSettings)
+
+    @property
+    def dead_letters(self) -> str | None:
+        """The queue of what could not be parsed, if that is to be kept apart."""
+        return DEAD_LETTERS if self.parse is not None and self.parse.on_error == "dead" else None
+
+    @property
+    def queued(self) -> tuple[ActionSettings, ...]:
+        """The actions that have a lane of their own."""
+        return tuple(action for action in self.actions if not action.is_direct)
+
+    @property
+    def direct(self) -> tuple[ActionSettings, ...]:
+        """The actions that the main lane calls itself."""
+        return tuple(action for action in self.actions if action.is_direct)
+
+    def lanes(self) -> Iterator[str]:
+        """The names of all lanes: the main one, and one for every action with a queue."""
+        yield MAIN
+        for action in self.queued:
+            yield action.name

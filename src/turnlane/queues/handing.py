@@ -1,0 +1,282 @@
+"""The way out, batch by batch: taking, settling, giving back.
+
+A batch that is out holds what its events count for until they are settled, by itself or by offset:
+so nothing is counted twice, and what is settled does not come back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from bisect import insort
+
+from turnlane.errors import AckNotStored, BatchFreed, QueueClosed, QueueEmpty
+from turnlane.queues.batch import BatchState, HeldBatch
+from turnlane.queues.contract import AckLevel, Outcome
+from turnlane.queues.intake import Intake
+from turnlane.queues.portion import Portion
+
+log = logging.getLogger(__name__)
+
+
+class Handing(Intake):
+    """A queue that hands out batches; :class:`turnlane.queues.holding.HoldingQueue` is the rest."""
+
+    # ── consuming ───────────────────────────────────────────────────────────────────────────────
+
+    def get(self, max_events: int | None = None, timeout: float | None = None) -> HeldBatch:
+        if max_events is not None and max_events < 1:
+            msg = f"max_events is {max_events}; a batch has at least one event"
+            raise ValueError(msg)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        largest = self.settings.dequeue_batch_size
+        limit = self._pace.limit(largest if max_events is None else min(max_events, largest))
+        if not self._getting.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
+            raise self._nothing_to_read()
+        try:
+            while True:
+                with self.lock:
+                    portion = self._await_portion(limit, deadline)
+                    if portion.pieces is not None:
+                        return self._hand_out(portion)
+                found = self.fetch(portion)
+                if found is not None:
+                    with self.lock:
+                        whole = self.positions.unsettled(found.first, found.end)
+                        if not self._closed and whole == [(found.first, found.end)]:
+                            return self._hand_out(found)
+                        # Closed, or settled by offset meanwhile: what is left comes next.
+                        self.give_back(found)
+        finally:
+            self._getting.release()
+
+    def _nothing_to_read(self) -> QueueEmpty:
+        return QueueEmpty(f"queue {self.name!r} had nothing to read in the time allowed")
+
+    def _await_portion(self, limit: int, deadline: float | None) -> Portion:
+        """The next portion, once there is one and it may be taken. Under the lock."""
+        while True:
+            self.check_readable()
+            ready = self._backlog()
+            if not ready:
+                self._ready_since = None
+            elif self._ready_since is None:
+                self._ready_since = time.monotonic()
+            pause = self._pause(ready, limit)
+            if ready and not pause:
+                portion = self.next_portion(limit)
+                if portion is not None:
+                    self._ready_since = None
+                    self._pace.took(len(portion))
+                    return portion
+            self._rest(ready, limit, pause, deadline)
+
+    def _pause(self, ready: int, limit: int) -> float:
+        """How long to leave what is ready alone: the pace, or a batch that may yet fill up."""
+        pause = self._pace.delay()
+        if pause > 0:
+            return min(pause, 1.0)  # and look again: the wall clock may jump
+        wanted = min(self.settings.minimum_batch_size, limit)
+        since = self._ready_since
+        if since is None or ready >= wanted or self._finished or self.gate.line:
+            return 0.0
+        return max(0.0, since + self.settings.minimum_batch_timeout - time.monotonic())
+
+    def check_readable(self) -> None:
+        """Raise ``QueueClosed`` if there is nothing to read and never will be."""
+        if self._closed or (self._finished and not self.positions.pending):
+            msg = f"queue {self.name!r} is closed" + ("" if self._closed else " and drained")
+            raise QueueClosed(msg)
+
+    def _rest(self, ready: int, limit: int, pause: float, deadline: float | None) -> None:
+        """Sleep until there is reason to look again."""
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise self._nothing_to_read()
+        wanted = min(self.settings.minimum_batch_size, limit) if ready else 1
+        waits = [seconds for seconds in (pause or None, left) if seconds is not None]
+        self._wait_for_end(self.positions.end + max(1, wanted - ready), min(waits, default=None))
+
+    def _wait_for_end(self, end: int, timeout: float | None) -> None:
+        """Sleep until the queue reaches ``end``, or anything else of note happens."""
+        thread = threading.get_ident()
+        self._hunger[thread] = end
+        self.rest_heed()
+        self._readable.wait(timeout)
+        self._hunger.pop(thread, None)
+        self.rest_heed()
+
+    def next_portion(self, limit: int) -> Portion | None:
+        """Cut the next portion: what was given back comes first. Under the lock."""
+        if self.returned:
+            if len(self.returned[0]) > limit:
+                return self.returned[0].head(limit)
+            return self.returned.pop(0)
+        first, end = self.positions.next_fresh(limit)
+        if first >= end:
+            return None
+        if first < self.tail.first:
+            end = min(end, self.tail.first)
+            portion = self.stored_portion(first, end)
+        else:
+            portion = self.tail.take(first, end)
+        self.positions.take(end)
+        return portion
+
+    def _hand_out(self, portion: Portion) -> HeldBatch:
+        batch = HeldBatch(self, portion)
+        self.out[portion.first] = batch
+        return batch
+
+    def give_back(self, portion: Portion) -> None:
+        """Have what is not settled of a portion read again, before anything newer. Under the lock.
+
+        What is settled was settled by offset, which has given its room back.
+        """
+        for first, end in self.positions.unsettled(portion.first, portion.end):
+            insort(self.returned, portion.part(first, end), key=lambda each: each.first)
+        # All: whoever waits for the end to move would swallow a wake-up meant for a consumer.
+        self._readable.notify_all()
+
+    def free_batch(self, batch: HeldBatch) -> None:
+        """Give up a batch's contents; their room is free again."""
+        with self.lock:
+            if batch.state is BatchState.OUT and not batch.freed:
+                batch.freed = True
+                batch.portion.pieces = None
+                events = batch.charged_events if self.free_returns_events else 0
+                size, batch.charged_bytes = batch.charged_bytes, 0
+                batch.charged_events -= events
+                self.refund(events, size)
+
+    def settle_batch(self, batch: HeldBatch, outcome: Outcome) -> None:
+        """Settle a batch for good: recorded first, then visible."""
+        with self.lock:
+            if batch.state is not BatchState.OUT:
+                return
+            if self._closed:
+                msg = f"queue {self.name!r} was closed before this batch was done"
+                raise QueueClosed(msg)
+            batch.state = BatchState.SETTLING
+        try:
+            self.record_settled(batch.portion, outcome)
+        except BaseException as error:  # also what is raised into the thread from outside
+            with self.lock:
+                batch.state = BatchState.OUT
+                self._drained.notify_all()
+            if not isinstance(error, OSError):
+                raise
+            msg = f"could not record that batch {batch.place.first} is {outcome}: {error}"
+            raise AckNotStored(msg) from error
+        with self.lock:
+            batch.state = BatchState.SETTLED
+            self.out.pop(batch.place.first, None)
+            self.settle_portion(batch.portion, outcome, batch.charged_events, batch.charged_bytes)
+            self._drained.notify_all()
+
+    def release_batch(self, batch: HeldBatch) -> None:
+        """Take a batch back to be read again."""
+        with self.lock:
+            if batch.state is not BatchState.OUT or self._closed:
+                return
+            if batch.freed:
+                msg = f"batch {batch.place.first} was freed and cannot be released"
+                raise BatchFreed(msg)
+            batch.state = BatchState.RELEASED
+            self.out.pop(batch.place.first, None)
+            batch.portion.attempt += 1
+            self._releases += 1
+            self.give_back(batch.portion)
+        self.record_returned(batch.portion)
+
+    def settle_range(self, first: int, end: int, outcome: Outcome, *, recorded: bool) -> None:
+        """Settle what is not settled of a range, wherever its events are. Under the lock."""
+        for span in self.positions.unsettled(first, end):
+            events, size = self._uncharge_range(*span)
+            portion = Portion(*span, size, None, recorded=recorded)
+            self.settle_portion(portion, outcome, events, size)
+        for batch in list(self.out.values()):
+            whole = self.positions.is_settled(batch.place.first, batch.place.end)
+            if whole and batch.state is BatchState.OUT:
+                batch.state = BatchState.SETTLED
+                del self.out[batch.place.first]
+        self.tail.forget_below(self.positions.low)
+
+    def _uncharge_range(self, first: int, end: int) -> tuple[int, int]:
+        """Have a range, which is about to be settled, count no more; returns what it did."""
+        charges = [self.tail.uncharge(first, end)]
+        stored = max(0, min(end, self.tail.first) - first)
+        for batch in self.out.values():
+            start, stop = max(first, batch.place.first), min(end, batch.place.end)
+            if start < stop:
+                charges.append(batch.uncharge(stop - start, self.unsettled_of(batch)))
+                stored -= stop - start
+        for portion in self._unreturn(first, end):
+            charges.append(portion.charge)
+            stored -= len(portion)
+        # The rest is on disk, or a consumer is just reading it from there: see get().
+        charges.append(self.stored_portion(first, first + stored).charge)
+        return sum(events for events, _ in charges), sum(size for _, size in charges)
+
+    def _unreturn(self, first: int, end: int) -> list[Portion]:
+        """Take a range out of what was given back; returns it."""
+        taken: list[Portion] = []
+        kept: list[Portion] = []
+        for portion in self.returned:
+            for cut in (first, end):
+                if portion.first < cut < portion.end:
+                    head = portion.head(cut - portion.first)
+                    (taken if first <= head.first < end else kept).append(head)
+            (taken if first <= portion.first < end else kept).append(portion)
+        self.returned[:] = kept
+        return taken
+
+    def settle_portion(self, portion: Portion, outcome: Outcome, events: int, size: int) -> None:
+        """Settle offsets, tell who follows, give the room back. Under the lock."""
+        fresh = self.positions.settle(portion.first, portion.end)
+        self.totals.add(outcome, fresh)
+        if outcome.is_drop:
+            for mark in self.watermarks.values():
+                mark.lose(portion.first, portion.end)
+        low = self.positions.low
+        for level in (AckLevel.PERSISTED, AckLevel.DELIVERED):
+            self.acks.send(self.watermarks[level].advance(low))
+        self.refund(events, size)
+        self.settled()
+        if self._finished and not self.positions.pending:
+            self._readable.notify_all()
+            self._drained.notify_all()
+
+    def evict(self, events: int) -> bool:
+        """Drop the oldest unread events; false if there are none. Under the lock."""
+        portion = self.next_portion(events)
+        if portion is None:
+            return False
+        return self.drop_oldest(portion)
+
+    def drop_oldest(self, portion: Portion) -> bool:
+        """Drop a portion, unless that cannot be recorded: then it comes back. Under the lock."""
+        try:
+            self.record_settled(portion, Outcome.OLDEST)
+        except OSError as error:
+            log.warning("queue %s cannot drop its oldest events: %s", self.name, error)
+            self.give_back(portion)
+            return False
+        self.settle_portion(portion, Outcome.OLDEST, *portion.charge)
+        return True
+
+    def _backlog(self) -> int:
+        return sum(map(len, self.returned)) + self.positions.fresh
+
+    def await_backlog(self, timeout: float) -> int:
+        """Wait until events are ready to be taken; returns how many. 0 on timeout or close."""
+        with self.lock:
+            if not self._backlog() and not self._closed:
+                self._wait_for_end(self.positions.end + 1, timeout)
+            return self._backlog()
+
+    def wake(self) -> None:
+        """Have everybody who waits for events look again."""
+        with self.lock:
+            self._readable.notify_all()

@@ -1,0 +1,1 @@
+"""What everything that listens has in common: addresses, TLS, rights, a web server with limits."""

@@ -1,0 +1,1 @@
+"""turnlane on Spark: the data source, the lanes. The only folder that imports pyspark."""

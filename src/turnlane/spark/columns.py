@@ -1,0 +1,108 @@
+"""Between a queue's blocks and Spark's rows: which columns there are, and of which type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.types import StructType
+
+from turnlane.errors import SchemaMismatch
+from turnlane.events import BASE_SCHEMA, Block, conform
+
+READ_SCHEMA = (
+    "key string, value binary, timestamp timestamp, severity tinyint, source string, "
+    "queue string, partition int, offset bigint"
+)
+HEADERS = "headers map<string,string>"
+
+_PLACE = ("queue", "partition", "offset", "direct", "payload")
+"""Columns that say where an event is, or goes, or how it looks there; they are not stored."""
+
+
+def read_schema(*, include_headers: bool) -> str:
+    """The columns of an event, as DDL."""
+    return f"{READ_SCHEMA}, {HEADERS}" if include_headers else READ_SCHEMA
+
+
+class RowMaker:
+    """Makes of a queue's blocks what Spark has been promised."""
+
+    def __init__(self, schema: pa.Schema, queue: str, node: int) -> None:
+        self._schema = schema
+        self._queue = queue
+        self._node = node
+
+    def rows(self, block: Block, first: int) -> Block:
+        """The block with exactly the promised columns; one that it lacks is null."""
+        known = conform(block)
+        arrays = [self._column(field, known, first) for field in self._schema]
+        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+
+    def _column(self, field: pa.Field[Any], block: Block, first: int) -> pa.Array[Any]:
+        count = block.num_rows
+        match field.name:
+            case "offset":
+                return pa.array(np.arange(first, first + count, dtype=np.int64))
+            case "partition":
+                return pa.array(np.full(count, self._node, dtype=np.int32))
+            case "queue":
+                return pa.repeat(pa.scalar(self._queue), count)
+            case name if name not in block.schema.names:
+                nulls: pa.Array[Any] = pa.nulls(count, field.type)
+                return nulls
+        column: pa.Array[Any] = block.column(field.name).cast(field.type)
+        return column
+
+
+def check_writable(schema: StructType, *, needs_route: bool) -> None:
+    """Check what is to be written before any row is. Raises ``SchemaMismatch``."""
+    types = {field.name: field.dataType.simpleString() for field in schema.fields}
+    allowed = {
+        "key": ("string", "binary"),
+        "value": ("binary", "string"),
+        "headers": ("map<string,string>",),
+        "timestamp": ("timestamp",),
+        "severity": ("tinyint", "smallint", "int", "bigint"),
+        "source": ("string",),
+        "queue": ("string", "array<string>"),
+    }
+    if "value" not in types:
+        raise SchemaMismatch(f"there is no column `value`, only {', '.join(types)}")
+    if needs_route and "queue" not in types:
+        raise SchemaMismatch("give the option `queue`, or a column `queue` that names it")
+    for name, kinds in allowed.items():
+        if name in types and types[name] not in kinds:
+            raise SchemaMismatch(f"column `{name}` is {types[name]}, not {' or '.join(kinds)}")
+
+
+def as_block(rows: pa.RecordBatch) -> Block:
+    """Spark's rows as a queue takes them: base columns of the right type, no place."""
+    arrays: list[pa.Array[Any]] = []
+    fields: list[pa.Field[Any]] = []
+    for name in rows.schema.names:
+        if name in _PLACE:
+            continue
+        column = rows.column(name)
+        if name in BASE_SCHEMA.names:
+            wanted = BASE_SCHEMA.field(name).type
+            column = column if column.type == wanted else pc.cast(column, wanted)
+        arrays.append(column)
+        fields.append(pa.field(name, column.type))
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+
+
+def by_route(rows: pa.RecordBatch, column: str) -> Sequence[tuple[str, pa.RecordBatch]]:
+    """The rows by the name in a column, or by each of several; one without any is in none."""
+    queues: Any = rows.column(column)
+    index: Any = None
+    if pa.types.is_list(queues.type):
+        index = pc.list_parent_indices(queues)
+        queues = pc.list_flatten(queues)
+    names = [name for name in pc.unique(queues).to_pylist() if name is not None]
+    if index is None:
+        return [(name, rows.filter(pc.equal(queues, name))) for name in names]
+    return [(name, rows.take(index.filter(pc.equal(queues, name)))) for name in names]

@@ -1,0 +1,202 @@
+"""The options of ``format("turnlane")``, checked before anything is read or written.
+
+Named as the Kafka source names them where the meaning is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.alias_generators import to_camel
+
+from turnlane.errors import ConfigError
+from turnlane.problems import Contradiction, Problem, config_error, did_you_mean
+from turnlane.quantities import Duration, Size
+
+EARLIEST: Final = "earliest"
+LATEST: Final = "latest"
+
+Offsets = Literal["earliest", "latest"] | dict[int, int]
+"""Where to begin or end: everywhere the same, or an offset for each node by its number."""
+
+
+def _offsets(value: object) -> object:
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value.lower() if isinstance(value, str) else value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(
+            f'is earliest, latest, or JSON such as {{"0": 42}}, not {value!r}: {error}'
+        ) from None
+
+
+def _json(value: object) -> object:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+OffsetsOption = Annotated[Offsets, BeforeValidator(_offsets)]
+
+
+class SourceOptions(BaseModel):
+    """What reading and writing have in common."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True
+    )
+
+    endpoint: str = Field(
+        default_factory=lambda: os.environ.get("TURNLANE_URL", ""),
+        description="The node, or nodes: `turnlane://host:port[,host:port]`, `turnlanes://` for "
+        "TLS. Default: the environment variable `TURNLANE_URL`.",
+    )
+    token: str | None = Field(default=None, repr=False, description="The bearer token.")
+    token_env: str | None = Field(default=None, description="The environment variable that has it.")
+    token_file: Path | None = Field(default=None, description="The file that has it.")
+    tls_ca: Path | None = Field(default=None, description="The certificates to trust.")
+    tls_cert: Path | None = Field(default=None, description="The client's own certificate.")
+    tls_key: Path | None = Field(default=None, description="Its key.")
+
+    @classmethod
+    def of(cls, options: Mapping[str, str]) -> Self:
+        """Options as Spark has them, whose names may be in any case. Raises ``ConfigError``."""
+        names = {name.lower(): name for name in cls.names()}
+        known: dict[str, Any] = {}
+        for given, value in options.items():
+            name = names.get(given.lower())
+            if name is None:
+                hint = did_you_mean(given.lower(), names)
+                for lower, proper in names.items():
+                    hint = hint.replace(lower, proper)
+                raise ConfigError(given, f"there is no such option{hint}")
+            known[name] = value
+        try:
+            return cls.model_validate(known)
+        except ValidationError as error:
+            raise config_error(error, cls.names()) from None
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The options' names, as they are documented."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
+    @model_validator(mode="after")
+    def _endpoint_given(self) -> Self:
+        if not self.endpoint:
+            raise Contradiction(
+                [Problem("endpoint", "is required, as in turnlane://127.0.0.1:7171")]
+            )
+        return self
+
+    def secret(self) -> str | None:
+        """The token, wherever it is kept. Raises ``ConfigError``."""
+        if self.token_env is not None:
+            found = os.environ.get(self.token_env)
+            if not found:
+                raise ConfigError("tokenEnv", f"the variable {self.token_env} is not set")
+            return found
+        if self.token_file is not None:
+            try:
+                return self.token_file.read_text().strip()
+            except OSError as error:
+                raise ConfigError("tokenFile", f"{self.token_file}: {error.strerror}") from error
+        return self.token
+
+
+class ReadOptions(SourceOptions):
+    """The options of reading."""
+
+    queue: str = Field(description="The queue to read.")
+    starting_offsets: OffsetsOption = Field(
+        default=EARLIEST,
+        description="Where a new query begins: `earliest` (the oldest event that is not settled), "
+        '`latest`, or offsets by node, as in `{"0": 42}`.',
+    )
+    ending_offsets: OffsetsOption = Field(
+        default=LATEST, description="Where a batch query ends: `latest`, or offsets by node."
+    )
+    starting_timestamp: int | None = Field(
+        default=None,
+        description="Begin at the first event of this time or later, in milliseconds since the "
+        "epoch; before `startingOffsets`.",
+    )
+    max_offsets_per_trigger: int | None = Field(
+        default=None, ge=1, description="The most events a batch."
+    )
+    max_bytes_per_trigger: Size | None = Field(
+        default=None, ge=1, description="The most bytes a batch."
+    )
+    min_offsets_per_trigger: int = Field(
+        default=1, ge=1, description="Wait for so many events, `maxTriggerDelay` at most."
+    )
+    max_trigger_delay: Duration = Field(default=900.0, description="See `minOffsetsPerTrigger`.")
+    min_partitions: int = Field(
+        default=1, ge=1, description="The fewest partitions of a batch with data."
+    )
+    workers: int | None = Field(
+        default=None,
+        ge=1,
+        description="The most partitions of a batch. Default: Spark's parallelism.",
+    )
+    worker_minimum_events: int = Field(
+        default=100_000, ge=1, description="One more partition for every so many events."
+    )
+    rows_per_batch: int = Field(
+        default=65_536, ge=1, description="Rows of an Arrow batch given to Spark."
+    )
+    fail_on_data_loss: bool = Field(
+        default=True,
+        description="Fail if events that the checkpoint has not seen are gone; else go on.",
+    )
+    include_headers: bool = Field(
+        default=False,
+        description="Whether there is a column `headers`.",
+    )
+    consume: bool = Field(
+        default=True,
+        description="Whether a streaming query settles what it has committed, so that the queue "
+        "can let go of it. A batch query never does.",
+    )
+    push_filters: bool = Field(
+        default=False,
+        description="Let filters on `offset` and `partition` decide what a batch query reads. "
+        "Needs Spark's `spark.sql.python.filterPushdown.enabled`.",
+    )
+    poll_timeout: Duration = Field(default=0.5, description="How long a node is asked to wait.")
+    lane: str | None = Field(default=None, description="The lane whose cursor the sink moves.")
+    run: str | None = Field(
+        default=None, description="Tells this start of a lane from earlier ones."
+    )
+
+
+class WriteOptions(SourceOptions):
+    """The options of writing."""
+
+    queue: str | None = Field(
+        default=None,
+        description="The queue to write to. Default: the column `queue` says, row by row.",
+    )
+    writer_id: str | None = Field(
+        default=None,
+        description="Makes a streaming write exactly once: a batch that was committed under this "
+        "id is not written again. Default: from `checkpointLocation`.",
+    )
+    outputs: Annotated[dict[str, dict[str, Any]], BeforeValidator(_json)] = Field(
+        default={},
+        description="For lanes: the outputs that tasks call, by action, as JSON.",
+    )
+    routed: bool = Field(
+        default=False,
+        description="Beside `outputs`: whether the column `queue` sends rows on to queues, too.",
+    )
+    checkpoint_location: str | None = Field(default=None, description="Spark's own.")
+    query_name: str | None = Field(default=None, description="Spark's own.")
+    lane: str | None = Field(default=None, description="The lane whose cursor a commit moves.")
+    run: str | None = Field(
+        default=None, description="Tells this start of a lane from earlier ones."
+    )

@@ -1,0 +1,42 @@
+"""The parse stage: from the ``value`` of events to columns, in Spark expressions or Arrow batches.
+
+Every format keeps the columns that events have, adds its own, and adds ``parse_error``, which is
+null where all went well. No event is dropped here, whatever is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from pyspark.sql import DataFrame
+
+from turnlane.formats.parse_settings import Format, ParseSettings
+from turnlane.spark.parsing.json import json
+from turnlane.spark.parsing.otlp import otlp
+from turnlane.spark.parsing.regex import regex
+from turnlane.spark.parsing.syslog import syslog
+
+__all__ = ["parsed"]
+
+
+def _none(df: DataFrame, settings: ParseSettings) -> DataFrame:
+    del settings
+    return df
+
+
+_FORMATS: Final[dict[Format, Callable[[DataFrame, ParseSettings], DataFrame]]] = {
+    Format.NONE: _none,
+    Format.SYSLOG: syslog,
+    Format.JSON: json,
+    Format.OTLP: otlp,
+    Format.REGEX: regex,
+}
+
+
+def parsed(df: DataFrame, settings: ParseSettings) -> DataFrame:
+    """The events with the columns of their format. Works on streams and on tables alike.
+
+    Raises ``ConfigError`` for what only Spark can find wrong with the settings.
+    """
+    return _FORMATS[settings.format](df, settings)

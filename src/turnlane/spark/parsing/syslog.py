@@ -1,0 +1,222 @@
+r"""Syslog as columns: RFC 5424 and RFC 3164 side by side, told apart message by message.
+
+All of it is Spark expressions, so Spark leaves out what no filter and no destination asks for:
+a filter by severity reads five characters. A message of RFC 5424 is cut at its first six spaces;
+only its structured data, if any, and RFC 3164, which has hardly a grammar, meet a regular
+expression, once. That one writes its groups with a separator between them, and the text is cut
+there: a pass for each group would cost many times as much.
+
+Steps hand on columns that start with ``_``: Spark computes such a column once for all its readers.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F  # noqa: N812
+
+from turnlane.formats.parse_settings import PARSE_ERROR, ParseSettings
+from turnlane.spark.parsing.structured_data import as_map, cut_off
+
+COLUMNS: Final = (
+    "facility", "version", "time", "hostname", "app_name", "proc_id", "msg_id",
+    "structured_data", "message", PARSE_ERROR,
+)  # fmt: skip
+
+_CUT: Final = "\x1f"
+"""Stands between groups. None but the last, the message, can hold it."""
+
+# A sequence number, a host, and the star or dot of an unset clock, as Cisco's devices write them.
+_DATED: Final = r"[*.]?(?:\d{4} )?[A-Z][a-z]{2} [ \d]?\d (?:\d{4} )?[\d:.]{8,18}(?: [A-Z]{3,4})?: %"
+_CISCO: Final = rf"(?:\d{{0,10}}: (?:([^\s:\x1f]{{1,255}}): (?={_DATED}))?)?[*.]?"
+_CLOCK: Final = r"\d\d:\d\d:\d\d(?:\.\d{1,9})?"
+_TIME: Final = (
+    rf"(?:(\d{{4}}-\d\d-\d\d[T ]{_CLOCK}(?:Z|[+-]\d\d:?\d\d)?)"
+    r"|(?:(\d{4}) )?(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) {1,2}(\d{1,2}) "
+    rf"(?:(\d{{4}}) )?({_CLOCK})(?: ([A-Z]{{3,4}})(?=:))?)"
+)
+# The word before the tag. One that ends in a colon or has brackets is the tag itself.
+_HOST: Final = r"(?:(?!%)([^\s\x1f\[\]]{0,254}[^\s\x1f\[\]:])(?: : | |: (?=%)|\z))?"
+_TAG: Final = r"(?:([^\s:\[\x1f]{1,128})(?::(?=\s|\z)|\[([^\]\s\x1f]{0,128})\]:?) ?)?"
+# The look-behind wants a <PRI> or a time: what has neither is no syslog at all.
+_BSD: Final = (
+    rf"(?s)\A(?:<[0-9]{{1,3}}> ?)?(?:{_CISCO}{_TIME}(?:: ?| |\z){_HOST})?(?<=.){_TAG}(.*)\z"
+)
+# The groups, in the order of the pieces of RFC 5424 first, then what only RFC 3164 has. Where
+# there is an origin there is no host.
+_BSD_PIECES: Final = _CUT.join(
+    ("", "$2", "$1$9", "$10", "$11", "", "$4", "$5", "$3$6", "$7", "$8", "$12")
+)
+_ISO, _HOSTNAME, _APP, _PROC, _MSG_ID, _REST = range(1, 7)
+_MONTH, _DAY, _YEAR, _CLOCK_AT, _ZONE, _TEXT = range(6, 12)
+
+_REASONS: Final = (
+    "there is no value",
+    "neither RFC 5424 nor RFC 3164: it starts with no <PRI> and no time",
+    "its <PRI> is above 191",
+    "it starts as RFC 5424 and ends before the structured data",
+    "its structured data is malformed",
+    "its time does not exist",
+)
+
+_MONTHS: Final = "Jan.Feb.Mar.Apr.May.Jun.Jul.Aug.Sep.Oct.Nov.Dec"
+_NIL: Final = "-"
+_AHEAD_DAYS: Final = 2
+"""How far ahead of its arrival a message may be before its year is taken to be the last one."""
+
+
+def syslog(df: DataFrame, settings: ParseSettings) -> DataFrame:
+    """Add the columns of a syslog message and ``parse_error``; ``severity`` is its ``<PRI>``'s.
+
+    What can be read is in its column even if something else cannot.
+    """
+    kept = [name for name in df.columns if name not in (*COLUMNS, "severity")]
+    steps = df.withColumn("_text", F.make_valid_utf8(F.col("value").cast("string")))
+    steps = steps.withColumn("_end", F.instr(F.left("_text", F.lit(5)), ">"))
+    steps = steps.withColumn("_priority", _priority()).withColumn("_modern", _modern())
+    steps = steps.withColumn("_split", _split()).withColumn("_pieces", _pieces())
+    steps = steps.withColumns({"_month": _month(), "_data": _data()})
+    steps = steps.withColumn("_time", _time(_suffix(df, settings.time_zone)))
+    steps = steps.withColumns(_columns()).withColumn("_wrong", _wrong())
+    # Read twice, `_wrong` keeps this step apart: Spark compiles all before it into one loop, which
+    # the functions on arrays that make a map cannot be part of.
+    reason = F.element_at(F.array(*map(F.lit, _REASONS)), F.col("_wrong"))
+    steps = steps.withColumns(
+        {
+            "structured_data": as_map(F.col("_data")),
+            PARSE_ERROR: F.when(F.col("_wrong") > 0, reason),
+        }
+    )
+    return steps.select(*kept, "severity", *COLUMNS)
+
+
+def _priority() -> Column:
+    """The number in ``<PRI>``, whatever its size; null without one."""
+    digits = F.substr(F.col("_text"), F.lit(2), F.col("_end") - 2)
+    # A cast takes blanks and signs as well. They come before the digits in ASCII.
+    all_digits = (digits >= "0") & (F.right(digits, F.lit(1)) >= "0")
+    number = F.when(all_digits, digits.try_cast("smallint"))
+    return F.when(F.startswith("_text", F.lit("<")) & (F.col("_end") > 2), number)
+
+
+def _modern() -> Column:
+    """Whether it starts as RFC 5424 does: its version, and a nil or the first digit of a year."""
+    start = F.substr(F.col("_text"), F.col("_end") + 1, F.lit(3))
+    return F.col("_priority").isNotNull() & ((start == "1 -") | start.between("1 0", "1 9"))
+
+
+def _split() -> Column:
+    # A text that starts with the separator would pass for one that has been taken apart.
+    return (
+        F.when(F.col("_modern"), F.split("_text", " ", 7))
+        .when(F.startswith("_text", F.lit(_CUT)), None)
+        .otherwise(F.split(F.regexp_replace("_text", _BSD, _BSD_PIECES), _CUT, _TEXT + 1))
+    )
+
+
+def _pieces() -> Column:
+    """The pieces; null if it was no syslog. Only a text taken apart starts with nothing."""
+    taken = (F.size("_split") == _TEXT + 1) & (F.get("_split", F.lit(0)) == "")
+    return F.when(F.col("_modern") | taken, F.col("_split"))
+
+
+def _piece(at: int) -> Column:
+    return F.get("_pieces", F.lit(at))
+
+
+def _known(at: int) -> Column:
+    return F.when(~_piece(at).isin("", _NIL), _piece(at))
+
+
+# ── the time ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _suffix(df: DataFrame, zone: str) -> str:
+    """What makes a time without a zone one of this zone; nothing if Spark takes it so anyway."""
+    if df.sparkSession.conf.get("spark.sql.session.timeZone") == zone:
+        return ""
+    return "Z" if zone == "UTC" else f" {zone}"
+
+
+def _time(suffix: str) -> Column:
+    """The time as a text that a cast understands; ``?`` for what is none, null without any."""
+    iso = _piece(_ISO)
+    whole = F.concat(iso, F.when(_zoned(iso), "").otherwise(suffix)) if suffix else iso
+    shaped = F.when(F.length(iso) >= 19, whole).otherwise("?")
+    return (
+        F.when(F.col("_month") > 0, _bsd_time(suffix))
+        .when(~iso.isin("", _NIL), shaped)
+    )  # fmt: skip
+
+
+def _zoned(iso: Column) -> Column:
+    signs = [F.substr(iso, F.lit(at), F.lit(1)).isin("+", "-") for at in (-6, -5)]
+    return F.endswith(iso, F.lit("Z")) | signs[0] | signs[1]
+
+
+def _month() -> Column:
+    """The month's number, 0 if it has no name."""
+    name = F.when(F.col("_modern"), "").otherwise(_piece(_MONTH))
+    return F.when(name != "", F.shiftright(F.instr(F.lit(_MONTHS), name) + 3, 2)).otherwise(0)
+
+
+def _bsd_time(suffix: str) -> Column:
+    """A time without a year is given the latest one that is not after its arrival."""
+    latest = F.date_add(F.to_date("timestamp"), _AHEAD_DAYS)
+    date = F.col("_month") * 100 + _piece(_DAY).cast("int")
+    guessed = F.year(latest) - F.when(date > F.month(latest) * 100 + F.day(latest), 1).otherwise(0)
+    year = F.coalesce(F.nullif(_piece(_YEAR), F.lit("")), guessed.cast("string"))
+    zone = F.when(_piece(_ZONE).isin("UTC", "GMT"), "Z").otherwise(suffix)
+    day = F.concat_ws("-", year, F.col("_month").cast("string"), _piece(_DAY))
+    return F.concat(day, F.lit("T"), _piece(_CLOCK_AT), zone)
+
+
+# ── the rest ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _data() -> Column:
+    """The structured data as it stands, be it nil; empty if it is malformed, null without any."""
+    rest = _piece(_REST)
+    nil = (rest == _NIL) | F.startswith(rest, F.lit(_NIL + " "))
+    return F.when(F.col("_modern"), F.when(nil, _NIL).otherwise(cut_off(rest)))
+
+
+def _columns() -> dict[str, Column]:
+    priority = F.when(F.col("_priority") <= 191, F.col("_priority"))
+    severity = priority.bitwiseAND(F.lit(7)).cast("tinyint")
+    return {
+        "severity": F.coalesce(severity, F.col("severity")),
+        "facility": F.shiftright(priority, 3).cast("tinyint"),
+        "version": F.when(F.col("_pieces").isNotNull(), F.col("_modern").cast("tinyint")),
+        "time": F.col("_time").try_cast("timestamp"),
+        "hostname": _known(_HOSTNAME),
+        "app_name": _known(_APP),
+        "proc_id": _known(_PROC),
+        "msg_id": _known(_MSG_ID),
+        "message": _message(),
+    }
+
+
+def _message() -> Column:
+    start = F.when(F.col("_data") == "", 1).otherwise(F.length("_data") + 2)
+    modern = F.ltrim(F.substr(_piece(_REST), start), F.lit("\ufeff"))
+    return (
+        F.when(F.col("_pieces").isNull(), F.col("_text"))
+        .when(F.col("_modern"), modern)
+        .otherwise(_piece(_TEXT))
+    )
+
+
+def _wrong() -> Column:
+    """Which of the reasons there is not to be content, counted from one; 0 for none."""
+    late = F.col("_time").isNotNull() & F.col("time").isNull()
+    return (
+        F.when(F.col("value").isNull(), 1)
+        .when(F.col("_pieces").isNull(), 2)
+        .when(F.col("_priority") > 191, 3)
+        .when(F.col("_modern") & F.col("_data").isNull(), 4)
+        .when(F.col("_data") == "", 5)
+        .when(late, 6)
+        .otherwise(0)
+    )

@@ -1,0 +1,129 @@
+"""Running a pipeline, and exchanging it for another one while events keep coming in."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from turnlane.client.remote import Credentials, RemoteNode
+from turnlane.client.url import Url
+from turnlane.errors import QueueExists
+from turnlane.pipeline.settings import PipelineSettings
+from turnlane.spark.lane import LaneState, LaneStatus
+from turnlane.spark.options import WriteOptions
+from turnlane.spark.pipeline import Pipeline
+
+log = logging.getLogger(__name__)
+
+Change = tuple[str, LaneState, str | None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to run, and where."""
+
+    settings: PipelineSettings
+    queues: Mapping[str, Mapping[str, Any]]
+    """The queues that the nodes must have, knobs by name."""
+    access: Mapping[str, str]
+    """How the nodes are reached: options of ``format("turnlane")``."""
+    checkpoints: Path
+
+    def pipeline(self, spark: SparkSession) -> Pipeline:
+        """Its lanes, none of them started."""
+        return Pipeline(self.settings, self.access, spark, self.checkpoints)
+
+
+class Runner:
+    """Runs one plan at a time. Safe to be stopped from any thread."""
+
+    def __init__(self, spark: SparkSession) -> None:
+        self._spark = spark
+        self._plan: Plan | None = None
+        self._pipeline: Pipeline | None = None
+        self._known: dict[str, Change] = {}
+        self._exchanging = threading.RLock()
+
+    @property
+    def plan(self) -> Plan | None:
+        """What runs."""
+        return self._plan
+
+    def start(self, plan: Plan) -> None:
+        """Start a plan, in the place of the one that runs.
+
+        Everything is checked first: a plan that cannot run raises ``ConfigError``, and the one
+        that runs is left alone. Lanes begin where their queues' cursors are, so whatever the lanes
+        before had not committed comes again. Nothing is left out, and nothing gets into a queue
+        twice; an output may get a batch again.
+        """
+        with self._exchanging:
+            pipeline = plan.pipeline(self._spark)
+            pipeline.check()
+            make_queues(plan)
+            self.stop()
+            pipeline.start()
+            self._plan, self._pipeline = plan, pipeline
+
+    def stop(self, timeout: float = 30.0) -> None:
+        """Stop all lanes; what is not committed stays in its queue."""
+        with self._exchanging:
+            if self._pipeline is not None:
+                self._pipeline.stop(timeout)
+                self._pipeline = self._plan = None
+                self._known.clear()
+
+    def status(self) -> list[LaneStatus]:
+        """How the lanes are."""
+        pipeline = self._pipeline
+        return [] if pipeline is None else pipeline.status()
+
+    def changes(self) -> Iterator[LaneStatus]:
+        """The lanes that are no longer as they were when last asked."""
+        for each in self.status():
+            now = (each.name, each.state, each.reason)
+            if self._known.get(each.name) != now and not self._is_repeat(each):
+                self._known[each.name] = now
+                yield each
+
+    def _is_repeat(self, status: LaneStatus) -> bool:
+        """A lane on its way from one failure to the next of the same kind is no news."""
+        before = self._known.get(status.name)
+        return (
+            before is not None
+            and before[1] is LaneState.WAITING
+            and before[2] == status.reason
+            and status.state in (LaneState.STARTING, LaneState.WAITING)
+        )
+
+
+def make_queues(plan: Plan) -> None:
+    """Make the queues that the nodes lack, on each of them.
+
+    Those that are there stay as they are. Raises what the node raises, and ``TransportDown``.
+    """
+    options = WriteOptions.of(plan.access)
+    credentials = Credentials(options.secret(), options.tls_ca, options.tls_cert, options.tls_key)
+    url = Url.parse(options.endpoint)
+    for place, location in zip(url.places, url.locations(), strict=True):
+        with RemoteNode(place, location, credentials) as node:
+            _make_queues(node, plan.queues)
+
+
+def _make_queues(node: RemoteNode, queues: Mapping[str, Mapping[str, Any]]) -> None:
+    there = node.queues()
+    for name, knobs in queues.items():
+        if name in there:
+            continue
+        try:
+            node.create(name, **knobs)
+        except QueueExists:  # made by another pipeline just now, or hidden from this token
+            log.warning("%s: queue %s is there with other settings", node.place, name)
+        else:
+            log.info("%s: queue %s made", node.place, name)

@@ -1,0 +1,59 @@
+"""A Spark session as turnlane needs it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+from turnlane.errors import Never
+from turnlane.pipeline.settings import SparkSettings
+
+DEFAULTS = {
+    # Lanes share the cores fairly: a long batch of one does not keep the others waiting.
+    "spark.scheduler.mode": "FAIR",
+    "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
+    "spark.sql.python.filterPushdown.enabled": "true",
+    # Half the time per batch on a local file system.
+    "spark.sql.streaming.checkpointFileManagerClass": (
+        "org.apache.spark.sql.execution.streaming.checkpointing."
+        "FileSystemBasedCheckpointFileManager"
+    ),
+    "spark.sql.shuffle.partitions": "4",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.streaming.minBatchesToRetain": "10",
+    "spark.log.level": "WARN",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+}
+
+
+class JavaMissing(Never):
+    """Spark runs on Java, and there is none."""
+
+
+def find_java() -> Path:
+    """The ``java`` that Spark will use. Raises ``JavaMissing``, which says what to install."""
+    home = os.environ.get("JAVA_HOME")
+    found = shutil.which("java", path=str(Path(home) / "bin") if home else None)
+    if found is None:
+        where = f"JAVA_HOME is {home}, but there is no bin/java in it" if home else "none on PATH"
+        raise JavaMissing(
+            f"Spark needs Java 17 or newer: {where}. On Debian or Ubuntu: apt install "
+            "openjdk-17-jre-headless; elsewhere install any JDK 17 or 21 and set JAVA_HOME"
+        )
+    return Path(found)
+
+
+def open_session(settings: SparkSettings) -> SparkSession:
+    """A session with the settings, or the one that there is already."""
+    find_java()
+    # Without it, workers in a virtual environment do not connect back.
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    builder = SparkSession.builder.master(settings.master).appName(settings.app_name)
+    for name, value in {**DEFAULTS, **settings.conf}.items():
+        builder = builder.config(name, value)
+    return builder.getOrCreate()

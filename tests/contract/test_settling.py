@@ -1,0 +1,180 @@
+"""Is each event settled once, whether by its batch, by its offset, or by both?"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from tests.contract.harness import PATIENCE, Harness, Task, follow, numbered, values_of
+from turnlane.errors import QueueEmpty
+from turnlane.events import block_of
+from turnlane.queues.holding import HoldingQueue
+
+if TYPE_CHECKING:
+    import pytest
+
+    from turnlane.queues.portion import Portion
+
+
+def opened(harness: Harness, count: int, **knobs: Any) -> HoldingQueue:
+    """A queue with so many events in it."""
+    queue = harness.open(**knobs)
+    assert isinstance(queue, HoldingQueue)
+    queue.producer().publish_block(block_of(numbered(0, count)))
+    return queue
+
+
+def left(queue: HoldingQueue) -> list[bytes | None]:
+    """All that is still handed out, settled as it comes."""
+    values: list[bytes | None] = []
+    try:
+        while True:
+            with queue.get(timeout=0) as batch:
+                values += values_of(batch)
+    except QueueEmpty:
+        return values
+
+
+def test_a_batch_settled_by_offset_frees_its_room_once(keeping: Harness) -> None:
+    """Its done() afterwards is harmless; other events count as before."""
+    queue = opened(keeping, 10)
+    batch = queue.get(6)
+    queue.settle(0, 6)
+    assert (queue.stats().size, queue.stats().in_flight) == (4, 0)
+    batch.done()
+    assert queue.stats().size == 4
+    assert queue.stats().ledger.delivered == 6
+    assert left(queue) == numbered(6, 10)
+
+
+def test_a_release_does_not_bring_back_what_was_settled_by_offset(keeping: Harness) -> None:
+    """Only what is left comes again, in two pieces here, its attempt counted."""
+    queue = opened(keeping, 10)
+    batch = queue.get(10)
+    queue.settle(3, 6)
+    assert (queue.stats().size, queue.stats().in_flight) == (7, 7)
+    batch.release()
+    again = [queue.get(10), queue.get(10)]
+    assert [values_of(each) for each in again] == [numbered(0, 3), numbered(6, 10)]
+    assert [each.attempt for each in again] == [2, 2]
+    for each in again:
+        each.done()
+    assert left(queue) == []
+    assert queue.stats().ledger.delivered == 10
+
+
+def test_what_was_given_back_can_be_settled_by_offset(keeping: Harness) -> None:
+    """It is not handed out again, and its room is free."""
+    queue = opened(keeping, 10)
+    queue.get(4).release()
+    queue.settle(1, 7)
+    assert queue.stats().size == 4
+    assert left(queue) == [*numbered(0, 1), *numbered(7, 10)]
+
+
+def test_a_batch_of_which_part_was_settled_by_offset_settles_the_rest(keeping: Harness) -> None:
+    """Each event is counted by whoever came first."""
+    queue = opened(keeping, 10)
+    batch = queue.get(10)
+    queue.settle(0, 4)
+    batch.dead()
+    ledger = queue.stats().ledger
+    assert (ledger.delivered, ledger.dead, ledger.pending) == (4, 6, 0)
+    assert (queue.stats().size, queue.stats().bytes) == (0, 0)
+
+
+def test_a_freed_batch_settled_by_offset_gives_back_what_is_left_of_its_room(
+    keeping: Harness,
+) -> None:
+    """free() has given back the bytes: they do not count twice."""
+    queue = opened(keeping, 10)
+    batch = queue.get(5)
+    before = queue.stats().bytes
+    batch.free()
+    freed = queue.stats().bytes
+    assert freed < before
+    queue.settle(0, 5)
+    assert queue.stats().bytes == freed
+    assert queue.stats().size == 5
+
+
+def test_publishers_get_no_more_room_than_there_is(keeping: Harness) -> None:
+    """Settled both ways over and over, the bound still holds."""
+    queue = opened(keeping, 8, size=8, full_behavior="drop_newest")
+    for _ in range(5):
+        first = queue.low
+        batch = queue.get(4)
+        queue.settle(first, first + 4)
+        batch.done()
+        assert queue.producer().publish_block(block_of(numbered(0, 4))).dropped == 0
+        pending = queue.stats().ledger.pending
+        assert pending == 8
+    assert queue.stats().ledger.adds_up
+
+
+def test_acks_come_once_for_events_settled_twice(keeping: Harness) -> None:
+    """Exactly as many as were published."""
+    queue = keeping.open()
+    assert isinstance(queue, HoldingQueue)
+    producer, acks = follow(queue)
+    producer.publish_block(block_of(numbered(0, 6)))
+    batch = queue.get(6)
+    queue.settle(0, 3)
+    batch.done()
+    queue.settle(0, 6)
+    acks.wait_for(6)
+
+
+def test_two_that_settle_the_same_offsets_at_once_count_them_once(
+    keeping: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have recorded it before either is through."""
+    queue = opened(keeping, 10)
+    both = threading.Barrier(2, timeout=PATIENCE)
+    record = queue.record_settled
+
+    def record_together(portion: Portion, outcome: object) -> None:
+        record(portion, outcome)  # type: ignore[arg-type]
+        both.wait()
+
+    monkeypatch.setattr(queue, "record_settled", record_together)
+    settling = [Task(lambda: queue.settle(0, 5)) for _ in range(2)]
+    for each in settling:
+        each.result()
+    assert queue.stats().size == 5
+    assert queue.stats().ledger.delivered == 5
+    monkeypatch.undo()
+
+
+def test_what_is_settled_while_it_is_read_from_disk_is_not_handed_out(
+    disk: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The consumer gets what is left, and the room is free once."""
+    queue = opened(disk, 0)
+    queue.producer(ack="persisted").publish_block(block_of(numbered(0, 10)))
+    queue.tail.forget_below(10)  # as after a restart: everything is on disk only
+    fetch = queue.fetch
+
+    def fetch_slowly(portion: Portion) -> Portion | None:
+        found = fetch(portion)
+        monkeypatch.undo()
+        queue.settle(2, 5)
+        return found
+
+    monkeypatch.setattr(queue, "fetch", fetch_slowly)
+    assert values_of(queue.get(10)) == numbered(0, 2)
+    assert queue.stats().size == 7
+    assert values_of(queue.get(10)) == numbered(5, 10)
+
+
+def test_what_was_settled_by_offset_stays_settled_after_a_restart(storing: Harness) -> None:
+    """Batches that were done or released afterwards change nothing of it."""
+    queue = opened(storing, 10)
+    first, second = queue.get(5), queue.get(5)
+    queue.settle(3, 8)
+    first.done()
+    second.release()
+    queue.close()
+    again = storing.reopen()  # type: ignore[attr-defined]
+    assert left(again) == numbered(8, 10)
+    assert again.stats().ledger.delivered == 10

@@ -1,0 +1,22 @@
+"""What tests of inputs start from: a real node with a disk queue of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnlane.node.node import Node
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Node]:
+    """A node with the disk queue ``main``, synced before every ack, and a small ``narrow`` one."""
+    queues: dict[str, dict[str, Any]] = {
+        "main": {"kind": "disk", "durability": "always"},
+        "narrow": {"kind": "memory", "size": 10, "light_delay_mark": None},
+    }
+    with Node(tmp_path / "data", queues) as node:
+        yield node

@@ -1,0 +1,130 @@
+"""A files input over a queue of its own, and what it has brought there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.contract.harness import wait_until
+from turnlane.inputs.files import FilesInput, FilesSettings
+from turnlane.queues import open_queue
+from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.log.files import Disk
+
+QUICK = {"scan_interval": 0.02, "rotate_wait": 0.1}
+
+
+@dataclass
+class Home:
+    """What a node is to its inputs."""
+
+    data: Path
+    only: HoldingQueue
+
+    def queue(self, name: str) -> HoldingQueue:
+        assert name == "q"
+        return self.only
+
+
+@dataclass
+class Following:
+    """A running input."""
+
+    input: FilesInput
+    queue: HoldingQueue
+
+    def rows(self) -> list[tuple[str, bytes]]:
+        """Source and value of all that is in the queue, in order."""
+        rows: list[tuple[str, bytes]] = []
+        at = self.queue.low
+        while (found := self.queue.read(at, 10_000)) is not None:
+            first, block = found
+            values, sources = block.column("value"), block.column("source")
+            pairs = zip(sources.to_pylist(), values.to_pylist(), strict=True)
+            rows += [(str(source), bytes(value or b"")) for source, value in pairs]
+            at = first + block.num_rows
+        return rows
+
+    def lines(self, path: Path | None = None) -> list[bytes]:
+        return [value for source, value in self.rows() if path is None or source == str(path)]
+
+    def await_lines(self, count: int) -> list[bytes]:
+        """All lines, once there are so many; and there are no more."""
+        wait_until(lambda: self.queue.end >= count)
+        lines = self.lines()
+        assert len(lines) == count
+        return lines
+
+    def await_rounds(self, rounds: int = 3) -> None:
+        """Let the input look again, so many times, at everything."""
+        scans: list[int] = []
+        scan = self.input._roster.scan
+
+        def counted() -> None:
+            scan()
+            scans.append(1)
+
+        self.input._roster.scan = counted  # type: ignore[method-assign]
+        wait_until(lambda: len(scans) > rounds)
+        self.input._roster.scan = scan  # type: ignore[method-assign]
+
+
+def settings(*paths: Path | str, **knobs: Any) -> FilesSettings:
+    return FilesSettings(**{"queue": "q", "paths": tuple(map(str, paths)), **QUICK, **knobs})
+
+
+@contextmanager
+def opened(data: Path, disk: Disk | None = None, **knobs: Any) -> Iterator[HoldingQueue]:
+    """The queue of a data directory."""
+    place = {} if knobs.get("kind") == "memory" else {"path": data / "q"}
+    queue = open_queue(**{"kind": "disk", "name": "q", **place, **knobs}, disk=disk)
+    assert isinstance(queue, HoldingQueue)
+    try:
+        yield queue
+    finally:
+        queue.close()
+
+
+@contextmanager
+def following(
+    data: Path,
+    *paths: Path | str,
+    queue: HoldingQueue | None = None,
+    disk: Disk | None = None,
+    **knobs: Any,
+) -> Iterator[Following]:
+    """An input that follows the paths into a queue, a disk queue of its own if none is given."""
+    if queue is None:
+        with (
+            opened(data, sync_interval=0.01) as own,
+            following(data, *paths, queue=own, disk=disk, **knobs) as running,
+        ):
+            yield running
+        return
+    running_input = FilesInput(settings(*paths, **knobs), Home(data, queue), disk=disk)
+    running_input.start()
+    try:
+        yield Following(running_input, queue)
+    finally:
+        # Acks of what is in memory come when somebody reads: nobody does.
+        running_input.stop(5.0 if queue.settings.kind.value == "disk" else 0.0)
+
+
+def append(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data)
+
+
+def numbered(first: int, end: int) -> bytes:
+    return b"".join(b"line %d\n" % number for number in range(first, end))
+
+
+def names(first: int, end: int) -> list[bytes]:
+    return [b"line %d" % number for number in range(first, end)]
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    wait_until(condition)

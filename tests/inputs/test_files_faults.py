@@ -1,0 +1,187 @@
+"""What happens to lines when the disk, the queue or a file gives trouble? None is lost."""
+
+from __future__ import annotations
+
+import errno
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.contract.harness import assert_never
+from tests.inputs.files_harness import append, eventually, following, names, numbered, opened
+from turnlane.inputs.files.progress import Progress
+from turnlane.queues.contract import Ack, AckLevel, Durability
+from turnlane.testing import FaultyDisk
+
+
+def lost(count: int, end: int) -> Ack:
+    return Ack(0, count, end, AckLevel.PERSISTED, Durability.ALWAYS)
+
+
+def test_a_full_disk_makes_files_wait(tmp_path: Path) -> None:
+    log, data, disk = tmp_path / "a.log", tmp_path / "data", FaultyDisk()
+    with (
+        opened(data, disk, sync_interval=0.01, chunk_size="64Ki") as queue,
+        following(data, log, queue=queue, disk=disk) as running,
+    ):
+        log.write_bytes(numbered(0, 10))
+        running.await_lines(10)
+        disk.fill(1000)
+        for start in range(10, 60_010, 5000):
+            append(log, numbered(start, start + 5000))
+        eventually(lambda: queue.stats().disk_full > 0)
+        disk.unfill()
+        assert running.await_lines(60_010) == names(0, 60_010)
+    with following(data, log) as running:
+        append(log, b"next\n")
+        assert running.await_lines(60_011)[-1] == b"next"
+
+
+def test_a_new_file_waits_until_its_name_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise a kill could make it a new file again, although the queue has it."""
+    data, disk = tmp_path / "data", FaultyDisk()
+    old, new = tmp_path / "old.log", tmp_path / "new.log"
+    old.write_bytes(b"one\n")
+    with following(data, tmp_path / "*.log", disk=disk) as running:
+        running.await_lines(1)
+        disk.fail("sync", error=errno.EIO, times=None, match="files.json")
+        new.write_bytes(b"new\n")
+        eventually(lambda: "cannot save positions" in caplog.text)
+        append(old, b"two\n")
+        assert running.await_lines(2) == [b"one", b"two"]
+        assert_never(lambda: running.queue.end > 2)
+        disk.clear()
+        assert running.await_lines(3)[-1] == b"new"
+    assert caplog.text.count("cannot save positions") == 1
+
+
+def test_a_file_that_cannot_be_read_harms_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = tmp_path / "bad.log", tmp_path / "good.log"
+    bad.symlink_to("/proc/self/mem")  # its first byte cannot be read by anybody
+    good.write_bytes(b"one\n")
+    with following(tmp_path / "data", tmp_path / "*.log") as running:
+        running.await_lines(1)
+        eventually(lambda: running.input.counters.failed > 2)
+        append(good, b"two\n")
+        running.await_lines(2)
+        bad.unlink()
+        bad.write_bytes(b"well again\n")
+        assert running.await_lines(3)[-1] == b"well again"
+    assert caplog.text.count("cannot be read") == 1
+
+
+def test_a_name_that_leads_nowhere_harms_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as a link to itself, which cannot even be looked at."""
+    (tmp_path / "loop.log").symlink_to("loop.log")
+    good = tmp_path / "other.log"
+    good.write_bytes(b"one\n")
+    with following(tmp_path / "data", tmp_path / "*.log") as seen:
+        assert seen.await_lines(1) == [b"one"]
+    assert "loop.log cannot be looked at" in caplog.text
+
+
+def test_a_file_that_came_and_went_while_the_queue_was_full(tmp_path: Path) -> None:
+    data, log = tmp_path / "data", tmp_path / "a.log"
+    log.write_bytes(numbered(0, 100))
+    taken: list[bytes] = []
+    with (
+        opened(data, size=20) as queue,
+        following(data, tmp_path / "*.log", queue=queue) as running,
+    ):
+        eventually(lambda: queue.end >= 20)
+        short = tmp_path / "short.log"
+        short.write_bytes(b"short\n")
+        eventually(lambda: any(tail.path == str(short) for tail in list(running.input._open)))
+        short.unlink()
+        while len(taken) < 101:
+            with queue.get(timeout=10) as batch:
+                taken += [event.value or b"" for event in batch]
+    assert sorted(taken) == sorted([*names(0, 100), b"short"])
+
+
+def test_it_stops_soon_although_the_queue_is_full(tmp_path: Path) -> None:
+    data, log = tmp_path / "data", tmp_path / "a.log"
+    log.write_bytes(numbered(0, 100))
+    with opened(data, size=20) as queue:
+        with following(data, log, queue=queue) as running:
+            eventually(lambda: queue.end >= 20)
+            began = time.monotonic()
+            running.input.stop(0.0)
+            assert time.monotonic() - began < 4
+            assert not running.input._open
+        before = queue.end
+        with following(data, log, queue=queue):
+            taken: list[bytes] = []
+            while len(taken) < 100:
+                with queue.get(timeout=10) as batch:
+                    taken += [event.value or b"" for event in batch]
+    assert taken == names(0, 100), f"the first {before} were there before"
+
+
+def test_a_queue_that_is_closed_ends_the_input(tmp_path: Path) -> None:
+    data, log = tmp_path / "data", tmp_path / "a.log"
+    log.write_bytes(b"one\n")
+    with opened(data) as queue, following(data, log, queue=queue) as running:
+        running.await_lines(1)
+        queue.close()
+        append(log, b"two\n")
+        thread = running.input._thread
+        assert thread is not None
+        eventually(lambda: not thread.is_alive())
+    with following(data, log) as running:
+        assert running.await_lines(2) == [b"one", b"two"]
+
+
+def test_an_error_nobody_thought_of_is_logged_and_survived(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "a.log"
+    log.write_bytes(b"one\n")
+    with following(tmp_path / "data", log) as running:
+        running.await_lines(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(running.input._watch, "scan", lambda: 1 // 0)
+            eventually(lambda: "ZeroDivisionError" in caplog.text)
+        append(log, b"two\n")
+        assert running.await_lines(2) == [b"one", b"two"]
+
+
+def test_lines_that_the_queue_lost_are_read_again(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_bytes(numbered(0, 10))
+    with following(tmp_path / "data", log) as running:
+        running.await_lines(10)
+        tail = next(iter(running.input._roster.tails.values()))
+        eventually(lambda: tail.progress.settled)
+        acked, end = tail.progress.offset, running.queue.end
+        append(log, numbered(10, 15))
+        running.await_lines(15)
+        # As if the disk had lost them after a failed sync: the last five were never acked.
+        again = Progress(acked, tail.progress.before)
+        again.acked(lost(5, end + 5), drops_are_losses=True)
+        tail.progress = again
+        assert running.await_lines(20) == names(0, 15) + names(10, 15)
+
+
+def test_a_loss_holds_the_position_back() -> None:
+    progress = Progress()
+    mark = progress.before
+    progress.published(10, 100, mark)
+    progress.published(None, 120, mark)  # all dropped by policy: no ack of its own
+    progress.published(20, 200, mark)
+    progress.acked(Ack(10, 0, 10, AckLevel.PERSISTED, Durability.ALWAYS), drops_are_losses=True)
+    assert progress.offset == 120
+    progress.acked(lost(10, 20), drops_are_losses=False)
+    assert (progress.offset, progress.settled) == (200, True)
+    progress.published(None, 250, mark)
+    assert progress.offset == 250
+    progress.published(30, 300, mark)
+    progress.acked(lost(10, 30), drops_are_losses=True)
+    assert (progress.offset, progress.lost) == (250, True)

@@ -1,0 +1,157 @@
+"""Is anything read twice or skipped when the reader is killed, at whatever moment?"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import IN_CI
+from tests.contract.harness import wait_until
+from tests.inputs.files_harness import following, opened
+from tests.inputs.files_victim import live
+
+KILLS = 25 if IN_CI else 15
+SEED = 20_261_116
+
+
+@pytest.fixture(scope="module")
+def nursery() -> ForkServerContext:
+    """Where victims come from: a server that has everything imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.inputs.files_victim"])
+    return context
+
+
+@dataclass
+class Writer:
+    """Writes numbered lines to three files, in odd pieces, and rotates them."""
+
+    directory: Path
+    random: random.Random
+    written: dict[str, int] = field(default_factory=lambda: dict.fromkeys("abc", 0))
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._run)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.stopping.set()
+            thread.join()
+
+    def _run(self) -> None:
+        while not self.stopping.wait(0.002):
+            self.write(self.random.choice("abc"))
+
+    def write(self, name: str) -> None:
+        path = self.directory / f"{name}.log"
+        first = self.written[name]
+        end = self.written[name] = first + self.random.randrange(1, 60)
+        lines = b"".join(b"%s %d\n" % (name.encode(), number) for number in range(first, end))
+        cut = self.random.randrange(len(lines))
+        with path.open("ab", buffering=0) as file:
+            file.write(lines[:cut])
+            file.write(lines[cut:])
+        if self.random.random() < 0.03:
+            path.rename(self.directory / f"{name}.log.{end}")
+
+    def lines(self) -> list[bytes]:
+        return [
+            b"%s %d" % (name.encode(), number)
+            for name, count in self.written.items()
+            for number in range(count)
+        ]
+
+
+@dataclass
+class Loop:
+    """Lives of a reader, each killed."""
+
+    nursery: ForkServerContext
+    data: Path
+    pattern: str
+    knobs: dict[str, Any]
+    random: random.Random
+
+    def life(self) -> None:
+        mine, its = self.nursery.Pipe()
+        at = self._moment()
+        orders = (self.data, self.pattern, self.knobs, at, its)
+        victim = self.nursery.Process(target=live, args=orders)
+        victim.start()
+        its.close()
+        try:
+            mine.poll(20)
+            # A plan that does not come true ends by being killed from here.
+            victim.join(self.random.uniform(0.0, 0.15) + (0.3 if at[1] else 0.0))
+        finally:
+            victim.kill()
+            victim.join()
+            mine.close()
+        assert victim.exitcode == -signal.SIGKILL, "it died of something else"
+
+    def _moment(self) -> tuple[str, int, str]:
+        """An operation at which to die: of the log, of its journal, or of the positions file."""
+        operation = self.random.choice(["", "", "write", "sync", "rename", "truncate"])
+        match = "files.json" if operation == "rename" else self.random.choice(["", "files.json"])
+        return operation or "write", self.random.randrange(1, 12) if operation else 0, match
+
+
+def run(loop: Loop, writer: Writer, kills: int) -> None:
+    with writer.running():
+        for _ in range(kills):
+            loop.life()
+
+
+def test_every_line_exactly_once_and_in_order(tmp_path: Path, nursery: ForkServerContext) -> None:
+    logs, data, chance = tmp_path / "logs", tmp_path / "data", random.Random(SEED)
+    logs.mkdir()
+    data.mkdir()
+    knobs = {"kind": "disk", "sync_interval": 0.01, "chunk_size": "64Ki"}
+    writer = Writer(logs, random.Random(SEED))
+    run(Loop(nursery, data, f"{logs}/*", knobs, chance), writer, KILLS)
+    with following(data, f"{logs}/*") as running:
+        lines = running.await_lines(len(writer.lines()))
+        running.await_rounds()
+        assert running.queue.end == len(lines), "and no more come"
+    # Order is kept within a file: within one generation of a name, that is.
+    assert sorted(lines, key=identity) == writer.lines()
+    assert all(in_order(logs, lines))
+
+
+def identity(line: bytes) -> tuple[bytes, int]:
+    name, number = line.split()
+    return name, int(number)
+
+
+def in_order(logs: Path, lines: list[bytes]) -> Iterator[bool]:
+    place = {line: at for at, line in enumerate(lines)}
+    for log in logs.iterdir():
+        places = [place[line] for line in log.read_bytes().splitlines()]
+        yield places == sorted(places)
+
+
+def test_a_disk_assisted_queue_gets_every_line_at_least_once(
+    tmp_path: Path, nursery: ForkServerContext
+) -> None:
+    logs, data, chance = tmp_path / "logs", tmp_path / "data", random.Random(SEED)
+    logs.mkdir()
+    data.mkdir()
+    knobs: dict[str, Any] = {"kind": "disk_assisted", "size": 500, "durability": "always"}
+    writer = Writer(logs, random.Random(SEED))
+    run(Loop(nursery, data, f"{logs}/*", knobs, chance), writer, KILLS // 2)
+    expected = writer.lines()
+    with opened(data, **knobs) as queue, following(data, f"{logs}/*", queue=queue) as running:
+        wait_until(lambda: set(running.lines()) >= set(expected))

@@ -1,0 +1,274 @@
+"""Does reading go on exactly where it was, whatever happened to the positions file meanwhile?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.inputs.files_harness import (
+    Home,
+    append,
+    eventually,
+    following,
+    names,
+    numbered,
+    opened,
+    settings,
+)
+from turnlane.errors import DirectoryUnusable
+from turnlane.inputs.files import FilesInput
+from turnlane.inputs.files.tail import Chunk, Tail
+
+
+def saved(data: Path) -> Path:
+    return data / "inputs" / "files.json"
+
+
+def rewrite(data: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads(saved(data).read_text())
+    change(content)
+    saved(data).write_text(json.dumps(content))
+
+
+def test_a_stopped_input_goes_on_where_it_was(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    for start in range(0, 50, 10):
+        append(log, numbered(start, start + 10))
+        with following(tmp_path / "data", log) as running:
+            assert running.await_lines(start + 10) == names(0, start + 10)
+
+
+def behind(data: Path) -> None:
+    """The positions file is older than the queue."""
+
+    def change(content: dict[str, Any]) -> None:
+        content["files"][0].update(offset=0, before=[0, "e4a6a0577479b2b4"])
+
+    rewrite(data, change)
+
+
+def missing(data: Path) -> None:
+    saved(data).unlink()
+
+
+def garbage(data: Path) -> None:
+    saved(data).write_bytes(b'{"version": 1, "files": [{"key"')
+
+
+def of_another_version(data: Path) -> None:
+    rewrite(data, lambda content: content.update(version=99))
+
+
+def senseless(data: Path) -> None:
+    rewrite(data, lambda content: content["files"][0].update(offset=-5))
+
+
+@pytest.mark.parametrize("harm", [behind, missing, garbage, of_another_version, senseless])
+@pytest.mark.parametrize("start_at", ["beginning", "end"])
+def test_the_queue_knows_where_to_go_on(
+    tmp_path: Path, harm: Callable[[Path], None], start_at: str
+) -> None:
+    log, data = tmp_path / "a.log", tmp_path / "data"
+    with following(data, log, start_at=start_at) as running:
+        log.write_bytes(numbered(0, 100))
+        running.await_lines(100)
+    harm(data)
+    append(log, numbered(100, 110))
+    with following(data, log, start_at=start_at) as running:
+        assert running.await_lines(110) == names(0, 110)
+        running.await_rounds()
+        append(log, numbered(110, 120))
+        assert running.await_lines(120) == names(0, 120)
+    kept = saved(data).with_name("files.json.bad").exists()
+    assert kept == (harm in {garbage, of_another_version, senseless})
+
+
+def test_without_positions_a_file_read_in_several_generations_goes_on(tmp_path: Path) -> None:
+    log, data = tmp_path / "a.log", tmp_path / "data"
+    with following(data, log) as running:
+        for generation in range(1, 4):
+            log.write_bytes(b"same\n" + b"x\n" * (generation % 2))
+            running.await_rounds()
+            append(log, numbered(0, generation))
+            last = b"line %d" % (generation - 1)
+            eventually(lambda last=last: running.lines()[-1:] == [last])  # type: ignore[misc]
+        count = running.queue.end
+    saved(data).unlink()
+    append(log, b"next\n")
+    with following(data, log) as running:
+        assert running.await_lines(count + 1)[-1] == b"next"
+
+
+def test_renamed_while_nobody_looked(tmp_path: Path) -> None:
+    """The rest of the old file is found under its new name, although that was not asked for."""
+    log, data = tmp_path / "a.log", tmp_path / "data"
+    log.write_bytes(numbered(0, 10))
+    with following(data, log) as running:
+        running.await_lines(10)
+    append(log, numbered(10, 20))
+    log.rename(tmp_path / "rotated-away")
+    log.write_bytes(numbered(100, 105))
+    with following(data, log) as running:
+        lines = running.await_lines(25)
+        assert sorted(lines) == sorted(names(0, 20) + names(100, 105))
+        eventually(lambda: len(running.input._roster.tails) == 1)
+    with following(data, log) as running:
+        running.await_rounds()
+        assert running.queue.end == 25
+
+
+@pytest.mark.parametrize("refill", [numbered(500, 505), numbered(500, 1000)])
+def test_truncated_while_nobody_looked(tmp_path: Path, refill: bytes) -> None:
+    log, data = tmp_path / "a.log", tmp_path / "data"
+    log.write_bytes(b"head\n" + numbered(0, 100))
+    with following(data, log) as running:
+        running.await_lines(101)
+    log.write_bytes(b"head\n" + refill)
+    with following(data, log) as running:
+        lines = running.await_lines(102 + refill.count(b"\n"))
+        assert lines[101:] == [b"head", *refill.splitlines()]
+
+
+def test_an_inode_used_again_by_a_file_nobody_asked_for(tmp_path: Path) -> None:
+    """Only the content tells that what is there under another name is not the old file."""
+    log, data = tmp_path / "a.log", tmp_path / "data"
+    log.write_bytes(numbered(0, 100))
+    with following(data, log) as running:
+        running.await_lines(100)
+    secret = tmp_path / "secret"
+    log.rename(secret)
+    with secret.open("r+b") as file:
+        file.write(b"secret\n" * 1000)
+    with following(data, log) as running:
+        eventually(lambda: not running.input._roster.tails)
+        assert running.queue.end == 100
+
+
+def test_a_device_with_another_number_is_the_same_device(tmp_path: Path) -> None:
+    log, data = tmp_path / "a.log", tmp_path / "data"
+    log.write_bytes(numbered(0, 10))
+    with following(data, log) as running:
+        running.await_lines(10)
+
+    def reboot(content: dict[str, Any]) -> None:
+        content["files"][0]["key"][0] += 1
+
+    rewrite(data, reboot)
+    append(log, numbered(10, 20))
+    for _ in range(2):
+        with following(data, log) as running:
+            assert running.await_lines(20) == names(0, 20)
+
+
+def test_a_partial_line_taken_before_the_restart_is_not_read_again(tmp_path: Path) -> None:
+    log, data = tmp_path / "a.log", tmp_path / "data"
+    log.write_bytes(b"one\ntwo")
+    with following(data, log, partial_timeout=0.05) as running:
+        running.await_lines(2)
+    append(log, b"\nthree\n")
+    with following(data, log) as running:
+        assert running.await_lines(3) == [b"one", b"two", b"three"]
+
+
+def test_files_that_are_gone_are_forgotten_in_the_end(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for number in range(3):
+        (tmp_path / f"{number}.log").write_bytes(b"x%d\n" % number)
+    with following(data, tmp_path / "*.log") as running:
+        running.await_lines(3)
+    (tmp_path / "0.log").unlink()
+    (tmp_path / "new.log").write_bytes(b"new\n")
+    with following(data, tmp_path / "*.log", forget_after="0s") as running:
+        running.await_lines(4)
+    paths = {Path(entry["path"]).name for entry in json.loads(saved(data).read_text())["files"]}
+    assert paths == {"1.log", "2.log", "new.log"}
+
+
+def test_more_files_than_the_queue_remembers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the queue forgets how far a file has come, the positions file knows it."""
+    for module in ("turnlane.queues.intake", "turnlane.inputs.files.input"):
+        monkeypatch.setattr(f"{module}.MAX_SEQUENCES", 20)
+    data = tmp_path / "data"
+    for number in range(100):
+        (tmp_path / f"{number}.log").write_bytes(b"line %d\n" % number)
+    with opened(data, sync_interval=0.01) as queue:
+        for _ in range(2):
+            killed = FilesInput(settings(tmp_path / "*.log"), Home(data, queue))
+            killed.prepare()
+            most = 0
+            publish = killed._publish
+
+            def watched(tail: Tail, chunk: Chunk) -> bool:
+                nonlocal most
+                most = max(most, len(killed._since_save))  # noqa: B023 - called before the next
+                return publish(tail, chunk)  # noqa: B023
+
+            monkeypatch.setattr(killed, "_publish", watched)
+            while killed.look():
+                pass
+            assert most < 20
+            for tail in list(killed._open):
+                tail.close()
+            assert len(queue.sequences) == 20
+            assert queue.end == 100
+
+
+def test_a_memory_queue_gets_again_what_was_not_delivered(tmp_path: Path) -> None:
+    log, data = tmp_path / "a.log", tmp_path / "data"
+    log.write_bytes(numbered(0, 100))
+    with (
+        opened(data, kind="memory") as queue,
+        following(data, log, queue=queue, read_buffer=64) as running,
+    ):
+        running.await_lines(100)
+        taken: list[bytes] = []
+        while len(taken) < 40:
+            with queue.get(8) as batch:
+                taken += [event.value or b"" for event in batch]
+        tail = next(iter(running.input._roster.tails.values()))
+        eventually(lambda: tail.progress.offset > 0)
+    with opened(data, kind="memory") as queue, following(data, log, queue=queue) as running:
+        eventually(lambda: running.lines()[-1:] == names(99, 100))
+        lines = running.lines()
+    first = int(lines[0].split()[1])
+    assert 0 < first <= 40, "what was delivered is not read again, but for the last block"
+    assert lines == names(first, 100)
+
+
+def test_a_memory_queue_told_accepted_gets_nothing_again(tmp_path: Path) -> None:
+    log, data = tmp_path / "a.log", tmp_path / "data"
+    log.write_bytes(numbered(0, 100))
+    with (
+        opened(data, kind="memory") as queue,
+        following(data, log, queue=queue, ack="accepted") as running,
+    ):
+        running.await_lines(100)
+        tail = next(iter(running.input._roster.tails.values()))
+        eventually(lambda: tail.progress.offset == log.stat().st_size)
+    append(log, b"next\n")
+    with (
+        opened(data, kind="memory") as queue,
+        following(data, log, queue=queue, ack="accepted") as running,
+    ):
+        assert running.await_lines(1) == [b"next"]
+
+
+def test_positions_that_cannot_be_read_are_said_at_the_start(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    saved(data).mkdir(parents=True)
+
+    class Nowhere:
+        def __init__(self) -> None:
+            self.data = data
+
+        def queue(self, name: str) -> Any:
+            return queue
+
+    with opened(data) as queue, pytest.raises(DirectoryUnusable, match=r"files\.json"):
+        FilesInput(settings("x"), Nowhere()).start()

@@ -1,0 +1,187 @@
+"""Is every line read once, in order, when files are renamed, copied, truncated and deleted?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.inputs.files_harness import append, eventually, following, names, numbered
+from turnlane.inputs.files import FilesInput
+
+WRITER = """
+import pathlib, sys
+directory, lines, each = pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:])
+path = directory / "app.log"
+for start in range(0, lines, each):
+    with open(path, "ab", buffering=0) as file:
+        for first in range(start, start + each, 100):
+            data = b"".join(b"line %d\\n" % number for number in range(first, first + 100))
+            file.write(data[:333])
+            file.write(data[333:])
+        path.rename(directory / f"app.log.{start}")
+"""
+
+
+def test_a_writer_at_full_speed_that_renames(tmp_path: Path) -> None:
+    """Faster than anybody scans; the old names match the glob, so nothing is missed."""
+    logs, total, each = tmp_path / "logs", 100_000, 2_000
+    logs.mkdir()
+    orders = [sys.executable, "-c", WRITER, str(logs), str(total), str(each)]
+    with following(tmp_path / "data", logs / "app.log*") as running:
+        with subprocess.Popen(orders) as writer:
+            lines = running.await_lines(total)
+        assert writer.returncode == 0
+    numbers = [int(line.split()[1]) for line in lines]
+    # Each file's lines are in order; which file comes first is not said.
+    assert sorted(numbers, key=lambda number: number // each) == list(range(total))
+
+
+def test_a_file_renamed_out_of_sight_at_full_speed(tmp_path: Path) -> None:
+    """Once seen it is read to its end, though no path leads to it any more."""
+    log, total = tmp_path / "app.log", 0
+    with following(tmp_path / "data", log) as running:
+        for _ in range(20):
+            with log.open("ab", buffering=0) as file:
+                file.write(numbered(total, total + 10))
+                inode = log.stat().st_ino
+                eventually(lambda i=inode: i in held(running.input))  # type: ignore[misc]
+                for first in range(total + 10, total + 5000, 10):
+                    file.write(numbered(first, first + 10))
+                total += 5000
+            log.rename(tmp_path / f"kept.{total}")
+        assert sorted(running.await_lines(total)) == sorted(names(0, total))
+
+
+def held(running: FilesInput) -> set[int]:
+    return {tail.key.inode for tail in list(running._open)}
+
+
+def test_the_rest_of_a_renamed_file_is_read_before_it_is_let_go(tmp_path: Path) -> None:
+    log, old = tmp_path / "a.log", tmp_path / "a.old"
+    log.write_bytes(numbered(0, 10))
+    with following(tmp_path / "data", log, rotate_wait=0.3) as running:
+        running.await_lines(10)
+        log.rename(old)
+        log.write_bytes(numbered(100, 110))
+        append(old, numbered(10, 15) + b"no newline")  # its writer has not noticed yet
+        lines = running.await_lines(26)
+        assert [line for line in lines if line not in names(100, 110)] == [
+            *names(0, 15),
+            b"no newline",
+        ]
+        assert {source for source, _ in running.rows()} == {str(log)}
+        eventually(lambda: len(running.input._roster.tails) == 1)
+
+
+def test_a_deleted_file_is_read_to_its_end_and_closed(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    with log.open("ab", buffering=0) as writer:
+        writer.write(b"one\n")
+        with following(tmp_path / "data", log) as running:
+            running.await_lines(1)
+            log.unlink()
+            writer.write(b"two\nthree")
+            assert running.await_lines(3) == [b"one", b"two", b"three"]
+            eventually(lambda: not running.input._open)
+            log.write_bytes(b"four\n")
+            assert running.await_lines(4)[-1] == b"four"
+
+
+def test_a_truncated_file_is_read_from_its_start(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_bytes(numbered(0, 100))
+    with following(tmp_path / "data", log) as running:
+        running.await_lines(100)
+        os.truncate(log, 0)
+        running.await_rounds()
+        append(log, numbered(0, 10))
+        assert running.await_lines(110) == names(0, 100) + names(0, 10)
+        assert running.input.counters.truncated == 1
+
+
+def test_copied_truncated_and_refilled_beyond_the_old_end(tmp_path: Path) -> None:
+    """Between two looks the file has become longer than it was: only its content tells."""
+    log = tmp_path / "a.log"
+    log.write_bytes(b"same first line\n" + numbered(0, 100))
+    with following(tmp_path / "data", log, scan_interval=0.2) as running:
+        running.await_lines(101)
+        for start in (1000, 5000):
+            running.await_rounds(1)
+            shutil.copy(log, tmp_path / f"copy.{start}")
+            with log.open("r+b") as file:
+                file.truncate()
+                file.write(b"same first line\n" + numbered(start, start * 2))
+            running.await_lines(sum((101, 1001, *([5001] * (start == 5000)))))
+        assert running.lines()[101:1102] == [b"same first line", *names(1000, 2000)]
+        assert running.lines()[1102:] == [b"same first line", *names(5000, 10_000)]
+        assert running.input.counters.truncated == 2
+
+
+def test_a_writer_that_goes_on_where_it_was_after_a_truncation(tmp_path: Path) -> None:
+    """Without O_APPEND it leaves a hole: those zeros are no line."""
+    log = tmp_path / "a.log"
+    with log.open("wb", buffering=0) as writer:
+        writer.write(numbered(0, 20_000))
+        with following(tmp_path / "data", log) as running:
+            running.await_lines(20_000)
+            os.truncate(log, 0)
+            writer.write(numbered(20_000, 20_010))
+            assert running.await_lines(20_010) == names(0, 20_010)
+
+
+def test_copy_truncate_at_full_speed_keeps_order_and_reads_nothing_twice(tmp_path: Path) -> None:
+    """What is written between copy and truncation is lost by the rotation, not by the reader."""
+    log = tmp_path / "a.log"
+    with (
+        following(tmp_path / "data", log, scan_interval=0.01) as running,
+        log.open("ab", buffering=0) as writer,
+    ):
+        written = 0
+        for _ in range(20):
+            for _ in range(50):
+                writer.write(numbered(written, written + 100))
+                written += 100
+            running.await_lines(written)  # so that nothing is lost by the rotation
+            shutil.copy(log, tmp_path / "copy")
+            os.truncate(log, 0)
+        assert running.await_lines(written) == names(0, written)
+        eventually(lambda: running.input.counters.truncated > 0)
+
+
+def test_an_inode_that_is_used_again_is_another_file(tmp_path: Path) -> None:
+    """The same inode, a longer file, even the same first line: the content before tells."""
+    log = tmp_path / "a.log"
+    log.write_bytes(b"head\n" + numbered(0, 50))
+    with following(tmp_path / "data", log, close_inactive=0) as running:
+        running.await_lines(51)
+        eventually(lambda: not running.input._open)
+        replaced_in_place(log, b"head\n" + numbered(500, 600))
+        assert running.await_lines(152)[51:] == [b"head", *names(500, 600)]
+
+
+def replaced_in_place(path: Path, data: bytes) -> None:
+    """What deleting a file and making another looks like when its inode is used again."""
+    with path.open("r+b") as file:
+        file.write(data)
+        file.truncate()
+
+
+def test_a_folder_that_goes_and_comes_back(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "a.log").write_bytes(b"one\n")
+    with following(tmp_path / "data", logs / "*.log") as running:
+        running.await_lines(1)
+        logs.rename(tmp_path / "away")
+        eventually(lambda: not running.input._roster.tails)
+        append(tmp_path / "away" / "a.log", b"two\n")
+        (tmp_path / "away").rename(logs)
+        assert running.await_lines(2) == [b"one", b"two"]
+        shutil.rmtree(logs)
+        eventually(lambda: not running.input._roster.tails)
+        logs.mkdir()
+        (logs / "a.log").write_bytes(b"three\n")
+        assert running.await_lines(3)[-1] == b"three"

@@ -1,0 +1,428 @@
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import ssl
+import subprocess
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.inputs.web_inputs import (
+    HASTY,
+    SECRET,
+    TOKENS,
+    WEB,
+    Certificates,
+    drain,
+    fill,
+    held,
+    made,
+    node_of,
+    serving,
+    values,
+    wait_until,
+)
+from turnlane.errors import AddressTaken, ConfigError
+from turnlane.inputs.http import Split, split_of
+from turnlane.node.node import Node
+from turnlane.testing import FaultyDisk
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    with node_of(tmp_path / "node") as found:
+        yield found
+
+
+@pytest.fixture
+def url(node: Node) -> Iterator[str]:
+    with serving("http", node, routes={"/orders/*": "orders"}) as found:
+        yield f"http://{found.address}"
+
+
+def post(url: str, body: bytes, kind: str | None = None, **headers: str) -> httpx.Response:
+    named = {name.replace("_", "-"): text for name, text in headers.items()}
+    if kind is not None:
+        named["content-type"] = kind
+    return WEB.post(url, content=body, headers=named)
+
+
+# ── what becomes an event ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "events"),
+    [
+        (None, b"a\nb", [b"a\nb"]),
+        ("application/octet-stream", b"\x00\xff\n", [b"\x00\xff\n"]),
+        ("application/x-www-form-urlencoded", b"a=1&b=2", [b"a=1&b=2"]),
+        ("application/octet-stream", b"", [b""]),
+        ("text/plain", b"a\r\n\nb\n", [b"a", b"b"]),
+        ("text/plain; charset=utf-8", b"\n\r\n", []),
+        ("application/x-ndjson", b'{"a": 1}\n{"a":2}', [b'{"a": 1}', b'{"a":2}']),
+        ("application/json", b'{"a": [1, 2]}', [b'{"a": [1, 2]}']),
+        ("application/json", b'[1.50, {"a":  2}, []]', [b"1.50", b'{"a":  2}', b"[]"]),
+        ("application/json", b" [ ] ", []),
+        ("application/cloudevents-batch+json", b'["x"]', [b'"x"']),
+    ],
+)
+def test_a_body_is_cut_as_its_content_type_says(
+    url: str, node: Node, kind: str | None, body: bytes, events: list[bytes]
+) -> None:
+    answer = post(url, body, kind)
+    assert (answer.status_code, answer.json()) == (200, {"events": len(events)})
+    assert values(node) == events
+
+
+@pytest.mark.parametrize(
+    ("split", "events"),
+    [("none", [b"[1,\n2]"]), ("lines", [b"[1,", b"2]"]), ("json", [b"1", b"2"])],
+)
+def test_the_split_setting_overrules_the_content_type(
+    node: Node, split: str, events: list[bytes]
+) -> None:
+    with serving("http", node, split=split) as found:
+        post(f"http://{found.address}/", b"[1,\n2]", "text/plain").raise_for_status()
+    assert values(node) == events
+
+
+def test_paths_lead_to_queues_and_others_to_the_default(url: str, node: Node) -> None:
+    for path in ("/orders/new", "/orders", "/", "/a/b%20c"):
+        post(url + path, b"x").raise_for_status()
+    paths = [(event.headers or {})["path"] for event in held(node)]
+    assert paths == ["/orders", "/", "/a/b c"]
+    assert [event.headers for event in held(node, "orders")] == [{"path": "/orders/new"}]
+
+
+def test_an_event_keeps_key_listed_headers_and_sender(node: Node) -> None:
+    knobs: dict[str, Any] = {
+        "keep_headers": ["X-Tenant", "X-Absent"], "key_header": "x-key", "key_query": "key",
+    }  # fmt: skip
+    with serving("http", node, **knobs) as found:
+        url = f"http://{found.address}/?key=from-query"
+        post(url, b"1", "text/plain", X_Tenant="acme", X_Other="no").raise_for_status()
+        post(url, b"2", "text/plain", X_Key="from-header").raise_for_status()
+    first, second = held(node)
+    assert first.headers == {"x-tenant": "acme", "path": "/"}
+    assert (first.key, second.key) == ("from-query", "from-header")
+    assert first.source == "127.0.0.1"
+
+
+def test_the_answer_can_do_without_a_body(node: Node) -> None:
+    with serving("http", node, status=204) as found:
+        answer = WEB.put(f"http://{found.address}/x", content=b"x")
+    assert (answer.status_code, answer.content) == (204, b"")
+    assert values(node) == [b"x"]
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_compressed_bodies_are_unpacked(url: str, node: Node, encoding: str) -> None:
+    packed = gzip.compress(b"a\nb\n") if encoding == "gzip" else zlib.compress(b"a\nb\n")
+    post(url, packed, "text/plain", content_encoding=encoding).raise_for_status()
+    assert values(node) == [b"a", b"b"]
+
+
+def test_curl_is_enough(url: str, node: Node) -> None:
+    command = ["curl", "-sS", "--fail", "-H", "content-type: application/json"]
+    done = subprocess.run(
+        [*command, "--data-binary", '[{"id": 1}, {"id": 2}]', f"{url}/orders/web"],
+        capture_output=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == {"events": 2}
+    assert values(node, "orders") == [b'{"id": 1}', b'{"id": 2}']
+
+
+@pytest.mark.parametrize(
+    ("kind", "split"),
+    [
+        ("", Split.NONE),
+        ("TEXT/Plain", Split.LINES),
+        ("application/jsonl ; x=y", Split.LINES),
+        ("application/problem+json", Split.JSON),
+        ("image/png", Split.NONE),
+    ],
+)
+def test_content_types_are_read_with_care(kind: str, split: Split) -> None:
+    assert split_of(kind) is split
+
+
+# ── what is refused ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_other_methods_are_refused(url: str) -> None:
+    answer = WEB.get(url)
+    assert answer.status_code == 405
+    assert set(answer.headers["allow"].split(", ")) == {"POST", "PUT"}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        (b"[1,", {"content_type": "application/json"}, 400),
+        (b"\xff", {"content_type": "application/json"}, 400),
+        (b"[" * 100_000, {"content_type": "application/json"}, 400),
+        (b"not gzip", {"content_encoding": "gzip"}, 400),
+        (gzip.compress(b"x" * 999, mtime=0)[:-9], {"content_encoding": "gzip"}, 400),
+        (b"x", {"content_encoding": "br"}, 415),
+    ],
+)
+def test_a_body_that_makes_no_sense_is_refused(
+    url: str, node: Node, body: bytes, headers: dict[str, str], status: int
+) -> None:
+    assert post(url, body, **headers).status_code == status
+    assert values(node) == []
+
+
+def test_a_long_key_is_not_written_for_ever_so_many_events(node: Node) -> None:
+    with serving("http", node, key_header="x-key") as found:
+        url = f"http://{found.address}"
+        answer = post(url, b"a\n" * 10_000, "text/plain", x_key="k" * 50_000)
+        assert answer.status_code == 413
+        assert "in parts" in answer.json()["detail"]
+        assert post(url, b"a\n" * 100, "text/plain", x_key="k" * 50_000).status_code == 200
+
+
+def test_bombs_and_giants_are_refused(node: Node) -> None:
+    bomb = gzip.compress(bytes(50_000_000))
+    with serving("http", node, max_request_bytes="100Ki", max_decompressed_bytes="1Mi") as found:
+        url = f"http://{found.address}/"
+        assert post(url, bomb, content_encoding="gzip").status_code == 413
+        assert post(url, bytes(200_000)).status_code == 413
+        assert post(url, b"still there").status_code == 200
+        assert found.counters.invalid == 2
+    assert values(node) == [b"still there"]
+
+
+def test_an_event_that_can_never_fit_refuses_its_request_whole(tmp_path: Path) -> None:
+    with node_of(tmp_path, max_event_bytes="1Ki") as node, serving("http", node) as found:
+        url = f"http://{found.address}/"
+        answer = post(url, b"small\n" + b"x" * 2000 + b"\n", "text/plain")
+        assert (answer.status_code, answer.json()["error"]) == (413, "EventTooLarge")
+        assert "1024 bytes" in answer.json()["detail"]
+        assert values(node) == []
+
+
+def test_only_tokens_with_the_right_get_in(node: Node) -> None:
+    with serving("http", node, tokens=TOKENS, routes={"/orders": "orders"}) as found:
+        url = f"http://{found.address}"
+        right, wrong = f"Bearer {SECRET}", "Bearer guess"
+        assert post(url, b"1").status_code == 401
+        assert post(url, b"2", authorization=wrong).status_code == 401
+        assert post(f"{url}/orders", b"3", authorization=right).status_code == 403
+        assert post(url, b"4", authorization=right).status_code == 200
+    assert values(node) == [b"4"]
+    assert values(node, "orders") == []
+
+
+def test_an_expired_token_is_refused(node: Node) -> None:
+    expired = {**TOKENS[0], "expires": "2020-01-01T00:00:00Z"}
+    with serving("http", node, tokens=[expired]) as found:
+        answer = post(f"http://{found.address}", b"x", authorization=f"Bearer {SECRET}")
+    assert answer.status_code == 401
+
+
+def test_tls_is_spoken_if_told(node: Node, tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    trusting = ssl.create_default_context(cafile=str(certificates.ca))
+    with serving("http", node, tls=certificates.tls) as found:
+        url = f"https://{found.address}/"
+        assert httpx.post(url, content=b"x", verify=trusting).status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            httpx.post(url, content=b"y")
+    assert values(node) == [b"x"]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "named"),
+    [
+        ({"queue": "absent"}, "queue: there is no queue 'absent'"),
+        ({"routes": {"/a": "absent"}}, "routes./a: there is no queue 'absent'"),
+        ({"listen": "0.0.0.0:0"}, "tls and tokens"),
+    ],
+)
+def test_what_cannot_be_served_is_said_at_the_start(
+    node: Node, knobs: dict[str, Any], named: str
+) -> None:
+    with made("http", node, **knobs) as found, pytest.raises(ConfigError, match=named):
+        found.start()
+
+
+def test_a_port_in_use_is_said_at_the_start(node: Node) -> None:
+    with (
+        serving("http", node) as first,
+        made("http", node, listen=first.address) as second,
+        pytest.raises(AddressTaken, match="cannot listen"),
+    ):
+        second.start()
+
+
+def test_a_route_that_matches_nothing_is_a_mistake(node: Node) -> None:
+    with pytest.raises(ValueError, match="matches no path"):
+        made("http", node, routes={"orders/*": "orders"})
+
+
+# ── pressure and faults ─────────────────────────────────────────────────────────────────────────
+
+
+def test_a_full_queue_is_told_and_then_goes_on(tmp_path: Path) -> None:
+    with node_of(tmp_path, size=10) as node, serving("http", node, timeout=HASTY) as found:
+        url = f"http://{found.address}/"
+        fill(node, 10)
+        refused = post(url, b"x")
+        assert (refused.status_code, refused.json()["error"]) == (429, "QueueFull")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert found.counters.refused == 1
+        drain(node)
+        wait_until(lambda: post(url, b"y").status_code == 200, "recovery")
+        assert set(values(node)) == {b"y"}
+        assert found.counters.events == 1
+
+
+def test_a_full_disk_is_told_and_then_goes_on(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    with node_of(tmp_path, disk) as node, serving("http", node, timeout=HASTY) as found:
+        url = f"http://{found.address}/"
+        wait_until(lambda: post(url, b"before").status_code == 200)
+        disk.fill()
+        refused = [post(url, b"x" * 2**20) for _ in range(3)]
+        assert {answer.status_code for answer in refused} == {503}
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+        disk.unfill()
+        wait_until(lambda: post(url, b"after").status_code == 200, "recovery")
+        assert values(node)[0] == b"before"
+        assert values(node)[-1] == b"after"
+
+
+def test_nobody_is_told_of_success_before_it_is_on_the_disk(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    with node_of(tmp_path, disk) as node, serving("http", node, timeout=HASTY) as found:
+        disk.fail("sync", times=None)
+        assert post(f"http://{found.address}/", b"x").status_code == 503
+        disk.clear()
+        wait_until(lambda: post(f"http://{found.address}/", b"y").status_code == 200, "recovery")
+    with node_of(tmp_path) as node:
+        assert b"y" in values(node)
+
+
+def test_a_closing_node_asks_to_come_back(node: Node) -> None:
+    with serving("http", node) as found:
+        node.queue("main").close()
+        answer = post(f"http://{found.address}/", b"x")
+    assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
+
+
+def test_a_crowd_before_a_full_queue_is_answered_in_time(tmp_path: Path) -> None:
+    with node_of(tmp_path, size=1) as node, serving("http", node, timeout="300ms") as found:
+        fill(node, 1)
+        url = f"http://{found.address}/"
+        begun = time.monotonic()
+        with ThreadPoolExecutor(150) as crowd:  # more than the input has threads
+            answers = list(crowd.map(lambda _: post(url, b"x").status_code, range(150)))
+        assert set(answers) <= {429, 503}
+        assert time.monotonic() - begun < 30
+        drain(node)
+        wait_until(lambda: post(url, b"x").status_code == 200, "recovery")
+
+
+def test_stop_answers_what_was_taken(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    with node_of(tmp_path, disk) as node, made("http", node) as found:
+        found.start()
+        url = f"http://{found.address}/"
+        disk.delay("sync", seconds=0.3)
+        answers: list[int] = []
+        sender = threading.Thread(target=lambda: answers.append(post(url, b"x").status_code))
+        sender.start()
+        wait_until(lambda: node.queue("main").end == 1, "publishing")
+        found.stop(10.0)
+        sender.join()
+        assert answers == [200]
+        assert values(node) == [b"x"]
+        with pytest.raises(httpx.ConnectError):
+            post(url, b"y")
+
+
+def test_a_hard_stop_never_answers_500(tmp_path: Path) -> None:
+    with node_of(tmp_path, size=1) as node, made("http", node, timeout="2s") as found:
+        found.start()
+        fill(node, 1)
+        url = f"http://{found.address}/"
+
+        def told(_: int) -> int | None:
+            try:
+                return post(url, b"x").status_code
+            except httpx.TransportError:
+                return None
+
+        with ThreadPoolExecutor(8) as crowd:
+            answers = crowd.map(told, range(8))
+            wait_until(lambda: node.queue("main").stats().blocked_publishers == 8, "a crowd")
+            found.close()
+            assert set(answers) <= {503, None}
+
+
+def test_a_request_is_answered_without_delay(node: Node) -> None:
+    with serving("http", node, ack="accepted") as found, httpx.Client() as client:
+        answers = [client.post(f"http://{found.address}/", content=b"x") for _ in range(30)]
+    # On the same connection, Nagle's delay alone would be 40 ms for each.
+    assert min(answer.elapsed.total_seconds() for answer in answers) < 0.035
+
+
+def test_a_client_that_hangs_up_harms_nobody(url: str, node: Node) -> None:
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port))) as rude:
+        rude.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nhalf")
+    assert post(url, b"x").status_code == 200
+    assert values(node) == [b"x"]
+
+
+# ── fuzz ────────────────────────────────────────────────────────────────────────────────────────
+
+KINDS = ["application/json", "application/x-ndjson", "text/plain", "application/octet-stream"]
+TEXT = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=20)
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with (
+        node_of(tmp_path_factory.mktemp("fuzz"), durability="never") as node,
+        serving("http", node, timeout="10s", key_header="x-key") as found,
+    ):
+        yield f"http://{found.address}"
+
+
+@given(
+    body=st.binary(max_size=300) | st.text(st.sampled_from('[]{}",:1 \n\\u'), max_size=60),
+    kind=st.sampled_from(KINDS) | TEXT,
+    encoding=st.sampled_from(["identity", "gzip", "deflate"]) | TEXT,
+    key=TEXT,
+    path=st.text(max_size=20).map(quote),
+)
+def test_any_request_gets_a_documented_answer(
+    lasting: str, *, body: bytes | str, kind: str, encoding: str, key: str, path: str
+) -> None:
+    headers = {"content-type": kind, "content-encoding": encoding, "x-key": key}
+    answer = WEB.post(f"{lasting}/{path}", content=body, headers=headers)
+    assert answer.status_code in {200, 400, 404, 415}  # 404: a path with a line break is none
+    assert WEB.post(lasting, content=b"alive").status_code == 200
+
+
+@given(garbage=st.binary(min_size=1, max_size=200))
+def test_bytes_that_are_not_http_harm_nobody(lasting: str, garbage: bytes) -> None:
+    host, _, port = lasting.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port))) as rude:
+        rude.sendall(garbage)
+    assert WEB.post(lasting, content=b"alive").status_code == 200

@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter
+from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
+from opentelemetry.sdk._logs.export import LogRecordExportResult
+from opentelemetry.sdk.metrics.export import MetricExportResult
+from opentelemetry.sdk.trace.export import SpanExportResult
+
+from tests.inputs.otlp_senders import (
+    closing,
+    log_records,
+    logs_request,
+    measurements,
+    record_of,
+    spans,
+)
+from tests.inputs.web_inputs import (
+    HASTY,
+    SECRET,
+    TOKENS,
+    Certificates,
+    drain,
+    fill,
+    held,
+    made,
+    node_of,
+    serving,
+    values,
+    wait_until,
+)
+from turnlane.errors import AddressTaken, ConfigError
+from turnlane.inputs.otlp_grpc import _source
+from turnlane.node.node import Node
+from turnlane.testing import FaultyDisk
+
+LOGS = "/opentelemetry.proto.collector.logs.v1.LogsService/Export"
+GZIP = grpc.Compression.Gzip
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    with node_of(tmp_path / "node") as found:
+        yield found
+
+
+@pytest.fixture
+def address(node: Node) -> Iterator[str]:
+    with serving("otlp_grpc", node) as found:
+        assert found.address is not None
+        yield found.address
+
+
+@contextmanager
+def calling(address: str | None, method: str = LOGS) -> Iterator[Any]:
+    """A method of the server, to be called with bytes."""
+    with grpc.insecure_channel(str(address)) as channel:
+        yield channel.unary_unary(method)
+
+
+def is_taken(export: Any, body: bytes) -> bool:
+    try:
+        return bool(export(body) == b"")
+    except grpc.RpcError:
+        return False
+
+
+def refusal_of(call: Any, body: bytes, **knobs: Any) -> Any:
+    with pytest.raises(grpc.RpcError) as refused:
+        call(body, timeout=30, **knobs)
+    return refused.value
+
+
+# ── the SDK's exporters ─────────────────────────────────────────────────────────────────────────
+
+
+def test_the_sdk_exports_all_three_signals(address: str, node: Node) -> None:
+    knobs: dict[str, Any] = {"endpoint": address, "insecure": True}
+    with closing(OTLPLogExporter(**knobs, compression=GZIP)) as exporter:
+        assert exporter.export(log_records("one", "two")) is LogRecordExportResult.SUCCESS
+    with closing(OTLPMetricExporter(**knobs)) as exporter:
+        assert exporter.export(measurements()) is MetricExportResult.SUCCESS
+    with closing(OTLPSpanExporter(**knobs)) as exporter:
+        assert exporter.export(spans()) is SpanExportResult.SUCCESS
+    found = held(node)
+    records = [record_of(event) for event in found]
+    assert [record.body.string_value for record in records[:2]] == ["one", "two"]
+    assert [record.name for record in records[2:]] == ["orders", "stock", "inner", "outer"]
+    assert [event.severity for event in found] == [3, 3, None, None, None, None]
+    assert {event.source for event in found} == {"127.0.0.1"}
+
+
+def test_the_sdks_own_retry_delivers_what_found_no_room(tmp_path: Path) -> None:
+    with node_of(tmp_path, size=2) as node, serving("otlp_grpc", node, timeout=HASTY) as found:
+        fill(node, 2)
+
+        def unblock() -> None:
+            wait_until(lambda: found.counters.refused, "a refusal")
+            drain(node)
+
+        unblocking = threading.Thread(target=unblock)
+        unblocking.start()
+        knobs: dict[str, Any] = {"endpoint": found.address, "insecure": True, "timeout": 30}
+        with closing(OTLPLogExporter(**knobs)) as exporter:
+            assert exporter.export(log_records("late")) is LogRecordExportResult.SUCCESS
+        unblocking.join()
+        assert {record_of(event).body.string_value for event in held(node)} == {"late"}
+
+
+# ── refusals ────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_retry_info(refused: Any, code: grpc.StatusCode) -> None:
+    """The refusal says when to come back, where the specification and the SDK look for it."""
+    assert refused.code() is code
+    trailers = dict(refused.trailing_metadata())
+    found = Status.FromString(trailers["grpc-status-details-bin"])
+    assert (found.code, found.message) == (code.value[0], refused.details())
+    info = RetryInfo()
+    assert found.details[0].Unpack(info)
+    assert info.retry_delay.seconds >= 1
+    assert RetryInfo.FromString(trailers["google.rpc.retryinfo-bin"]) == info
+
+
+def test_a_full_queue_exhausts_resources_for_a_time(tmp_path: Path) -> None:
+    body = logs_request("x").SerializeToString()
+    with (
+        node_of(tmp_path, size=1) as node,
+        serving("otlp_grpc", node, timeout=HASTY) as found,
+        calling(found.address) as export,
+    ):
+        fill(node, 1)
+        check_retry_info(refusal_of(export, body), grpc.StatusCode.RESOURCE_EXHAUSTED)
+        drain(node)
+        wait_until(lambda: is_taken(export, body), "recovery")
+
+
+def test_trouble_with_the_disk_and_a_close_make_it_unavailable_for_a_time(tmp_path: Path) -> None:
+    body = logs_request("x" * 2**20).SerializeToString()
+    disk = FaultyDisk()
+    with (
+        node_of(tmp_path, disk) as node,
+        serving("otlp_grpc", node, timeout=HASTY) as found,
+        calling(found.address) as export,
+    ):
+        disk.fill()
+        for _ in range(2):
+            check_retry_info(refusal_of(export, body), grpc.StatusCode.UNAVAILABLE)
+        disk.unfill()
+        wait_until(lambda: is_taken(export, body), "recovery")
+        node.queue("main").close()
+        check_retry_info(refusal_of(export, body), grpc.StatusCode.UNAVAILABLE)
+
+
+def test_records_that_can_never_fit_are_a_partial_success(tmp_path: Path) -> None:
+    body = logs_request("small", "x" * 3000).SerializeToString()
+    with (
+        node_of(tmp_path, max_event_bytes="1Ki") as node,
+        serving("otlp_grpc", node) as found,
+        calling(found.address) as export,
+    ):
+        response = ExportLogsServiceResponse.FromString(export(body))
+        assert response.partial_success.rejected_log_records == 1
+        assert len(values(node)) == 1
+
+
+def test_what_is_no_request_is_an_invalid_argument(address: str, node: Node) -> None:
+    with calling(address) as export:
+        refused = refusal_of(export, b"\xff\xff\xff")
+    assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "ExportLogsServiceRequest" in refused.details()
+    assert values(node) == []
+
+
+def test_other_methods_are_not_implemented(address: str) -> None:
+    with calling(address, "/opentelemetry.proto.collector.logs.v1.LogsService/Import") as call:
+        assert refusal_of(call, b"").code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_bombs_and_giants_are_refused(node: Node) -> None:
+    with (
+        serving("otlp_grpc", node, max_message_bytes="1Mi") as found,
+        calling(found.address) as export,
+    ):
+        for body, compression in ((bytes(50_000_000), GZIP), (bytes(2_000_000), None)):
+            refused = refusal_of(export, body, compression=compression)
+            assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "larger than max" in refused.details()
+            # Without a time: nobody is to send it again.
+            assert "google.rpc.retryinfo-bin" not in dict(refused.trailing_metadata())
+        assert export(logs_request("x").SerializeToString()) == b""
+
+
+def test_only_tokens_with_the_right_get_in(node: Node) -> None:
+    with serving("otlp_grpc", node, tokens=TOKENS) as found:
+        knobs: dict[str, Any] = {"endpoint": found.address, "insecure": True}
+        right = {"authorization": f"Bearer {SECRET}"}
+        with closing(OTLPLogExporter(**knobs, headers=right)) as exporter:
+            assert exporter.export(log_records("x")) is LogRecordExportResult.SUCCESS
+        with calling(found.address) as export:
+            for metadata in ((), (("authorization", "Bearer guess"),)):
+                refused = refusal_of(export, b"", metadata=metadata)
+                assert refused.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert len(values(node)) == 1
+
+
+def test_tls_is_spoken_if_told(node: Node, tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    trusting = grpc.ssl_channel_credentials(certificates.ca.read_bytes())
+    with serving("otlp_grpc", node, tls=certificates.tls) as found:
+        knobs: dict[str, Any] = {"endpoint": found.address, "credentials": trusting}
+        with closing(OTLPLogExporter(**knobs)) as exporter:
+            assert exporter.export(log_records("x")) is LogRecordExportResult.SUCCESS
+        with calling(found.address) as export:
+            assert refusal_of(export, b"").code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_clients_show_their_certificates_if_told(node: Node, tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    own = certificates.authority.issue_cert("client")
+    tls = {**certificates.tls, "client_ca": str(certificates.ca)}
+    ca = certificates.ca.read_bytes()
+    with serving("otlp_grpc", node, tls=tls) as found:
+        chain = b"".join(blob.bytes() for blob in own.cert_chain_pems)
+        for credentials, welcome in (
+            (grpc.ssl_channel_credentials(ca, own.private_key_pem.bytes(), chain), True),
+            (grpc.ssl_channel_credentials(ca), False),
+        ):
+            with grpc.secure_channel(str(found.address), credentials) as channel:
+                export = channel.unary_unary(LOGS)
+                if welcome:
+                    assert export(b"") == b""
+                else:
+                    assert refusal_of(export, b"").code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("knobs", "named"),
+    [
+        ({"queue": "absent"}, "queue: there is no queue 'absent'"),
+        ({"listen": "0.0.0.0:0"}, "tls and tokens"),
+        ({"tls": {"cert": "no.pem", "key": "no.pem"}}, "tls.cert: no.pem"),
+    ],
+)
+def test_what_cannot_be_served_is_said_at_the_start(
+    node: Node, knobs: dict[str, Any], named: str
+) -> None:
+    with made("otlp_grpc", node, **knobs) as found, pytest.raises(ConfigError, match=named):
+        found.start()
+
+
+def test_a_port_in_use_is_said_at_the_start(node: Node, address: str) -> None:
+    with (
+        made("otlp_grpc", node, listen=address) as second,
+        pytest.raises(AddressTaken, match="cannot listen"),
+    ):
+        second.start()
+
+
+WITHOUT_EXTRAS = """
+import sys
+from turnlane.errors import ConfigError
+from turnlane.inputs.registry import load
+for kind, gone in (("otlp", "opentelemetry.proto"), ("otlp_grpc", "grpc")):
+    sys.modules[gone] = None
+    try:
+        load(kind)
+    except ConfigError as error:
+        print(error)
+    del sys.modules[gone]
+"""
+
+
+def test_a_missing_extra_is_named() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, check=True
+    )
+    first, second = done.stdout.splitlines()
+    assert "pip install 'turnlane[otlp]'" in first
+    assert "pip install 'turnlane[grpc]'" in second
+
+
+def test_a_stopped_input_takes_nothing_more(node: Node) -> None:
+    with serving("otlp_grpc", node) as found, calling(found.address) as export:
+        assert export(b"") == b""
+        found.stop(1.0)
+        assert refusal_of(export, b"").code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("peer", "source"),
+    [
+        ("ipv4:127.0.0.1:51200", "127.0.0.1"),
+        ("ipv6:%5B::1%5D:51200", "::1"),
+        ("ipv6:[::1]:51200", "::1"),
+        ("unix:/run/x", "unix:/run/x"),
+    ],
+)
+def test_a_peer_is_named_by_its_address(peer: str, source: str) -> None:
+    assert _source(peer) == source
+
+
+# ── fuzz ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with (
+        node_of(tmp_path_factory.mktemp("fuzz"), durability="never") as node,
+        serving("otlp_grpc", node, timeout="10s") as found,
+        calling(found.address) as export,
+    ):
+        yield export
+
+
+@given(
+    body=st.binary(max_size=200)
+    | st.binary(max_size=50).map(lambda noise: logs_request("x").SerializeToString() + noise)
+)
+def test_any_bytes_get_a_documented_answer(lasting: Any, body: bytes) -> None:
+    try:
+        lasting(body)
+    except grpc.RpcError as error:
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT  # noqa: PT017 - or nothing at all
+    assert lasting(logs_request("alive").SerializeToString()) == b""

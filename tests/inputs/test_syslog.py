@@ -1,0 +1,584 @@
+"""Syslog in: real senders, mixed and broken ones, and a queue that has no room for them."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import logging.handlers
+import socket
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as tried
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tests.conftest import skip_or_fail
+from tests.contract.harness import wait_until
+from tests.inputs.syslog_harness import (
+    ANYWHERE,
+    Certificates,
+    arrived,
+    connected,
+    events_in,
+    listening,
+    logger,
+    port,
+    rsyslogd,
+    say,
+    send,
+    send_datagrams,
+    values_in,
+)
+from turnlane.errors import AddressTaken, ConfigError, StorageFailed
+from turnlane.inputs.datagrams import DatagramReader
+from turnlane.inputs.one_way import OneWayPublisher
+from turnlane.inputs.registry import load
+from turnlane.inputs.syslog import SyslogInput, SyslogSettings, udp_receiver
+from turnlane.node.node import Node
+from turnlane.queues.contract import FlowControl
+from turnlane.queues.producer import HoldingProducer
+from turnlane.testing import FaultyDisk
+
+DOGGED = 'type="omfwd" target="127.0.0.1" protocol="tcp"'
+
+# ── real senders ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("form", ["--rfc3164", "--rfc5424"])
+@pytest.mark.parametrize("way", [["--udp"], ["--tcp"], ["--tcp", "--octet-count"]])
+def test_logger_is_understood(host: Node, form: str, way: list[str]) -> None:
+    started = time.time_ns() // 1000
+    with listening(host, tcp=ANYWHERE, udp=ANYWHERE) as source:
+        there = port(source, way[0].strip("-"))
+        logger("-n", "127.0.0.1", "-P", there, *way, form, "-p", "user.warning", "the message")
+        [event] = arrived(host.queue("main"), 1)
+    assert event.value is not None
+    assert event.value.startswith(b"<12>1 20" if form == "--rfc5424" else b"<12>")
+    assert event.value.endswith(b"the message")
+    assert (event.severity, event.source) == (4, "127.0.0.1")
+    assert event.timestamp is not None
+    assert started <= event.timestamp <= time.time_ns() // 1000
+
+
+@pytest.mark.parametrize("framing", ["traditional", "octet-counted"])
+def test_rsyslogd_forwards_everything_in_order(host: Node, tmp_path: Path, framing: str) -> None:
+    messages = [b"<%d>x: number %d" % (number % 192, number) for number in range(500)]
+    with listening(host, tcp=ANYWHERE) as source:
+        action = f'{DOGGED} port="{port(source)}" TCP_Framing="{framing}"'
+        with rsyslogd(tmp_path / "rsyslog", action) as door:
+            say(door, *messages)
+            events = arrived(host.queue("main"), 500)
+    assert [event.value for event in events] == [each.replace(b"x: ", b"") for each in messages]
+    assert [event.severity for event in events] == [number % 192 % 8 for number in range(500)]
+
+
+def test_rsyslogd_forwards_over_mutual_tls(host: Node, tmp_path: Path) -> None:
+    if not list(Path("/usr/lib").glob("*/rsyslog/lmnsd_gtls.so")):
+        skip_or_fail("rsyslog-gnutls is not installed")
+    files = Certificates(tmp_path)
+    cert, key = files.client
+    settings = (
+        f'DefaultNetstreamDriverCAFile="{files.ca}" DefaultNetstreamDriverCertFile="{cert}" '
+        f'DefaultNetstreamDriverKeyFile="{key}"'
+    )
+    with listening(host, tls=files.listener(mutual=True)) as source:
+        action = (
+            f'{DOGGED} port="{port(source, "tls")}" StreamDriver="gtls" StreamDriverMode="1" '
+            'StreamDriverAuthMode="x509/name" StreamDriverPermittedPeers="localhost" '
+            'TCP_Framing="octet-counted"'
+        )
+        with rsyslogd(tmp_path / "rsyslog", action, settings) as door:
+            say(door, *(b"<13>x: number %d" % number for number in range(200)))
+            values = values_in(host.queue("main"), 200)
+    assert values == [b"<13>number %d" % number for number in range(200)]
+
+
+def test_pythons_own_handler_is_understood(host: Node) -> None:
+    with listening(host, tcp=ANYWHERE, udp=ANYWHERE) as source:
+        for kind, type_ in (("tcp", socket.SOCK_STREAM), ("udp", socket.SOCK_DGRAM)):
+            there = ("127.0.0.1", port(source, kind))
+            handler = logging.handlers.SysLogHandler(there, socktype=type_)
+            for number in range(3):
+                text = f"{kind} {number}"
+                handler.emit(logging.LogRecord("app", logging.WARNING, "", 1, text, (), None))
+            handler.close()
+        events = arrived(host.queue("main"), 6)
+    assert {event.value for event in events} == {
+        b"<12>%s %d" % (kind, number) for kind in (b"tcp", b"udp") for number in range(3)
+    }
+    assert {event.severity for event in events} == {4}
+
+
+# ── mixed, malformed, slow ───────────────────────────────────────────────────────────────────────
+
+
+def test_clients_of_both_framings_are_served_at_once(host: Node) -> None:
+    lines = [b"<14>line %d" % number for number in range(2_000)]
+    counted = [b"<15>counted\n%d" % number for number in range(2_000)]
+    framed = [b"%d %s" % (len(each), each) for each in counted]
+    streams = [
+        b"\n".join(lines),
+        b"".join(framed),
+        b"".join(framed[:500]) + b"\n".join(lines[:100]) + b"\n" + b"".join(framed[500:900]),
+    ]
+    with listening(host, tcp=ANYWHERE) as source:
+        senders = [threading.Thread(target=send, args=(source, each)) for each in streams]
+        for each in senders:
+            each.start()
+        for each in senders:
+            each.join()
+        wait_until(lambda: source.counters.bytes == sum(map(len, streams)))
+        wait_until(lambda: source.counters.connections == 0)
+    sent = [*lines, *counted, *counted[:900], *lines[:100]]
+    assert Counter(event.value for event in events_in(host.queue("main"))) == Counter(sent)
+
+
+def test_garbage_is_kept_and_hurts_nobody_else(host: Node) -> None:
+    garbage = bytes(range(256)) * 40 + b"99999999999 <x\n0 <1>\n-5 <2>\n12 \n" + b"\xff\x00\n" * 9
+    with listening(host, tcp=ANYWHERE) as source, connected(source) as good:
+        send(source, garbage)
+        good.sendall(b"<13>after the garbage\n")
+        wait_until(lambda: source.counters.connections == 1)
+        good.sendall(b"8 <13>last\n")
+        wait_until(lambda: source.counters.bytes == len(garbage) + 33)
+    values = [event.value or b"" for event in events_in(host.queue("main"))]
+    assert {b"<13>after the garbage", b"<13>last"} <= set(values)
+    assert b"".join(values).count(b"\x01\x02\x03") == 40
+
+
+@tried(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(garbage=st.lists(st.binary(max_size=200), max_size=5))
+def test_no_bytes_can_hurt_it(host: Node, garbage: list[bytes]) -> None:
+    queue = host.queue("main")
+    with listening(host, tcp=ANYWHERE, udp=ANYWHERE) as source:
+        before = queue.end
+        send(source, *garbage)
+        send_datagrams(source, *garbage)
+        send(source, b"<13>still there\n")
+        wait_until(lambda: source.counters.bytes == 2 * len(b"".join(garbage)) + 16)
+        wait_until(lambda: source.counters.connections == 0)
+        source.stop(10.0)
+        assert source.counters.events == queue.end - before
+    found = queue.read(before, 1_000_000)
+    assert found is not None
+    assert b"<13>still there" in found[1].column("value").to_pylist()
+
+
+def test_a_message_that_is_too_long_comes_in_pieces(host: Node) -> None:
+    with listening(host, tcp=ANYWHERE, udp=ANYWHERE, max_message_bytes=1_000) as source:
+        send(source, b"a" * 2_500, b"\n<13>next\n")
+        assert values_in(host.queue("main"), 4) == [
+            *(b"a" * size for size in (1_000, 1_000, 500)),
+            b"<13>next",
+        ]
+        send_datagrams(source, b"b" * 1_500, b"", b"<13>c\n\0")
+        assert values_in(host.queue("main"), 7)[4:] == [b"b" * 1_000, b"b" * 500, b"<13>c"]
+        assert source.counters.invalid == 3
+
+
+def test_a_connection_reset_in_the_middle_keeps_what_it_sent(host: Node) -> None:
+    with listening(host, tcp=ANYWHERE) as source:
+        client = connected(source)
+        client.sendall(b"<13>whole\n100 <13>half")
+        wait_until(lambda: source.counters.bytes == 22)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        client.close()
+        assert values_in(host.queue("main"), 2) == [b"<13>whole", b"<13>half"]
+        assert source.counters.invalid == 1
+
+
+def test_a_slow_client_holds_nobody_up(host: Node) -> None:
+    with listening(host, tcp=ANYWHERE) as source, connected(source) as slow:
+        for octet in b"17 <13>a slow":
+            slow.sendall(bytes([octet]))
+            send(source, b"<13>a quick one\n")
+        slow.sendall(b" client")
+        values = values_in(host.queue("main"), 14)
+    assert values.count(b"<13>a quick one") == 13
+    assert b"<13>a slow client" in values
+
+
+def test_idle_connections_cost_no_threads(host: Node) -> None:
+    with listening(host, tcp=ANYWHERE) as source:
+        threads = threading.active_count()
+        idle = [connected(source) for _ in range(300)]
+        wait_until(lambda: source.counters.connections == 300)
+        assert threading.active_count() == threads
+        for each in idle:
+            each.sendall(b"<13>all at once\n")
+        values_in(host.queue("main"), 300)
+        for each in idle:
+            each.close()
+
+
+def test_a_silent_connection_is_closed_after_idle_timeout(host: Node) -> None:
+    with listening(host, tcp=ANYWHERE, idle_timeout="100ms") as source, connected(source) as client:
+        client.sendall(b"<13>unfinished")
+        assert client.recv(1) == b""
+        assert values_in(host.queue("main"), 1) == [b"<13>unfinished"]
+
+
+def test_a_client_that_could_not_be_read_for_want_of_room_is_not_silent(
+    host: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the queue is full nobody is read; what was sent meanwhile is there all the same."""
+    monkeypatch.setattr("turnlane.inputs.connections.SWEEP_SECONDS", 0.01)
+    queue = host.queue("narrow")
+    with (
+        listening(host, queue="narrow", tcp=ANYWHERE, idle_timeout=0.5) as source,
+        connected(source) as first,
+        connected(source) as second,
+    ):
+        wait_until(lambda: source.counters.connections == 2)
+        second.sendall(b"<13>x\n" * 11)
+        wait_until(lambda: bool(queue.gate.line))
+        first.sendall(b"<13>not lost\n")
+        full_since = time.monotonic()
+        wait_until(lambda: time.monotonic() > full_since + 0.7)
+        taken: list[bytes | None] = []
+        while len(taken) < 12:
+            with queue.get(timeout=20) as batch:
+                taken += [event.value for event in batch]
+    assert taken[-1] == b"<13>not lost"
+
+
+def test_one_connection_too_many_is_closed_at_once(host: Node) -> None:
+    with listening(host, tcp=ANYWHERE, max_connections=2) as source:
+        first, second = connected(source), connected(source)
+        with connected(source) as third:
+            assert third.recv(1) == b""
+        assert source.counters.refused == 1
+        first.close()
+        wait_until(lambda: source.counters.connections == 1)
+        send(source, b"<13>there is room again\n")
+        values_in(host.queue("main"), 1)
+        second.close()
+
+
+def test_running_out_of_descriptors_passes(host: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, fails = socket.socket.accept, [errno.EMFILE, errno.ECONNABORTED]
+
+    def accept(self: socket.socket) -> Any:
+        if fails:
+            number = fails.pop()
+            raise OSError(number, "planned") from None
+        return real(self)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    with listening(host, tcp=ANYWHERE) as source:
+        send(source, b"<13>a\n")
+        values_in(host.queue("main"), 1)
+    assert not fails
+
+
+def test_running_out_of_descriptors_does_not_spoil_a_stop(
+    host: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = Certificates(tmp_path)
+
+    def accept(self: socket.socket) -> Any:
+        raise OSError(errno.EMFILE, "planned")
+
+    with (
+        listening(host, tcp=ANYWHERE, tls=files.listener(mutual=False)) as source,
+        connected(source) as client,
+    ):
+        wait_until(lambda: source.counters.connections == 1)
+        monkeypatch.setattr(socket.socket, "accept", accept)
+        client.sendall(b"<13>the last")
+        source.stop(5.0)
+    assert values_in(host.queue("main"), 1) == [b"<13>the last"]
+    assert "cannot go on" not in caplog.text
+
+
+# ── TLS ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_tls_carries_large_amounts(host: Node, tmp_path: Path) -> None:
+    files = Certificates(tmp_path)
+    messages = [b"<13>number %d " % number + b"x" * 100 for number in range(15_000)]
+    with listening(host, tls=files.listener(mutual=False)) as source:
+        with files.connect(source) as client:
+            client.sendall(b"\n".join(messages))
+            client.unwrap()
+        assert values_in(host.queue("main"), 15_000) == messages
+
+
+def test_what_tls_has_unpacked_is_published_when_it_is_stopped(
+    host: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operating system knows nothing of it any more."""
+    monkeypatch.setattr("turnlane.inputs.streams.READ_BYTES", 1)
+    monkeypatch.setattr("turnlane.inputs.streams.LEAST_READ", 6)
+    files = Certificates(tmp_path)
+    queue = host.queue("narrow")
+    with (
+        listening(host, queue="narrow", tls=files.listener(mutual=False)) as source,
+        files.connect(source) as client,
+    ):
+        client.sendall(b"<13>x\n" * 15)  # one record
+        wait_until(lambda: bool(queue.gate.line))
+        stopping = threading.Thread(target=source.stop, args=(20.0,))
+        stopping.start()
+        taken = 0
+        while taken < 15:
+            with queue.get(timeout=5) as batch:
+                taken += len(batch)
+        stopping.join()
+    assert source.counters.dropped == 0
+
+
+@pytest.mark.parametrize("identity", ["nobody", "stranger"])
+def test_a_client_without_the_right_certificate_is_refused(
+    host: Node, tmp_path: Path, identity: str
+) -> None:
+    files = Certificates(tmp_path)
+    shown = files.stranger if identity == "stranger" else None
+    with listening(host, tls=files.listener(mutual=True)) as source:
+        with pytest.raises(OSError), files.connect(source, shown) as client:  # noqa: PT012
+            client.sendall(b"<13>let me in\n")
+            client.recv(1)
+        wait_until(lambda: source.counters.refused == 1)
+        with files.connect(source, files.client) as client:
+            client.sendall(b"<13>a friend\n")
+        assert values_in(host.queue("main"), 1) == [b"<13>a friend"]
+
+
+def test_a_stuck_handshake_holds_nobody_up_and_ends(
+    host: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnlane.inputs.connections.HANDSHAKE_SECONDS", 0.1)
+    files = Certificates(tmp_path)
+    with listening(host, tls=files.listener(mutual=False)) as source:
+        there = ("127.0.0.1", port(source, "tls"))
+        with socket.create_connection(there, timeout=20) as stuck, files.connect(source) as client:
+            client.sendall(b"<13>not stuck\n")
+            values_in(host.queue("main"), 1)
+            assert stuck.recv(1) == b""
+        with socket.create_connection(there, timeout=20) as plain:
+            plain.sendall(b"<13>no TLS at all\n" * 50)
+            wait_until(lambda: source.counters.refused == 2)
+
+
+# ── no room ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_full_disk_makes_senders_wait_and_loses_nothing(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    knobs = {"durability": "always", "memory_bytes": "256Ki", "write_buffer": "64Ki"}
+    messages = [b"<13>%06d %s" % (number, b"x" * 500) for number in range(16_000)]
+    with Node(tmp_path, {"main": knobs}, disk=disk) as node:
+        queue = node.queue("main")
+        with listening(node, tcp=ANYWHERE) as source:
+            disk.fill(1_000_000)
+            sender = threading.Thread(target=send, args=(source, b"\n".join(messages)))
+            sender.start()
+            wait_until(lambda: queue.gate.held and bool(queue.gate.line), "a sender that waits")
+            assert queue.end < len(messages)
+            disk.unfill()
+            sender.join()
+            wait_until(lambda: source.counters.connections == 0)
+        assert source.counters.dropped == 0
+        assert source.counters.events == len(messages)
+        assert [event.value for event in events_in(queue)] == messages
+
+
+def test_tcp_waits_for_a_full_queue_and_goes_on(host: Node) -> None:
+    queue = host.queue("narrow")
+    with listening(host, queue="narrow", tcp=ANYWHERE) as source:
+        send(source, *(b"<13>%d\n" % number for number in range(100)))
+        taken: list[bytes | None] = []
+        while len(taken) < 100:
+            with queue.get(timeout=20) as batch:
+                taken += [event.value for event in batch]
+    assert taken == [b"<13>%d" % number for number in range(100)]
+    assert source.counters.dropped == 0
+
+
+def test_stopping_before_a_full_queue_counts_what_is_lost(
+    host: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    with listening(host, queue="narrow", tcp=ANYWHERE, ack="accepted") as source:
+        send(source, *(b"<13>%d\n" % number for number in range(100)))
+        wait_until(lambda: bool(host.queue("narrow").gate.line))
+        source.stop(0.2)
+        assert source.counters.events == 10
+        assert source.counters.dropped == 90
+    assert "events dropped" in caplog.text
+
+
+def test_udp_drops_what_a_full_queue_does_not_take(host: Node) -> None:
+    with listening(host, queue="narrow", udp=ANYWHERE, ack="accepted") as source:
+        for number in range(30):
+            send_datagrams(source, b"<13>%d" % number)
+        wait_until(lambda: source.counters.events + source.counters.dropped == 30)
+        assert source.counters.events == 10
+    values = [event.value for event in events_in(host.queue("narrow"))]
+    assert values == [b"<13>%d" % number for number in range(10)]
+
+
+def test_datagrams_that_the_kernel_dropped_are_counted(host: Node) -> None:
+    settings = SyslogSettings.model_validate({"queue": "main", "udp": ANYWHERE})
+    source = SyslogInput(settings, host)
+    bound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    bound.bind(("127.0.0.1", 0))
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    publisher = OneWayPublisher(source, FlowControl.NONE)
+    reader = DatagramReader(source, publisher, bound, udp_receiver(bound), 1_000)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        for _ in range(200):
+            client.sendto(b"<13>hello", bound.getsockname())
+    reader.start()
+    wait_until(lambda: source.counters.events + source.counters.dropped == 200)
+    assert 0 < source.counters.events < 200
+    reader.stop(time.monotonic() + 5)
+
+
+def test_load_shedding_goes_by_the_priority(tmp_path: Path) -> None:
+    knobs = {"kind": "memory", "size": 100, "discard_mark": 5, "discard_severity": 5}
+    with Node(tmp_path, {"main": knobs}) as node:
+        with listening(node, tcp=ANYWHERE, ack="accepted") as source:
+            send(source, *(b"<11>error %d\n" % number for number in range(10)))
+            wait_until(lambda: node.queue("main").end == 10)
+            send(source, b"<15>debug\n<11>another error\n<14>info\n")
+            values = values_in(node.queue("main"), 11)
+        assert values[-1] == b"<11>another error"
+
+
+# ── starting and stopping ────────────────────────────────────────────────────────────────────────
+
+
+def test_what_had_arrived_is_persisted_when_stop_returns(host: Node) -> None:
+    with listening(host, tcp=ANYWHERE, udp=ANYWHERE) as source:
+        held = [connected(source) for _ in range(20)]
+        for client in held:
+            client.sendall(b"<13>%s\n" % (b"x" * 50) * 500 + b"<13>unfinished")
+        send_datagrams(source, *[b"<13>datagram"] * 50)
+        source.stop(20.0)
+        assert source.counters.connections == 0
+    for client in held:
+        client.close()
+    values = [event.value for event in events_in(host.queue("main"))]
+    assert len(values) == 20 * 501 + 50
+    assert values.count(b"<13>unfinished") == 20
+    assert host.queue("main").stats().ledger.accepted == len(values)
+
+
+def test_a_sender_that_never_pauses_cannot_keep_it_from_stopping(host: Node) -> None:
+    over = threading.Event()
+
+    def chatter(client: socket.socket) -> None:
+        try:
+            while not over.is_set():
+                client.sendall(b"<13>and another thing\n" * 1_000)
+        except OSError:
+            pass
+
+    with listening(host, tcp=ANYWHERE) as source, connected(source) as client:
+        talking = threading.Thread(target=chatter, args=(client,))
+        talking.start()
+        wait_until(lambda: source.counters.events > 10_000)
+        started = time.monotonic()
+        source.stop(60.0)
+        assert time.monotonic() - started < 30.0
+        over.set()
+        talking.join()
+
+
+def test_a_queue_closed_underneath_ends_the_input_with_a_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Node(tmp_path) as node:
+        node.create("main")
+        with listening(node, tcp=ANYWHERE) as source, connected(source) as client:
+            client.sendall(b"<13>a\n")
+            wait_until(lambda: source.counters.events == 1)
+            node.drop("main")
+            client.sendall(b"<13>b\n")
+            assert client.recv(1) == b""
+            assert source.counters.dropped == 1
+    assert "closed" in caplog.text
+
+
+def test_a_queue_in_trouble_is_tried_again_without_a_flood_of_warnings(
+    host: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("turnlane.inputs.one_way.PAUSE", 0.0)
+    real, tries = HoldingProducer.publish_block, list[int]()
+
+    def publish_block(self: HoldingProducer, block: Any, **knobs: Any) -> Any:
+        tries.append(1)
+        if len(tries) < 10:
+            raise StorageFailed("planned")
+        return real(self, block, **knobs)
+
+    monkeypatch.setattr(HoldingProducer, "publish_block", publish_block)
+    with listening(host, tcp=ANYWHERE) as source:
+        send(source, b"<13>a\n")
+        assert values_in(host.queue("main"), 1) == [b"<13>a"]
+    assert caplog.text.count("it waits: planned") == 1
+
+
+def test_a_bug_in_the_reader_is_said_and_counted(
+    host: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(self: OneWayPublisher, block: object) -> None:
+        raise RuntimeError("planned")
+
+    monkeypatch.setattr(OneWayPublisher, "publish", broken)
+    with listening(host, tcp=ANYWHERE) as source, connected(source) as client:
+        client.sendall(b"<13>a\n")
+        assert client.recv(1) == b""
+    assert "cannot go on" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("knobs", "knob"),
+    [
+        ({"tcp": "0.0.0.0:0"}, "tcp"),
+        ({"udp": "0.0.0.0:0"}, "udp"),
+        ({"tls": {"listen": "0.0.0.0:0", "cert": "c", "key": "k"}}, "tls"),
+        ({"tls": {"listen": ANYWHERE, "cert": "c", "key": "k"}}, "tls.cert"),
+        ({"tcp": ANYWHERE, "max_message_bytes": "16Mi", "queue": "tiny"}, "max_message_bytes"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_the_start(
+    host: Node, knobs: dict[str, Any], knob: str
+) -> None:
+    host.create("tiny", kind="memory", max_event_bytes="1Mi")
+    settings = SyslogSettings.model_validate({"queue": "main", **knobs})
+    with SyslogInput(settings, host) as source, pytest.raises(ConfigError) as error:
+        source.start()
+    assert error.value.knob == knob
+
+
+def test_a_public_address_can_be_forced(host: Node) -> None:
+    with listening(host, tcp="0.0.0.0:0", insecure=True) as source:
+        assert source.address == f"tcp://0.0.0.0:{port(source)}"
+        send(source, b"<13>a\n")
+        values_in(host.queue("main"), 1)
+
+
+def test_a_taken_port_is_said(host: Node) -> None:
+    with listening(host, tcp=ANYWHERE) as source:
+        there = f"127.0.0.1:{port(source)}"
+        settings = SyslogSettings.model_validate({"queue": "main", "tcp": there})
+        with SyslogInput(settings, host) as second, pytest.raises(AddressTaken, match="in use"):
+            second.start()
+
+
+def test_it_has_to_listen_somewhere() -> None:
+    with pytest.raises(ValidationError, match="at least one of tcp, udp and tls"):
+        SyslogSettings.model_validate({"queue": "main"})
+
+
+@pytest.mark.parametrize("kind", ["syslog", "stdin", "unix"])
+def test_the_registry_has_it(kind: str) -> None:
+    found = load(kind)
+    assert found.settings_type.model_fields["type"].default == kind

@@ -1,0 +1,95 @@
+"""A unix datagram socket as an input: what the C library and logger write."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contract.harness import wait_until
+from tests.inputs.syslog_harness import arrived, logger, say, values_in
+from turnlane.errors import AddressTaken, ConfigError
+from turnlane.inputs.unix import UnixInput, UnixSettings
+from turnlane.node.node import Node
+
+
+@contextmanager
+def bound(host: Node, path: Path, **knobs: Any) -> Iterator[UnixInput]:
+    settings = UnixSettings.model_validate({"queue": "main", "path": path, **knobs})
+    with UnixInput(settings, host) as source:
+        source.start()
+        yield source
+        source.stop(10.0)
+
+
+def test_logger_is_understood(host: Node, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with bound(host, path, credentials=True, mode="0600") as source:
+        assert source.address == f"unix://{path}"
+        assert path.stat().st_mode & 0o777 == 0o600
+        logger("-u", path, "-p", "user.err", "the message")
+        [event] = arrived(host.queue("main"), 1)
+    assert event.value is not None
+    assert event.value.startswith(b"<11>")
+    assert event.value.endswith(b"the message")
+    assert event.severity == 3
+    assert event.source is not None
+    assert f"uid={os.getuid()}" in event.source
+    assert not path.exists()
+
+
+def test_without_credentials_the_source_is_the_path(host: Node, tmp_path: Path) -> None:
+    with bound(host, tmp_path / "log"):
+        say(tmp_path / "log", b"<13>a\n", b"<13>b\0")
+        events = arrived(host.queue("main"), 2)
+    assert [event.value for event in events] == [b"<13>a", b"<13>b"]
+    assert {event.source for event in events} == {str(tmp_path / "log")}
+
+
+def test_what_was_sent_is_persisted_when_stop_returns(host: Node, tmp_path: Path) -> None:
+    with bound(host, tmp_path / "log", flow="full") as source:
+        say(tmp_path / "log", *[b"<13>hello"] * 3_000)
+        source.stop(20.0)
+        assert source.counters.events == 3_000
+    values_in(host.queue("main"), 3_000)
+
+
+def test_a_full_queue_drops_and_counts(host: Node, tmp_path: Path) -> None:
+    with bound(host, tmp_path / "log", queue="narrow", ack="accepted") as source:
+        say(tmp_path / "log", *[b"<13>hello"] * 30)
+        wait_until(lambda: source.counters.events + source.counters.dropped == 30)
+        assert source.counters.events == 10
+
+
+def test_a_message_larger_than_can_be_is_cut_and_counted(host: Node, tmp_path: Path) -> None:
+    with bound(host, tmp_path / "log", max_message_bytes="64Ki") as source:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+            client.sendto(b"x" * 100_000, str(tmp_path / "log"))
+        assert list(map(len, filter(None, values_in(host.queue("main"), 2)))) == [65_536, 34_464]
+        assert source.counters.invalid == 1
+
+
+def test_a_socket_left_behind_is_replaced(host: Node, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stale:
+        stale.bind(str(tmp_path / "log"))
+    with bound(host, tmp_path / "log"):
+        say(tmp_path / "log", b"<13>a")
+        values_in(host.queue("main"), 1)
+
+
+def test_a_socket_in_use_or_a_file_is_not_touched(host: Node, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    for name, words in (("file", "no socket"), ("log", "in use"), ("no/such", "No such file")):
+        with (
+            bound(host, tmp_path / "log"),
+            pytest.raises((AddressTaken, ConfigError), match=words),
+            bound(host, tmp_path / name),
+        ):
+            pass
+    assert (tmp_path / "file").read_text() == "precious"

@@ -1,0 +1,101 @@
+"""What tests of inputs that are servers share: nodes, inputs, certificates, and patience."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import trustme
+
+from turnlane.events import Event, events_of
+from turnlane.inputs.contract import Input
+from turnlane.inputs.registry import load
+from turnlane.node.node import Node
+from turnlane.testing import FaultyDisk
+
+SECRET = "correct horse battery staple"  # the tests' own
+TOKENS = ({"name": "shop", "secret": SECRET, "rights": {"main": ["publish"]}},)
+PATIENCE = 20.0
+HASTY = "500ms"
+"""The timeout of inputs that are to refuse. On a busy machine they may refuse once too often."""
+
+# One for all, since its TLS context is costly; it keeps no connection, so nothing is left open.
+WEB = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), timeout=30.0)
+
+
+@contextmanager
+def node_of(data: Path, disk: FaultyDisk | None = None, **knobs: Any) -> Iterator[Node]:
+    """A node with the disk queues ``main``, which has these knobs, and ``orders``."""
+    main = {"durability": "always", "shutdown_timeout": "1s", **knobs}
+    with Node(data, {"main": main, "orders": {}}, disk=disk) as node:
+        yield node
+
+
+def made(kind: str, node: Node, **knobs: Any) -> Input:
+    """An input, not started yet."""
+    found = load(kind)
+    settings = {"listen": "127.0.0.1:0", "queue": "main", **knobs}
+    return found(found.settings_type.model_validate(settings), node)
+
+
+@contextmanager
+def serving(kind: str, node: Node, **knobs: Any) -> Iterator[Input]:
+    """An input that listens, and whose requests wait as long as a busy machine may take."""
+    with made(kind, node, **{"timeout": PATIENCE, **knobs}) as found:
+        found.start()
+        yield found
+        found.stop(5.0)
+
+
+def held(node: Node, queue: str = "main") -> list[Event]:
+    """The events in a queue, which stay there."""
+    found: list[Event] = []
+    place = node.queue(queue)
+    while (read := place.read(place.low + len(found), 100_000)) is not None:
+        first, block = read
+        found.extend(events_of(block, first))
+    return found
+
+
+def values(node: Node, queue: str = "main") -> list[bytes | None]:
+    """The values in a queue."""
+    return [event.value for event in held(node, queue)]
+
+
+def drain(node: Node, queue: str = "main") -> None:
+    """Settle what is in a queue."""
+    place = node.queue(queue)
+    place.settle(place.low, place.end)
+
+
+def fill(node: Node, events: int, queue: str = "main") -> None:
+    """Publish so many small events."""
+    producer = node.queue(queue).producer()
+    for _ in range(events):
+        producer.publish(b"in the way")
+
+
+def wait_until(happened: Callable[[], object], what: str = "it") -> None:
+    """Look again and again until it has happened."""
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} did not happen in {PATIENCE:g} s"
+        time.sleep(0.005)
+
+
+class Certificates:
+    """An authority of our own, a server's certificate by it, as files."""
+
+    def __init__(self, place: Path) -> None:
+        self.authority = trustme.CA()
+        server = self.authority.issue_cert("127.0.0.1", "localhost")
+        self.ca, cert, key = place / "ca.pem", place / "cert.pem", place / "key.pem"
+        self.authority.cert_pem.write_to_path(self.ca)
+        server.private_key_pem.write_to_path(key)
+        for index, blob in enumerate(server.cert_chain_pems):
+            blob.write_to_path(cert, append=index > 0)
+        self.tls = {"cert": str(cert), "key": str(key)}

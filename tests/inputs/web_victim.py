@@ -1,0 +1,24 @@
+"""A node with three inputs in a process of its own, to be killed while it takes events."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+from tests.inputs.web_inputs import made, node_of
+
+
+def main() -> None:
+    """Serve from the directory given, say where, and go on until killed."""
+    with node_of(Path(sys.argv[1])) as node:
+        inputs = {kind: made(kind, node) for kind in ("http", "otlp", "elasticsearch")}
+        for each in inputs.values():
+            each.start()
+        print(json.dumps({kind: each.address for kind, each in inputs.items()}), flush=True)  # noqa: T201
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

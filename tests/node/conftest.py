@@ -1,0 +1,179 @@
+"""A running node with its Flight plane, and clients of it that are closed when a test is over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import flight
+
+from turnlane.client import Client, connect
+from turnlane.events import Block, block_of, values_of
+from turnlane.node.flight import FlightPlane
+from turnlane.node.node import Node
+from turnlane.queues.log.files import Disk
+from turnlane.serving.address import LOOPBACK, Address
+from turnlane.serving.rights import Authority
+from turnlane.serving.tls import TlsSettings
+
+QUEUES: Mapping[str, Mapping[str, Any]] = {
+    "disk": {"durability": "always"},
+    "slow": {"sync_interval": "1h", "stale_flush": "1h"},
+    "memory": {"kind": "memory", "size": 100},
+}
+
+
+@dataclass
+class Served:
+    """A node and how to reach it."""
+
+    node: Node
+    plane: FlightPlane
+    opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def url(self) -> str:
+        return f"turnlane://{self.plane.address}"
+
+    def client(self, **arguments: Any) -> Client:
+        """A client of ours."""
+        return self.opened.enter_context(connect(self.url, **arguments))
+
+    def flight(self, **arguments: Any) -> flight.FlightClient:
+        """A client that knows nothing but Flight."""
+        return self.opened.enter_context(
+            flight.FlightClient(f"grpc://{self.plane.address}", **arguments)
+        )
+
+    def act(self, kind: str, **body: Any) -> dict[str, Any]:
+        """The answer to an action."""
+        (result,) = self.flight().do_action(flight.Action(kind, json.dumps(body).encode()))
+        answer: dict[str, Any] = json.loads(bytes(result.body))
+        return answer
+
+    def stream(self, queue: str, producer: str | None = None, **more: Any) -> Stream:
+        """A publishing stream."""
+        command = {"publish": queue, "producer": producer, **more}
+        return Stream(self.flight(), json.dumps(command).encode())
+
+    def close(self) -> None:
+        """Stop everything."""
+        self.opened.close()
+        self.plane.stop()
+        self.node.close()
+
+
+class Stream:
+    """A publishing stream as any Flight client has it."""
+
+    def __init__(self, client: flight.FlightClient, command: bytes) -> None:
+        put: Any = client.do_put
+        descriptor = flight.FlightDescriptor.for_command(command)
+        self.writer, self.reader = put(descriptor, block_of([]).schema)
+        self.greeting: dict[str, Any] = {}
+
+    def greet(self) -> dict[str, Any]:
+        """The node's first word."""
+        self.greeting = json.loads(bytes(self.reader.read()))
+        return self.greeting
+
+    def write(self, *values: bytes, sequence: int | None = None) -> None:
+        """Send values as a block."""
+        self.write_block(block_of(values), sequence)
+
+    def write_block(self, block: Block, sequence: int | None = None) -> None:
+        about = {} if sequence is None else {"sequence": sequence}
+        self.writer.write_with_metadata(block, pa.py_buffer(json.dumps(about).encode()))
+
+    def news(self) -> dict[str, Any] | None:
+        """What the node says next; ``None`` at the end."""
+        said = self.reader.read()
+        return None if said is None else json.loads(bytes(said))
+
+    def await_news(self, **wanted: int) -> dict[str, Any]:
+        """Read on until the node reports these positions."""
+        while (news := self.news()) is not None:
+            if all(news.get(level) == position for level, position in wanted.items()):
+                return news
+        pytest.fail(f"the stream ended without {wanted}")
+
+    def finish(self) -> dict[str, Any] | None:
+        """Say that there is no more; returns the node's last word. Raises what it raises."""
+        self.writer.done_writing()
+        last = None
+        while (news := self.news()) is not None:
+            last = news
+        self.writer.close()
+        return last
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """Start nodes; the same ``name`` means the same data."""
+    with contextlib.ExitStack() as started:
+
+        def starting(
+            queues: Mapping[str, Mapping[str, Any]] = QUEUES,
+            *,
+            name: str = "node",
+            authority: Authority | None = None,
+            tls: TlsSettings | None = None,
+            port: int = 0,
+            disk: Disk | None = None,
+            **options: Any,
+        ) -> Served:
+            node = Node(tmp_path / name, queues, disk=disk)
+            plane = FlightPlane(
+                node, authority or Authority(), Address(LOOPBACK, port), tls, **options
+            )
+            plane.start()
+            served = Served(node, plane)
+            started.callback(served.close)
+            return served
+
+        yield starting
+
+
+@pytest.fixture
+def served(serve: Serve) -> Served:
+    """A node with a disk queue that syncs at once, one that never does, and a memory queue."""
+    return serve()
+
+
+def values(node: Node, queue: str) -> list[bytes]:
+    """All that a queue holds, in order."""
+    found = node.queue(queue)
+    result: list[bytes] = []
+    at = found.low
+    while (read := found.read(at, 10_000)) is not None:
+        at = read[0] + read[1].num_rows
+        result += values_of([read[1]])
+    return result
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A port at which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port at which somebody listens who never says a word."""
+    with socket.socket() as silent:
+        silent.bind((LOOPBACK, 0))
+        silent.listen()
+        yield silent.getsockname()[1]

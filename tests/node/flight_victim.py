@@ -1,0 +1,78 @@
+"""A node in a process of its own, to be killed: ``python flight_victim.py DATA PORT``."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from turnlane.node.flight import FlightPlane
+from turnlane.node.node import Node
+from turnlane.serving.address import LOOPBACK, Address
+from turnlane.serving.rights import Authority
+
+QUEUES = {"main": {"sync_interval": "20ms", "shutdown_timeout": "1s"}}
+
+
+class Victim:
+    """The process, started again and again on the same data and port."""
+
+    def __init__(self, data: Path) -> None:
+        self.data = data
+        self.port = 0
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"turnlane://{LOOPBACK}:{self.port}"
+
+    def start(self) -> None:
+        """Start, and wait until it listens."""
+        command = [sys.executable, __file__, str(self.data), str(self.port)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], 30)
+        assert ready, "the node does not start"
+        self.port = int(self._process.stdout.readline())
+
+    def freeze(self, *, frozen: bool) -> None:
+        """Have it do nothing at all, connections and all, or go on."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
+
+    def kill(self) -> None:
+        """kill -9."""
+        process = self._process
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
+            self._process = None
+
+
+@contextlib.contextmanager
+def victim(data: Path) -> Iterator[Victim]:
+    """A victim that is dead in the end."""
+    made = Victim(data)
+    made.start()
+    try:
+        yield made
+    finally:
+        made.kill()
+
+
+if __name__ == "__main__":
+    node = Node(Path(sys.argv[1]), QUEUES)
+    plane = FlightPlane(node, Authority(), Address(LOOPBACK, int(sys.argv[2])))
+    plane.start()
+    print(plane.address.port, flush=True)  # noqa: T201 - the test reads it
+    sys.stdin.read()

@@ -1,0 +1,75 @@
+"""A node behind its HTTP plane, for tests that speak to it over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from turnlane.node.http import HttpPlane
+from turnlane.node.node import Node
+from turnlane.queues.holding import HoldingQueue
+from turnlane.serving.rights import Authority, TokenSettings
+from turnlane.serving.web import WebSettings
+from turnlane.testing import FaultyDisk
+
+QUEUES: Mapping[str, Mapping[str, Any]] = {
+    "orders": {"durability": "always"},
+    "memory": {"kind": "memory"},
+}
+
+
+@dataclass
+class Served:
+    """The parts, and a client."""
+
+    node: Node
+    plane: HttpPlane
+    http: httpx.Client
+    disk: FaultyDisk
+
+    @property
+    def orders(self) -> HoldingQueue:
+        return self.node.queue("orders")
+
+    def post(self, content: Any, queue: str = "orders", **more: Any) -> httpx.Response:
+        """Publish: text or bytes as one raw event, anything else as JSON."""
+        kind = "content" if isinstance(content, bytes | str) else "json"
+        return self.http.post(f"/queues/{queue}/events", **{kind: content}, **more)
+
+    def take(self, queue: str = "orders", **params: Any) -> httpx.Response:
+        return self.http.get(f"/queues/{queue}/events", params=params)
+
+
+@contextlib.contextmanager
+def served(
+    data: Path,
+    queues: Mapping[str, Mapping[str, Any]] = QUEUES,
+    *,
+    tokens: tuple[TokenSettings, ...] = (),
+    client: Mapping[str, Any] | None = None,
+    waiting_for: Callable[[], str | None] = lambda: None,
+    **knobs: Any,
+) -> Iterator[Served]:
+    """Serve a node with these queues."""
+    disk = FaultyDisk()
+    settings = WebSettings(**{"listen": ":0"} | knobs)
+    with contextlib.ExitStack() as stack:
+        node = stack.enter_context(Node(data, queues, disk=disk))
+        plane = HttpPlane(node, Authority(tokens), settings, waiting_for=waiting_for)
+        stack.enter_context(plane.start())
+        http = httpx.Client(base_url=plane.url, timeout=30, **(client or {}))
+        yield Served(node, plane, stack.enter_context(http), disk)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait on a condition that other threads make true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        time.sleep(0.01)

@@ -1,0 +1,792 @@
+"""Does a client's queue keep its promises when nodes die, are away, refuse, or are several?"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import trustme
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import flight
+
+import turnlane
+from tests.contract.harness import PATIENCE, Acks, Task, assert_never, wait_until
+from tests.node.conftest import Serve, Served, values
+from tests.node.flight_victim import QUEUES, victim
+from tests.recovery.proxy_harness import impatience
+from turnlane.client import connect, remote, transport
+from turnlane.client.keys import node_of, nodes_of
+from turnlane.client.remote import Credentials
+from turnlane.client.spread import SpreadQueue
+from turnlane.client.transport import FlightConnection
+from turnlane.client.url import Url
+from turnlane.errors import (
+    ConfigError,
+    EventTooLarge,
+    LaneTaken,
+    Never,
+    NoSuchQueue,
+    NoSuchStage,
+    NotSupported,
+    QueueClosed,
+    QueueEmpty,
+    QueueExists,
+    QueueFull,
+    SchemaMismatch,
+    TransportDown,
+)
+from turnlane.events import block_of
+from turnlane.node.node import Node
+from turnlane.queues.contract import AckLevel
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _impatient() -> Iterator[None]:
+    with impatience():
+        yield
+
+
+# A node that is killed
+
+
+def test_what_a_killed_node_called_persisted_is_there_and_nothing_is_there_twice(
+    tmp_path: Path,
+) -> None:
+    """Four producers, a node killed with -9 again and again: every event, once, in order."""
+    data, total, rng = tmp_path / "data", 2000, random.Random(7)
+    acked = [0] * 4
+
+    def publish(number: int) -> None:
+        with connect(node.url) as client:
+            queue = client.queue("main", batch_size=64, shutdown_timeout="20s")
+            acks = Acks()
+            producer = queue.producer(ack="persisted", on_ack=acks)
+            for first in range(0, total, 50):
+                producer.publish_block(
+                    block_of([b"%d-%d" % (number, each) for each in range(first, first + 50)])
+                )
+            assert producer.flush(PATIENCE)
+            acks.wait_for(total)
+            acked[number] = acks.count
+
+    with victim(data) as node:
+        tasks = [Task(partial(publish, number)) for number in range(4)]
+        for _ in range(3):
+            time.sleep(rng.uniform(0.02, 0.2))
+            node.kill()
+            node.start()
+        for task in tasks:
+            task.thread.join(60)
+            task.result()
+    assert acked == [total] * 4
+    with Node(data, QUEUES) as survivor:
+        found = values(survivor, "main")
+    for number in range(4):
+        mine = [value for value in found if value.startswith(b"%d-" % number)]
+        assert mine == [b"%d-%d" % (number, each) for each in range(total)]
+
+
+def test_a_consumer_goes_on_after_the_node_was_killed(tmp_path: Path) -> None:
+    """Everything comes at least once, what was done comes no more."""
+    with victim(tmp_path / "data") as node, connect(node.url) as client:
+        queue = client.queue("main")
+        queue.producer(ack="persisted").publish_block(block_of([b"%d" % n for n in range(10)]))
+        batch = queue.get(4, timeout=PATIENCE)
+        done = [event.value for event in batch]
+        batch.done()
+        held = queue.get(3, timeout=PATIENCE)
+        node.kill()
+        node.start()
+        with pytest.raises(turnlane.TurnlaneError):
+            held.done()  # its lease died with the node
+        rest: list[bytes | None] = []
+        while len(rest) < 6:
+            with queue.get(timeout=PATIENCE) as batch:
+                rest += [event.value for event in batch]
+        assert done + rest == [b"%d" % n for n in range(10)]
+
+
+def test_a_frozen_node_is_waited_for_and_can_be_left(tmp_path: Path) -> None:
+    """Its connections stand, and nothing comes of them; a close does not hang."""
+    with victim(tmp_path / "data") as node, connect(node.url) as client:
+        queue = client.queue("main", batch_size=1000)
+        producer = queue.producer(ack="persisted", on_ack=(acks := Acks()))
+        producer.publish(b"first")
+        acks.wait_for(1)
+        node.freeze(frozen=True)
+        for _ in range(3):
+            producer.publish_block(block_of([bytes(10_000)] * 1000))  # more than gRPC buffers
+        assert_never(lambda: acks.count > 1)
+        left = client.queue("main", batch_size=1000)
+        left.producer().publish_block(block_of([bytes(10_000)] * 1000))
+        started = time.monotonic()
+        left.close()
+        assert time.monotonic() - started < PATIENCE / 2
+        node.freeze(frozen=False)
+        acks.wait_for(3001)
+
+
+def test_a_publisher_that_waits_does_not_wait_for_the_queues_interval(served: Served) -> None:
+    """As with a queue of one's own, whose writer is told that somebody waits."""
+    queue = served.client().queue("slow")
+    waiting = queue.producer(ack="persisted")
+    for number in range(3):
+        assert waiting.publish(b"%d" % number, timeout=PATIENCE)
+    following = queue.producer(ack="persisted", on_ack=(acks := Acks()))
+    following.publish(b"later")
+    wait_until(lambda: served.node.queue("slow").end == 4)
+    assert_never(lambda: acks.count > 0)
+    assert following.flush(PATIENCE)
+
+
+# A node that is away
+
+
+def test_a_client_is_made_before_its_node_is_up(serve: Serve, unused_port: int) -> None:
+    with connect(f"turnlane://127.0.0.1:{unused_port}") as client:
+        queue = client.queue("disk")
+        producer = queue.producer(ack="persisted", on_ack=(acks := Acks()))
+        producer.publish(b"early")
+        served = serve(port=unused_port)
+        acks.wait_for(1)
+        assert values(served.node, "disk") == [b"early"]
+
+
+def test_while_the_node_is_away_publishing_buffers_then_blocks(unused_port: int) -> None:
+    with connect(f"turnlane://127.0.0.1:{unused_port}") as client:
+        queue = client.queue("disk", batch_size=2, batches=2, shutdown_timeout=0)
+        producer = queue.producer()
+        for _ in range(4):
+            producer.publish(b"x")
+        assert not producer.try_publish(b"y")
+        blocked = Task(lambda: producer.publish(b"y"))
+        assert_never(lambda: not blocked.running)
+        queue.close()
+        with pytest.raises(QueueClosed):
+            blocked.result()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "dropped"),
+    [({"full_behavior": "drop_newest"}, {"newest": 1}), ({"full_timeout": "10ms"}, {})],
+)
+def test_while_the_node_is_away_publishing_refuses_as_configured(
+    unused_port: int, knobs: dict[str, Any], dropped: dict[str, int]
+) -> None:
+    with connect(f"turnlane://127.0.0.1:{unused_port}") as client:
+        queue = client.queue("disk", batch_size=2, batches=2, shutdown_timeout=0, **knobs)
+        producer = queue.producer()
+        for _ in range(4):
+            producer.publish(b"x")
+        if dropped:
+            assert not producer.publish(b"y")
+        else:
+            with pytest.raises(QueueFull):
+                producer.publish(b"y")
+        assert queue.stats().ledger.dropped == dropped
+
+
+def test_getting_from_a_node_that_is_away_waits_for_it(serve: Serve, unused_port: int) -> None:
+    with connect(f"turnlane://127.0.0.1:{unused_port}") as client:
+        queue = client.queue("disk")
+        with pytest.raises(TransportDown):
+            queue.get(timeout=0.05)
+        getting = Task(lambda: queue.get(timeout=PATIENCE))
+        served = serve(port=unused_port)
+        served.node.queue("disk").producer().publish(b"late")
+        batch = getting.result()
+        assert [event.value for event in batch] == [b"late"]
+        batch.done()
+
+
+def test_a_node_that_is_stopped_is_waited_for(serve: Serve) -> None:
+    """Its clients are told, let go, and come again."""
+    before = serve(name="same")
+    client = before.client()
+    queue = client.queue("disk")
+    producer = queue.producer(ack="persisted", on_ack=(acks := Acks()))
+    producer.publish(b"a")
+    acks.wait_for(1)
+    port = before.plane.address.port
+    started = time.monotonic()
+    before.plane.stop()
+    assert time.monotonic() - started < 0.9, "a client of ours does not have to be cut off"
+    before.node.close()
+    producer.publish(b"b")
+    after = serve(name="same", port=port)
+    acks.wait_for(2)
+    assert values(after.node, "disk") == [b"a", b"b"]
+
+
+def test_an_outage_is_a_warning_once(unused_port: int, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.INFO, "turnlane.queues.proxy"),
+        connect(f"turnlane://127.0.0.1:{unused_port}") as client,
+    ):
+        client.queue("disk")
+        wait_until(lambda: len(caplog.records) >= 3)
+    levels = [record.levelno for record in caplog.records]
+    assert levels[0] == logging.WARNING
+    assert logging.WARNING not in levels[1:]
+
+
+def test_a_node_that_does_not_answer_is_given_up_in_time(
+    monkeypatch: pytest.MonkeyPatch, silent_port: int
+) -> None:
+    """Something listens there and says nothing."""
+    monkeypatch.setattr(remote, "OPTIONS", [("grpc.min_reconnect_backoff_ms", 200)])
+    with connect(f"turnlane://127.0.0.1:{silent_port}") as client:
+        with pytest.raises(TransportDown):
+            transport.FlightConnection(client.nodes[0], "disk", "p")
+        with pytest.raises(TransportDown):
+            client.nodes[0].ping(timeout=0.2)
+
+
+class _Mute(flight.FlightServerBase):
+    """Takes calls, and answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.speak = threading.Event()
+        super().__init__("grpc+tcp://127.0.0.1:0")
+
+    def do_exchange(self, *_: object) -> None:
+        self.speak.wait(PATIENCE)
+
+
+def test_a_node_that_does_not_greet_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "GREETING_SECONDS", 0.1)
+    with _Mute() as mute, connect(f"turnlane://127.0.0.1:{mute.port}") as client:
+        with pytest.raises(TransportDown, match=r"did not answer in 0\.1 s"):
+            transport.FlightConnection(client.nodes[0], "disk", "p")
+        with pytest.raises(NotSupported, match="not a turnlane node"):
+            client.nodes[0].ping()
+        mute.speak.set()
+
+
+# A node that refuses
+
+
+@pytest.mark.parametrize(
+    ("queue", "error"),
+    [("missing", NoSuchQueue), ("typed", SchemaMismatch), ("tiny", EventTooLarge)],
+)
+def test_what_the_node_refuses_for_good_fails_the_queue(
+    serve: Serve, queue: str, error: type[Never]
+) -> None:
+    """It would refuse it for ever: publishers are told why, and nothing is acked."""
+    served = serve(
+        {"typed": {"kind": "memory"}, "tiny": {"kind": "memory", "max_event_bytes": 100}}
+    )
+    typed = block_of([b"x"]).append_column("user", pa.array([1]))
+    served.node.queue("typed").producer().publish_block(typed)
+    acks = Acks()
+    with served.client() as client:
+        failing = client.queue(queue)
+        wrong = block_of([bytes(200)]).append_column("user", pa.array(["one"]))
+        calls: list[Callable[[], object]] = [
+            lambda: failing.producer(ack="persisted").publish_block(wrong),
+            lambda: failing.producer(ack="persisted", on_ack=acks).publish(b"more"),
+            lambda: failing.producer().try_publish(b"more"),
+        ]
+        for call in calls:
+            with pytest.raises(error):
+                call()
+        started = time.monotonic()
+        failing.close(drain=True)
+        assert time.monotonic() - started < 3
+        assert acks.told == []
+        assert failing.stats().ledger.adds_up
+    assert values(served.node, "typed") == [b"x"]
+
+
+def test_a_failed_queue_still_reads(serve: Serve) -> None:
+    served = serve({"tiny": {"kind": "memory", "max_event_bytes": 100}})
+    served.node.queue("tiny").producer().publish(b"x")
+    queue = served.client().queue("tiny")
+    with pytest.raises(EventTooLarge):
+        queue.producer(ack="persisted").publish(bytes(200))
+    with queue.get(timeout=5) as batch:
+        assert [event.value for event in batch] == [b"x"]
+
+
+def test_errors_of_calls_are_those_of_the_node(served: Served) -> None:
+    client = served.client()
+    with pytest.raises(NoSuchQueue, match="there is no queue 'nope'"):
+        client.wait("nope", 0, 0.0)
+    with pytest.raises(NoSuchQueue):
+        list(client.read("nope", 0, 1))
+    with pytest.raises(QueueExists):
+        client.create("memory", kind="memory", size=5)
+    with pytest.raises(ConfigError) as wrong:
+        client.create("new", syze=5)
+    assert wrong.value.knob == "syze"
+    with pytest.raises(NoSuchStage):
+        client.commit(["nope"])
+    with pytest.raises(NoSuchQueue):
+        client.queue("nope").get(timeout=5)
+
+
+def test_something_else_at_the_address_is_no_node(silent_port: int) -> None:
+    with connect(f"turnlane://127.0.0.1:{silent_port}") as client, pytest.raises(TransportDown):
+        client.nodes[0].ping(timeout=0.2)
+
+
+# Commits, as a lane makes them
+
+
+def test_stages_are_committed_together_with_the_range_they_came_from(served: Served) -> None:
+    client = served.client()
+    served.node.queue("disk").producer().publish_block(block_of([b"a", b"b", b"c"]))
+    with client.stage("slow", block_of([]).schema) as stage:
+        for _, block in client.read("disk", 0, 3):
+            stage.write(block)
+        stage_id = stage.finish()
+    assert client.commit([stage_id], [("disk", 0, 3)], writer="lane", epoch=4)
+    assert not client.commit(["gone"], [("disk", 0, 3)], writer="lane", epoch=4)
+    assert client.nodes[0].epoch("lane") == 4
+    assert client.nodes[0].epoch("other") is None
+    assert client.wait("disk", 0, 0.0) == (3, 3)
+    assert values(served.node, "slow") == [b"a", b"b", b"c"]
+
+
+def test_a_lane_commits_where_it_has_read_nothing(served: Served) -> None:
+    """Of several nodes one may get what was read from others, its own range long settled."""
+    client = served.client()
+    served.node.queue("disk").producer().publish_block(block_of([b"a"]))
+    node = client.nodes[0]
+    node.plan("lane", "1", "disk", 0, 1)
+
+    def staged(value: bytes) -> str:
+        with client.stage("slow", block_of([]).schema) as stage:
+            stage.write(block_of([value]))
+            return stage.finish()
+
+    first, second = staged(b"a"), staged(b"of another node")
+    assert node.commit([first], lane="lane", run="1")
+    assert not node.commit([first], lane="lane", run="1"), "a repeat"
+    assert node.commit([second], lane="lane", run="1")
+    assert values(served.node, "slow") == [b"a", b"of another node"]
+
+
+def test_an_aborted_stage_cannot_be_committed(served: Served) -> None:
+    client = served.client()
+    with client.stage("disk", block_of([]).schema) as stage:
+        stage.write(block_of([b"a"]))
+        stage_id = stage.finish()
+    client.abort([stage_id])
+    with pytest.raises(NoSuchStage):
+        client.commit([stage_id])
+
+
+def test_an_unfinished_stage_is_no_stage_of_its_writer(served: Served) -> None:
+    with served.client().stage("disk", block_of([]).schema) as stage:
+        stage.write(block_of([b"a"]))
+    assert stage.id is None
+    assert len(served.node.staging) == 0
+    assert values(served.node, "disk") == []
+
+
+def test_a_stage_that_failed_says_why_and_nothing_else(served: Served) -> None:
+    with (
+        pytest.raises(SchemaMismatch),
+        served.client().stage("disk", pa.schema([("value", pa.int64())])) as stage,
+    ):
+        stage.finish()
+    assert len(served.node.staging) == 0
+
+
+@pytest.mark.parametrize(
+    ("block", "error"),
+    [
+        (block_of([b"x" * 1000]), EventTooLarge),
+        (block_of([b"x", b"y"], severities=[1, 9]), ValueError),
+        (block_of([b"x"]).append_column("n", pa.array(["a"])), SchemaMismatch),
+    ],
+)
+def test_what_its_queue_could_never_take_is_refused_before_the_commit(
+    serve: Serve, block: pa.RecordBatch, error: type[Exception]
+) -> None:
+    served = serve({"small": {"max_event_bytes": 900}})
+    served.node.queue("small").check_types(pa.schema([("n", pa.int64())]))
+    stage = served.client().stage("small", block.schema)
+    with contextlib.suppress(error):
+        stage.write(block)  # the node may be quick to refuse
+    with pytest.raises(error):
+        stage.finish()
+    assert len(served.node.staging) == 0
+
+
+# Columns
+
+
+def test_a_node_that_was_restarted_between_two_streams_is_noticed(serve: Serve) -> None:
+    """It may have lost what the first stream brought: only a new connection sends that again."""
+    node = serve({"memory": {"kind": "memory"}})
+    client = node.client()
+    way = FlightConnection(client.nodes[0], "memory", "p")
+    way.send(0, block_of([b"lost"]))
+    opened = way._opened
+
+    def restarted() -> Any:
+        node.plane.stop()
+        node.node.close()
+        serve({"memory": {"kind": "memory"}}, port=node.plane.address.port)
+        return opened()
+
+    way._opened = restarted  # type: ignore[method-assign]
+    with pytest.raises(TransportDown, match="restarted"):
+        way.send(1, block_of([b"next"]).append_column("wider", pa.array([1])))
+    way.close()
+
+
+def test_blocks_of_changing_columns_arrive_in_order(served: Served) -> None:
+    producer = served.client().queue("disk").producer(ack="persisted", on_ack=(acks := Acks()))
+    plain = block_of([b"0"])
+    for number in range(12):
+        block = block_of([b"%d" % number])
+        if number % 3:
+            block = block.append_column(f"c{number % 3}", pa.array([number]))
+        if number % 5 == 4:
+            block = block.append_column("late", pa.array(["x"]))
+        producer.publish_block(block)
+    assert producer.flush(PATIENCE)
+    wait_until(lambda: acks.count == 12, "all acks")
+    assert plain.num_rows == 1
+    table = pa.Table.from_batches([each for _, each in served.client().read("disk")])
+    assert table.column("value").to_pylist() == [b"%d" % number for number in range(12)]
+    assert table.column("c1").to_pylist() == [n if n % 3 == 1 else None for n in range(12)]
+    assert table.column("late").to_pylist() == ["x" if n % 5 == 4 else None for n in range(12)]
+
+
+# Several nodes
+
+
+@pytest.fixture
+def pair(serve: Serve) -> tuple[Served, Served]:
+    queues = {"q": {"kind": "memory"}}
+    return serve(queues, name="one"), serve(queues, name="two")
+
+
+@pytest.fixture
+def both(pair: tuple[Served, Served]) -> Iterator[turnlane.Client]:
+    one, two = pair
+    with connect(f"{one.url},{two.plane.address}") as client:
+        yield client
+
+
+def test_a_key_stays_at_one_node(pair: tuple[Served, Served], both: turnlane.Client) -> None:
+    producer = both.queue("q", shutdown_timeout=0).producer()
+    keys = [f"key-{number % 20}" for number in range(200)]
+    producer.publish_block(block_of([key.encode() for key in keys], keys=keys))
+    for key in keys[:20]:
+        producer.publish(key.encode(), key)
+    wait_until(lambda: sum(each.node.queue("q").end for each in pair) == 220)
+    found = [values(each.node, "q") for each in pair]
+    assert not set(found[0]) & set(found[1])
+    assert all(found)
+    for place, here in enumerate(found):
+        assert {node_of(value.decode(), 2) for value in here} == {place}
+        for value in set(here):
+            assert here.count(value) == 11
+
+
+def test_without_keys_the_nodes_take_turns(
+    pair: tuple[Served, Served], both: turnlane.Client
+) -> None:
+    producer = both.queue("q", shutdown_timeout=0).producer()
+    for _ in range(4):
+        producer.publish_block(block_of([b"x"] * 10))
+        producer.publish(b"y")
+        producer.publish(b"z")
+    wait_until(lambda: sum(each.node.queue("q").end for each in pair) == 48)
+    assert [each.node.queue("q").end for each in pair] == [24, 24]
+
+
+def test_getting_takes_from_all_nodes_and_acks_come_from_all(
+    pair: tuple[Served, Served], both: turnlane.Client
+) -> None:
+    queue = both.queue("q")
+    assert isinstance(queue, SpreadQueue)
+    producer = queue.producer(ack="delivered", on_ack=(acks := Acks()))
+    keys = [f"key-{number}" for number in range(50)]
+    producer.publish_block(block_of([b"x"] * 50, keys=keys))
+    found: list[str | None] = []
+    while len(found) < 50:
+        with queue.get(7, timeout=PATIENCE) as batch:
+            assert len(batch) <= 7
+            found += [event.key for event in batch]
+    assert sorted(map(str, found)) == sorted(keys)
+    acks.wait_for(50)
+    assert producer.flush(PATIENCE)
+    assert queue.stats().ledger.delivered == 50
+    assert queue.stats().ledger.adds_up
+
+
+def test_a_node_that_is_away_delays_only_its_own(
+    pair: tuple[Served, Served], both: turnlane.Client
+) -> None:
+    queue = both.queue("q", batch_size=4, batches=1, shutdown_timeout=0)
+    producer = queue.producer()
+    here = next(f"k{n}" for n in range(100) if node_of(f"k{n}", 2) == 0)
+    there = next(f"k{n}" for n in range(100) if node_of(f"k{n}", 2) == 1)
+    pair[1].plane.stop()
+    for _ in range(20):
+        producer.publish(b"x", here)
+    got = 0
+    while got < 20:
+        with queue.get(timeout=PATIENCE) as batch:
+            got += len(batch)
+    for _ in range(100):
+        if not producer.try_publish(b"y", there):
+            break
+    else:
+        pytest.fail("the node that is away does not push back")
+    assert producer.publish(b"x", here)
+
+
+def test_getting_from_several_nodes_times_out_and_is_woken_by_close(both: turnlane.Client) -> None:
+    queue = both.queue("q")
+    with pytest.raises(QueueEmpty):
+        queue.get(timeout=0.05)
+    with pytest.raises(ValueError, match="max_events is 0"):
+        queue.get(0)
+    getting = Task(queue.get)
+    assert_never(lambda: not getting.running)
+    queue.close()
+    with pytest.raises(QueueClosed):
+        getting.result()
+    with pytest.raises(QueueClosed):
+        queue.get()
+
+
+def test_a_batch_nobody_waited_for_is_given_back_at_close(
+    pair: tuple[Served, Served], both: turnlane.Client
+) -> None:
+    queue = both.queue("q")
+    for served in pair:
+        served.node.queue("q").producer().publish(b"x")
+    first = queue.get(timeout=PATIENCE)
+    wait_until(lambda: sum(len(each.node.leases) for each in pair) <= 2)
+    first.done()
+    queue.close()
+    wait_until(lambda: all(len(each.node.leases) == 0 for each in pair))
+    assert sum(each.node.queue("q").stats().ledger.pending for each in pair) == 1
+
+
+def test_smaller_batches_can_be_asked_for_at_any_time(
+    pair: tuple[Served, Served], both: turnlane.Client
+) -> None:
+    queue = both.queue("q")
+    for served in pair:
+        served.node.queue("q").producer().publish_block(block_of([b"x"] * 10))
+    taken = [queue.get(timeout=PATIENCE)]
+    while sum(map(len, taken)) < 20:
+        taken.append(queue.get(3, timeout=PATIENCE))
+    assert all(len(batch) <= 3 for batch in taken[1:])
+    for batch in taken:
+        batch.done()
+
+
+def test_an_error_of_one_of_several_nodes_is_raised(pair: tuple[Served, Served]) -> None:
+    pair[1].node.create("other", kind="memory")
+    with (
+        connect(f"{pair[0].url},{pair[1].plane.address}") as client,
+        pytest.raises(NoSuchQueue),
+    ):
+        client.queue("other", shutdown_timeout=0).get(timeout=PATIENCE)
+
+
+def test_what_only_one_node_can_do_has_to_be_asked_of_one(both: turnlane.Client) -> None:
+    with pytest.raises(NotSupported, match="say which node"):
+        both.stats()
+    both.create("new", kind="memory")
+    assert [sorted(node.queues()) for node in both.nodes] == [["new", "q"]] * 2
+    assert sorted(both.queues()) == ["new", "q"]
+    both.drop("new")
+    producer = both.queue("q", shutdown_timeout=0).producer()
+    with pytest.raises(NotSupported):
+        producer.publish_block(block_of([b"x"]), sequence=0)
+    keys = [f"k{number}" for number in range(20)]
+    with pytest.raises(NotSupported):
+        producer.try_publish_block(block_of([b"x"] * 20, keys=keys))
+    assert producer.try_publish_block(block_of([b"x"])) is not None
+    with pytest.raises(TypeError):
+        producer.publish(b"x", 5)  # type: ignore[arg-type]
+
+
+def test_a_closed_spread_producer_publishes_no_more(both: turnlane.Client) -> None:
+    producer = both.queue("q").producer(ack=AckLevel.ACCEPTED)
+    producer.close()
+    with pytest.raises(QueueClosed):
+        producer.publish(b"x")
+
+
+# Keys
+
+
+@given(st.lists(st.none() | st.text(max_size=40)), st.integers(1, 9), st.integers(0, 5))
+def test_columns_of_keys_are_spread_like_single_keys(
+    keys: list[str | None], nodes: int, skipped: int
+) -> None:
+    column = pa.array(keys, pa.string()).slice(skipped)
+    expected = [-1 if key is None else node_of(key, nodes) for key in keys[skipped:]]
+    assert nodes_of(column, nodes).tolist() == expected
+
+
+def test_keys_are_spread_evenly() -> None:
+    for template in ("{}", "user-{}", "{}@example.com"):
+        keys = pa.array([template.format(number) for number in range(10_000)])
+        counts = np.bincount(nodes_of(keys, 5))
+        assert counts.min() > 1800
+        assert counts.max() < 2200
+
+
+def test_the_hash_of_a_key_never_changes() -> None:
+    """Or events of a key would be at two nodes after an update of the client."""
+    assert [node_of(key, 1000) for key in ("", "a", "user-1", "Straße")] == [0, 215, 999, 267]
+
+
+# Urls and credentials
+
+
+@pytest.mark.parametrize(
+    ("url", "locations"),
+    [
+        ("turnlane://localhost:8815", ["grpc+tcp://localhost:8815"]),
+        ("turnlanes://a.example:1,[::1]:2/", ["grpc+tls://a.example:1", "grpc+tls://[::1]:2"]),
+        ("turnlane://localhost", ["grpc+tcp://localhost:8815"]),
+    ],
+)
+def test_urls_that_are_understood(url: str, locations: list[str]) -> None:
+    assert Url.parse(url).locations() == locations
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8815",
+        "http://localhost:8815",
+        "turnlane://",
+        "turnlane://a:b",
+        "turnlane://a:1,,b:2",
+        "turnlane://a:1,a:1",
+        "turnlane://a:70000",
+        "turnlane://a:0",
+        "turnlane://user@a:1",
+    ],
+)
+def test_urls_that_are_not_say_what_to_write(url: str) -> None:
+    with pytest.raises(ConfigError) as wrong:
+        connect(url)
+    assert wrong.value.knob == "url"
+
+
+def test_credentials_are_checked_and_not_shown(tmp_path: Path) -> None:
+    assert "hush" not in repr(Credentials("hush"))
+    with pytest.raises(ConfigError, match="token"):
+        Credentials("a\nb")
+    with pytest.raises(ConfigError, match="tls_key"):
+        Credentials(tls_cert=tmp_path)
+    with pytest.raises(ConfigError, match="tls_ca"):
+        connect("turnlanes://localhost:1", tls_ca=tmp_path / "missing.pem")
+
+
+def test_a_lease_that_is_no_duration_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="'soon' is not a duration") as wrong:
+        connect("turnlane://localhost:1", lease="soon")
+    assert wrong.value.knob == "lease"
+
+
+def test_tls_files_without_tls_are_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="turnlanes://") as wrong:
+        connect("turnlane://localhost:1", tls_ca=tmp_path / "ca.pem")
+    assert wrong.value.knob == "tls_ca"
+
+
+def test_tls_files_that_hold_something_else_are_named(tmp_path: Path) -> None:
+    authority, other = trustme.CA(), trustme.CA()
+    made = authority.issue_cert("localhost")
+    ca, cert, key, wrong_key = (tmp_path / name for name in ("ca", "cert", "key", "wrong"))
+    authority.cert_pem.write_to_path(ca)
+    made.cert_chain_pems[0].write_to_path(cert)
+    made.private_key_pem.write_to_path(key)
+    other.issue_cert("localhost").private_key_pem.write_to_path(wrong_key)
+    connect("turnlanes://localhost:1", tls_ca=ca, tls_cert=cert, tls_key=key).close()
+    for knob, files in [
+        ("tls_ca", {"tls_ca": key}),
+        ("tls_cert", {"tls_cert": key, "tls_key": key}),
+        ("tls_key", {"tls_cert": cert, "tls_key": wrong_key}),
+        ("tls_key", {"tls_cert": cert, "tls_key": cert}),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            connect("turnlanes://localhost:1", **files)  # type: ignore[arg-type]
+        assert error.value.knob == knob
+
+
+ENDING = """
+import sys, turnlane
+producer = turnlane.connect(sys.argv[1]).queue("disk").producer()
+for number in range(1000):
+    producer.publish(b"%d" % number)
+"""
+
+
+def test_a_program_that_just_ends_has_sent_everything(served: Served) -> None:
+    subprocess.run([sys.executable, "-c", ENDING, served.url], check=True)
+    assert values(served.node, "disk") == [b"%d" % number for number in range(1000)]
+
+
+def test_nothing_of_a_client_is_left_after_its_close(served: Served) -> None:
+    before = set(threading.enumerate())
+    with connect(served.url) as client:
+        queue = client.queue("disk")
+        queue.producer(ack="persisted").publish(b"x")
+        queue.get(timeout=PATIENCE).done()
+    names = {thread.name for thread in set(threading.enumerate()) - before}
+    assert {
+        name for name in names if "proxy" in name or "stream" in name or "leases" in name
+    } == set()
+
+
+def test_leaving_a_queues_block_sends_what_is_left(served: Served) -> None:
+    """Without this, whoever forgets to flush loses the last batches without a word."""
+    with served.client().queue("disk") as queue:
+        producer = queue.producer()
+        for number in range(5000):
+            producer.publish(b"%d" % number)
+    assert served.node.queue("disk").end == 5000
+    assert queue.stats().ledger.adds_up
+
+
+def test_a_block_that_fails_does_not_wait_for_the_node(served: Served) -> None:
+    served.plane.stop()
+    queue = served.client().queue("disk", shutdown_timeout="1h")
+
+    def fail() -> None:
+        with queue:
+            queue.producer().publish(b"never sent")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert queue.stats().ledger.dropped == {"closed": 1}
+
+
+def test_a_lane_that_the_node_has_forgotten_is_told_so(served: Served) -> None:
+    """A node that was started anew must not say yes to a commit that would settle nothing."""
+    client = served.client()
+    with pytest.raises(LaneTaken, match="start the lane anew"):
+        client.nodes[0].commit(lane="main", run="before the restart")

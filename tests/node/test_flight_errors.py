@@ -1,0 +1,358 @@
+"""Malformed, wrong, huge: does the node say what is wrong, and does nobody else notice?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyarrow import flight
+
+from tests.contract.harness import wait_until
+from tests.node.conftest import Served, Stream, values
+from turnlane.errors import StorageFailed
+from turnlane.events import block_of
+from turnlane.node.flight_actions import ACTIONS, Actions
+from turnlane.node.flight_commands import MAX_COMMAND
+from turnlane.node.flight_errors import MAX_MESSAGE, flight_error
+
+REFUSALS = (flight.FlightError, pa.ArrowException)
+
+together = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(
+    [
+        *("publish", "producer", "ack", "sequence", "stage", "stages", "ranges", "writer", "epoch"),
+        *("read", "first", "end", "consume", "max_events", "wait", "lease", "seconds", "holder"),
+        *("queue", "knobs", "beyond", "timeout"),
+    ]
+)
+COMMANDS = st.binary(max_size=60) | st.dictionaries(
+    NAMES | st.text(max_size=5),
+    JSON | st.sampled_from(["disk", "memory", 0, 1, -1, 1e308]),
+    max_size=5,
+).map(lambda command: json.dumps(command).encode())
+
+
+@pytest.fixture
+def well(served: Served) -> Iterator[Served]:
+    """A node that has to be well when the test is over."""
+    yield served
+    stream = served.stream("disk", "in the end")
+    stream.greet()
+    stream.write(b"fine")
+    assert stream.finish() == {"accepted": 1, "persisted": 1, "delivered": 0}
+    assert served.node.leases is not None
+
+
+def _refused(call: Callable[[], object]) -> str:
+    """What a node says to a call that it refuses, which is never that it has failed itself."""
+    with pytest.raises(REFUSALS) as refusal:
+        call()
+    text = str(refusal.value)
+    assert "turnlane:" in text, text
+    assert "turnlane:Bug" not in text, text
+    assert "Traceback" not in text, text
+    return text
+
+
+def _survived(call: Callable[[], object]) -> None:
+    """Whether it is refused or not, the node has not failed."""
+    said = "turnlane:"
+    try:
+        call()
+    except REFUSALS as error:
+        said = str(error)
+    assert "turnlane:" in said
+    assert "turnlane:Bug" not in said
+
+
+def _put(served: Served, command: bytes, *blocks: pa.RecordBatch, metadata: bytes = b"") -> None:
+    stream = Stream(served.flight(), command)
+    try:
+        for block in blocks:
+            stream.writer.write_with_metadata(block, pa.py_buffer(metadata))
+    except REFUSALS:
+        pass  # the node was quicker; the end says why
+    stream.finish()
+
+
+# Commands that are not
+
+
+@together
+@given(command=COMMANDS)
+def test_no_command_breaks_a_stream_of_blocks(well: Served, command: bytes) -> None:
+    _survived(lambda: _put(well, command))
+
+
+@together
+@given(command=COMMANDS)
+def test_no_ticket_breaks_reading(well: Served, command: bytes) -> None:
+    if b'"wait"' in command:
+        return  # it might be a valid one
+    _survived(lambda: well.flight().do_get(flight.Ticket(command)).read_all())
+
+
+@together
+@given(kind=st.sampled_from(sorted(set(ACTIONS) - {"wait", "drop"})) | st.text(), body=COMMANDS)
+def test_no_body_breaks_an_action(well: Served, kind: str, body: bytes) -> None:
+    _survived(lambda: list(well.flight().do_action(flight.Action(kind, body))))
+
+
+@together
+@given(metadata=COMMANDS)
+def test_no_metadata_breaks_publishing(well: Served, metadata: bytes) -> None:
+    _survived(lambda: _put(well, b'{"publish": "memory"}', block_of([]), metadata=metadata))
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (b"", "is to be a JSON object with one of publish, stage"),
+        (b"[]", "is to be a JSON object with one of publish, stage"),
+        (b"{", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'{"publish": 5}', "publish: must be text, not 5"),
+        (b'{"publish": "disk", "prodcer": "p"}', "did you mean producer"),
+        (b'{"publish": "disk", "ack": "never"}', "ack: must be one of"),
+        (b'{"publish": "nope"}', "turnlane:NoSuchQueue: there is no queue 'nope'"),
+        (b'{"publish": ""}', "publish: "),
+        (b'{"stage": "nope"}', "turnlane:NoSuchQueue"),
+        (b'{"publish": "disk", "producer": "' + b"x" * MAX_COMMAND + b'"}', "are allowed"),
+    ],
+)
+def test_a_wrong_command_is_told_what_is_wrong(well: Served, command: bytes, said: str) -> None:
+    assert said in _refused(lambda: _put(well, command))
+
+
+@pytest.mark.parametrize(
+    ("ticket", "said"),
+    [
+        ({"read": "disk", "first": -1}, "first: must be at least 0"),
+        ({"read": "disk", "first": "0"}, "first: must be a whole number"),
+        ({"read": "disk", "first": 1.5}, "first: must be a whole number"),
+        ({"read": "disk", "end": 1 << 63}, "end: must be less than"),
+        ({"consume": "disk", "wait": 1e9}, "wait: must be at most 300"),
+        ({"consume": "disk", "max_events": 0}, "max_events: must be at least 1"),
+        ({"consume": "disk", "lease": 0}, "lease: must be more than 0"),
+        ({"consume": "nope"}, "turnlane:NoSuchQueue"),
+    ],
+)
+def test_a_wrong_ticket_is_told_what_is_wrong(
+    well: Served, ticket: dict[str, Any], said: str
+) -> None:
+    made = flight.Ticket(json.dumps(ticket).encode())
+    assert said in _refused(lambda: well.flight().do_get(made).read_all())
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "said"),
+    [
+        ("dance", {}, "turnlane:NotSupported: there is no action 'dance'; there are: ping"),
+        ("done", {}, "lease: is required"),
+        ("done", {"lease": "nope"}, "turnlane:NoSuchLease"),
+        ("extend", {"lease": "x", "seconds": -1}, "seconds: must be more than 0"),
+        ("wait", {"queue": "disk"}, "beyond: is required"),
+        ("settle", {"queue": "disk", "first": 5}, "end: is required"),
+        ("create", {"queue": "a/b"}, "is not a name"),
+        ("create", {"queue": "new", "knobs": {"path": "/tmp/x"}}, "path: "),
+        ("create", {"queue": "new", "knobs": {"kind": "direct"}}, "kind: "),
+        ("create", {"queue": "disk", "knobs": {"size": 5}}, "turnlane:QueueExists"),
+        ("drop", {"queue": "disk"}, "is in the configuration"),
+        ("commit", {"stages": ["../../etc/passwd"]}, "turnlane:NoSuchStage"),
+        ("commit", {"ranges": [{"queue": "nope", "first": 0, "end": 1}]}, "turnlane:NoSuchQueue"),
+        ("commit", {"stages": "abc"}, "stages: must be a list"),
+    ],
+)
+def test_a_wrong_action_is_told_what_is_wrong(
+    well: Served, kind: str, body: dict[str, Any], said: str
+) -> None:
+    assert said in _refused(lambda: well.act(kind, **body))
+
+
+def test_aborting_what_is_not_there_is_fine(well: Served) -> None:
+    assert well.act("abort", stages=["gone", "../../x"]) == {}
+
+
+# Blocks that are not fit
+
+
+def test_a_wrong_column_is_refused_and_named(well: Served) -> None:
+    block = pa.record_batch({"value": pa.array(["text"])})
+    descriptor = flight.FlightDescriptor.for_command(b'{"publish": "disk"}')
+
+    def put() -> None:
+        writer, _ = well.flight().do_put(descriptor, block.schema)
+        try:
+            writer.write_batch(block)
+        finally:
+            writer.close()
+
+    assert "turnlane:SchemaMismatch: column 'value' is string" in _refused(put)
+    assert values(well.node, "disk") == []
+
+
+def test_staging_a_wrong_column_is_refused_at_once(well: Served) -> None:
+    schema = pa.schema([("value", pa.int64())])
+    descriptor = flight.FlightDescriptor.for_command(b'{"stage": "disk"}')
+
+    def put() -> None:
+        writer, _ = well.flight().do_put(descriptor, schema)
+        writer.close()
+
+    assert "turnlane:SchemaMismatch" in _refused(put)
+    assert len(well.node.staging) == 0
+
+
+def _forged(kind: pa.DataType, offsets: list[int], data: bytes) -> pa.RecordBatch:
+    """A column whose inner offsets or bytes are not what they should be."""
+    honest = np.minimum(np.arange(len(offsets), dtype=np.int32), len(data))
+    honest[-1] = len(data)
+    buffers = [None, pa.py_buffer(honest.data), pa.py_buffer(data)]
+    column = pa.Array.from_buffers(kind, len(offsets) - 1, buffers)
+    honest[:] = offsets  # behind Arrow's back, which would not have taken it
+    return pa.record_batch([column], names=["value" if kind == pa.binary() else "key"])
+
+
+@pytest.mark.parametrize("command", [b'{"publish": "disk"}', b'{"stage": "disk"}'])
+@pytest.mark.parametrize(
+    "block",
+    [
+        _forged(pa.binary(), [0, 1 << 30, 5], b"short"),
+        _forged(pa.binary(), [0, 4, 2, 9], b"backwards"),
+        _forged(pa.binary(), [0, -5, 8], b"negative"),
+        _forged(pa.string(), [0, 2], b"\xff\xfe"),
+    ],
+    ids=["beyond", "backwards", "negative", "not-utf8"],
+)
+def test_a_forged_block_is_refused(well: Served, command: bytes, block: pa.RecordBatch) -> None:
+    """It would have its readers look at memory that is not theirs, or fall over."""
+
+    def put() -> None:
+        descriptor = flight.FlightDescriptor.for_command(command)
+        writer, _ = well.flight().do_put(descriptor, block.schema)
+        try:
+            writer.write_batch(block)
+        finally:
+            writer.close()
+
+    assert "turnlane:ValueError" in _refused(put)
+    assert values(well.node, "disk") == []
+
+
+def test_numbers_need_a_name(well: Served) -> None:
+    said = _refused(
+        lambda: _put(well, b'{"publish": "disk"}', block_of([b"x"]), metadata=b'{"sequence": 0}')
+    )
+    assert "a sequence needs a producer" in said
+
+
+@pytest.mark.parametrize("sequence", [-1, 1 << 63, "0", 1.5, True])
+def test_a_wrong_number_is_refused(well: Served, sequence: object) -> None:
+    metadata = json.dumps({"sequence": sequence}).encode()
+    said = _refused(
+        lambda: _put(
+            well, b'{"publish": "disk", "producer": "p"}', block_of([b"x"]), metadata=metadata
+        )
+    )
+    assert "turnlane:ConfigError: sequence: " in said
+    assert values(well.node, "disk") == []
+
+
+def test_huge_metadata_is_refused(well: Served) -> None:
+    metadata = b" " * (MAX_COMMAND + 1)
+    said = _refused(lambda: _put(well, b'{"publish": "disk"}', block_of([b"x"]), metadata=metadata))
+    assert "are allowed" in said
+
+
+def test_what_was_published_before_a_mistake_stays(well: Served) -> None:
+    stream = well.stream("disk", "p")
+    stream.greet()
+    stream.write(b"good", sequence=0)
+    stream.await_news(accepted=1)
+    stream.write(b"bad", sequence=-1)
+    with pytest.raises(flight.FlightServerError, match="turnlane:ConfigError"):
+        stream.finish()
+    assert values(well.node, "disk") == [b"good"]
+
+
+def test_others_do_not_notice_a_client_that_makes_mistakes(well: Served) -> None:
+    good = well.stream("disk", "good")
+    good.greet()
+    for number in range(5):
+        good.write(b"%d" % number, sequence=number)
+        with pytest.raises(flight.FlightServerError):
+            _put(well, b'{"publish": "disk"}', block_of([b"x"]), metadata=b"junk")
+    assert good.finish() == {"accepted": 5, "persisted": 5, "delivered": 0}
+
+
+def test_bytes_that_are_no_grpc_hurt_nobody(well: Served) -> None:
+    address = well.plane.address
+    for junk in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 10, b""):
+        with socket.create_connection((address.host, address.port)) as connection:
+            connection.sendall(junk)
+    assert well.act("ping")["instance"] == well.node.instance
+
+
+METHODS = ["DoPut", "DoExchange", "DoGet", "DoAction", "GetFlightInfo", "ListFlights", "Handshake"]
+
+
+@together
+@given(method=st.sampled_from(METHODS), messages=st.lists(st.binary(max_size=200), max_size=4))
+def test_messages_that_are_not_flights_hurt_nobody(
+    well: Served, method: str, messages: list[bytes]
+) -> None:
+    """Bytes instead of Flight's own messages, over real gRPC."""
+    grpc = pytest.importorskip("grpc")
+    with grpc.insecure_channel(str(well.plane.address)) as channel:
+        call = channel.stream_stream(f"/arrow.flight.protocol.FlightService/{method}")
+        with contextlib.suppress(grpc.RpcError):
+            for answer in call(iter(messages), timeout=5):
+                assert isinstance(answer, bytes)
+
+
+# The errors themselves
+
+
+def test_every_error_carries_its_class_twice() -> None:
+    error = flight_error(StorageFailed("the disk is gone", after=2.5))
+    assert isinstance(error, flight.FlightUnavailableError)
+    assert str(error) == "turnlane:StorageFailed: the disk is gone"
+    assert json.loads(error.extra_info) == {
+        "error": "StorageFailed",
+        "message": "the disk is gone",
+        "after": 2.5,
+    }
+
+
+def test_a_long_message_is_cut(well: Served) -> None:
+    assert len(_refused(lambda: well.act("done", lease="x" * 1000))) < 4 * MAX_MESSAGE
+    assert len(str(flight_error(ValueError("x" * 10_000)))) < MAX_MESSAGE + 50
+
+
+def test_a_failure_of_the_node_itself_is_logged_there_and_not_told(
+    well: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> dict[str, Any]:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(Actions, "answer", broken)
+    with pytest.raises(flight.FlightInternalError, match="its log says why") as failed:
+        well.act("ping")
+    monkeypatch.undo()
+    assert "secret" not in str(failed.value)
+    wait_until(lambda: "secret detail" in caplog.text)

@@ -1,0 +1,418 @@
+"""What does a publishing client hear, when, and is it true?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import flight
+
+from tests.contract.harness import NOTICEABLE, PATIENCE, Task, assert_never, wait_until
+from tests.node.conftest import QUEUES, Serve, Served, Stream, values
+from turnlane.events import block_of
+from turnlane.node import flight_publish
+from turnlane.node.routes import MAX_PAIRS, Route
+from turnlane.queues.memory import MemoryQueue
+from turnlane.queues.settings import QueueSettings
+from turnlane.testing import FaultyDisk
+
+
+def test_the_first_word_says_who_the_node_is_and_where_to_go_on(served: Served) -> None:
+    stream = served.stream("disk", "p")
+    assert stream.greet() == {
+        "instance": served.node.instance,
+        "resume_at": 0,
+        "durability": "always",
+    }
+
+
+def test_positions_follow_the_events_from_accepted_to_delivered(served: Served) -> None:
+    stream = served.stream("disk", "p", ack="delivered")
+    stream.greet()
+    stream.write(b"a", b"b", sequence=0)
+    stream.write(b"c", sequence=2)
+    stream.await_news(accepted=3, persisted=3, delivered=0)
+    served.node.queue("disk").get(2).done()
+    stream.await_news(delivered=2)
+    served.node.queue("disk").get().done()
+    assert stream.finish() == {"accepted": 3, "persisted": 3, "delivered": 3}
+
+
+def test_nothing_is_called_persisted_before_it_is_synced(served: Served) -> None:
+    stream = served.stream("slow", ack="accepted")
+    stream.greet()
+    stream.write(b"a")
+    assert stream.finish() == {"accepted": 1, "persisted": 0, "delivered": 0}
+
+
+def test_who_waits_for_persisted_does_not_wait_for_the_interval(served: Served) -> None:
+    first = served.stream("slow")
+    first.write(b"a")
+    assert first.finish() is not None
+    second = served.stream("slow", ack="persisted")
+    second.greet()
+    second.write(b"b")
+    second.await_news(accepted=1)
+    second.writer.write_metadata(pa.py_buffer(b'{"urge": true}'))
+    second.await_news(persisted=1)
+    second.finish()
+
+
+def test_a_lot_is_synced_before_its_time(served: Served) -> None:
+    """A client keeps what is not persisted, and cannot keep everything for an hour."""
+    stream = served.stream("slow", "p", ack="accepted")
+    stream.greet()
+    stream.write(bytes(flight_publish.URGE_BYTES), sequence=0)
+    stream.await_news(accepted=1, persisted=1)
+    stream.finish()
+
+
+def test_what_a_failed_sync_has_dropped_is_there_once_it_is_called_persisted(
+    serve: Serve,
+) -> None:
+    disk = FaultyDisk()
+    with contextlib.closing(serve({"slow": QUEUES["slow"]}, disk=disk)) as served:
+        first = served.stream("slow", "p", ack="persisted")
+        first.write(b"first", sequence=0)
+        first.finish()
+        stream = served.stream("slow", "p", ack="persisted")
+        assert stream.greet()["resume_at"] == 1
+        stream.write(b"a", b"b", sequence=1)
+        stream.await_news(accepted=3)
+        disk.forget(match=".chunk")
+        stream.write(b"c", sequence=3)
+        stream.finish()
+        assert served.node.queue("slow").stats().disk_errors == 1
+        assert not served.node.queue("slow").stats().ledger.dropped
+    again = serve({"slow": QUEUES["slow"]})
+    assert values(again.node, "slow") == [b"first", b"a", b"b", b"c"]
+
+
+def test_a_queue_without_patience_is_not_asked_again_and_again(serve: Serve) -> None:
+    served = serve({"full": {"kind": "memory", "size": 1, "full_timeout": 0}})
+    stream = served.stream("full", ack="accepted")
+    stream.write(b"a")
+    stream.await_news(accepted=1)
+    stream.write(b"b")
+    queue = served.node.queue("full")
+    wait_until(lambda: queue.stats().full_waits > 0)
+    assert_never(lambda: queue.stats().full_waits > 3)
+    queue.get(1).done()
+    stream.finish()
+    assert queue.end == 2
+
+
+def test_without_a_name_events_are_counted_from_zero_on_every_stream(served: Served) -> None:
+    for _ in range(2):
+        stream = served.stream("disk")
+        assert stream.greet()["resume_at"] == 0
+        stream.write(b"a", b"b")
+        assert stream.finish() == {"accepted": 2, "persisted": 2, "delivered": 0}
+    assert values(served.node, "disk") == [b"a", b"b"] * 2
+
+
+def test_a_stream_that_ends_well_is_persisted(served: Served) -> None:
+    """A client that only writes and closes may rely on it."""
+    stream = served.stream("disk")
+    stream.write(b"a")
+    stream.writer.close()
+    queue = served.node.queue("disk")
+    assert queue.watermarks["persisted"].position == 1  # type: ignore[index]
+
+
+def test_repeats_are_dropped_and_acked(served: Served) -> None:
+    first = served.stream("disk", "p")
+    first.greet()
+    first.write(b"a", b"b", b"c", sequence=0)
+    first.finish()
+    second = served.stream("disk", "p")
+    assert second.greet()["resume_at"] == 3
+    second.write(b"b", b"c", b"d", sequence=1)
+    assert second.finish() == {"accepted": 4, "persisted": 4, "delivered": 0}
+    assert values(served.node, "disk") == [b"a", b"b", b"c", b"d"]
+
+
+def test_repeats_of_what_was_delivered_are_called_delivered(served: Served) -> None:
+    first = served.stream("memory", "p")
+    first.write(b"a", b"b", sequence=0)
+    first.finish()
+    served.node.queue("memory").get().done()
+    second = served.stream("memory", "p", ack="delivered")
+    second.write(b"a", b"b", sequence=0)
+    assert second.finish() == {"accepted": 2, "persisted": 2, "delivered": 2}
+
+
+def test_after_a_restart_the_node_knows_what_it_has_and_says_so(serve: Serve) -> None:
+    before = serve(name="same")
+    stream = before.stream("disk", "p")
+    stream.write(b"a", b"b", sequence=0)
+    stream.finish()
+    before.close()
+    after = serve(name="same")
+    again = after.stream("disk", "p")
+    assert again.greet()["resume_at"] == 2
+    again.write(b"a", b"b", sequence=0)
+    assert again.finish() == {"accepted": 2, "persisted": 2, "delivered": 0}
+    assert values(after.node, "disk") == [b"a", b"b"]
+
+
+def test_other_producers_do_not_make_acks_early(served: Served) -> None:
+    """Many producers, one queue, consumed bit by bit: nobody hears more than is true."""
+    streams = [served.stream("memory", name, ack="delivered") for name in "abc"]
+    for number in range(5):
+        for stream in streams:
+            stream.write(b"%d" % number, sequence=number)
+    wait_until(lambda: served.node.queue("memory").end == 15)
+    queue = served.node.queue("memory")
+    order = values(served.node, "memory")
+    assert sorted(order) == sorted([b"%d" % n for n in range(5)] * 3)
+    while queue.low < 15:
+        queue.get(1).done()
+    for stream in streams:
+        reported = []
+        stream.writer.done_writing()
+        while (news := stream.news()) is not None:
+            reported.append(news.get("delivered", 0))
+        stream.writer.close()
+        assert reported == sorted(reported)
+        assert reported[-1] == 5
+
+
+def test_a_full_queue_makes_the_stream_wait_and_nothing_else(served: Served) -> None:
+    """Reports go on while reading is held up, and other queues do not notice."""
+    stream = served.stream("memory", "p")
+    stream.greet()
+
+    def send() -> None:
+        for number in range(3):
+            stream.write(*[b"x"] * 60, sequence=60 * number)
+
+    sending = Task(send)
+    stream.await_news(accepted=60)
+    wait_until(lambda: served.node.queue("memory").stats().blocked_publishers == 1)
+    other = served.stream("disk")
+    other.write(b"other")
+    assert other.finish() == {"accepted": 1, "persisted": 1, "delivered": 0}
+    with served.node.queue("memory").get() as batch:
+        assert len(batch) == 60
+    stream.await_news(accepted=120, delivered=60)
+    served.node.queue("memory").get().done()
+    stream.await_news(accepted=180, delivered=120)
+    sending.result()
+    stream.finish()
+
+
+def test_what_is_shed_while_it_waits_is_counted_once(serve: Serve) -> None:
+    """Standing in line is one attempt, however long it takes."""
+    knobs = {"kind": "memory", "size": 10, "discard_mark": 5, "discard_severity": 6}
+    served = serve({"shedding": knobs})
+    stream = served.stream("shedding", "p")
+    stream.greet()
+    stream.write(*[b"x"] * 10, sequence=0)
+    stream.await_news(accepted=10)
+    stream.write_block(block_of([b"y", b"z"], severities=[7, 1]), 10)
+    queue = served.node.queue("shedding")
+    wait_until(lambda: queue.stats().blocked_publishers == 1)
+    time.sleep(NOTICEABLE)
+    queue.get().done()
+    stream.await_news(accepted=12)
+    assert queue.stats().ledger.dropped == {"severity": 1}
+
+
+def test_a_new_stream_of_a_producer_ends_the_one_before(served: Served) -> None:
+    """What the old one still carries is not taken: its numbers belong to the new one."""
+    old = served.stream("memory", "p")
+    old.greet()
+    old.write(*[b"old"] * 100, sequence=0)
+    old.await_news(accepted=100)
+    old.write(b"late", sequence=100)
+    wait_until(lambda: served.node.queue("memory").stats().blocked_publishers == 1)
+    new = served.stream("memory", "p")
+    assert new.greet()["resume_at"] == 100
+    assert served.node.queue("memory").stats().blocked_publishers == 0
+    served.node.queue("memory").get().done()
+    new.write(b"new", sequence=100)
+    new.await_news(accepted=101)
+    with pytest.raises(flight.FlightUnavailableError, match=r"turnlane:TransportDown: .*newer"):
+        old.finish()
+    assert values(served.node, "memory") == [b"new"]
+
+
+def test_streams_that_take_over_from_each_other_leave_every_event_once(served: Served) -> None:
+    """Clients that believe the others dead all send the same: it is there once, in order."""
+    everything = [b"%d" % number for number in range(40)]
+
+    def send() -> None:
+        stream = served.stream("disk", "p")
+        first = stream.greet()["resume_at"]
+        try:
+            for number in range(first, 40):
+                stream.write(everything[number], sequence=number)
+            stream.finish()
+        except flight.FlightError:
+            return  # superseded
+
+    tasks = [Task(send) for _ in range(6)]
+    for task in tasks:
+        task.result()
+    final = served.stream("disk", "p")
+    first = final.greet()["resume_at"]
+    for number in range(first, 40):
+        final.write(everything[number], sequence=number)
+    assert final.finish() == {"accepted": 40, "persisted": 40, "delivered": 0}
+    assert values(served.node, "disk") == everything
+
+
+def test_a_client_that_vanishes_leaves_nothing_standing_in_line(served: Served) -> None:
+    client = served.client()
+    command = {"publish": "memory", "producer": "p"}
+    writer, reader = client.nodes[0].exchange(command)
+    writer.begin(block_of([]).schema)
+    writer.write_batch(block_of([b"x"] * 60))
+    writer.write_batch(block_of([b"y"] * 60))
+    queue = served.node.queue("memory")
+    wait_until(lambda: queue.stats().blocked_publishers == 1)
+    reader.cancel()
+    wait_until(lambda: queue.stats().blocked_publishers == 0)
+    assert values(served.node, "memory") == [b"x"] * 60
+
+
+def test_columns_of_ones_own_are_kept(served: Served) -> None:
+    block = block_of([b"a"]).append_column("user", pa.array([7]))
+    descriptor = flight.FlightDescriptor.for_command(b'{"publish": "disk"}')
+    writer, _ = served.flight().do_put(descriptor, block.schema)
+    writer.write_batch(block)
+    writer.close()
+    (_, read), *_ = served.client().read("disk")
+    assert read.column("user").to_pylist() == [7]
+
+
+def test_a_stop_ends_streams_that_are_idle_or_wait_for_room(serve: Serve) -> None:
+    """Flight itself would wait for their clients for ever."""
+    served = serve()
+    idle = served.stream("disk", "idle")
+    idle.greet()
+    waiting = served.stream("memory", "waiting")
+    waiting.greet()
+    waiting.write(*[b"x"] * 100)
+    waiting.await_news(accepted=100)
+    waiting.write(b"y")
+    wait_until(lambda: served.node.queue("memory").stats().blocked_publishers == 1)
+    started = time.monotonic()
+    served.plane.stop(timeout=10.0)
+    assert time.monotonic() - started < 5
+    assert idle.news() is not None  # positions, or that it has ended
+    assert [thread for thread in threading.enumerate() if thread.name == "turnlane-teller"] == []
+
+
+LEAVING = """
+import sys
+from pathlib import Path
+from turnlane.node.flight import FlightPlane
+from turnlane.node.node import Node
+from turnlane.serving.address import Address
+from turnlane.serving.rights import Authority
+
+plane = FlightPlane(Node(Path(sys.argv[1]), {"q": {}}), Authority(), Address("127.0.0.1", 0))
+plane.start()
+print(plane.address, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_program_that_ends_without_a_stop_does_end(tmp_path: Path) -> None:
+    """A client is connected, and has nothing to say."""
+    command = [sys.executable, "-c", LEAVING, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        with flight.FlightClient(f"grpc://{program.stdout.readline().strip()}") as client:
+            stream = Stream(client, b'{"publish": "q"}')
+            stream.greet()
+            program.stdin.write("\n")
+            program.stdin.flush()
+            assert program.wait(PATIENCE) == 0
+
+
+def test_a_stop_ends_calls_that_wait(serve: Serve) -> None:
+    served = serve()
+    client = served.client().nodes[0]
+    wait = Task(lambda: client.wait("disk", 0, 60.0))
+    consume = Task(lambda: list(client.get({"consume": "disk", "wait": 60}, None)))
+    wait_until(lambda: len(served.node.queue("disk")._hunger) == 2)
+    started = time.monotonic()
+    served.plane.stop(timeout=10.0)
+    assert time.monotonic() - started < 5
+    for task in (wait, consume):
+        with pytest.raises(Exception, match=r"stopping|TransportDown|down|closed"):
+            task.result()
+
+
+def test_a_hundred_calls_that_wait_do_not_hold_up_publishing(served: Served) -> None:
+    node = served.client().nodes[0]
+    waits = [Task(lambda: node.wait("memory", 0, 60.0)) for _ in range(100)]
+    wait_until(lambda: len(served.node.queue("memory")._hunger) == 100)
+    stream = served.stream("disk")
+    stream.write(b"a")
+    started = time.monotonic()
+    stream.finish()
+    assert time.monotonic() - started < 5
+    served.node.queue("memory").producer().publish(b"wake up")
+    for wait in waits:
+        assert wait.result().end == 1
+
+
+def test_more_calls_than_allowed_are_told_to_come_back(serve: Serve) -> None:
+    served = serve(max_calls=1)
+    stream = served.stream("disk")
+    stream.greet()
+    with pytest.raises(flight.FlightUnavailableError, match="too many calls"):
+        served.act("ping")
+    stream.finish()
+    wait_until(lambda: _answers(served))
+
+
+def _answers(served: Served) -> bool:
+    try:
+        return bool(served.act("ping"))
+    except flight.FlightUnavailableError:
+        return False
+
+
+def test_a_long_route_stays_short_and_true() -> None:
+    """Nobody consumes for a long time: memory stays bounded, no report comes too early."""
+    queue = MemoryQueue(QueueSettings.of(size=10 * MAX_PAIRS))
+    route = Route(queue)
+    producer = queue.producer()
+    for number in range(3 * MAX_PAIRS):
+        producer.publish(b"x")
+        route.reached(number + 1)
+    assert len(route._numbers) <= MAX_PAIRS
+    assert route.progress().delivered == 0
+    while queue.low < queue.end:
+        queue.get(100).done()
+        assert route.progress().delivered <= queue.low
+    assert route.progress() == (3 * MAX_PAIRS,) * 3
+    queue.close()
+
+
+def test_a_stage_is_named_once_it_is_on_disk(served: Served, tmp_path: Path) -> None:
+    stream = Stream(served.flight(), json.dumps({"stage": "disk"}).encode())
+    stream.write(b"a", b"b")
+    stream.write(b"c")
+    answer = stream.finish()
+    assert answer is not None
+    assert answer["events"] == 3
+    assert values(served.node, "disk") == []
+    assert (tmp_path / "node" / "staging" / f"{answer['stage']}.stage").stat().st_size > 0
+    assert served.act("commit", stages=[answer["stage"]]) == {"committed": True}
+    assert values(served.node, "disk") == [b"a", b"b", b"c"]

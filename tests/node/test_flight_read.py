@@ -1,0 +1,135 @@
+"""Reading by offset: ranges, waiting, changed columns, and what generic clients see."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import flight
+
+from tests.contract.harness import Task, wait_until
+from tests.node.conftest import Serve, Served
+from turnlane.events import BASE_SCHEMA, Block, block_of
+from turnlane.node import flight_read
+from turnlane.queues.contract import AckLevel
+
+
+def _publish(served: Served, block: Block, queue: str = "disk") -> None:
+    served.node.queue(queue).producer().publish_block(block)
+
+
+def _numbers(first: int, end: int) -> list[bytes]:
+    return [b"%d" % number for number in range(first, end)]
+
+
+def _ticket(**command: object) -> flight.Ticket:
+    return flight.Ticket(json.dumps(command).encode())
+
+
+def test_a_range_is_read_and_left_in_place(served: Served) -> None:
+    _publish(served, block_of(_numbers(0, 100)))
+    for _ in range(2):
+        table = served.flight().do_get(_ticket(read="disk", first=10, end=20)).read_all()
+        assert table.column("value").to_pylist() == _numbers(10, 20)
+    assert served.node.queue("disk").low == 0
+
+
+def test_every_block_says_where_it_begins(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_read, "READ_EVENTS", 30)
+    _publish(served, block_of(_numbers(0, 100)))
+    firsts = [
+        json.loads(bytes(chunk.app_metadata or b""))["first"]
+        for chunk in served.flight().do_get(_ticket(read="disk", first=5))
+    ]
+    assert firsts == [5, 35, 65, 95]
+
+
+def test_what_is_settled_is_left_out(served: Served) -> None:
+    _publish(served, block_of(_numbers(0, 10)))
+    served.act("settle", queue="disk", first=0, end=4)
+    assert served.act("wait", queue="disk", beyond=0) == {"end": 10, "low": 4}
+    found = [(first, block.num_rows) for first, block in served.client().read("disk")]
+    assert found == [(4, 6)]
+
+
+def test_nothing_to_read_is_a_stream_without_blocks(served: Served) -> None:
+    reader = served.flight().do_get(_ticket(read="disk", first=7, end=7))
+    assert reader.schema == BASE_SCHEMA
+    assert reader.read_all().num_rows == 0
+
+
+def test_a_stream_has_one_schema_whatever_the_blocks_have(served: Served) -> None:
+    """Columns are matched by name; what a block does not have is null."""
+    _publish(served, block_of([b"a"]))
+    _publish(served, block_of([b"b"]).append_column("user", pa.array([1])))
+    _publish(served, block_of([b"c"]).append_column("city", pa.array(["Bonn"])))
+    table = served.flight().do_get(_ticket(read="disk")).read_all()
+    assert table.column("value").to_pylist() == [b"a", b"b", b"c"]
+    assert table.column("user").to_pylist() == [None, 1, None]
+    assert table.column("city").to_pylist() == [None, None, "Bonn"]
+
+
+def test_columns_are_known_again_after_a_restart(serve: Serve) -> None:
+    before = serve(name="same")
+    _publish(before, block_of([b"b"]).append_column("user", pa.array([1])))
+    before.close()
+    after = serve(name="same")
+    table = after.flight().do_get(_ticket(read="disk")).read_all()
+    assert table.column("user").to_pylist() == [1]
+
+
+def test_a_column_that_comes_while_reading_is_read_by_asking_again(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of ours does that by itself."""
+    monkeypatch.setattr(flight_read, "READ_EVENTS", 2)
+    _publish(served, block_of([b"a"] * 4))
+    reading = served.client().read("disk", 0, 5)
+    first, _ = next(reading)
+    assert first == 0
+    _publish(served, block_of([b"b"]).append_column("user", pa.array([1])))
+    rest = list(reading)
+    assert sum(block.num_rows for _, block in rest) == 3
+    assert rest[-1][1].column("user").to_pylist() == [1]
+
+
+def test_waiting_ends_when_an_event_comes(served: Served) -> None:
+    wait = Task(lambda: served.client().wait("disk", 0, 60.0))
+    wait_until(lambda: bool(served.node.queue("disk")._hunger))
+    served.node.queue("disk").producer().publish(b"x")
+    assert wait.result() == (1, 0)
+
+
+def test_waiting_in_vain_ends_in_time(served: Served) -> None:
+    assert served.client().wait("disk", 0, 0.01) == (0, 0)
+
+
+def test_a_generic_client_can_look_around(served: Served) -> None:
+    _publish(served, block_of([b"a"] * 3).append_column("user", pa.array([1, 2, 3])))
+    client = served.flight()
+    infos = {(info.descriptor.path or [b""])[0]: info for info in client.list_flights()}
+    assert set(infos) == {b"disk", b"slow", b"memory"}
+    assert infos[b"disk"].total_records == 3
+    info = client.get_flight_info(flight.FlightDescriptor.for_path("disk"))
+    assert info.schema.names == [*BASE_SCHEMA.names, "user"]
+    (endpoint,) = info.endpoints
+    assert client.do_get(endpoint.ticket).read_all().num_rows == 3
+    by_command = flight.FlightDescriptor.for_command(b'{"read": "disk"}')
+    assert client.get_flight_info(by_command).schema == info.schema
+    actions: list[Any] = list(client.list_actions())
+    assert {"wait", "commit", "done"} <= {action.type for action in actions}
+    assert all(action.description for action in actions)
+
+
+def test_queues_are_made_looked_at_and_dropped(served: Served) -> None:
+    client = served.client()
+    client.create("new", kind="memory", size=7)
+    client.create("new", kind="memory", size=7)
+    assert client.queues()["new"] == {"kind": "memory", "name": "new", "size": 7}
+    client.queue("new").producer(ack=AckLevel.ACCEPTED).publish(b"x")
+    wait_until(lambda: client.stats("new")["new"]["ledger"]["pending"] == 1)
+    assert set(client.stats()) == {"disk", "slow", "memory", "new"}
+    client.drop("new")
+    assert "new" not in client.queues()

@@ -1,0 +1,351 @@
+"""Who gets in over Flight, and to which queues?"""
+
+from __future__ import annotations
+
+import datetime as dt
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from pyarrow import flight
+from pydantic import SecretStr
+
+from tests.contract.harness import PATIENCE
+from tests.node.conftest import Serve, Served
+from turnlane.client import Client, connect
+from turnlane.errors import AddressTaken, ConfigError, NotAllowed, TransportDown
+from turnlane.events import block_of
+from turnlane.node.flight import FlightPlane
+from turnlane.node.node import Node
+from turnlane.serving.address import LOOPBACK, Address
+from turnlane.serving.rights import Authority, TokenSettings
+from turnlane.serving.tls import TlsSettings
+
+QUEUES = {"orders": {"kind": "memory"}, "logs": {"kind": "memory"}}
+
+
+def _token(secret: str, rights: dict[str, Any], **more: Any) -> TokenSettings:
+    return TokenSettings(name=secret, secret=SecretStr(secret), rights=rights, **more)
+
+
+PAST = dt.datetime(2020, 1, 1, tzinfo=dt.UTC)
+TOKENS = [
+    _token("writer", {"orders": ["publish"]}),
+    _token("reader", {"*": ["read"]}),
+    _token("clerk", {"orders": ["read"]}),
+    _token("boss", {"*": ["publish", "read", "admin"]}),
+    _token("stale", {"*": ["publish", "read", "admin"]}, expires=PAST),
+]
+
+
+@pytest.fixture
+def guarded(serve: Serve) -> Served:
+    """A node that wants tokens."""
+    return serve(QUEUES, authority=Authority(TOKENS))
+
+
+def _publish(client: Client, queue: str) -> None:
+    writer, reader = client.nodes[0].exchange({"publish": queue})
+    reader.read_chunk()
+    writer.close()
+
+
+CALLS: dict[str, Callable[[Client, str], object]] = {
+    "publish": _publish,
+    "stage": lambda client, queue: client.stage(queue, block_of([]).schema).finish(),
+    "read": lambda client, queue: list(client.read(queue, 0, 1)),
+    "wait": lambda client, queue: client.wait(queue, 0, 0.0),
+    "consume": lambda client, queue: list(client.nodes[0].get({"consume": queue}, 5)),
+    "settle": lambda client, queue: client.settle(queue, 0, 0),
+    "stats": lambda client, queue: client.stats(queue),
+    "create": lambda client, queue: client.create(queue, kind="memory"),
+    "drop": lambda client, queue: client.drop("made"),
+}
+NEEDS = {"publish": "publish", "stage": "publish", "create": "admin", "drop": "admin"}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("token", [None, "wrong", "stale", "writer", "reader", "boss"])
+def test_a_token_gives_its_rights_and_no_more(
+    guarded: Served, call: str, token: str | None
+) -> None:
+    guarded.node.create("made", kind="memory")
+    rights = {"writer": ["publish"], "reader": ["read"], "boss": ["publish", "read", "admin"]}
+    allowed = NEEDS.get(call, "read") in rights.get(token or "", [])
+    client = guarded.client(token=token)
+    if allowed:
+        CALLS[call](client, "orders")
+        return
+    with pytest.raises((NotAllowed, flight.FlightError), match=r"turnlane:NotAllowed|token|right"):
+        CALLS[call](client, "orders")
+
+
+def test_rights_are_those_of_the_queue(guarded: Served) -> None:
+    client = guarded.client(token="writer")
+    with pytest.raises(NotAllowed, match="token writer does not give the right to publish on "):
+        client.queue("logs").producer(ack="persisted").publish(b"x")
+    assert set(client.queues()) == {"orders"}
+
+
+@pytest.mark.parametrize(
+    ("token", "kind"),
+    [
+        (None, flight.FlightUnauthenticatedError),
+        ("wrong", flight.FlightUnauthenticatedError),
+        ("stale", flight.FlightUnauthenticatedError),
+        ("writer", flight.FlightUnauthorizedError),
+    ],
+)
+def test_flight_clients_can_tell_who_from_what(
+    guarded: Served, token: str | None, kind: type[Exception]
+) -> None:
+    headers: Any = [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
+    options = flight.FlightCallOptions(headers=headers)
+    with pytest.raises(kind, match="turnlane:NotAllowed"):
+        guarded.flight().do_get(flight.Ticket(b'{"read": "orders"}'), options).read_all()
+
+
+@pytest.mark.parametrize(
+    "header", [b"writer", b"Basic writer", b"Bearer", b"Bearer  ", b"bearer x"]
+)
+def test_other_headers_are_no_tokens(guarded: Served, header: bytes) -> None:
+    options = flight.FlightCallOptions(headers=[(b"authorization", header)])  # type: ignore[list-item]
+    with pytest.raises(flight.FlightUnauthenticatedError):
+        list(guarded.flight().do_action(flight.Action("ping", b""), options))
+
+
+def test_looking_around_shows_only_what_may_be_read(guarded: Served) -> None:
+    with pytest.raises(flight.FlightUnauthenticatedError):
+        list(guarded.flight().list_flights())
+    options = flight.FlightCallOptions(headers=[(b"authorization", b"Bearer writer")])  # type: ignore[list-item]
+    assert list(guarded.flight().list_flights(options=options)) == []
+    descriptor = flight.FlightDescriptor.for_path("orders")
+    with pytest.raises(flight.FlightUnauthorizedError):
+        guarded.flight().get_flight_info(descriptor, options)
+
+
+def test_a_lease_needs_the_right_to_read_its_queue(guarded: Served) -> None:
+    guarded.node.queue("orders").producer().publish(b"x")
+    batch = guarded.client(token="reader").queue("orders").get(timeout=5)
+    with pytest.raises(NotAllowed):
+        guarded.client(token="writer").nodes[0].act("done", lease=batch.lease)  # type: ignore[attr-defined]
+    with pytest.raises(NotAllowed):
+        guarded.client().nodes[0].act("done", lease="nope")
+    batch.done()
+
+
+def test_a_commit_needs_the_rights_of_all_its_parts(guarded: Served) -> None:
+    guarded.node.queue("orders").producer().publish(b"x")
+    writer, boss = guarded.client(token="writer"), guarded.client(token="boss")
+    with boss.stage("logs", block_of([]).schema) as stage:
+        stage.write(block_of([b"x"]))
+        stage_id = stage.finish()
+    calls: list[Callable[[], object]] = [
+        lambda: writer.commit([stage_id]),
+        lambda: writer.commit([], [("orders", 0, 1)]),
+        lambda: writer.abort([stage_id]),
+        lambda: guarded.client().nodes[0].epoch("w"),
+    ]
+    for call in calls:
+        with pytest.raises(NotAllowed):
+            call()
+    assert boss.commit([stage_id], [("orders", 0, 1)])
+
+
+def test_a_lane_is_not_taken_over_by_those_who_may_not_read_its_queue(guarded: Served) -> None:
+    boss, clerk = guarded.client(token="boss").nodes[0], guarded.client(token="clerk").nodes[0]
+    lane = {"lane": "main", "first": 0, "end": 1}
+    boss.act("plan", body={**lane, "run": "1", "queue": "logs"})
+    with pytest.raises(NotAllowed):
+        clerk.act("plan", body={**lane, "run": "2", "queue": "orders"})
+    boss.act("plan", body={**lane, "run": "1", "queue": "logs"})
+
+
+def test_a_writer_is_known_by_its_token_too(guarded: Served) -> None:
+    """Otherwise anybody could have a writer's next epochs taken for repeats."""
+    reader, boss = guarded.client(token="reader"), guarded.client(token="boss")
+    assert reader.commit(writer="w", epoch=1000)
+    assert boss.nodes[0].epoch("w") is None
+    assert boss.commit(writer="w", epoch=1)
+    assert not boss.commit(writer="w", epoch=1)
+    assert (boss.nodes[0].epoch("w"), reader.nodes[0].epoch("w")) == (1, 1000)
+
+
+def test_nobody_publishes_under_the_name_of_commits(guarded: Served) -> None:
+    """Their numbers would have what is committed taken for a repeat."""
+    with pytest.raises(ConfigError, match="producer"):
+        guarded.client(token="boss").queue("orders", producer_id="turnlane.commits").producer(
+            ack="persisted"
+        ).publish(b"x", timeout=PATIENCE)
+
+
+def test_a_client_whose_token_expires_fails_its_queue(serve: Serve) -> None:
+    """It would be refused for ever; its publishers are told."""
+    now = [0.0]
+    token = _token("soon", {"*": ["publish"]}, expires=dt.datetime.fromtimestamp(100, dt.UTC))
+    authority = Authority([token], now=lambda: now[0])
+    served = serve({"orders": {"durability": "always"}}, authority=authority, name="same")
+    queue = served.client(token="soon").queue("orders")
+    producer = queue.producer(ack="persisted")
+    producer.publish(b"x")
+    now[0] = 200.0
+    port = served.plane.address.port
+    served.plane.stop()
+    again = FlightPlane(served.node, authority, Address(LOOPBACK, port))
+    again.start()
+    try:
+        with pytest.raises(NotAllowed, match="has expired"):
+            producer.publish(b"y")
+    finally:
+        again.stop()
+
+
+# TLS
+
+
+@dataclass
+class Certificates:
+    """Files of an authority, a node, a client, and strangers."""
+
+    ca: Path
+    tls: TlsSettings
+    mutual: TlsSettings
+    client: dict[str, Path]
+    stranger: dict[str, Path]
+    other_ca: Path
+
+
+def _issued(folder: Path, name: str, authority: trustme.CA, **more: Any) -> tuple[Path, Path]:
+    made = authority.issue_cert("localhost", "127.0.0.1", **more)
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    for index, blob in enumerate(made.cert_chain_pems):
+        blob.write_to_path(cert, append=index > 0)
+    made.private_key_pem.write_to_path(key)
+    return cert, key
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    folder = tmp_path_factory.mktemp("certificates")
+    ours, other = trustme.CA(), trustme.CA()
+    ca, other_ca = folder / "ca.pem", folder / "other.pem"
+    ours.cert_pem.write_to_path(ca)
+    other.cert_pem.write_to_path(other_ca)
+    cert, key = _issued(folder, "node", ours)
+    client, stranger = _issued(folder, "client", ours), _issued(folder, "stranger", other)
+    return Certificates(
+        ca,
+        TlsSettings(cert=cert, key=key),
+        TlsSettings(cert=cert, key=key, client_ca=ca),
+        {"tls_cert": client[0], "tls_key": client[1]},
+        {"tls_cert": stranger[0], "tls_key": stranger[1]},
+        other_ca,
+    )
+
+
+@pytest.fixture
+def connected() -> Iterator[Callable[..., Client]]:
+    clients: list[Client] = []
+
+    def connecting(served: Served, scheme: str = "turnlanes", **arguments: Any) -> Client:
+        clients.append(connect(f"{scheme}://{served.plane.address}", **arguments))
+        return clients[-1]
+
+    yield connecting
+    for client in clients:
+        client.close()
+
+
+Connected = Callable[..., Client]
+
+
+def test_events_go_over_tls(serve: Serve, certificates: Certificates, connected: Connected) -> None:
+    served = serve(QUEUES, tls=certificates.tls, authority=Authority(TOKENS))
+    client = connected(served, tls_ca=certificates.ca, token="boss")
+    queue = client.queue("orders")
+    queue.producer().publish(b"secret")
+    with queue.get(timeout=10) as batch:
+        assert [event.value for event in batch] == [b"secret"]
+
+
+@pytest.mark.parametrize("scheme", ["turnlane", "turnlanes"])
+def test_a_client_without_tls_or_with_another_authority_gets_nowhere(
+    serve: Serve, certificates: Certificates, connected: Connected, scheme: str
+) -> None:
+    served = serve(QUEUES, tls=certificates.tls)
+    arguments = {"tls_ca": certificates.other_ca} if scheme == "turnlanes" else {}
+    with pytest.raises(TransportDown):
+        connected(served, scheme, **arguments).nodes[0].ping(timeout=5)
+
+
+def test_mutual_tls_wants_a_certificate_of_the_authority(
+    serve: Serve, certificates: Certificates, connected: Connected
+) -> None:
+    served = serve(QUEUES, tls=certificates.mutual)
+    good = connected(served, tls_ca=certificates.ca, **certificates.client)
+    assert good.nodes[0].ping() == served.node.instance
+    for bad in ({}, certificates.stranger):
+        with pytest.raises(TransportDown):
+            connected(served, tls_ca=certificates.ca, **bad).nodes[0].ping(timeout=5)
+
+
+def test_an_expired_certificate_is_refused(
+    serve: Serve, certificates: Certificates, connected: Connected, tmp_path: Path
+) -> None:
+    authority = trustme.CA()
+    ca = tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(ca)
+    cert, key = _issued(tmp_path, "old", authority, not_after=PAST, not_before=PAST)
+    served = serve(QUEUES, tls=TlsSettings(cert=cert, key=key))
+    with pytest.raises(TransportDown):
+        connected(served, tls_ca=ca).nodes[0].ping(timeout=5)
+
+
+def test_old_tls_is_refused(serve: Serve, certificates: Certificates) -> None:
+    served = serve(QUEUES, tls=certificates.tls)
+    context = ssl.create_default_context(cafile=str(certificates.ca))
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["h2"])
+    address = (served.plane.address.host, served.plane.address.port)
+    with (
+        socket.create_connection(address) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
+    ):
+        assert secured.version() in {"TLSv1.2", "TLSv1.3"}
+
+
+# Listening
+
+
+def test_a_taken_port_is_said_before_clients_end_up_elsewhere(serve: Serve, tmp_path: Path) -> None:
+    """gRPC would share it, and every other connection would go to the other process."""
+    first = serve(QUEUES)
+    with Node(tmp_path / "second", QUEUES) as node:
+        plane = FlightPlane(node, Authority(), first.plane.address)
+        with pytest.raises(AddressTaken, match=r"flight.listen: cannot listen on"):
+            plane.start()
+        plane.stop()
+
+
+def test_an_address_that_is_not_ours_is_said(tmp_path: Path) -> None:
+    with Node(tmp_path / "node", QUEUES) as node:
+        plane = FlightPlane(node, Authority(), Address("192.0.2.1", 0))
+        with pytest.raises(ConfigError, match="cannot listen on"):
+            plane.start()
+
+
+def test_ipv6_works_where_it_is(tmp_path: Path) -> None:
+    with Node(tmp_path / "node", QUEUES) as node:
+        plane = FlightPlane(node, Authority(), Address("::1", 0))
+        try:
+            plane.start()
+        except ConfigError:
+            pytest.skip("there is no IPv6 here")
+        with connect(f"turnlane://{plane.address}") as client:
+            assert client.nodes[0].ping() == node.instance
+        plane.stop()

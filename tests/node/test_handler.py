@@ -1,0 +1,472 @@
+"""The logging handler: what it sends, that it never holds up or breaks the application."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnlane import ConfigError, Event, Queue, QueueClosed, open_queue
+from turnlane.client import relay
+from turnlane.client.handler import JsonFormatter, TurnlaneHandler, severity_of
+from turnlane.config import loads
+from turnlane.service import Service
+
+PATIENCE = 60
+LONG = 20.0
+"""Seconds nobody here ever waits, unless something is broken."""
+
+
+@pytest.fixture
+def memory() -> Iterator[Queue]:
+    with open_queue(kind="memory") as queue:
+        yield queue
+
+
+@pytest.fixture
+def small() -> Iterator[Queue]:
+    """A queue that has room for one event."""
+    with open_queue(kind="memory", size=1) as queue:
+        yield queue
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Service]:
+    planes = "flight: {listen: '127.0.0.1:0'}, http: {enabled: false}"
+    text = f"node: {{data: '{tmp_path / 'data'}', {planes}}}\nqueues: {{logs: }}"
+    with Service(loads(text)).start() as service:
+        yield service
+
+
+def url_of(node: Service) -> str:
+    return node.url("flight")
+
+
+@contextmanager
+def logging_to(handler: TurnlaneHandler, name: str = "app.orders") -> Iterator[logging.Logger]:
+    logger = logging.getLogger(name)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    logger.addHandler(handler)
+    try:
+        yield logger
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def events_in(queue: Queue, count: int) -> list[Event]:
+    events: list[Event] = []
+    while len(events) < count:
+        with queue.get(timeout=PATIENCE) as batch:
+            events += list(batch)
+    return events
+
+
+def values_in(queue: Queue, count: int) -> list[bytes | None]:
+    return [event.value for event in events_in(queue, count)]
+
+
+# ── what is sent ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_record_becomes_an_event(memory: Queue) -> None:
+    handler = TurnlaneHandler(memory, exit_timeout=0, headers={"app": "shop"}, source="web-1")
+    with logging_to(handler) as logger:
+        before = time.time_ns() // 1000
+        logger.warning("%d left", 3)
+        (event,) = events_in(memory, 1)
+    assert (event.value, event.key, event.severity) == (b"3 left", "app.orders", 4)
+    assert (event.headers, event.source) == ({"app": "shop"}, "web-1")
+    assert event.timestamp is not None
+    assert before - 1000 <= event.timestamp <= time.time_ns() // 1000
+
+
+@pytest.mark.parametrize(
+    ("level", "severity"),
+    [
+        (logging.CRITICAL, 2),
+        (logging.ERROR, 3),
+        (logging.WARNING, 4),
+        (25, 5),
+        (logging.INFO, 6),
+        (logging.DEBUG, 7),
+        (1, 7),
+        (100, 2),
+    ],
+)
+def test_levels_are_severities_as_syslog_numbers_them(level: int, severity: int) -> None:
+    assert severity_of(level) == severity
+
+
+def test_the_formatter_decides_about_the_value(memory: Queue) -> None:
+    handler = TurnlaneHandler(memory, exit_timeout=0)
+    handler.setFormatter(JsonFormatter())
+    with logging_to(handler) as logger:
+        try:
+            raise ValueError("bad")  # noqa: TRY301
+        except ValueError:
+            logger.exception("failed for %s", "ann", extra={"user": 5, "path": Path("x")})
+        (event,) = events_in(memory, 1)
+    entry = json.loads(event.value or b"")
+    assert entry["message"] == "failed for ann"
+    assert (entry["level"], entry["logger"]) == ("ERROR", "app.orders")
+    assert (entry["user"], entry["path"]) == (5, "x")
+    assert "ValueError: bad" in entry["exception"]
+
+
+def test_headers_can_depend_on_the_record(memory: Queue) -> None:
+    handler = TurnlaneHandler(
+        memory, exit_timeout=0, headers=lambda record: {"line": str(record.lineno > 0)}
+    )
+    with logging_to(handler) as logger:
+        logger.info("x")
+        (event,) = events_in(memory, 1)
+    assert event.headers == {"line": "True"}
+
+
+def test_text_that_is_no_unicode_is_sent_all_the_same(memory: Queue) -> None:
+    with logging_to(TurnlaneHandler(memory, exit_timeout=0), "app.\udc80") as logger:
+        logger.info("file \udc80")
+        (event,) = events_in(memory, 1)
+    assert (event.value, event.key) == (b"file \\udc80", "app.\\udc80")
+
+
+def test_filters_and_levels_are_obeyed(memory: Queue) -> None:
+    handler = TurnlaneHandler(memory, level=logging.WARNING, exit_timeout=0)
+    handler.addFilter(lambda record: "secret" not in record.getMessage())
+    with logging_to(handler) as logger:
+        logger.info("too low")
+        logger.error("a secret")
+        logger.error("told")
+        assert values_in(memory, 1) == [b"told"]
+
+
+def test_turnlanes_own_records_are_not_sent(memory: Queue) -> None:
+    handler = TurnlaneHandler(memory, exit_timeout=0)
+    for name in ("turnlane", "turnlane.queues.proxy", "pyarrow.flight"):
+        with logging_to(TurnlaneHandler(memory, exit_timeout=0), name) as logger:
+            logger.error("no")
+    with logging_to(handler) as logger:
+        logger.info("yes")
+        assert values_in(memory, 1) == [b"yes"]
+
+
+def test_logging_from_within_the_handler_does_not_recurse(memory: Queue) -> None:
+    def talkative(record: logging.LogRecord) -> dict[str, str]:
+        logging.getLogger("app.orders").warning("about %s", record.msg)
+        return {}
+
+    handler = TurnlaneHandler(memory, exit_timeout=0, headers=talkative)
+    with logging_to(handler) as logger:
+        logger.info("once")
+        assert values_in(memory, 1) == [b"once"]
+        assert memory.stats().ledger.accepted == 1
+
+
+# ── never in the way ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_full_queue_blocks_nobody_and_drops_are_counted(small: Queue) -> None:
+    handler = TurnlaneHandler(small, exit_timeout=0)
+    with logging_to(handler) as logger:
+        for number in range(5):
+            logger.info("%d", number)
+        assert handler.dropped == 4
+        assert values_in(small, 1) == [b"0"]
+
+
+def test_what_finds_no_room_can_go_to_stderr(
+    small: Queue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler = TurnlaneHandler(small, exit_timeout=0, on_full="stderr")
+    with logging_to(handler) as logger:
+        logger.info("in")
+        logger.info("beside")
+        assert capsys.readouterr().err == "beside\n"
+        assert handler.dropped == 1
+
+
+def test_it_waits_for_room_as_long_as_it_is_told_and_no_longer(small: Queue) -> None:
+    handler = TurnlaneHandler(small, exit_timeout=0, block_for=0.2)
+    with logging_to(handler) as logger:
+        logger.info("in")
+        start = time.monotonic()
+        logger.info("dropped")
+        assert 0.2 <= time.monotonic() - start < LONG
+        assert handler.dropped == 1
+
+
+def test_room_that_comes_in_time_is_taken(small: Queue) -> None:
+    handler = TurnlaneHandler(small, exit_timeout=0, block_for=LONG)
+    with logging_to(handler) as logger:
+        logger.info("first")
+        waiting = threading.Thread(target=logger.info, args=("second",))
+        waiting.start()
+        assert values_in(small, 2) == [b"first", b"second"]
+        waiting.join(PATIENCE)
+        assert handler.dropped == 0
+
+
+def test_a_thread_that_waits_holds_up_no_other(small: Queue) -> None:
+    """All wait at the same time: ten threads take about as long as one."""
+    handler = TurnlaneHandler(small, exit_timeout=0, block_for=0.5)
+    with logging_to(handler) as logger:
+        logger.info("in")
+        threads = [threading.Thread(target=logger.info, args=("x",)) for _ in range(10)]
+        start = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert time.monotonic() - start < 10 * 0.5
+        assert handler.dropped == 10
+
+
+def test_errors_stay_with_the_handler(
+    memory: Queue, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = logging.makeLogRecord({"msg": "%d", "args": ("no number",)})
+    handler = TurnlaneHandler(memory, exit_timeout=0)
+    handler.handle(broken)
+    assert "--- Logging error ---" in capsys.readouterr().err
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    handler.handle(broken)
+    assert capsys.readouterr().err == ""
+    handler.close()
+
+
+def test_a_closed_queue_is_no_error(memory: Queue) -> None:
+    handler = TurnlaneHandler(memory, exit_timeout=0)
+    with logging_to(handler) as logger:
+        memory.close()
+        logger.info("too late")
+        assert handler.dropped == 1
+
+
+def test_after_close_nothing_is_sent(memory: Queue) -> None:
+    handler = TurnlaneHandler(memory, exit_timeout=0)
+    handler.close()
+    handler.close()
+    handler.handle(logging.makeLogRecord({"name": "x", "msg": "late"}))
+    assert handler.dropped == 1
+    assert memory.stats().ledger.accepted == 0
+
+
+def test_a_flush_that_takes_too_long_says_so_once(
+    memory: Queue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler = TurnlaneHandler(memory, exit_timeout=0.05)
+    with logging_to(handler) as logger:
+        logger.info("nobody reads it")
+        handler.flush()  # as logging.shutdown() does it
+        handler.close()
+    errors = capsys.readouterr().err
+    assert errors == "turnlane: records may be lost: not persisted within 0.05 s\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"queue": "turnlane://localhost:1"}, "name: which queue"),
+        ({"name": "x"}, "name: is for a URL"),
+        ({"on_full": "explode"}, "on_full: 'explode' is not one of drop, stderr"),
+        ({"queue": "nonsense", "name": "x"}, "url: "),
+    ],
+)
+def test_wrong_arguments_are_told(memory: Queue, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TurnlaneHandler(**{"queue": memory, **arguments})
+
+
+# ── ending ───────────────────────────────────────────────────────────────────────────────────────
+
+PROGRAM = """
+import logging, sys
+from turnlane import TurnlaneHandler
+
+logging.basicConfig(level="INFO", handlers=[TurnlaneHandler(sys.argv[1], "logs", exit_timeout=20)])
+for number in range(1000):
+    logging.getLogger("app").info("%d", number)
+"""
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_a_normal_exit_loses_nothing(node: Service) -> None:
+    done = run(PROGRAM + "sys.exit(3)", url_of(node))
+    assert (done.returncode, done.stderr) == (3, "")
+    values = values_in(node.node.queue("logs"), 1000)
+    assert values == [b"INFO:app:%d" % number for number in range(1000)]
+
+
+def test_a_local_disk_queue_has_everything_after_exit(tmp_path: Path) -> None:
+    local = PROGRAM.replace("TurnlaneHandler(sys.argv[1], ", "TurnlaneHandler(queue, ").replace(
+        '"logs", ', ""
+    )
+    opened = f"import turnlane\nqueue = turnlane.open_queue(kind='disk', path={str(tmp_path)!r})\n"
+    done = run(opened + local)
+    assert (done.returncode, done.stderr) == (0, "")
+    with open_queue(kind="disk", path=tmp_path) as queue:
+        assert len(values_in(queue, 1000)) == 1000
+
+
+def test_a_node_that_is_away_costs_the_exit_its_time_and_no_more() -> None:
+    done = run(PROGRAM.replace("exit_timeout=20", "exit_timeout=0.2"), "turnlane://127.0.0.1:1")
+    assert done.returncode == 0, done.stderr
+    assert "records may be lost: not persisted within 0.2 s" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ── forks ────────────────────────────────────────────────────────────────────────────────────────
+
+FORKING = """
+import logging, os, sys
+from turnlane import TurnlaneHandler
+
+logging.basicConfig(level="INFO", handlers=[TurnlaneHandler(sys.argv[1], "logs", exit_timeout=20)])
+log = logging.getLogger("app")
+log.info("parent, before")
+child = os.fork()
+if child == 0:
+    log.info("child")
+    sys.exit()
+os.waitpid(child, 0)
+log.info("parent, after")
+"""
+
+MULTIPROCESSING = """
+import logging, multiprocessing, sys
+from turnlane import TurnlaneHandler
+
+def work():
+    logging.getLogger("app").info("child")
+
+if __name__ == "__main__":
+    handler = TurnlaneHandler(sys.argv[1], "logs", exit_timeout=20)
+    logging.basicConfig(level="INFO", handlers=[handler])
+    logging.getLogger("app").info("parent, before")
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join()
+    logging.getLogger("app").info("parent, after")
+"""
+
+
+@pytest.mark.parametrize("program", [FORKING, MULTIPROCESSING], ids=["fork", "multiprocessing"])
+def test_a_forked_process_sends_its_own_records(node: Service, program: str) -> None:
+    done = run(program, url_of(node))
+    assert (done.returncode, done.stderr) == (0, "")
+    values = values_in(node.node.queue("logs"), 3)
+    assert sorted(map(str, values)) == [
+        "b'INFO:app:child'",
+        "b'INFO:app:parent, after'",
+        "b'INFO:app:parent, before'",
+    ]
+
+
+FORKING_WITH_A_QUEUE = """
+import os, sys, turnlane
+
+queue = turnlane.open_queue(kind="disk", path=sys.argv[1])
+queue.producer().publish(b"one")
+child = os.fork()
+if child == 0:
+    sys.exit()
+assert os.waitpid(child, 0)[1] == 0
+queue.producer().publish(b"two")
+queue.close()
+"""
+
+
+def test_a_forked_process_that_ends_does_not_close_its_parents_queue(tmp_path: Path) -> None:
+    done = run(FORKING_WITH_A_QUEUE, str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    with open_queue(kind="disk", path=tmp_path) as queue:
+        assert values_in(queue, 2) == [b"one", b"two"]
+        assert queue.stats().ledger.accepted == 2
+
+
+def test_the_relay_publishes_until_its_pipe_ends(
+    node: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = {"url": url_of(node), "name": "logs", "options": {}, "exit_timeout": PATIENCE}
+    event = {"headers": {"a": "b"}, "timestamp": 5, "severity": 6, "source": "web-1"}
+    large = "x" * (65 << 20)
+    frames = [about, ["one", "app", event], PATIENCE, [large, "app", event], ["two", None, event]]
+    answers = io.BytesIO()
+    relay.serve(io.BytesIO("\n".join(map(json.dumps, frames)).encode()), answers)
+    assert answers.getvalue() == b"."
+    assert "a record of logger 'app' is lost: 1 events of 68" in capsys.readouterr().err
+    one, two = events_in(node.node.queue("logs"), 2)
+    assert (one.value, one.key, one.headers, one.timestamp) == (b"one", "app", {"a": "b"}, 5)
+    assert (two.value, two.key, two.severity, two.source) == (b"two", None, 6, "web-1")
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(
+    node: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nread about; read one; read two; echo . ; sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    sending = relay.Relay(url_of(node), "logs", {}, 0.1)
+    assert not sending.flush(0.01)
+    assert not sending.flush(0.5), "the answer was to the first"
+    sending._process.kill()
+    sending.close()
+
+
+def test_a_relay_that_ended_refuses_and_breaks_nothing(
+    node: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    sending = relay.Relay(url_of(node), "logs", {}, 0.1)
+    assert sending._process.wait(PATIENCE) == 1
+    assert not sending.flush(0.1)
+
+    def publish_until_refused() -> None:
+        for _ in range(10_000):
+            sending.publish(b"x" * 1000, None, timeout=PATIENCE)
+
+    with pytest.raises(QueueClosed, match="has ended"):
+        publish_until_refused()
+    sending.close()
+
+
+def test_a_forked_process_leaves_its_parents_queue_alone(small: Queue) -> None:
+    handler = TurnlaneHandler(small, exit_timeout=0, on_full="stderr")
+    reader, writer = os.pipe()
+    with logging_to(handler) as logger:
+        child = os.fork()
+        if child == 0:  # pragma: no cover - another process
+            os.dup2(writer, 2)
+            sys.stderr = os.fdopen(2, "w", buffering=1)
+            logger.info("child")
+            os._exit(0 if handler.dropped == 1 else 1)
+        os.close(writer)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        with os.fdopen(reader) as errors:
+            assert errors.read() == "child\n"
+        logger.info("parent")
+        assert values_in(small, 1) == [b"parent"]

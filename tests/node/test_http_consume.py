@@ -1,0 +1,217 @@
+"""Are events given out under leases, looked at, settled, and never taken for nobody?"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.node.http_harness import Served, served, wait_until
+from turnlane.node.http_consume import POLLS
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(tmp_path_factory.mktemp("node")) as running:
+        yield running
+
+
+@pytest.fixture
+def fresh(shared: Served) -> Served:
+    """The shared node with nothing in ``orders``."""
+    shared.orders.settle(0, shared.orders.end)
+    return shared
+
+
+def values(answer: dict[str, Any]) -> list[str]:
+    return [event["value"] for event in answer["events"]]
+
+
+def test_a_lease_gives_events_and_done_settles_them(fresh: Served) -> None:
+    first = fresh.orders.end
+    fresh.post([{"value": str(number), "key": "k"} for number in range(5)])
+    leased = fresh.take(max_events=3).json()
+    assert (leased["first"], leased["attempt"], values(leased)) == (first, 1, ["0", "1", "2"])
+    assert leased["events"][0].keys() == {"offset", "value", "key", "timestamp"}
+    assert fresh.http.post(f"/leases/{leased['lease']}/done").status_code == 204
+    assert fresh.orders.low == first + 3
+    again = fresh.http.post(f"/leases/{leased['lease']}/done")
+    assert (again.status_code, again.json()["error"]) == (404, "NoSuchLease")
+
+
+def test_what_is_not_text_comes_in_base64(fresh: Served) -> None:
+    fresh.post(b"\xff\xfe")
+    leased = fresh.take().json()
+    assert leased["events"][0]["value_base64"] == "//4="
+    fresh.http.post(f"/leases/{leased['lease']}/done")
+
+
+def test_release_and_a_lease_that_runs_out_give_events_back(fresh: Served) -> None:
+    dead_before = fresh.orders.stats().ledger.dead
+    fresh.post(b"x")
+    leased = fresh.take().json()
+    fresh.http.post(f"/leases/{leased['lease']}/release")
+    second = fresh.take(lease="150ms").json()
+    assert second["attempt"] == 2
+    third = fresh.take(wait="10s").json()
+    assert (third["attempt"], values(third)) == (3, ["x"])
+    assert fresh.http.post(f"/leases/{second['lease']}/done").status_code == 404
+    assert fresh.http.post(f"/leases/{third['lease']}/dead").status_code == 204
+    assert fresh.orders.stats().ledger.dead == dead_before + 1
+
+
+def test_a_lease_can_be_kept_for_longer(fresh: Served) -> None:
+    fresh.post(b"x")
+    lease = fresh.take(lease="1m").json()["lease"]
+    assert fresh.http.post(f"/leases/{lease}/extend", params={"lease": "100ms"}).status_code == 204
+    wait_until(lambda: len(fresh.node.leases) == 0)
+    assert fresh.http.post(f"/leases/{lease}/extend").status_code == 404
+    lease = fresh.take(lease="30s").json()["lease"]
+    before = fresh.node.leases.find(lease).expires
+    assert fresh.http.post(f"/leases/{lease}/extend").status_code == 204
+    again = fresh.node.leases.find(lease).expires
+    assert before < again < before + 30, "for as long as at first, counted from now"
+    assert fresh.http.post(f"/leases/{lease}/extend", params={"lease": "1h"}).status_code == 204
+    assert fresh.node.leases.find(lease).expires > again + 3000
+    assert fresh.http.post(f"/leases/{lease}/done").status_code == 204
+
+
+def test_nothing_there_is_204_at_once_or_after_the_wait(fresh: Served) -> None:
+    began = time.monotonic()
+    assert fresh.take().status_code == 204
+    assert fresh.take(wait="200ms").status_code == 204
+    assert time.monotonic() - began >= 0.2
+
+
+def test_a_long_poll_is_answered_when_something_comes(fresh: Served) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        polling = pool.submit(fresh.take, wait="30s")
+        wait_until(lambda: fresh.orders._hunger)
+        fresh.post(b"x")
+        leased = polling.result().json()
+        assert values(leased) == ["x"]
+        fresh.http.post(f"/leases/{leased['lease']}/done")
+
+
+def test_a_client_that_leaves_a_long_poll_takes_nothing_with_it(fresh: Served) -> None:
+    with socket.create_connection((fresh.plane.address.host, fresh.plane.address.port)) as sock:
+        sock.sendall(b"GET /queues/orders/events?wait=30s HTTP/1.1\r\nhost: x\r\n\r\n")
+        wait_until(lambda: fresh.orders._hunger)
+    fresh.post(b"x")
+    leased = fresh.take(wait="20s").json()
+    assert values(leased) == ["x"]
+    fresh.http.post(f"/leases/{leased['lease']}/done")
+
+
+def test_polls_that_wait_do_not_keep_publishers_waiting(fresh: Served) -> None:
+    polls = 40
+    assert polls < POLLS
+    with ThreadPoolExecutor(polls) as pool:
+        polling = [pool.submit(fresh.take, wait="20s", max_events=1) for _ in range(polls)]
+        wait_until(lambda: fresh.orders._hunger)
+        assert fresh.post([{"value": "x"}] * polls).status_code == 200
+        leases = [each.result().json() for each in polling]
+    assert sum(len(each["events"]) for each in leases) == polls
+    for each in leases:
+        fresh.http.post(f"/leases/{each['lease']}/done")
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"max_events": 0}, "parameter 'max_events': a whole number from 1 to 10000"),
+        ({"max_events": "x"}, "parameter 'max_events'"),
+        ({"wait": "2m"}, "parameter 'wait': a duration from 0s to 60s"),
+        ({"lease": "0"}, "parameter 'lease': a duration from 0.1s to 3600s"),
+        ({"first": 1}, "parameter 'first': no such parameter"),
+    ],
+)
+def test_bad_parameters_are_named_and_nothing_is_taken(
+    fresh: Served, params: dict[str, Any], said: str
+) -> None:
+    fresh.post(b"x")
+    answer = fresh.take(**params)
+    assert (answer.status_code, said in answer.json()["detail"]) == (400, True)
+    assert fresh.orders.stats().in_flight == 0
+
+
+def test_looking_takes_nothing(fresh: Served) -> None:
+    first = fresh.orders.end
+    fresh.post([{"value": str(number)} for number in range(5)])
+    peek = fresh.http.get("/queues/orders/peek", params={"first": first + 1, "max": 2}).json()
+    assert (peek["low"], peek["end"], values(peek)) == (first, first + 5, ["1", "2"])
+    assert fresh.http.get("/queues/orders/peek", params={"first": first + 5}).json()["events"] == []
+    assert fresh.orders.stats().in_flight == 0
+
+
+def test_a_look_goes_beyond_what_was_written_at_once(fresh: Served) -> None:
+    first = fresh.orders.end
+    for number in range(6):
+        fresh.post([{"value": str(number)}])
+        if number == 3:  # handed out: the first ones are no longer in memory
+            lease = fresh.http.get("/queues/orders/events", params={"max_events": 2}).json()[
+                "lease"
+            ]
+    look = {"first": first, "max": 5}
+    peek = fresh.http.get("/queues/orders/peek", params=look).json()
+    assert values(peek) == ["0", "1", "2", "3", "4"]
+    assert [event["offset"] for event in peek["events"]] == list(range(first, first + 5))
+    fresh.http.post(f"/leases/{lease}/release")
+
+
+def test_a_range_is_settled_by_offset(fresh: Served) -> None:
+    first = fresh.orders.end
+    fresh.post([{"value": "x"}] * 4)
+    answer = fresh.http.post("/queues/orders/settle", json={"first": first, "end": first + 3})
+    assert (answer.status_code, answer.json()) == (200, {"low": first + 3, "end": first + 4})
+    dead = fresh.orders.stats().ledger.dead
+    body = {"first": first, "end": first + 4, "outcome": "dead"}
+    assert fresh.http.post("/queues/orders/settle", json=body).json()["low"] == first + 4
+    assert fresh.orders.stats().ledger.dead == dead + 1
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "first: an offset"),
+        ({"first": 0}, "end: an offset"),
+        ({"first": 5, "end": 4}, "end: 4 is before first"),
+        ({"first": -1, "end": 4}, "first: an offset"),
+        ({"first": 0, "end": 1.5}, "end: an offset"),
+        ({"first": 0, "end": 1, "x": 1}, "'x': no such field"),
+        ({"first": 0, "end": 0, "outcome": "oldest"}, "outcome: one of"),
+        ([], "the body is an object, not an array"),
+    ],
+)
+def test_a_range_that_is_none_is_refused(fresh: Served, body: Any, said: str) -> None:
+    answer = fresh.http.post("/queues/orders/settle", json=body)
+    assert (answer.status_code, said in answer.json()["detail"]) == (400, True)
+
+
+def test_a_look_with_head_takes_nothing(fresh: Served) -> None:
+    fresh.post(b"x")
+    answer = fresh.http.head("/queues/orders/events")
+    assert answer.status_code == 405
+    assert set(answer.headers["allow"].split(", ")) == {"GET", "POST"}
+    assert fresh.orders.stats().in_flight == 0
+
+
+def test_an_unknown_verb_or_lease_is_404(fresh: Served) -> None:
+    assert fresh.http.post("/leases/x/done").json()["error"] == "NoSuchLease"
+    assert fresh.http.post("/leases/x/eat").status_code == 404
+    assert fresh.http.get("/leases/x/done").status_code == 405
+
+
+def test_stopping_ends_polls_at_once(tmp_path: Path) -> None:
+    with served(tmp_path) as at, ThreadPoolExecutor(1) as pool:
+        polling = pool.submit(at.take, wait="50s")
+        wait_until(lambda: at.orders._hunger)
+        began = time.monotonic()
+        at.plane.stop(20)
+        assert polling.result().status_code == 204
+        assert time.monotonic() - began < 10

@@ -1,0 +1,408 @@
+"""Does publishing over HTTP take whole requests, or say what is wrong with them?"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.node.http_harness import Served, served, wait_until
+from turnlane.errors import StorageFailed
+from turnlane.events import Event, events_of
+from turnlane.node.http_events import iso, of_json, of_ndjson, timestamp_of, to_json
+from turnlane.node.http_publishing import _Follower
+from turnlane.node.node import Node
+from turnlane.queues.contract import Ack, AckLevel, Durability
+from turnlane.queues.holding import HoldingQueue
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(tmp_path_factory.mktemp("node")) as running:
+        yield running
+
+
+@pytest.fixture
+def fresh(shared: Served) -> Served:
+    """The shared node with nothing in ``orders``."""
+    shared.orders.settle(0, shared.orders.end)
+    return shared
+
+
+def stored(at: Served) -> list[Event]:
+    found = at.orders.read(0, 10_000)
+    return [] if found is None else list(events_of(found[1], found[0]))
+
+
+def ndjson(at: Served, text: str | bytes, **more: Any) -> httpx.Response:
+    return at.post(text, headers={"content-type": "application/x-ndjson"}, **more)
+
+
+def test_a_json_event_is_persisted_with_all_its_fields(fresh: Served) -> None:
+    event = {
+        "value": "größe",
+        "key": "k",
+        "headers": {"a": "b"},
+        "severity": 3,
+        "source": "s",
+        "timestamp": "2026-01-31T13:00:00.000001+01:00",
+    }
+    first = fresh.orders.end
+    answer = fresh.post(event)
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "accepted": 1, "dropped": 0, "repeated": 0, "first": first, "ack": "persisted"
+    }  # fmt: skip
+    stamp = 1769860800000001
+    assert stored(fresh) == [Event("größe".encode(), "k", {"a": "b"}, stamp, 3, "s", first)]
+
+
+def test_an_array_keeps_its_order_and_each_form_of_value(fresh: Served) -> None:
+    raw = bytes(range(256))
+    content = json.dumps(
+        [
+            {"value": ""},
+            {"value_base64": base64.b64encode(raw).decode()},
+            {"data": {"a": [1, 2.5, None, "ü"]}},
+            {"data": None},
+            {"data": "\ud800"},
+        ]
+    )
+    answer = fresh.post(content, headers={"content-type": "application/json"})
+    assert answer.json()["accepted"] == 5
+    values = [event.value for event in stored(fresh)]
+    assert values == [b"", raw, '{"a":[1,2.5,null,"ü"]}'.encode(), b"null", b'"\\ud800"']
+
+
+def test_json_lines_are_events_and_empty_lines_are_not(fresh: Served) -> None:
+    assert ndjson(fresh, '{"value":"a"}\n\n \r\n{"value":"b"}\r\n').json()["accepted"] == 2
+    assert [event.value for event in stored(fresh)] == [b"a", b"b"]
+    assert ndjson(fresh, "").json() == {
+        "accepted": 0, "dropped": 0, "repeated": 0, "first": None, "ack": "persisted"
+    }  # fmt: skip
+
+
+def test_anything_else_is_one_raw_event_with_its_fields_beside_it(fresh: Served) -> None:
+    fresh.post(b"\xff\x00", params={"key": "k", "severity": 7, "timestamp": 5})
+    headers = {"x-turnlane-key": "schlüssel".encode(), "x-turnlane-source": b"web"}
+    fresh.post(b"", headers={**headers, "content-type": "text/plain"})
+    one, other = stored(fresh)
+    assert (one.value, one.key, one.severity, one.timestamp) == (b"\xff\x00", "k", 7, 5)
+    assert (other.value, other.key, other.source) == (b"", "schlüssel", "web")
+
+
+def test_a_gzipped_body_is_unpacked(fresh: Served) -> None:
+    body = gzip.compress(b'{"value":"x"}\n' * 5000)
+    assert ndjson(fresh, body).status_code == 400
+    headers = {"content-type": "application/x-ndjson", "content-encoding": "gzip"}
+    assert fresh.post(body, headers=headers).json()["accepted"] == 5000
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("", "line 1, column 1"),
+        ('[{"value":"a"},\n{"value":}]', "line 2, column 10"),
+        ('[{"value":"a"},{}]', "event 1: give exactly one of"),
+        ('[{"value":"a","data":1}]', "event 0: give exactly one of"),
+        ("[1]", "event 0: an event is an object, not a number"),
+        ('"x"', "an event is an object, not text"),
+        ('{"value":1}', "value: must be text, not a number"),
+        ('{"value":"\\ud800"}', "value: half a surrogate pair at 0"),
+        ('{"value":"a","key":"\\udfff"}', "key: half a surrogate pair"),
+        ('{"value_base64":"a"}', "value_base64: "),
+        ('{"value":"a","severty":1}', "'severty': no such field; did you mean severity?"),
+        ('{"value":"a","severity":8}', "severity: a whole number from 0"),
+        ('{"value":"a","severity":true}', "severity: a whole number from 0"),
+        ('{"value":"a","key":5}', "key: must be text, not a number"),
+        ('{"value":"a","headers":{"x":1}}', "headers.'x': must be text, not a number"),
+        ('{"value":"a","headers":[]}', "headers: must be an object, not an array"),
+        ('{"value":"a","timestamp":"yesterday"}', "timestamp: 'yesterday' is neither"),
+        ('{"value":"a","timestamp":"2026-01-01T00:00:00"}', "has no time zone"),
+        ('{"value":"a","timestamp":1e3}', "timestamp: 1000.0 is neither"),
+        ('{"value":"a","timestamp":9223372036854775807}', "timestamp: "),
+        ('{"data":NaN}', "NaN is not JSON"),
+        ('{"data":1e999}', "too large a number"),
+        ("[" * 100_000, "nested too deeply"),
+        (b"\xff", "byte 0: not UTF-8"),
+    ],
+)
+def test_bad_json_is_refused_with_its_place_and_nothing_is_taken(
+    fresh: Served, body: str | bytes, said: str
+) -> None:
+    answer = fresh.post(body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert said in answer.json()["detail"]
+    assert stored(fresh) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ('{"value":"a"}\n{"value":}', "line 2, column 10: not JSON"),
+        ('{"value":"a"}\n\n{"value":"b","x":1}', "line 3: 'x': no such field"),
+        ('{"value":"a"}\n[]', "line 2: an event is an object, not an array"),
+        (b'{"value":"a"}\n\xff', "line 2, byte 0: not UTF-8"),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_taken(
+    fresh: Served, body: str | bytes, said: str
+) -> None:
+    answer = ndjson(fresh, body)
+    assert (answer.status_code, said in answer.json()["detail"]) == (400, True)
+    assert stored(fresh) == []
+
+
+@pytest.mark.parametrize(
+    ("params", "headers", "said"),
+    [
+        ({"ack": "soon"}, {}, "parameter 'ack': one of accepted, persisted, delivered"),
+        ({"timeout": "1x"}, {}, "parameter 'timeout': a duration from 0s to 60s"),
+        ({"timeout": "61s"}, {}, "parameter 'timeout'"),
+        ({"max": "1"}, {}, "parameter 'max': no such parameter; there are: ack"),
+        ({"ack": ["accepted", "accepted"]}, {}, "given more than once"),
+        ({"severity": "9"}, {}, "severity: "),
+        ({}, {"producer-id": "p"}, "give both or neither"),
+        ({}, {"sequence": "1"}, "give both or neither"),
+        ({}, {"producer-id": "p", "sequence": "-1"}, "header Sequence: a whole number"),
+        ({}, {"producer-id": "p", "sequence": "9" * 30}, "header Sequence: a whole number"),
+        ({}, {"producer-id": "p" * 300, "sequence": "1"}, "longer than 256"),
+        ({}, {"producer-id": "turnlane.commits", "sequence": "1"}, "the node's own"),
+        ({}, {"x-turnlane-key": b"\xff"}, "X-Turnlane-Key: not UTF-8"),
+    ],
+)
+def test_bad_parameters_are_named(
+    fresh: Served, params: dict[str, Any], headers: dict[str, Any], said: str
+) -> None:
+    answer = fresh.post(b"x", params=params, headers=headers)
+    assert (answer.status_code, said in answer.json()["detail"]) == (400, True)
+    assert stored(fresh) == []
+
+
+def test_fields_of_raw_events_do_not_go_with_json(fresh: Served) -> None:
+    answer = fresh.post({"value": "a"}, params={"key": "k"})
+    assert (answer.status_code, "of their own" in answer.json()["detail"]) == (400, True)
+
+
+def test_a_numbered_request_sent_again_is_not_taken_twice(fresh: Served) -> None:
+    name = {"producer-id": f"shop-{fresh.orders.end}"}
+    events = [{"value": str(number)} for number in range(3)]
+    assert fresh.post(events, headers={**name, "sequence": "0"}).json()["accepted"] == 3
+    again = fresh.post([*events, {"value": "3"}], headers={**name, "sequence": "0"}).json()
+    assert (again["accepted"], again["repeated"]) == (1, 3)
+    whole = fresh.post(events, headers={**name, "sequence": "0"}).json()
+    assert (whole["accepted"], whole["repeated"], whole["first"]) == (0, 3, None)
+    assert [event.value for event in stored(fresh)] == [b"0", b"1", b"2", b"3"]
+
+
+def test_levels_are_waited_for(fresh: Served) -> None:
+    assert fresh.post(b"x", params={"ack": "accepted"}).json()["ack"] == "accepted"
+    late = fresh.post(b"x", params={"ack": "delivered", "timeout": "50ms"})
+    assert (late.status_code, late.json()["error"]) == (503, "AckPending")
+    assert late.headers["retry-after"] == "1"
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(fresh.post, b"x", params={"ack": "delivered"})
+        wait_until(lambda: len(stored(fresh)) == 3)
+        assert not answer.done()
+        fresh.orders.settle(0, fresh.orders.end)
+        assert answer.result().json()["ack"] == "delivered"
+
+
+def test_a_memory_queue_answers_when_it_has_accepted(fresh: Served) -> None:
+    assert fresh.post(b"x", "memory").json()["ack"] == "accepted"
+
+
+def test_requests_at_the_same_time_share_syncs(fresh: Served) -> None:
+    """The disk is slow: if each request had a sync of its own, this would take ten times longer."""
+    fresh.disk.delay("sync", seconds=0.05, times=None, match="chunk")
+    before = fresh.orders.stats().syncs
+    try:
+        with ThreadPoolExecutor(40) as pool:
+            codes = {each.status_code for each in pool.map(lambda _: fresh.post(b"x"), range(120))}
+    finally:
+        fresh.disk.clear()
+    assert codes == {200}
+    assert len(stored(fresh)) == 120
+    assert fresh.orders.stats().syncs - before < 60
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory"])
+def test_a_full_queue_answers_429_takes_nothing_and_recovers(tmp_path: Path, kind: str) -> None:
+    with served(tmp_path, {"orders": {"kind": kind, "size": 5}}) as at:
+        ack = {"ack": "accepted"}
+        assert at.post([{"value": "x"}] * 4, params=ack).status_code == 200
+        for headers in ({}, {"producer-id": "p", "sequence": "0"}):
+            full = at.post([{"value": "y"}] * 2, params={**ack, "timeout": "0"}, headers=headers)
+            assert (full.status_code, full.json()["error"]) == (429, "QueueFull")
+            assert int(full.headers["retry-after"]) >= 1
+        assert at.orders.stats().ledger.accepted == 4
+        lease = at.take().json()["lease"]
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(at.post, [{"value": "y"}] * 2, params=ack)
+            wait_until(lambda: at.orders.stats().blocked_publishers == 1)
+            at.http.post(f"/leases/{lease}/done").raise_for_status()
+            assert waiting.result().json()["accepted"] == 2
+
+
+def test_a_line_that_is_long_enough_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnlane.node.http_publishing.THREADS", 1)
+    with served(tmp_path, {"orders": {"size": 1}}) as at, ThreadPoolExecutor(1) as pool:
+        at.post(b"x")
+        waiting = pool.submit(at.post, b"y", params={"timeout": "60s"})
+        wait_until(lambda: at.orders.stats().blocked_publishers == 1)
+        assert at.post(b"z", params={"timeout": "60s"}).status_code == 429
+        at.orders.settle(0, 1)
+        assert waiting.result().status_code == 200
+
+
+def test_events_that_a_disk_lost_are_told_to_everyone_whose_they_might_be(tmp_path: Path) -> None:
+    async def hear_of_a_loss(queue: HoldingQueue) -> None:
+        follower = _Follower(queue, AckLevel.DELIVERED, asyncio.get_running_loop())
+        waits = [asyncio.create_task(follower.wait(end, time.monotonic() + 20)) for end in (1, 2)]
+        await asyncio.sleep(0)
+        follower._hear(Ack(1, 1, 2, AckLevel.DELIVERED, Durability.ALWAYS))
+        for wait in waits:
+            with pytest.raises(StorageFailed, match="lost events"):
+                await wait
+
+    with Node(tmp_path, {"orders": {}}) as node:
+        asyncio.run(hear_of_a_loss(node.queue("orders")))
+
+
+def test_a_queue_that_drops_says_how_many(tmp_path: Path) -> None:
+    knobs = {"kind": "memory", "size": 3, "full_behavior": "drop_newest"}
+    with served(tmp_path, {"orders": knobs}) as at:
+        assert at.post([{"value": "x"}] * 3).json()["accepted"] == 3
+        answer = at.post([{"value": "x"}] * 2).json()
+        assert (answer["accepted"], answer["dropped"]) == (0, 2)
+
+
+def test_too_large_is_413_and_nothing_is_taken(tmp_path: Path) -> None:
+    limits: dict[str, Any] = {"max_request_bytes": 5000, "max_decompressed_bytes": 100_000}
+    with served(tmp_path, {"orders": {"size": 5, "max_event_bytes": 1000}}, **limits) as at:
+        requests: list[tuple[Any, dict[str, Any]]] = [
+            ([{"value": "x"}] * 6, {}),
+            ([{"value": "x"}, {"value": "x" * 1500}], {}),
+            ([{"value": "x"}, {"value": "x" * 1500}],
+             {"headers": {"producer-id": "p", "sequence": "0"}}),
+            (b"x" * 5001, {}),
+            (gzip.compress(bytes(200_000)), {"headers": {"content-encoding": "gzip"}}),
+        ]  # fmt: skip
+        for content, more in requests:
+            assert at.post(content, **more).status_code == 413
+        assert at.orders.end == 0
+        assert at.post(b"x" * 900).status_code == 200
+
+
+def test_an_unknown_queue_is_404_and_names_the_others(fresh: Served) -> None:
+    answer = fresh.post(b"x", "nope")
+    assert (answer.status_code, answer.json()["error"]) == (404, "NoSuchQueue")
+    assert "memory, orders" in answer.json()["detail"]
+
+
+def test_a_queue_dropped_and_made_again_is_published_to(fresh: Served) -> None:
+    for _ in range(2):
+        assert fresh.http.put("/queues/passing", json={}).status_code == 201
+        assert fresh.post(b"x", "passing").json()["first"] == 0
+        assert fresh.http.delete("/queues/passing").status_code == 204
+
+
+def test_a_request_that_waits_for_an_ack_hears_of_its_queues_end(fresh: Served) -> None:
+    fresh.http.put("/queues/passing", json={})
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(fresh.post, b"x", "passing", params={"ack": "delivered"})
+        wait_until(lambda: fresh.node.queue("passing").end == 1)
+        fresh.http.delete("/queues/passing")
+        assert (answer.result().status_code, answer.result().json()["error"]) == (
+            503,
+            "QueueClosed",
+        )
+
+
+def test_curl_is_enough(fresh: Served) -> None:
+    def curl(*args: str, data: bytes = b"") -> dict[str, Any]:
+        command = ["curl", "-sS", "--fail-with-body", *args]
+        run = subprocess.run(command, input=data, capture_output=True, check=True, timeout=30)
+        found: dict[str, Any] = json.loads(run.stdout or b"{}")
+        return found
+
+    url = fresh.plane.url
+    events = f"{url}/queues/orders/events"
+    assert curl(events, "-d", "hello")["accepted"] == 1
+    assert curl(events, "--json", '{"value": "a", "key": "b"}')["accepted"] == 1
+    lines = gzip.compress(b'{"value":"c"}\n' * 3)
+    kind = ["-H", "content-type: application/x-ndjson", "-H", "content-encoding: gzip"]
+    assert curl(events, *kind, "--data-binary", "@-", data=lines)["accepted"] == 3
+    taken = curl(f"{events}?wait=5s")
+    assert [event["value"] for event in taken["events"]] == ["hello", "a", "c", "c", "c"]
+    assert curl("-X", "POST", f"{url}/leases/{taken['lease']}/done") == {}
+    assert stored(fresh) == []
+
+
+# ── the codec ───────────────────────────────────────────────────────────────────────────────────
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+events = st.fixed_dictionaries(
+    {"value": texts},
+    optional={
+        "key": texts,
+        "headers": st.dictionaries(texts, texts, max_size=3),
+        "severity": st.integers(0, 7),
+        "source": texts,
+        "timestamp": st.integers(-(10**14), 10**14),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(events, max_size=5))
+def test_what_is_read_can_be_sent_again(given_events: list[dict[str, Any]]) -> None:
+    block = of_json(json.dumps(given_events).encode(), 7)
+    shown = to_json(block, 3)
+    assert [event["offset"] for event in shown] == list(range(3, 3 + len(given_events)))
+    lines = "\n".join(json.dumps(event) for event in shown).encode()
+    assert of_ndjson(lines, 8).equals(block)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=60) | st.text(alphabet='{}[]":,\\value key01null', max_size=60))
+def test_any_body_is_events_or_a_value_error(body: bytes | str) -> None:
+    raw = body if isinstance(body, bytes) else body.encode()
+    for codec in (of_json, of_ndjson):
+        try:
+            codec(raw, 0)
+        except ValueError as error:
+            assert type(error) is ValueError  # noqa: PT017 - either way is right
+
+
+@given(st.integers(-((1 << 63) // 1000 - 1), (1 << 63) // 1000 - 1))
+def test_every_time_is_written_so_that_it_can_be_read(stamp: int) -> None:
+    assert timestamp_of(iso(stamp)) == stamp
+
+
+def test_one_stuck_request_does_not_keep_others_from_being_answered(fresh: Served) -> None:
+    """Whoever holds the lock of one queue leaves other queues, and the probes, alone."""
+    fresh.http.put("/queues/stuck", json={})
+    stuck = fresh.node.queue("stuck")
+    with ThreadPoolExecutor(1) as pool:
+        with stuck.lock:
+            waiting = pool.submit(fresh.http.get, "/queues/stuck")
+            assert fresh.post(b"x").status_code == 200
+            assert fresh.http.get("/healthz").status_code == 200
+            assert not waiting.done()
+        assert waiting.result().status_code == 200
+    fresh.http.delete("/queues/stuck")

@@ -1,0 +1,135 @@
+"""Does the HTTP plane keep out whom it should?"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trustme
+
+from tests.node.http_harness import Served, served
+from turnlane.serving.rights import TokenSettings
+from turnlane.serving.tls import TlsSettings
+
+QUEUES: dict[str, dict[str, Any]] = {"web-1": {}, "db": {}}
+
+TOKENS = tuple(
+    TokenSettings.model_validate({"name": name, "secret": name * 3, "rights": rights} | more)
+    for name, rights, more in (
+        ("pub", {"web-*": ["publish"]}, {}),
+        ("sub", {"web-*": ["read"]}, {}),
+        ("adm", {"web-*": ["admin"]}, {}),
+        ("all", {"*": ["publish", "read", "admin"]}, {}),
+        ("old", {"*": ["publish", "read", "admin"]}, {"expires": datetime(2020, 1, 1, tzinfo=UTC)}),
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(tmp_path_factory.mktemp("node"), QUEUES, tokens=TOKENS) as running:
+        yield running
+
+
+def ask(
+    at: Served, token: str | None, method: str, path: str, **more: Any
+) -> tuple[int, httpx.Response]:
+    headers = {} if token is None else {"authorization": f"Bearer {token * 3}"}
+    answer = at.http.request(method, path, headers=headers, **more)
+    return answer.status_code, answer
+
+
+OPERATIONS = [
+    ("POST", "/queues/web-1/events", "pub"),
+    ("GET", "/queues/web-1/events", "sub"),
+    ("GET", "/queues/web-1/peek", "sub"),
+    ("POST", "/queues/web-1/settle", "sub"),
+    ("GET", "/queues/web-1", "sub"),
+    ("GET", "/queues/web-1", "adm"),
+    ("PUT", "/queues/web-1", "adm"),
+    ("DELETE", "/queues/web-1", "adm"),
+    ("GET", "/metrics", "all"),
+    ("GET", "/queues", "pub"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "right"), OPERATIONS)
+def test_every_operation_wants_a_valid_token_with_its_right(
+    shared: Served, method: str, path: str, right: str
+) -> None:
+    for token in (None, "wrong", "old"):
+        status, answer = ask(shared, token, method, path)
+        assert (status, answer.headers["www-authenticate"]) == (401, "Bearer"), token
+        assert "old" * 3 not in answer.text
+    assert ask(shared, right, method, path)[0] not in (401, 403)
+    others = {"pub", "sub", "adm"} - {
+        token for *what, token in OPERATIONS if what == [method, path]
+    }
+    for token in others if path != "/queues" else ():
+        assert ask(shared, token, method, path)[0] == 403, token
+
+
+@pytest.mark.parametrize("path", ["/queues/db/events", "/queues/no-such-queue/events"])
+def test_a_token_says_nothing_of_queues_that_are_not_its_own(shared: Served, path: str) -> None:
+    assert ask(shared, "pub", "POST", path)[0] == 403
+    assert ask(shared, "sub", "GET", path)[0] == 403
+
+
+def test_the_list_has_only_queues_that_the_token_knows(shared: Served) -> None:
+    for token, names in (("pub", ["web-1"]), ("all", ["db", "web-1"])):
+        listed = ask(shared, token, "GET", "/queues")[1].json()["queues"]
+        assert [each["name"] for each in listed] == names
+
+
+def test_a_lease_is_settled_only_with_the_right_on_its_queue(shared: Served) -> None:
+    ask(shared, "all", "POST", "/queues/db/events", content=b"x")
+    lease = ask(shared, "all", "GET", "/queues/db/events")[1].json()["lease"]
+    assert ask(shared, None, "POST", f"/leases/{lease}/done")[0] == 401
+    assert ask(shared, None, "POST", "/leases/nope/done")[0] == 401
+    assert ask(shared, "sub", "POST", f"/leases/{lease}/done")[0] == 403
+    assert ask(shared, "all", "POST", f"/leases/{lease}/done")[0] == 204
+
+
+def test_probes_need_no_token_and_learn_no_more_than_they_need(shared: Served) -> None:
+    for path in ("/healthz", "/readyz", "/openapi.json"):
+        assert ask(shared, None, "GET", path)[0] == 200
+    shared.node.closing = True
+    try:
+        for token, reasons in ((None, []), ("all", ["the node is closing"])):
+            status, answer = ask(shared, token, "GET", "/readyz")
+            assert (status, answer.json()["reasons"]) == (503, reasons)
+    finally:
+        shared.node.closing = False
+
+
+def test_a_token_that_is_refused_is_refused_before_its_body_is_read(shared: Served) -> None:
+    status, _ = ask(shared, "wrong", "POST", "/queues/web-1/events", content=b"x" * 5_000_000)
+    assert status == 401
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+def test_it_is_served_with_tls(tmp_path: Path, mutual: bool) -> None:
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    cert, key, ca = tmp_path / "cert", tmp_path / "key", tmp_path / "ca"
+    issued.cert_chain_pems[0].write_to_path(cert)
+    issued.private_key_pem.write_to_path(key)
+    authority.cert_pem.write_to_path(ca)
+    tls = TlsSettings(cert=cert, key=key, client_ca=ca if mutual else None)
+    context = ssl.create_default_context(cafile=ca)
+    if mutual:
+        authority.issue_cert("client").configure_cert(context)
+    with served(tmp_path / "node", QUEUES, tls=tls, client={"verify": context}) as at:
+        assert at.post(b"x", "db").json()["ack"] == "persisted"
+        stranger = ssl.create_default_context(cafile=ca)
+        if mutual:
+            trustme.CA().issue_cert("client").configure_cert(stranger)
+            with pytest.raises(httpx.TransportError):
+                httpx.get(f"{at.plane.url}/healthz", verify=stranger)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://{at.plane.address}/healthz")

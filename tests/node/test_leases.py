@@ -1,0 +1,283 @@
+"""Consuming from a node: a batch is lent, and comes back if its consumer dies."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import flight
+
+from tests.contract.harness import NOTICEABLE, Task, wait_until
+from tests.node.conftest import Serve, Served
+from turnlane.client.leased import LeasedBatch
+from turnlane.errors import NoSuchLease, QueueClosed, QueueEmpty, TransportDown
+from turnlane.events import block_of
+from turnlane.node.leases import Leases
+from turnlane.queues.memory import MemoryQueue
+from turnlane.queues.settings import QueueSettings
+
+
+def _publish(served: Served, *values: bytes, queue: str = "disk") -> None:
+    served.node.queue(queue).producer().publish_block(block_of(values))
+
+
+def _consume(served: Served, **command: object) -> list[flight.FlightStreamChunk]:
+    ticket = flight.Ticket(json.dumps({"consume": "disk", **command}).encode())
+    return list(served.flight().do_get(ticket))
+
+
+def _about(chunk: flight.FlightStreamChunk) -> dict[str, object]:
+    about: dict[str, object] = json.loads(bytes(chunk.app_metadata or b""))
+    return about
+
+
+def test_a_batch_comes_with_its_lease_and_is_done_by_it(served: Served) -> None:
+    _publish(served, b"a", b"b")
+    (chunk,) = _consume(served)
+    about = _about(chunk)
+    assert (about["first"], about["attempt"]) == (0, 1)
+    assert chunk.data is not None
+    assert chunk.data.column("value").to_pylist() == [b"a", b"b"]
+    assert served.act("done", lease=about["lease"]) == {}
+    assert served.node.queue("disk").stats().ledger.delivered == 2
+    assert _consume(served) == []
+
+
+def test_a_batch_that_does_not_fill_up_comes_all_the_same(serve: Serve) -> None:
+    """However short the waits are in which the client asks for it."""
+    slow = {"kind": "memory", "minimum_batch_size": 10, "minimum_batch_timeout": "1s"}
+    served = serve({"slow": slow})
+    _publish(served, b"a", queue="slow")
+    with served.client().queue("slow").get(timeout=10) as batch:
+        assert len(batch) == 1
+
+
+def test_leases_that_are_over_take_no_memory() -> None:
+    queue = MemoryQueue(QueueSettings.of(kind="memory", size=10))
+    with queue, Leases() as leases:
+        queue.producer().publish(b"x")
+        held = leases.take(queue, 1, 0, 86_400, "a day")
+        for _ in range(5000):
+            leases.extend(held.id)
+        assert len(leases._due) < 2500
+        leases.done(held.id)
+
+
+def test_nothing_in_time_is_a_stream_without_blocks(served: Served) -> None:
+    assert _consume(served, wait=0.01) == []
+
+
+def test_a_batch_that_comes_while_waiting_is_handed_out(served: Served) -> None:
+    waiting = Task(lambda: _consume(served, wait=60))
+    wait_until(lambda: bool(served.node.queue("disk")._hunger))
+    _publish(served, b"a")
+    assert len(waiting.result()) == 1
+
+
+def test_blocks_of_a_batch_with_different_columns_share_a_schema(served: Served) -> None:
+    _publish(served, b"a")
+    served.node.queue("disk").producer().publish_block(
+        block_of([b"b"]).append_column("user", pa.array([1]))
+    )
+    chunks = _consume(served)
+    rows = [row for chunk in chunks if chunk.data for row in chunk.data.to_pylist()]
+    assert [(row["value"], row["user"]) for row in rows] == [(b"a", None), (b"b", 1)]
+    assert [_about(chunk)["first"] for chunk in chunks] == list(range(len(chunks)))
+
+
+def test_a_released_batch_comes_again_its_attempt_counted(served: Served) -> None:
+    _publish(served, b"a")
+    served.act("release", lease=_about(_consume(served)[0])["lease"])
+    assert _about(_consume(served)[0])["attempt"] == 2
+
+
+def test_a_dead_batch_is_counted_as_dead(served: Served) -> None:
+    _publish(served, b"a")
+    served.act("dead", lease=_about(_consume(served)[0])["lease"])
+    assert served.node.queue("disk").stats().ledger.dead == 1
+
+
+def test_a_lease_that_runs_out_gives_the_batch_to_another(served: Served) -> None:
+    _publish(served, b"a")
+    lost = _about(_consume(served, lease=0.05)[0])["lease"]
+    (again,) = _consume(served, wait=20)
+    assert _about(again)["attempt"] == 2
+    with pytest.raises(flight.FlightServerError, match="turnlane:NoSuchLease"):
+        served.act("done", lease=lost)
+    assert served.node.leases.expired == 1
+
+
+def test_an_extended_lease_does_not_run_out(served: Served) -> None:
+    _publish(served, b"a")
+    lease = _about(_consume(served, lease=0.2)[0])["lease"]
+    served.act("extend", lease=lease, seconds=60)
+    assert _consume(served, wait=0.4) == []
+    assert served.act("done", lease=lease) == {}
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_batch_gives_it_back(serve: Serve) -> None:
+    """It cannot settle what it has not seen; nobody has to wait for the lease to run out."""
+    served = serve({"disk": {"durability": "never", "dequeue_batch_size": 1000}})
+    big = bytes(1 << 20)
+    for _ in range(40):
+        _publish(served, big)
+    ticket = flight.Ticket(b'{"consume": "disk", "lease": 3600}')
+    reader = served.flight().do_get(ticket)
+    reader.read_chunk()
+    reader.cancel()
+    wait_until(lambda: len(served.node.leases) == 0, "the lease to be given back")
+    assert served.node.queue("disk").stats().in_flight == 0
+
+
+# The client's own batches
+
+
+def test_the_clients_batches_are_those_of_the_contract(served: Served) -> None:
+    queue = served.client().queue("disk")
+    _publish(served, b"a", b"b")
+    batch = queue.get(timeout=5)
+    assert [event.value for event in batch] == [b"a", b"b"]
+    batch.release()
+    again = queue.get(timeout=5)
+    assert again.attempt == 2
+    again.free()
+    again.done()
+    again.done()
+    with pytest.raises(QueueEmpty):
+        queue.get(timeout=0.01)
+
+
+def test_a_batch_in_a_live_clients_hands_does_not_run_out(served: Served) -> None:
+    queue = served.client(lease="300ms").queue("disk")
+    _publish(served, b"a")
+    batch = queue.get(timeout=5)
+    lease = served.node.leases.find(_lease(batch))
+    before = lease.expires
+    wait_until(lambda: lease.expires > before + 0.5, "a lease extended twice")
+    batch.done()
+    assert served.node.leases.expired == 0
+
+
+def test_a_batch_that_nobody_holds_any_more_comes_again(served: Served) -> None:
+    queue = served.client(lease="100ms").queue("disk")
+    _publish(served, b"a")
+    batch = queue.get(timeout=5)
+    del batch
+    gc.collect()
+    assert queue.get(timeout=10).attempt == 2
+
+
+def test_a_closed_clients_batches_come_back_at_once(served: Served) -> None:
+    client = served.client(lease=3600)
+    batch = client.queue("disk", shutdown_timeout=0.1)
+    _publish(served, b"a")
+    held = batch.get(timeout=5)
+    assert held.attempt == 1
+    client.close()
+    assert len(served.node.leases) == 0
+    assert served.node.queue("disk").get(timeout=5).attempt == 2
+
+
+DYING = """
+import os, sys, turnlane
+queue = turnlane.connect(sys.argv[1], lease="500ms").queue("disk")
+print(len(queue.get(timeout=10)), flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_dead_clients_batches_come_back(served: Served) -> None:
+    _publish(served, b"a", b"b", b"c")
+    run = subprocess.run(
+        [sys.executable, "-c", DYING, served.url], capture_output=True, text=True, check=False
+    )
+    assert run.stdout == "3\n", run.stderr
+    batch = served.client().queue("disk").get(timeout=10)
+    assert (len(batch), batch.attempt) == (3, 2)
+    batch.done()
+
+
+def test_settling_what_has_run_out_is_said_to_the_consumer(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = served.client().queue("disk")
+    _publish(served, b"a")
+    batch = queue.get(timeout=5)
+    served.node.leases.release(_lease(batch))
+    with pytest.raises(NoSuchLease):
+        batch.done()
+    batch.done()  # it is over
+
+
+def test_extending_what_has_run_out_is_logged(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = served.client(lease="200ms").queue("disk")
+    _publish(served, b"a")
+    batch = queue.get(timeout=5)
+    with caplog.at_level(logging.WARNING):
+        served.node.leases.release(_lease(batch))
+        wait_until(lambda: "has run out" in caplog.text, "a warning")
+
+
+def test_done_is_repeated_after_the_answer_was_lost(served: Served) -> None:
+    """The node has heard it; the second call finds no lease, and that is well."""
+    queue = served.client().queue("disk")
+    _publish(served, b"a")
+    batch = queue.get(timeout=5)
+    assert isinstance(batch, LeasedBatch)
+    act = batch._node.act
+
+    def lose_the_answer(kind: str, **body: Any) -> dict[str, Any]:
+        act(kind, **body)
+        batch._node.act = act  # type: ignore[method-assign]
+        raise TransportDown("the answer was lost")
+
+    batch._node.act = lose_the_answer  # type: ignore[method-assign]
+    with pytest.raises(TransportDown):
+        batch.done()
+    batch.done()
+    assert served.node.queue("disk").stats().ledger.delivered == 1
+
+
+def _lease(batch: object) -> str:
+    assert isinstance(batch, LeasedBatch)
+    return batch.lease
+
+
+# The node's leases
+
+
+def test_a_closed_node_takes_its_batches_back() -> None:
+    queue = MemoryQueue(QueueSettings.of())
+    queue.producer().publish(b"a")
+    leases = Leases()
+    leases.take(queue, None, 1.0, 60.0, "somebody")
+    leases.close()
+    leases.close()
+    assert queue.get(timeout=1).attempt == 2
+    with pytest.raises(QueueEmpty):
+        leases.take(queue, None, NOTICEABLE, 60.0, "somebody")
+    queue.producer().publish(b"b")
+    with pytest.raises(QueueClosed):
+        leases.take(queue, None, 1.0, 60.0, "somebody")
+    queue.close()
+
+
+def test_all_of_a_holders_batches_are_given_back_together() -> None:
+    queue = MemoryQueue(QueueSettings.of())
+    with Leases() as leases:
+        for value in (b"a", b"b", b"c"):
+            queue.producer().publish(value)
+        for holder in ("one", "one", "two"):
+            leases.take(queue, 1, 1.0, 60.0, holder)
+        assert leases.release_all("one") == 2
+        assert len(leases) == 1
+        assert [event.value for event in queue.get(timeout=1)] == [b"a"]
+    queue.close()

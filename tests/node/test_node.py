@@ -1,0 +1,214 @@
+"""A node's queues: made, found again, dropped; and who may hold the directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from tests.contract.harness import wait_until
+from turnlane.errors import (
+    ConfigError,
+    DirectoryLocked,
+    DirectoryUnusable,
+    EventTooLarge,
+    NoSuchQueue,
+    NotAQueue,
+    QueueExists,
+    SchemaMismatch,
+    StorageFailed,
+)
+from turnlane.events import BASE_SCHEMA, block_of
+from turnlane.node import housekeeping
+from turnlane.node.node import Node
+from turnlane.node.staging import Staging
+from turnlane.queues.contract import Durability
+from turnlane.testing import FaultyDisk
+
+
+def test_queues_of_the_configuration_are_there_and_on_disk(tmp_path: Path) -> None:
+    with Node(tmp_path, {"orders": {}, "quick": {"kind": "memory", "size": 10}}) as node:
+        assert node.queue("orders").settings.kind == "disk"
+        assert node.queue("orders").settings.path == tmp_path / "queues" / "orders"
+        assert node.queue("quick").settings.size == 10
+
+
+def test_events_are_there_after_a_restart(tmp_path: Path) -> None:
+    with Node(tmp_path, {"orders": {}}) as node:
+        node.queue("orders").producer(ack="persisted").publish(b"one")
+    with Node(tmp_path, {"orders": {}}) as node:
+        assert [event.value for event in node.queue("orders").get(timeout=5)] == [b"one"]
+
+
+def test_a_queue_made_at_run_time_is_found_again(tmp_path: Path) -> None:
+    with Node(tmp_path) as node:
+        node.create("later", durability="always", max_bytes="1Gi")
+    with Node(tmp_path) as node:
+        settings = node.queue("later").settings
+        assert (settings.durability, settings.max_bytes) == (Durability.ALWAYS, 1 << 30)
+
+
+def test_the_configuration_has_the_last_word_on_a_queue_made_at_run_time(tmp_path: Path) -> None:
+    with Node(tmp_path) as node:
+        node.create("orders", durability="always")
+    with Node(tmp_path, {"orders": {"durability": "never"}}) as node:
+        assert node.queue("orders").settings.durability is Durability.NEVER
+
+
+def test_a_queue_is_made_once(tmp_path: Path) -> None:
+    with Node(tmp_path) as node:
+        first = node.create("orders", size=10)
+        assert node.create("orders", size=10) is first
+        with pytest.raises(QueueExists, match="'orders'"):
+            node.create("orders", size=11)
+
+
+def test_a_dropped_queue_is_gone_for_good(tmp_path: Path) -> None:
+    with Node(tmp_path) as node:
+        node.create("orders").producer(ack="persisted").publish(b"one")
+        node.drop("orders")
+        with pytest.raises(NoSuchQueue, match="there are: none"):
+            node.queue("orders")
+        assert not (tmp_path / "queues" / "orders").exists()
+    with Node(tmp_path) as node:
+        assert not node.queues()
+        assert node.create("orders").end == 0
+
+
+def test_a_queue_of_the_configuration_cannot_be_dropped(tmp_path: Path) -> None:
+    with Node(tmp_path, {"orders": {}}) as node, pytest.raises(ConfigError, match="remove it"):
+        node.drop("orders")
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "message"),
+    [
+        ("a", {"path": "/elsewhere"}, "path: a node keeps its queues below"),
+        ("a", {"kind": "direct"}, "kind: a node has no direct queues"),
+        ("a", {"kind": "dsk"}, "kind: must be one of .*did you mean disk"),
+        ("a", {"sise": 3}, "sise: there is no such knob; did you mean size"),
+        ("../up", {}, "name"),
+        ("", {}, "name"),
+    ],
+)
+def test_wrong_settings_are_named(
+    name: str, knobs: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with Node(tmp_path) as node:
+        with pytest.raises(ConfigError, match=message):
+            node.create(name, **knobs)
+        assert not node.queues()
+
+
+def test_a_node_that_does_not_start_leaves_nothing_open(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        Node(tmp_path, {"good": {}, "bad": {"kind": "direct"}})
+    Node(tmp_path, {"good": {}}).close()
+
+
+def test_a_directory_has_one_holder(tmp_path: Path) -> None:
+    with Node(tmp_path), pytest.raises(DirectoryLocked, match="held by this process"):
+        Node(tmp_path)
+    Node(tmp_path).close()
+
+
+def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("")
+    with pytest.raises(DirectoryUnusable, match="data"):
+        Node(tmp_path / "data")
+
+
+def test_a_damaged_list_of_queues_is_named_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "queues.json").write_text("{")
+    with pytest.raises(NotAQueue, match=r"queues\.json.*move it away"):
+        Node(tmp_path)
+    assert (tmp_path / "queues.json").read_text() == "{"
+
+
+def test_a_queue_that_cannot_be_remembered_is_not_made(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    with Node(tmp_path, disk=disk) as node:
+        disk.fail("write", match="queues.json")
+        with pytest.raises(StorageFailed):
+            node.create("orders")
+        assert not node.queues()
+        node.create("orders").producer(ack="persisted").publish(b"x")
+    with Node(tmp_path) as node:
+        assert node.queue("orders").end == 1
+
+
+def test_a_queue_that_cannot_be_forgotten_stays(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    with Node(tmp_path, disk=disk) as node:
+        node.create("orders")
+        disk.fail("write", match="queues.json")
+        with pytest.raises(StorageFailed):
+            node.drop("orders")
+        node.queue("orders").producer(ack="persisted").publish(b"x")
+        node.drop("orders")
+        assert not node.queues()
+    assert not list((tmp_path / "queues").iterdir())
+
+
+def test_closing_twice_is_harmless(tmp_path: Path) -> None:
+    node = Node(tmp_path, {"orders": {}})
+    node.close()
+    node.close()
+
+
+def test_what_a_queue_could_never_take_is_not_staged(tmp_path: Path) -> None:
+    with Node(tmp_path, {"orders": {"max_event_bytes": 40}}) as node:
+        with pytest.raises(NoSuchQueue):
+            node.stage("other", BASE_SCHEMA)
+        with pytest.raises(SchemaMismatch, match="value"):
+            node.stage("orders", pa.schema([("value", pa.int64())]))
+        with node.stage("orders", BASE_SCHEMA) as stage:
+            stage.add(block_of([b"short"]))
+            with pytest.raises(EventTooLarge, match="'orders'"):
+                stage.add(block_of([b"longer than forty, with what else there is"]))
+        assert not list((tmp_path / "staging").iterdir())
+
+
+def test_stages_of_tasks_that_died_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(housekeeping, "STAGE_SECONDS", 0.0)
+    monkeypatch.setattr(housekeeping, "INTERVAL", 0.01)
+    with Node(tmp_path, {"orders": {}}) as node:
+        with node.stage("orders", BASE_SCHEMA) as stage:
+            stage.add(block_of([b"never committed"]))
+            stage.finish()
+        wait_until(lambda: not list((tmp_path / "staging").iterdir()), "the stage to go")
+        assert len(node.staging) == 0
+
+
+def test_tidying_up_goes_on_when_the_disk_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(housekeeping, "STAGE_SECONDS", 0.0)
+    monkeypatch.setattr(housekeeping, "INTERVAL", 0.01)
+    disk = FaultyDisk()
+    disk.fail("unlink", match=".stage", times=1)
+    with Node(tmp_path, {"orders": {}}, disk=disk) as node:
+        for _ in range(2):
+            with node.stage("orders", BASE_SCHEMA) as stage:
+                stage.finish()
+        wait_until(lambda: len(list((tmp_path / "staging").iterdir())) <= 1, "the others to go")
+
+
+def test_tidying_up_survives_a_bug(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A thread that ends in silence would let memory and stages grow for ever."""
+    monkeypatch.setattr(housekeeping, "INTERVAL", 0.01)
+    tries: list[float] = []
+
+    def discard_older(_: object, seconds: float) -> int:
+        tries.append(seconds)
+        raise RuntimeError("planned")
+
+    monkeypatch.setattr(Staging, "discard_older", discard_older)
+    with Node(tmp_path, {"orders": {}}):
+        wait_until(lambda: len(tries) > 1, "another try")
+    assert "could not tidy up" in caplog.text

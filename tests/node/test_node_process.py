@@ -1,0 +1,114 @@
+"""The node of ``turnlane run``: does it come back when it dies, and go when its parent does?"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from turnlane.cli.node_process import NodeProcess, ends_for_good
+
+PATIENCE = 60
+CONFIG = (
+    "node: {data: data, flight: {listen: '127.0.0.1:0'}, http: {listen: '127.0.0.1:0'}}\n"
+    "actions: [{name: a, queue: disk, output: {type: discard}}]\n"
+)
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from turnlane.cli.node_process import NodeProcess
+
+node = NodeProcess(Path("c.yaml"))
+node.start()
+while node.ready is None:
+    node.look()
+    time.sleep(0.05)
+print(node.ready["pid"], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeProcess]:
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(CONFIG)
+    with NodeProcess(Path("c.yaml")) as made:
+        yield made
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_ready(node: NodeProcess) -> bool:
+    assert node.look() is None, "it died"
+    return node.ready is not None
+
+
+def death_of(node: NodeProcess) -> int:
+    """Its exit code, once it has one."""
+    deadline = time.monotonic() + PATIENCE
+    while (code := node.look()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return code
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_a_node_that_dies_is_started_again(node: NodeProcess) -> None:
+    node.start()
+    wait_until(lambda: is_ready(node))
+    assert node.ready is not None
+    os.kill(node.ready["pid"], signal.SIGKILL)
+    assert death_of(node) == -signal.SIGKILL
+    assert node.ready is None
+    wait_until(node.start_again)
+    wait_until(lambda: is_ready(node))
+    assert node.starts == 2
+    assert node.stop(PATIENCE)
+
+
+def test_a_node_that_cannot_start_says_so_by_its_exit_code(node: NodeProcess) -> None:
+    Path("c.yaml").write_text("node: {}")
+    node.start()
+    assert death_of(node) == 78
+    assert ends_for_good(78)
+    assert not ends_for_good(-signal.SIGKILL)
+
+
+def test_a_node_ends_in_order_with_its_parent_however_that_ends(
+    node: NodeProcess, tmp_path: Path
+) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # what is killed leaves things behind
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert is_alive(pid)
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not is_alive(pid))
+    _, errors = parent.communicate()
+    assert "turnlane: stopped" in errors

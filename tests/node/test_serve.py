@@ -1,0 +1,607 @@
+"""``turnlane serve`` as a process: how it starts, says where it listens, and ends."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import turnlane
+from turnlane.cli import serve as command
+from turnlane.cli import signals
+from turnlane.cli.app import app
+from turnlane.config import Config, loads
+from turnlane.errors import ConfigError, DirectoryLocked
+from turnlane.inputs import registry
+from turnlane.inputs.contract import Input
+from turnlane.node.node import Node
+from turnlane.plugins import Plugins
+from turnlane.service import Service
+
+PATIENCE = 60
+LOCAL = "127.0.0.1:0"
+
+PROBE_INPUT = """
+import threading
+from turnlane.inputs.contract import Input
+
+class ProbeInput(Input):
+    def start(self):
+        self.host.queue(self.settings.queue).producer().publish(b"from the input")
+        if self.settings.name == "broken":
+            raise RuntimeError("it does not start")
+
+    def stop(self, timeout):
+        if self.settings.name == "stuck":
+            print("stuck", flush=True)
+            threading.Event().wait()
+        self.host.queue(self.settings.queue).producer().publish(b"the input's last")
+"""
+
+
+class Served:
+    """A node in a process of its own."""
+
+    def __init__(
+        self,
+        *arguments: str | Path,
+        path: Path | None = None,
+        before: Sequence[str] = (),
+        **extra: str,
+    ) -> None:
+        environment = {**os.environ, **extra}
+        if path is not None:
+            environment["PYTHONPATH"] = str(path)
+        self.process = subprocess.Popen(
+            [
+                *before,
+                sys.executable,
+                "-W",
+                "error",
+                "-m",
+                "turnlane",
+                "serve",
+                *map(str, arguments),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def ready(self) -> dict[str, Any]:
+        """What it says once it is ready; needs ``--json``."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            pytest.fail(f"it did not start: {self.process.communicate()[1]}")
+        about: dict[str, Any] = json.loads(line)
+        return about
+
+    def heard(self, words: str) -> None:
+        """Wait for a line of stderr."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if words in line:
+                return
+        pytest.fail(f"it never said {words!r}")
+
+    def tell(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def ended(self) -> tuple[int, str]:
+        """The exit code and what is left of stderr."""
+        _, errors = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, errors
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    served: list[Served] = []
+
+    def start(*arguments: str | Path, **extra: Any) -> Served:
+        served.append(Served(*arguments, **extra))
+        return served[-1]
+
+    yield start
+    for each in served:
+        each.close()
+
+
+def on_loopback(data: Path) -> list[str]:
+    return [f"--data={data}", f"--listen-flight={LOCAL}", f"--listen-http={LOCAL}", "--json"]
+
+
+def config_file(directory: Path, text: str = "") -> Path:
+    file = directory / "turnlane.yaml"
+    file.write_text(
+        f"node:\n  data: {directory / 'data'}\n"
+        f"  flight: {{listen: '{LOCAL}'}}\n  http: {{listen: '{LOCAL}'}}\n{text}"
+    )
+    return file
+
+
+def publish(about: dict[str, Any], value: bytes, ack: str = "persisted") -> None:
+    url = f"{about['http']}/queues/main/events?ack={ack}"
+    request = urllib.request.Request(url, data=value, headers={"content-type": "text/x-raw"})
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        assert answer.status == 200
+
+
+def kept(data: Path, queue: str = "main") -> list[bytes | None]:
+    """What is in a queue of a node that has ended."""
+    with Node(data, {queue: {}}) as node:
+        values: list[bytes | None] = []
+        while node.queue(queue).stats().ledger.pending > len(values):
+            values += [event.value for event in node.queue(queue).get(timeout=PATIENCE)]
+        return values
+
+
+@pytest.fixture
+def probes(tmp_path: Path) -> Path:
+    """A folder with a distribution that brings an input of its own."""
+    folder = tmp_path / "site"
+    about = folder / "probe-1.0.dist-info"
+    about.mkdir(parents=True)
+    (folder / "probe_input.py").write_text(PROBE_INPUT)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: probe\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[turnlane.inputs]\nprobe = probe_input:ProbeInput\n")
+    return folder
+
+
+# ── starting ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_data_directory_is_enough(serve: Serve, tmp_path: Path) -> None:
+    served = serve(*on_loopback(tmp_path / "new"))
+    about = served.ready()
+    assert about["pid"] == served.process.pid
+    publish(about, b"hello")
+    served.tell(signal.SIGTERM)
+    code, errors = served.ended()
+    assert code == 0, errors
+    assert f"turnlane: flight on {about['flight']}\n" in errors
+    assert f"turnlane: http on {about['http']}\n" in errors
+    assert "Traceback" not in errors
+    assert kept(tmp_path / "new") == [b"hello"]
+
+
+def test_whoever_started_it_can_wait_for_it(serve: Serve, tmp_path: Path) -> None:
+    """By a line of JSON, by a file, or as a service manager does; and logs can be JSON, too."""
+    ready = tmp_path / "ready.json"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(PATIENCE)
+        flags = [*on_loopback(tmp_path / "data"), f"--ready-file={ready}", "--log-format=json"]
+        served = serve(*flags, NOTIFY_SOCKET=str(tmp_path / "notify"))
+        about = served.ready()
+        assert json.loads(ready.read_text()) == about
+        assert manager.recv(100) == b"READY=1"
+        served.tell(signal.SIGINT)
+        assert manager.recv(100) == b"STOPPING=1"
+    code, errors = served.ended()
+    assert code == 0
+    assert not ready.exists()
+    records = [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
+    assert any(record["logger"] == "turnlane.node.node" for record in records)
+
+
+# ── ending ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_signal_stops_inputs_first_and_loses_nothing(
+    serve: Serve, tmp_path: Path, probes: Path
+) -> None:
+    text = "queues: {main: }\ninputs: [{type: probe, queue: main}]\n"
+    served = serve(config_file(tmp_path, text), "--json", path=probes)
+    about = served.ready()
+    assert about["inputs"] == {"probe": None}
+    for number in range(50):
+        publish(about, b"%d" % number, "accepted")
+    served.tell(signal.SIGTERM)
+    code, errors = served.ended()
+    assert code == 0, errors
+    assert "turnlane: input probe into queue main\n" in errors
+    expected = [b"from the input", *(b"%d" % number for number in range(50)), b"the input's last"]
+    assert kept(tmp_path / "data") == expected
+
+
+def test_what_clients_were_told_under_load_is_there_after_a_stop(
+    serve: Serve, tmp_path: Path
+) -> None:
+    served = serve(*on_loopback(tmp_path / "data"))
+    about = served.ready()
+    told: list[bytes] = []
+    enough = threading.Event()
+
+    def keep_publishing(who: int) -> None:
+        for number in itertools.count():
+            value = b"http %d %d" % (who, number)
+            try:
+                publish(about, value)
+            except (OSError, HTTPException):  # refused, cut off, told to come back: not told
+                return
+            told.append(value)
+            if number == 5:
+                enough.set()
+
+    clients = [threading.Thread(target=keep_publishing, args=(who,)) for who in range(3)]
+    for client in clients:
+        client.start()
+    assert enough.wait(PATIENCE)
+    served.tell(signal.SIGTERM)
+    code, errors = served.ended()
+    for client in clients:
+        client.join(PATIENCE)
+    assert code == 0, errors
+    assert set(told) <= set(kept(tmp_path / "data"))
+
+
+def test_a_client_goes_on_with_the_next_node(serve: Serve, tmp_path: Path) -> None:
+    """A stop in the middle of a Flight client's stream: it waits, sends again what was not told."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        flight = f"--listen-flight=127.0.0.1:{free.getsockname()[1]}"
+    flags = [f"--data={tmp_path / 'data'}", flight, f"--listen-http={LOCAL}", "--json"]
+    served = serve(*flags)
+    with turnlane.connect(served.ready()["flight"]) as client:
+        producer = client.queue("main").producer(ack="persisted", on_ack=lambda _ack: None)
+        for number in range(200):
+            producer.publish(b"%d" % number)
+            if number == 100:
+                served.tell(signal.SIGTERM)
+                assert served.ended()[0] == 0
+                served = serve(*flags)
+                served.ready()
+        assert producer.flush(PATIENCE)
+    served.tell(signal.SIGTERM)
+    assert served.ended()[0] == 0
+    assert kept(tmp_path / "data") == [b"%d" % number for number in range(200)]
+
+
+def test_a_part_that_does_not_stop_costs_its_time_and_no_more(
+    serve: Serve, tmp_path: Path, probes: Path
+) -> None:
+    text = "  shutdown_timeout: 100ms\nqueues: {main: }\n"
+    text += "inputs: [{type: probe, queue: main, name: stuck}]\n"
+    served = serve(config_file(tmp_path, text), "--json", path=probes)
+    publish(served.ready(), b"kept", "accepted")
+    served.tell(signal.SIGTERM)
+    code, errors = served.ended()
+    assert code == 0, errors
+    assert "did not stop in time and is cut off: input stuck" in errors
+    assert kept(tmp_path / "data") == [b"from the input", b"kept"]
+
+
+def test_a_signal_that_comes_just_before_the_main_thread_sleeps_wakes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Late:
+        """As ``os``, but a signal comes when the last look for signals is over."""
+
+        def read(self, file: int, size: int) -> bytes:
+            signal.raise_signal(signal.SIGTERM)
+            return os.read(file, size)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+    monkeypatch.setattr(signals, "os", Late())
+    before = signal.getsignal(signal.SIGTERM)
+    with signals.Signals() as caught:
+        assert caught.wait() is signal.SIGTERM
+        assert not caught.wait_or(threading.Event().wait)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_goes_wrong_while_stopping_is_raised() -> None:
+    with signals.Signals() as caught:
+        assert caught.wait_or(lambda: None)
+        with pytest.raises(ZeroDivisionError):
+            caught.wait_or(lambda: 1 / 0)
+
+
+def stuck(serve: Serve, tmp_path: Path, probes: Path) -> Served:
+    """A node that would wait for ten minutes for its input to stop."""
+    text = "  shutdown_timeout: 10m\nqueues: {main: }\n"
+    text += "inputs: [{type: probe, queue: main, name: stuck}]\n"
+    served = serve(config_file(tmp_path, text), "--json", path=probes)
+    publish(served.ready(), b"kept", "accepted")
+    served.tell(signal.SIGTERM)
+    assert served.process.stdout is not None
+    assert served.process.stdout.readline() == "stuck\n"
+    return served
+
+
+def test_a_second_signal_waits_for_nobody_and_still_closes_the_queues(
+    serve: Serve, tmp_path: Path, probes: Path
+) -> None:
+    served = stuck(serve, tmp_path, probes)
+    served.tell(signal.SIGTERM)
+    code, errors = served.ended()
+    assert code == 1, errors
+    assert "stopping without waiting" in errors
+    assert kept(tmp_path / "data") == [b"from the input", b"kept"]
+
+
+def test_a_third_signal_ends_it_at_once(serve: Serve, tmp_path: Path, probes: Path) -> None:
+    served = stuck(serve, tmp_path, probes)
+    served.tell(signal.SIGINT)
+    served.heard("stopping without waiting")
+    served.tell(signal.SIGINT)
+    assert served.ended()[0] == 128 + signal.SIGINT
+
+
+def test_after_kill_9_everything_persisted_is_there(serve: Serve, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for start in (0, 10):
+        served = serve(*on_loopback(data))
+        about = served.ready()
+        for number in range(start, start + 10):
+            publish(about, b"%d" % number)
+        served.tell(signal.SIGKILL)
+        assert served.ended()[0] == -signal.SIGKILL
+    assert kept(data) == [b"%d" % number for number in range(20)]
+
+
+# ── not starting ─────────────────────────────────────────────────────────────────────────────────
+
+
+def turnlane_says(*arguments: str | Path) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command that ends before a node is opened."""
+    run = CliRunner().invoke(app, [*map(str, arguments)])
+    return run.exit_code, run.stdout, run.stderr
+
+
+def only_line(errors: str) -> str:
+    """The one line that says why; log records have a time in front."""
+    (line,) = [line for line in errors.splitlines() if not line.startswith("20")]
+    return line
+
+
+def test_a_wrong_configuration_is_told_with_its_places(tmp_path: Path) -> None:
+    file = config_file(tmp_path, "queues:\n  main: {siez: 5}\ninputs:\n  - {type: nothing}\n")
+    code, _, errors = turnlane_says("serve", file)
+    assert code == 78
+    assert errors.splitlines() == [
+        f"{file}:6:10: queues.main.siez: there is no such setting; did you mean size?",
+        errors.splitlines()[1],
+    ]
+    assert errors.splitlines()[1].startswith(f"{file}:8:12: inputs[0].type: there is no input")
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("plane", ["flight", "http"])
+def test_a_port_that_is_taken_is_named(serve: Serve, tmp_path: Path, plane: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        flags = [flag for flag in on_loopback(tmp_path / "data") if plane not in flag]
+        code, errors = serve(*flags, f"--listen-{plane}={address}").ended()
+    assert code == 75
+    wanted = f"turnlane: node.{plane}.listen: cannot listen on {address}: Address already in use"
+    assert only_line(errors) == wanted
+    with Node(tmp_path / "data"):
+        """Nobody holds the directory."""
+
+
+def test_a_port_of_an_input_that_is_taken_is_named(serve: Serve, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        other.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        text = f"queues: {{main: }}\ninputs: [{{type: syslog, udp: '{address}', queue: main}}]\n"
+        code, errors = serve(config_file(tmp_path, text)).ended()
+    assert code == 75
+    wanted = f"turnlane: input syslog: udp: cannot listen on {address}: Address already in use"
+    assert only_line(errors) == wanted
+
+
+def test_a_node_may_open_as_many_files_as_the_system_allows(serve: Serve, tmp_path: Path) -> None:
+    limits = ["prlimit", "--nofile=256:2000"]
+    node = serve(*on_loopback(tmp_path / "data"), before=limits)
+    pid = node.ready()["pid"]
+    assert resource.prlimit(pid, resource.RLIMIT_NOFILE) == (2000, 2000)
+
+
+@pytest.mark.parametrize("others", ["", "  - {type: syslog, tcp: ':0', queue: main}\n"])
+def test_a_node_that_only_reads_stdin_ends_with_it(
+    serve: Serve, tmp_path: Path, others: str
+) -> None:
+    text = f"queues: {{main: }}\ninputs:\n  - {{type: stdin, queue: main}}\n{others}"
+    node = serve(config_file(tmp_path, text), "--json")
+    node.ready()
+    assert node.process.stdin is not None
+    node.process.stdin.write("one\ntwo")
+    node.process.stdin.close()
+    node.process.stdin = None  # communicate() would close it again
+    if others:
+        with pytest.raises(subprocess.TimeoutExpired):
+            node.process.wait(1.0)
+        node.tell(signal.SIGTERM)
+    code, errors = node.ended()
+    assert code == 0
+    assert ("end of input: stopping" in errors) is not bool(others)
+    assert kept(tmp_path / "data") == [b"one", b"two"]
+
+
+def test_a_directory_that_another_node_holds_is_named(serve: Serve, tmp_path: Path) -> None:
+    with Node(tmp_path / "data"):
+        code, errors = serve(*on_loopback(tmp_path / "data")).ended()
+    assert code == 75
+    assert str(tmp_path / "data") in only_line(errors)
+
+
+def test_a_directory_that_cannot_be_made_is_named(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, errors = serve(*on_loopback(tmp_path / "file" / "data")).ended()
+    assert code == 1
+    assert str(tmp_path / "file") in only_line(errors)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--data=d", "c.yaml"], ["c.yaml", "--queue=a"], ["c.yaml", "--listen-http=:0"]],
+)
+def test_a_config_or_a_directory_is_given_not_both(arguments: list[str]) -> None:
+    code, _, errors = turnlane_says("serve", *arguments)
+    assert code == 2
+    assert "CONFIG" in errors
+
+
+def test_an_address_on_the_command_line_is_checked(tmp_path: Path) -> None:
+    code, _, errors = turnlane_says("serve", f"--data={tmp_path}", "--listen-http=0.0.0.0:0")
+    assert code == 78
+    assert only_line(errors).startswith("turnlane: node.http.listen: 0.0.0.0:0 can be reached")
+
+
+def test_work_that_ends_after_the_signals_rings_for_nobody(tmp_path: Path) -> None:
+    """The number of the closed pipe may be somebody else's by then."""
+    go_on = threading.Event()
+    before = set(threading.enumerate())
+    with signals.Signals() as caught:
+        signal.raise_signal(signal.SIGTERM)
+        assert not caught.wait_or(go_on.wait)
+        (work,) = [each for each in threading.enumerate() if each not in before]
+    with (tmp_path / "one").open("wb"), (tmp_path / "two").open("wb"):
+        go_on.set()
+        work.join()
+    assert [(tmp_path / name).read_bytes() for name in ("one", "two")] == [b"", b""]
+
+
+# ── the service without a process ────────────────────────────────────────────────────────────────
+
+
+def settings(data: Path, text: str = "") -> Config:
+    planes = f"flight: {{listen: '{LOCAL}'}}, http: {{listen: '{LOCAL}'}}"
+    return loads(f"node: {{data: '{data}', {planes}}}\nqueues: {{main: }}\n{text}")
+
+
+def test_whatever_fails_everything_opened_before_is_closed(
+    tmp_path: Path, probes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(probes)
+    fresh = Plugins("turnlane.inputs", Input, "input")  # type: ignore[type-abstract]
+    monkeypatch.setattr(registry, "load", fresh.load)
+    text = "inputs: [{type: probe, queue: main, name: broken}]"
+    service = Service(settings(tmp_path / "data", text))
+    with pytest.raises(RuntimeError, match="does not start"):
+        service.start()
+    addresses = [plane.address for plane in service.planes.values()]
+    assert len(addresses) == 2
+    for address in addresses:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((address.host, address.port))
+    assert kept(tmp_path / "data") == [b"from the input"]
+
+
+def test_an_input_without_its_queue_does_not_start(tmp_path: Path) -> None:
+    config = settings(tmp_path / "data", "inputs: [{type: stdin, queue: main}]")
+    with pytest.raises(ConfigError, match="input stdin: queue: there is no queue 'main'"):
+        Service(config.model_copy(update={"queues": {}})).start()
+
+
+def test_queues_can_be_named_on_the_command_line(tmp_path: Path) -> None:
+    listen = {"flight": LOCAL, "http": LOCAL}
+    config = command._settings(None, tmp_path / "data", ["a", "b"], listen)
+    with Service(config).start() as service:
+        assert sorted(service.node.queues()) == ["a", "b"]
+
+
+def test_a_service_stops_twice_and_lets_go_of_its_directory(tmp_path: Path) -> None:
+    service = Service(settings(tmp_path / "data")).start()
+    with pytest.raises(DirectoryLocked):
+        Node(tmp_path / "data")
+    assert service.stop(5.0)
+    assert service.stop()
+    service.hard_stop()
+    assert kept(tmp_path / "data") == []
+
+
+def test_planes_can_be_switched_off(tmp_path: Path) -> None:
+    off = "node: {data: %s, flight: {enabled: false}, http: {enabled: false}}\nqueues: {main: }"
+    with Service(loads(off % (tmp_path / "data"))).start() as service:
+        assert list(service.listening()) == []
+        assert isinstance(service.node.queue("main"), turnlane.Queue)
+
+
+# ── turnlane validate ────────────────────────────────────────────────────────────────────────────
+
+
+def test_validate_says_that_all_is_well(tmp_path: Path) -> None:
+    file = config_file(tmp_path, "queues: {main: }\n")
+    assert turnlane_says("validate", file) == (0, f"{file}: ok, 1 queue, 0 inputs\n", "")
+    assert not (tmp_path / "data").exists()
+
+
+def test_validate_lists_every_fault(tmp_path: Path) -> None:
+    file = config_file(tmp_path, "queue: {}\ninput: []\n")
+    code, _, errors = turnlane_says("validate", file)
+    assert code == 78
+    assert errors.splitlines() == [
+        f"{file}:5:1: queue: there is no such setting; did you mean queues?",
+        f"{file}:6:1: input: there is no such setting; did you mean inputs?",
+    ]
+
+
+def test_validate_reads_secrets_and_shows_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "very-secret")
+    token = "  tokens: [{name: app, secret: '${TOKEN}', rights: {'*': [publish]}}]\n"
+    code, shown, errors = turnlane_says("validate", config_file(tmp_path, token), "--show")
+    assert code == 0, errors
+    assert json.loads(shown)["node"]["tokens"][0]["secret"] == "**********"
+    assert "very-secret" not in shown + errors
+    elsewhere = token.replace("secret: '${TOKEN}'", "secret_env: GONE")
+    code, _, errors = turnlane_says("validate", config_file(tmp_path, elsewhere))
+    assert code == 78
+    assert only_line(errors) == (
+        "turnlane: node.tokens.app: environment variable GONE is empty or not set"
+    )
+
+
+@pytest.mark.parametrize(
+    ("listens", "found"),
+    [
+        ("tcp: '0.0.0.0:6514'", "input syslog: tcp: 0.0.0.0:6514 can be reached from outside"),
+        ("udp: '*:514'", "input syslog: udp: 0.0.0.0:514 can be reached"),
+        ("udp: '*:514', insecure: true", None),
+    ],
+)
+def test_validate_finds_syslog_open_to_everybody(
+    tmp_path: Path, listens: str, found: str | None
+) -> None:
+    text = f"queues: {{main: }}\ninputs: [{{type: syslog, {listens}, queue: main}}]\n"
+    code, _, errors = turnlane_says("validate", config_file(tmp_path, text))
+    assert code == (78 if found else 0)
+    assert not found or only_line(errors).startswith(f"turnlane: {found}")
+    assert ("which needs tls and tls.client_ca" in errors) is bool(found)
+
+
+def test_validate_loads_certificates(tmp_path: Path) -> None:
+    file = config_file(tmp_path, "  tls: {cert: none.pem, key: none.key}\n")
+    code, _, errors = turnlane_says("validate", file)
+    assert code == 78
+    expected = "turnlane: node.flight.tls.cert: none.pem: No such file or directory"
+    assert only_line(errors) == expected

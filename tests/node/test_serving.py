@@ -1,0 +1,629 @@
+"""Does everything that listens refuse, bound and cut what it should?"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hmac
+import socket
+import ssl
+import threading
+import time
+import tracemalloc
+import zlib
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trustme
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from turnlane.errors import (
+    AddressTaken,
+    ConfigError,
+    NoSuchQueue,
+    NotAllowed,
+    QueueClosed,
+    QueueExists,
+    QueueFull,
+    SchemaMismatch,
+    StorageFailed,
+)
+from turnlane.problems import config_error
+from turnlane.serving.address import Address, check_exposed
+from turnlane.serving.body import PROBLEM_HANDLERS, BodyTooLarge, problem, read_body, unpacked
+from turnlane.serving.rights import Authority, Right, TokenSettings, bearer_of
+from turnlane.serving.tls import TlsSettings
+from turnlane.serving.web import WebServer, WebSettings
+
+# ── addresses ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port", "loopback"),
+    [
+        ("127.0.0.1:8088", "127.0.0.1", 8088, True),
+        (":8088", "127.0.0.1", 8088, True),
+        ("localhost:1", "localhost", 1, True),
+        ("[::1]:514", "::1", 514, True),
+        ("127.9.9.9:0", "127.9.9.9", 0, True),
+        ("0.0.0.0:80", "0.0.0.0", 80, False),
+        ("*:80", "0.0.0.0", 80, False),
+        ("[::]:80", "::", 80, False),
+        ("10.0.0.1:80", "10.0.0.1", 80, False),
+        ("logs.example:80", "logs.example", 80, False),
+    ],
+)
+def test_an_address_is_read_and_known_as_loopback(
+    text: str, host: str, port: int, loopback: bool
+) -> None:
+    address = Address.parse(text)
+    assert (address.host, address.port, address.is_loopback) == (host, port, loopback)
+    assert Address.parse(str(address)) == address
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "8088", 8088, "host", "host:", "host:99999", "::1:80", "a b:1"]
+)
+def test_what_is_no_address_is_refused_with_an_example(wrong: object) -> None:
+    with pytest.raises(ValueError, match=r"such as 127\.0\.0\.1:8088"):
+        Address.parse(wrong)
+
+
+def test_an_address_stands_in_a_model_and_is_written_back() -> None:
+    class Model(BaseModel):
+        listen: Address
+
+    model = Model.model_validate({"listen": ":80"})
+    assert model.model_dump(mode="json") == {"listen": "127.0.0.1:80"}
+    assert Model.model_json_schema()["properties"]["listen"]["type"] == "string"
+    with pytest.raises(ValidationError, match="is not an address"):
+        Model.model_validate({"listen": "x"})
+
+
+def test_a_public_address_needs_tls_and_tokens() -> None:
+    public = Address.parse("0.0.0.0:80")
+    for tls, tokens, missing in ((False, False, "tls and tokens"), (True, False, "tokens")):
+        with pytest.raises(ConfigError, match=f"needs {missing}: "):
+            check_exposed(public, tls=tls, tokens=tokens, insecure=False)
+    check_exposed(public, tls=True, tokens=True, insecure=False)
+    check_exposed(public, tls=False, tokens=False, insecure=True)
+    check_exposed(Address.parse(":80"), tls=False, tokens=False, insecure=False)
+
+
+def test_a_taken_port_and_an_unknown_host_are_told_apart() -> None:
+    with Address.parse(":0").listen() as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(AddressTaken, match=rf"listen: cannot listen on 127.0.0.1:{port}"):
+            Address.parse(f":{port}").listen()
+    with pytest.raises(ConfigError, match="no such host"):
+        Address.parse("no-such-host.invalid:0").listen()
+
+
+# ── tokens ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def token(**fields: Any) -> TokenSettings:
+    return TokenSettings.model_validate(
+        {"name": "t", "secret": "s3cret", "rights": {"web-*": ["publish"]}} | fields
+    )
+
+
+def test_a_token_gives_its_rights_on_its_queues_and_no_others() -> None:
+    authority = Authority([token(), token(name="other", secret="o", rights={"*": ["admin"]})])
+    authority.check("s3cret", Right.PUBLISH, "web-1")
+    for right, queue in ((Right.READ, "web-1"), (Right.PUBLISH, "db"), (Right.PUBLISH, None)):
+        with pytest.raises(NotAllowed, match="does not give the right") as refused:
+            authority.check("s3cret", right, queue)
+        assert refused.value.known
+    authority.check("o", Right.ADMIN, None)
+    assert not authority.allows("o", Right.READ, "web-1")
+
+
+@pytest.mark.parametrize("bearer", [None, "", "wrong", "s3cre", "s3cret ", "\udcff"])
+def test_no_token_and_a_wrong_token_are_unknown(bearer: str | None) -> None:
+    with pytest.raises(NotAllowed) as refused:
+        Authority([token()]).check(bearer, Right.PUBLISH, "web-1")
+    assert not refused.value.known
+
+
+def test_a_token_is_compared_with_all_and_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+    compare = hmac.compare_digest
+
+    def counting(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return compare(one, other)
+
+    monkeypatch.setattr(hmac, "compare_digest", counting)
+    authority = Authority([token(name=name, secret=name) for name in "abc"])
+    for bearer in ("a", "c", "wrong", "a" * 1000):
+        compared.clear()
+        authority.allows(bearer, Right.PUBLISH, "web-1")
+        assert len(compared) == 3
+        assert {len(side) for pair in compared for side in pair} == {32}  # says no length either
+
+
+def test_a_token_ends_when_it_expires() -> None:
+    now = [0.0]
+    expires = datetime(2030, 1, 1, tzinfo=UTC)
+    authority = Authority([token(expires=expires)], now=lambda: now[0])
+    now[0] = expires.timestamp() - 1
+    authority.check("s3cret", Right.PUBLISH, "web-1")
+    now[0] = expires.timestamp()
+    with pytest.raises(NotAllowed, match="token t has expired"):
+        authority.check("s3cret", Right.PUBLISH, "web-1")
+    with pytest.raises(ValidationError, match="timezone"):
+        token(expires=datetime(2030, 1, 1))  # noqa: DTZ001 - that is what is refused
+
+
+def test_without_tokens_everybody_may_do_everything() -> None:
+    authority = Authority()
+    assert not authority.has_tokens
+    authority.check(None, Right.ADMIN, None)
+    assert authority.identify(None) is None
+
+
+def test_secrets_come_from_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("from-file\n")
+    monkeypatch.setenv("TOKEN_X", "from-env")
+    authority = Authority(
+        [
+            token(name="file", secret=None, secret_file=file),
+            token(name="env", secret=None, secret_env="TOKEN_X"),
+        ]
+    )
+    assert authority.identify("from-file") == "file"
+    assert authority.identify("from-env") == "env"
+
+
+def test_a_secret_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:
+    for place in ({"secret_file": tmp_path / "none"}, {"secret_env": "NOT_SET_AT_ALL"}):
+        with pytest.raises(ConfigError, match=r"tokens.t: .*(none|NOT_SET_AT_ALL)"):
+            Authority([token(secret=None, **place)])
+    with pytest.raises(ConfigError, match="same secret"):
+        Authority([token(), token(name="again")])
+    for fields in ({"secret": None}, {"secret_env": "X"}):
+        with pytest.raises(ValidationError) as wrong:
+            token(**fields)
+        assert "exactly one of" in str(config_error(wrong.value))
+
+
+def test_a_secret_is_never_shown() -> None:
+    authority = Authority([token()])
+    shown = repr(token()) + str(token()) + repr(authority) + repr(vars(authority))
+    assert "s3cret" not in shown + token().model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [
+        ("Bearer abc", "abc"),
+        ("bearer  abc ", "abc"),
+        ("Basic abc", None),
+        ("Bearer", None),
+        ("Bearer ", None),
+        (None, None),
+    ],
+)
+def test_the_token_is_taken_from_the_header(header: str | None, found: str | None) -> None:
+    assert bearer_of(header) == found
+
+
+# ── TLS ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Pki:
+    def __init__(self, folder: Path) -> None:
+        self.authority = trustme.CA()
+        self.cert, self.key, self.ca = (folder / name for name in ("cert", "key", "ca"))
+        issued = self.authority.issue_cert("127.0.0.1", "localhost")
+        issued.private_key_pem.write_to_path(self.key)
+        for number, pem in enumerate(issued.cert_chain_pems):
+            pem.write_to_path(self.cert, append=number > 0)
+        self.authority.cert_pem.write_to_path(self.ca)
+
+    def client(self, *, own: trustme.CA | None = None) -> ssl.SSLContext:
+        context = ssl.create_default_context()
+        self.authority.configure_trust(context)
+        if own is not None:
+            own.issue_cert("client@example.org").configure_cert(context)
+        return context
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
+    return Pki(tmp_path_factory.mktemp("pki"))
+
+
+def test_tls_files_that_cannot_be_used_are_named(pki: Pki, tmp_path: Path) -> None:
+    junk, missing = tmp_path / "junk", tmp_path / "missing"
+    junk.write_text("junk")
+    other = Pki(tmp_path).key
+    for fields, said in (
+        ({"cert": missing}, rf"tls.cert: {missing}: No such file"),
+        ({"key": missing}, rf"tls.key: {missing}: No such file"),
+        ({"cert": junk}, rf"tls.cert: {junk} holds no certificate"),
+        ({"key": junk}, rf"tls.key: {junk} "),
+        ({"key": other}, rf"tls.key: {other} is not the key of {pki.cert}"),
+        ({"client_ca": junk}, rf"tls.client_ca: {junk} holds no certificate"),
+    ):
+        settings = TlsSettings(**{"cert": pki.cert, "key": pki.key} | fields)
+        with pytest.raises(ConfigError, match=said):
+            settings.context()
+
+
+def test_flight_gets_the_same_certificates(pki: Pki) -> None:
+    plain = TlsSettings(cert=pki.cert, key=pki.key).flight_arguments()
+    assert plain == {"tls_certificates": [(pki.cert.read_bytes(), pki.key.read_bytes())]}
+    mutual = TlsSettings(cert=pki.cert, key=pki.key, client_ca=pki.ca).flight_arguments()
+    assert mutual["verify_client"] is True
+    assert mutual["root_certificates"] == pki.ca.read_bytes()
+
+
+# ── the server ──────────────────────────────────────────────────────────────────────────────────
+
+
+async def echo_length(request: Request) -> Response:
+    body = await read_body(request, request.app.state.limits)
+    return PlainTextResponse(str(len(body)))
+
+
+async def large(_request: Request) -> Response:
+    return Response(b"x" * (64 * 2**20))
+
+
+async def bug(_request: Request) -> Response:
+    raise KeyError("a bug")
+
+
+@contextlib.contextmanager
+def serving(**knobs: Any) -> Iterator[WebServer]:
+    settings = WebSettings(**{"listen": ":0", "idle_timeout": "30s"} | knobs)
+    routes = [
+        Route("/", echo_length, methods=["GET", "POST"]),
+        Route("/large", large),
+        Route("/bug", bug),
+    ]
+    app = Starlette(routes=routes, exception_handlers=PROBLEM_HANDLERS)
+    app.state.limits = settings
+    with WebServer(app, settings, "test").start() as server:
+        yield server
+
+
+def connected(server: WebServer) -> socket.socket:
+    return socket.create_connection((server.address.host, server.address.port), timeout=20)
+
+
+def is_cut(sock: socket.socket) -> bool:
+    """Waits until the server has closed, whatever it says before."""
+    try:
+        while sock.recv(65536):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def wait_until(condition: Any, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        time.sleep(0.01)
+
+
+def test_it_serves_on_a_real_port_and_stops_twice() -> None:
+    with serving() as server:
+        assert server.address.port > 0
+        assert httpx.post(server.url, content=b"12345").text == "5"
+        server.stop(1.0)
+        with pytest.raises(ConnectionRefusedError):
+            connected(server)
+
+
+def test_answers_on_a_kept_connection_are_not_held_back() -> None:
+    """Nagle's algorithm would hold back every answer's body for about 40 ms."""
+    with serving() as server, httpx.Client(base_url=server.url) as client:
+        client.post("/", content=b"1")
+        took = []
+        for _ in range(20):
+            began = time.monotonic()
+            client.post("/", content=b"1")
+            took.append(time.monotonic() - began)
+    assert min(took) < 0.03
+
+
+def test_a_port_in_use_may_be_free_later() -> None:
+    with serving() as server, pytest.raises(AddressTaken, match="listen: cannot listen on"):
+        WebServer(lambda *_: None, WebSettings(listen=server.address)).start()  # type: ignore[arg-type]
+
+
+def test_an_idle_client_and_one_with_slow_headers_are_cut_and_others_served() -> None:
+    with (
+        serving(idle_timeout="300ms") as server,
+        connected(server) as idle,
+        connected(server) as slow,
+    ):
+        done = threading.Event()
+
+        def drip() -> None:
+            slow.sendall(b"GET / HTTP/1.1\r\n")
+            with contextlib.suppress(OSError):
+                while not done.wait(0.05):
+                    slow.sendall(b"a: b\r\n")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        assert httpx.post(server.url, content=b"1").text == "1"
+        assert is_cut(idle)
+        assert is_cut(slow)
+        done.set()
+        dripping.join()
+        wait_until(lambda: server.connections == 0)
+
+
+def test_a_body_that_stops_or_drips_is_cut() -> None:
+    with serving(idle_timeout="300ms") as server, connected(server) as stuck:
+        stuck.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nabc")
+        assert is_cut(stuck)
+        wait_until(lambda: server.connections == 0)
+
+
+def test_a_connection_kept_open_between_requests_is_cut_when_idle() -> None:
+    with serving(idle_timeout="300ms") as server, connected(server) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert sock.recv(1000).startswith(b"HTTP/1.1 200")
+        assert is_cut(sock)
+
+
+def test_a_client_that_does_not_read_its_answer_is_cut() -> None:
+    with serving(idle_timeout="300ms") as server, connected(server) as sock:
+        sock.sendall(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
+        wait_until(lambda: server.connections == 1)
+        wait_until(lambda: server.connections == 0)
+
+
+def test_a_slow_answer_does_not_cut_the_waiting_client() -> None:
+    release = threading.Event()
+
+    async def late(_request: Request) -> Response:
+        from anyio import to_thread
+
+        await to_thread.run_sync(release.wait)
+        return PlainTextResponse("late")
+
+    app = Starlette(routes=[Route("/", late)])
+    settings = WebSettings(listen=":0", idle_timeout="200ms")  # type: ignore[arg-type]
+    with WebServer(app, settings).start() as server, connected(server) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        with connected(server) as other:
+            assert is_cut(other)  # so the time is over
+        release.set()
+        assert sock.recv(1000).startswith(b"HTTP/1.1 200")
+
+
+def test_there_are_only_so_many_connections_and_room_comes_back() -> None:
+    with serving(max_connections=2) as server:
+        with connected(server) as one, connected(server), connected(server) as third:
+            assert b"503 Service Unavailable" in third.recv(1000)
+            one.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert one.recv(1000).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: server.connections == 0)
+        assert httpx.get(server.url).status_code == 200
+
+
+@pytest.mark.parametrize("head", [b"x: " + b"y" * 5000, b"\r\n".join([b"x: y"] * 1000)])
+@pytest.mark.parametrize("ending", [b"\r\n\r\n", b""])
+def test_headers_have_a_limit_whether_they_end_or_not(head: bytes, ending: bytes) -> None:
+    with serving(max_header_bytes="2Ki") as server, connected(server) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\n" + head + ending)
+        assert sock.recv(100).startswith(b"HTTP/1.1 431 ")
+        assert is_cut(sock)
+
+
+def test_trailers_have_the_same_limit() -> None:
+    with serving(max_header_bytes="2Ki") as server, connected(server) as sock:
+        sock.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n")
+        sock.sendall(b"\r\n".join([b"x: y"] * 1000) + b"\r\n\r\n")
+        assert is_cut(sock)
+
+
+@pytest.mark.parametrize(
+    "junk", [b"\x00\x01\x02\r\n\r\n", b"GET\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n"]
+)
+def test_junk_is_answered_and_cut(junk: bytes) -> None:
+    with serving() as server, connected(server) as sock:
+        sock.sendall(junk)
+        assert sock.recv(100).startswith(b"HTTP/1.1 400")
+        assert is_cut(sock)
+
+
+def test_pipelined_requests_are_answered_in_order() -> None:
+    with serving() as server, connected(server) as sock:
+        request = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
+        sock.sendall(b"".join(request % (size, b"x" * size) for size in (1, 2, 3)))
+        sock.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        answer = b""
+        while piece := sock.recv(65536):
+            answer += piece
+        bodies = [part.rpartition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200")][1:]
+        assert bodies == [b"1", b"2", b"3", b"0"]
+
+
+def test_stopping_lets_a_request_finish_and_cuts_one_that_does_not() -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    async def wait(request: Request) -> Response:
+        from anyio import to_thread
+
+        begun.set()
+        await to_thread.run_sync(release.wait, abandon_on_cancel=True)
+        return PlainTextResponse("done")
+
+    app = Starlette(routes=[Route("/", wait)])
+    for finishes in (True, False):
+        begun.clear()
+        release.clear()
+        server = WebServer(app, WebSettings(listen=":0")).start()  # type: ignore[arg-type]
+        with connected(server) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert begun.wait(10)
+            stopping = threading.Thread(target=server.stop, args=(20.0 if finishes else 0.0,))
+            stopping.start()
+            if finishes:
+                release.set()
+                assert sock.recv(1000).startswith(b"HTTP/1.1 200")
+            stopping.join(10)
+            assert not stopping.is_alive()
+            assert is_cut(sock)
+        release.set()
+
+
+# ── TLS, served ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_tls_is_served_and_plain_text_is_not(pki: Pki) -> None:
+    tls = TlsSettings(cert=pki.cert, key=pki.key)
+    with serving(tls=tls) as server:
+        assert httpx.get(server.url, verify=pki.client()).status_code == 200
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(server.url.replace("https", "http"))
+        with pytest.raises(httpx.ConnectError, match=r"self-signed|unable to get local issuer"):
+            httpx.get(server.url, verify=ssl.create_default_context())
+
+
+def test_mutual_tls_wants_a_certificate_of_its_authority(pki: Pki) -> None:
+    tls = TlsSettings(cert=pki.cert, key=pki.key, client_ca=pki.ca)
+    with serving(tls=tls) as server:
+        assert httpx.get(server.url, verify=pki.client(own=pki.authority)).status_code == 200
+        for context in (pki.client(), pki.client(own=trustme.CA())):
+            with pytest.raises((httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError)):
+                httpx.get(server.url, verify=context)
+        old = pki.client(own=pki.authority)
+        old.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
+        with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+            old.maximum_version = ssl.TLSVersion.TLSv1_1
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(server.url, verify=old)
+
+
+def test_a_tls_handshake_that_never_comes_is_cut(pki: Pki) -> None:
+    tls = TlsSettings(cert=pki.cert, key=pki.key)
+    with serving(tls=tls, idle_timeout="300ms") as server, connected(server) as sock:
+        assert is_cut(sock)
+
+
+# ── bodies ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_gzip_and_deflate_bodies_are_unpacked() -> None:
+    text = b"hello " * 1000
+    raw = zlib.compressobj(wbits=-15)
+    bodies = {
+        "gzip": [gzip.compress(text), gzip.compress(text[:7]) + gzip.compress(text[7:])],
+        "deflate": [zlib.compress(text), raw.compress(text) + raw.flush()],
+        "identity": [text],
+    }
+    with serving() as server, httpx.Client(base_url=server.url) as client:
+        for encoding, variants in bodies.items():
+            for body in variants:
+                answer = client.post("/", content=body, headers={"content-encoding": encoding})
+                assert (answer.status_code, answer.text) == (200, "6000")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"junk", gzip.compress(b"x" * 5000)[:-9], b"\x1f\x8b"],
+    ids=["junk", "cut short", "cut in its head"],
+)
+def test_a_body_that_is_not_what_it_claims_is_a_bad_request(body: bytes) -> None:
+    with serving() as server:
+        answer = httpx.post(server.url, content=body, headers={"content-encoding": "gzip"})
+        assert answer.status_code == 400
+        assert answer.headers["content-type"] == "application/problem+json"
+
+
+def test_an_unknown_encoding_is_unsupported() -> None:
+    with serving() as server:
+        answer = httpx.post(server.url, content=b"", headers={"content-encoding": "br"})
+        assert answer.status_code == 415
+
+
+def test_a_body_over_the_limit_is_refused_declared_or_not() -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(12):
+            yield b"x" * 1000
+
+    with serving(max_request_bytes=10_000) as server:
+        assert httpx.post(server.url, content=b"x" * 10_000).text == "10000"
+        for content in (b"x" * 10_001, chunks()):
+            answer = httpx.post(server.url, content=content)
+            assert (answer.status_code, answer.json()["error"]) == (413, "BodyTooLarge")
+        with connected(server) as sock:  # a client that asks first is told before it sends
+            head = (
+                b"POST / HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n"
+            )
+            sock.sendall(head % 10**12)
+            assert sock.recv(1000).startswith(b"HTTP/1.1 413")
+            assert is_cut(sock)
+
+
+def test_a_gzip_bomb_stays_small() -> None:
+    bomb = gzip.compress(bytes(64 * 2**20), 1)
+    nested = gzip.compress(b"") * 50_000
+    tracemalloc.start()
+    try:
+        for body in (bomb, nested):
+            with pytest.raises(BodyTooLarge):
+                unpacked(body, 2**20)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * 2**20
+    with serving(max_decompressed_bytes="1Mi") as server:
+        answer = httpx.post(server.url, content=bomb, headers={"content-encoding": "gzip"})
+        assert answer.status_code == 413
+
+
+# ── problems ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "after"),
+    [
+        (QueueFull("full", after=2.1), 429, "3"),
+        (QueueFull("full"), 429, "1"),
+        (StorageFailed("disk"), 503, "1"),
+        (QueueClosed("closed"), 503, "1"),
+        (BodyTooLarge("large"), 413, None),
+        (NoSuchQueue("no"), 404, None),
+        (QueueExists("other"), 409, None),
+        (NotAllowed("who"), 401, None),
+        (ConfigError("knob", "wrong"), 400, None),
+        (SchemaMismatch("type"), 400, None),
+        (ValueError("wrong"), 400, None),
+        (KeyError("bug"), 500, None),
+    ],
+)
+def test_an_error_becomes_a_status(error: Exception, status: int, after: str | None) -> None:
+    answer = problem(error)
+    assert (answer.status_code, answer.headers.get("retry-after")) == (status, after)
+    assert ("www-authenticate" in answer.headers) == (status == 401)
+    assert (b"bug" in answer.body) is False
+
+
+def test_a_bug_is_answered_500_and_the_server_lives() -> None:
+    with serving() as server:
+        assert httpx.get(f"{server.url}/bug").status_code == 500
+        assert httpx.get(server.url).status_code == 200

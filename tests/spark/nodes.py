@@ -1,0 +1,60 @@
+"""Nodes to read from and write to, in the test's own process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from turnlane.events import block_of, values_of
+from turnlane.node.flight import FlightPlane
+from turnlane.node.node import Node
+from turnlane.queues.holding import HoldingQueue
+from turnlane.serving.address import LOOPBACK, Address
+from turnlane.serving.rights import Authority
+
+
+class Served:
+    """A running node."""
+
+    def __init__(self, node: Node, plane: FlightPlane) -> None:
+        self.node = node
+        self.plane = plane
+
+    @property
+    def url(self) -> str:
+        return f"turnlane://{self.plane.address}"
+
+    def queue(self, name: str) -> HoldingQueue:
+        return self.node.queue(name)
+
+    def publish(self, queue: str, values: list[bytes], **columns: Any) -> None:
+        """Publish, and wait until it is persisted."""
+        self.queue(queue).producer(ack="persisted").publish_block(block_of(values, **columns))
+
+    def values(self, queue: str) -> list[bytes]:
+        """All that waits in a queue."""
+        found: list[bytes] = []
+        at = self.queue(queue).low
+        while (piece := self.queue(queue).read(at, 1 << 20)) is not None:
+            found += values_of([piece[1]])
+            at = piece[0] + piece[1].num_rows
+        return found
+
+
+@contextlib.contextmanager
+def serving(data: Path, queues: Mapping[str, Mapping[str, Any]]) -> Iterator[Served]:
+    """A node with these queues."""
+    with Node(data, queues) as node:
+        plane = FlightPlane(node, Authority(()), Address(LOOPBACK, 0))
+        plane.start()
+        try:
+            yield Served(node, plane)
+        finally:
+            plane.stop(5.0)
+
+
+def numbers(first: int, end: int) -> list[bytes]:
+    """Values that tell their place."""
+    return [b"%d" % number for number in range(first, end)]

@@ -1,0 +1,243 @@
+"""``turnlane run`` and ``turnlane pipeline`` as processes, on real Spark."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import skip_or_fail
+from tests.spark.nodes import serving
+
+PATIENCE = 250
+pytestmark = pytest.mark.timeout(900)  # a dozen processes start, and others may be at work
+
+CONFIG = """\
+node:
+  data: data
+  flight: {listen: "127.0.0.1:0"}
+  http: {listen: "127.0.0.1:0"}
+inputs: [{type: syslog, tcp: "127.0.0.1:0", queue: main}]
+parse: syslog
+actions:
+  - {name: noise, filter: severity = 7, output: {type: discard}}
+  - {name: alerts, filter: severity <= 3, queue: disk, output: {type: file, path: alerts.jsonl}}
+  - {name: all, output: {type: file, path: all.jsonl}}
+spark: {master: "local[2]"}
+"""
+
+
+class Program:
+    """A ``turnlane`` that tells in JSON what happens."""
+
+    def __init__(self, place: Path, *arguments: str) -> None:
+        self.place = place
+        self._said = queue.SimpleQueue[dict[str, Any] | None]()
+        self.heard: list[dict[str, Any]] = []
+        self._errors = (place / "stderr").open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "turnlane", *arguments, "--json"],
+            cwd=place,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._listen)
+        self._reader.start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._said.put(json.loads(line))
+        self._said.put(None)
+
+    def wait_for(self, event: str, **about: Any) -> dict[str, Any]:
+        """The next thing it says that is so."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                said = self._said.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                said = None
+            if said is None:
+                pytest.fail(f"no {event} {about}, but {self.heard}\n{self.errors}")
+            self.heard.append(said)
+            if said["event"] == event and about.items() <= said.items():
+                return said
+
+    @property
+    def errors(self) -> str:
+        return (self.place / "stderr").read_text(errors="replace")
+
+    def ended(self) -> int:
+        return self.process.wait(PATIENCE)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self._errors.close()
+
+
+Start = Callable[..., Program]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    if not (shutil.which("java") or "JAVA_HOME" in os.environ):
+        skip_or_fail("Spark needs Java 17 or later")
+    programs: list[Program] = []
+
+    def make(*arguments: str) -> Program:
+        programs.append(Program(tmp_path, *arguments))
+        return programs[-1]
+
+    yield make
+    for program in programs:
+        program.close()
+
+
+def send(address: str, *severities: int, text: str) -> None:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port)), PATIENCE) as sender:
+        for severity in severities:
+            line = f"<{8 + severity}>1 2026-01-01T12:00:00Z web shop 1 - - {text} {severity}\n"
+            sender.sendall(line.encode())
+
+
+def messages(file: Path) -> list[str]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    return sorted(json.loads(line)["message"] for line in lines)
+
+
+def wait_until_file_has(file: Path, expected: list[str], program: Program) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while messages(file) != expected:
+        if time.monotonic() > deadline or program.process.poll() is not None:
+            pytest.fail(f"{file.name} has {messages(file)}, not {expected}\n{program.errors}")
+        time.sleep(0.05)
+
+
+def test_syslog_comes_out_of_files_the_configuration_changes_and_a_signal_ends_it(
+    start: Start, tmp_path: Path
+) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(CONFIG)
+    program = start("run", "c.yaml")
+    address = program.wait_for("node", state="ready")["inputs"]["syslog"]
+    assert program.wait_for("lanes")["names"] == ["main", "alerts"]
+    send(address, 3, 6, 7, text="first")
+    wait_until_file_has(tmp_path / "all.jsonl", ["first 3", "first 6"], program)
+    wait_until_file_has(tmp_path / "alerts.jsonl", ["first 3"], program)
+
+    # A configuration with a mistake changes nothing.
+    config.write_text(CONFIG.replace("severity <= 3", "severty <= 3"))
+    (fault,) = program.wait_for("reload", accepted=False)["faults"]
+    assert fault.startswith("c.yaml:9:28: actions[1].filter: ")
+    assert "severty" in fault
+    send(address, 2, text="second")
+    wait_until_file_has(tmp_path / "alerts.jsonl", ["first 3", "second 2"], program)
+
+    # A good one is taken; an action that is new has its queue.
+    renamed = CONFIG.replace("name: alerts", "name: urgent").replace("<= 3", "<= 2")
+    config.write_text(renamed.replace("alerts.jsonl", "urgent.jsonl"))
+    assert program.wait_for("reload", accepted=True)["names"] == ["main", "urgent"]
+    send(address, 0, 3, text="third")
+    wait_until_file_has(tmp_path / "urgent.jsonl", ["third 0"], program)
+    everything = ["first 3", "first 6", "second 2", "third 0", "third 3"]
+    wait_until_file_has(tmp_path / "all.jsonl", everything, program)
+    assert messages(tmp_path / "alerts.jsonl") == ["first 3", "second 2"]
+
+    program.process.send_signal(signal.SIGTERM)
+    program.wait_for("stopped")
+    assert program.ended() == 0, program.errors
+    assert "turnlane: stopped" in program.errors  # the node, too
+
+
+def test_only_the_pipeline_runs_against_a_node_elsewhere_and_makes_its_queues(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    with serving(tmp_path / "elsewhere", {"main": {}}) as served:
+        message = b"<11>1 2026-01-01T12:00:00Z web shop 1 - - far away"
+        served.publish("main", [message])
+        where = ("--endpoint", served.url, "--master", "local[2]")
+        program = start("pipeline", "c.yaml", *where, "--no-reload")  # but for SIGHUP
+        program.wait_for("lanes")
+        assert set(served.node.queues()) == {"main", "alerts"}
+        wait_until_file_has(tmp_path / "alerts.jsonl", ["far away"], program)
+        program.wait_for("lane", name="alerts", state="running")
+        (tmp_path / "c.yaml").write_text(CONFIG.replace("name: all,", "name: everything,"))
+        program.process.send_signal(signal.SIGHUP)
+        program.wait_for("reload", accepted=True)
+        program.process.send_signal(signal.SIGINT)
+        assert program.ended() == 0, program.errors
+
+
+def test_a_pipeline_whose_spark_is_killed_ends_and_takes_its_node_along(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    program = start("run", "c.yaml")
+    node = program.wait_for("node", state="ready")["pid"]
+    program.wait_for("lanes")
+    for child in children_of(program.process.pid):
+        if child != node:
+            os.kill(child, signal.SIGKILL)
+    assert program.ended() == 1
+    assert "Spark's own process has ended" in program.errors
+    assert not Path(f"/proc/{node}").exists()
+
+
+def test_a_signal_ends_it_also_while_spark_is_starting(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    program = start("run", "c.yaml")
+    node = program.wait_for("node", state="ready")["pid"]
+    program.process.send_signal(signal.SIGTERM)
+    program.wait_for("stopped")
+    assert program.ended() == 0, program.errors
+    assert not Path(f"/proc/{node}").exists()
+
+
+def test_a_node_that_can_never_start_ends_it_with_the_nodes_exit_code(
+    start: Start, tmp_path: Path
+) -> None:
+    elsewhere = 'insecure: true, tcp: "203.0.113.7:5514"'  # no address of any machine
+    (tmp_path / "c.yaml").write_text(CONFIG.replace('tcp: "127.0.0.1:0"', elsewhere))
+    program = start("run", "c.yaml")
+    assert program.ended() == 78
+    assert "turnlane: input syslog" in program.errors
+
+
+def test_a_node_whose_address_is_still_taken_is_started_again(start: Start, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f'tcp: "127.0.0.1:{taken.getsockname()[1]}"'
+        (tmp_path / "c.yaml").write_text(CONFIG.replace('tcp: "127.0.0.1:0"', address))
+        program = start("run", "c.yaml")
+        program.wait_for("node", state="died", code=75)
+    program.wait_for("node", state="ready")
+    program.process.send_signal(signal.SIGTERM)
+    assert program.ended() == 0, program.errors
+
+
+def children_of(pid: int) -> list[int]:
+    return [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]

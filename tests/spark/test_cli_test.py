@@ -1,0 +1,161 @@
+"""``turnlane test`` and ``turnlane validate --spark``: what Spark makes of cases and filters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from turnlane.cli import cases, serve
+from turnlane.cli.app import app
+from turnlane.cli.init import example
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+Run = Callable[..., Result]
+
+CONFIG = """\
+node: {data: d}
+queues: {orders: }
+parse: {format: json, columns: {status: "http.status::int", user: user}}
+actions:
+  - {name: health, filter: user = 'probe', output: {type: discard}}
+  - {name: errors, filter: status >= 500, queue: disk, output: {type: file, path: out}}
+  - name: counts
+    queue: memory
+    sql: SELECT status, count(*) AS n FROM events GROUP BY status
+    output: {type: file, path: counts}
+  - name: joined
+    queue: memory
+    with_queues: [errors]
+    sql: SELECT e.status, e.user FROM events e JOIN errors x ON e.user = x.user
+    output: {type: file, path: joined}
+  - {name: all, output: {type: file, path: all}}
+tests:
+  - name: server errors
+    events:
+      - '{"http": {"status": 500}, "user": "ann"}'
+      - {value: '{"http": {"status": 200}, "user": "ann"}', key: k, severity: 6, headers: {h: x}}
+      - '{"http": {"status": 503}, "user": "probe"}'
+      - 'no JSON'
+    expect:
+      errors: [{status: 500, user: ann, key: null, parse_error: null}]
+      counts: [{status: 500, n: 1}, {status: 200, n: 1}, {status: null, n: 1}]
+      joined: [{status: 500}, {status: 200}]
+      all:
+        - {key: k, severity: 6, headers: {h: x}}
+        - {user: ann, status: 500}
+        - {value: no JSON}
+"""
+
+
+class Shared:
+    """A session that others still need."""
+
+    def __init__(self, spark: SparkSession) -> None:
+        self._spark = spark
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._spark, name)
+
+    def stop(self) -> None:
+        """Not yet."""
+
+
+@pytest.fixture
+def turnlane(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    for module in (cases, serve):
+        monkeypatch.setattr(module, "session", lambda *_args, **_knobs: Shared(spark))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run(command: str, text: str, *arguments: str) -> Result:
+        Path("c.yaml").write_text(text)
+        return CliRunner().invoke(app, [command, "c.yaml", *arguments])
+
+    return run
+
+
+def test_cases_that_are_as_expected(turnlane: Run) -> None:
+    said = turnlane("test", CONFIG)
+    assert said.stdout == "ok     server errors\n1 case, 0 failed\n", said.output
+    assert said.exit_code == 0
+
+
+def test_a_difference_is_shown_and_fails(turnlane: Run) -> None:
+    wrong = CONFIG.replace("{status: 500, user: ann, key", "{status: 501, user: ann, key")
+    said = turnlane("test", wrong)
+    assert said.exit_code == 1
+    lines = [line.strip() for line in said.stdout.splitlines()]
+    assert lines[:4] == [
+        "FAILED server errors",
+        "errors: expected 1 event, got 1",
+        '- {"status": 501, "user": "ann", "key": null, "parse_error": null}',
+        '+ {"status": 500, "user": "ann", "key": null, "parse_error": null}',
+    ]
+    assert lines[-1] == "1 case, 1 failed"
+
+
+def test_cases_of_other_files_and_for_programs(turnlane: Run) -> None:
+    text, _, tests = CONFIG.partition("tests:\n")
+    Path("one.yaml").write_text(f"tests:\n{tests}")
+    Path("two.yaml").write_text("tests: [{name: two, events: ['{}'], expect: {all: 2}}]")
+    said = turnlane("test", text, "one.yaml", "two.yaml", "--json")
+    results = [json.loads(line) for line in said.stdout.splitlines()]
+    assert [(each["case"], each["passed"]) for each in results] == [
+        ("server errors", True),
+        ("two", False),
+    ]
+    assert results[1]["differences"][0] == "all: expected 2 events, got 1"
+    assert said.exit_code == 1
+
+
+def test_the_example_passes_its_own_cases(turnlane: Run) -> None:
+    said = turnlane("test", example())
+    assert said.stdout.endswith("1 case, 0 failed\n"), said.output
+
+
+def test_a_transform_beside_the_configuration_is_found(turnlane: Run) -> None:
+    Path("shop_rules.py").write_text(
+        "def loud(events):\n    return events.withColumn('user', events.user.cast('string'))"
+        ".selectExpr('*', 'upper(user) AS loud')\n"
+    )
+    said = turnlane(
+        "test",
+        CONFIG.replace("actions:", "transform: shop_rules:loud\nactions:").replace(
+            "[{status: 500, user: ann,", "[{loud: ANN,"
+        ),
+    )
+    assert said.exit_code == 0, said.output
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place", "words"),
+    [
+        ("status >= 500", "statsu >= 500", "6:28: actions[1].filter", "`statsu` cannot be resolv"),
+        ("status >= 500", "status >=", "6:28: actions[1].filter", "PARSE_SYNTAX_ERROR"),
+        ("status >= 500", "status", "6:28: actions[1].filter", "BOOLEAN"),
+        ("FROM events GROUP", "FROM evnts GROUP", "9:10: actions[2].sql", "`evnts`"),
+        ("actions:", "transform: no_such:f\nactions:", "4:12: transform", "No module named"),
+        ("actions:", "transform: os:sep\nactions:", "4:12: transform", "not callable"),
+    ],
+)
+def test_what_spark_refuses_is_told_with_its_place(
+    turnlane: Run, old: str, new: str, place: str, words: str
+) -> None:
+    said = turnlane("validate", CONFIG.replace(old, new, 1), "--spark")
+    assert said.exit_code == 78, said.output
+    assert said.stderr.startswith(f"c.yaml:{place}: "), said.stderr
+    assert words in said.stderr
+    assert said.stderr.count("\n") == 1
+
+
+def test_what_spark_accepts_is_valid(turnlane: Run) -> None:
+    said = turnlane("validate", CONFIG, "--spark")
+    assert said.stdout == "c.yaml: ok, 1 queue, 0 inputs, 5 actions\n", said.output

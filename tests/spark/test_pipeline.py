@@ -1,0 +1,243 @@
+"""Does every event get where its filter says, once, whatever another lane does?"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+from tests.contract.harness import wait_until
+from tests.spark.nodes import Served, serving
+from turnlane.errors import ConfigError
+from turnlane.formats.parse_settings import ParseSettings
+from turnlane.outputs import registry
+from turnlane.outputs.contract import OutputSettings
+from turnlane.outputs.file import FileOutput, FileSettings
+from turnlane.outputs.spark import SparkSinkSettings
+from turnlane.pipeline.settings import ActionSettings, PipelineSettings
+from turnlane.queues.settings import QueueSettings
+from turnlane.spark.lane import LaneState
+from turnlane.spark.pipeline import Pipeline
+
+PATIENCE = 180.0
+LANES = ("main", "main.dead", "alerts", "archive", "counts", "broken")
+
+Make = Callable[..., Pipeline]
+
+
+def queue(name: str) -> QueueSettings:
+    return QueueSettings.of(kind="disk", name=name, path=Path(name))
+
+
+def messages(first: int, end: int) -> list[bytes]:
+    """Syslog, of every severity in turn."""
+    head = b"<%d>1 2026-11-16T05:00:00Z host app - - - message %d"
+    return [head % (8 + number % 8, number) for number in range(first, end)]
+
+
+def numbers(path: Path) -> list[int]:
+    """Which messages are in a file of JSON lines."""
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines()
+    return [int(json.loads(line)["message"].split()[1]) for line in lines]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path / "data", {name: {} for name in LANES}) as served:
+        yield served
+
+
+@pytest.fixture
+def make(spark: SparkSession, node: Served, tmp_path: Path) -> Iterator[Make]:
+    made: list[Pipeline] = []
+
+    def pipeline(*actions: ActionSettings, **settings: Any) -> Pipeline:
+        parse = ParseSettings.model_validate(settings.pop("parse", "syslog"))
+        described = PipelineSettings(parse=parse, actions=actions, **settings)
+        made.append(Pipeline(described, {"endpoint": node.url}, spark, tmp_path / "checkpoints"))
+        return made[-1]
+
+    yield pipeline
+    for each in made:
+        each.stop()
+
+
+def drained(node: Served, *queues: str) -> Callable[[], bool]:
+    return lambda: all(node.queue(name).low == node.queue(name).end > 0 for name in queues)
+
+
+def to_file(path: Path) -> FileSettings:
+    return FileSettings(type="file", path=path)
+
+
+def test_every_action_gets_what_its_filter_says(
+    spark: SparkSession, node: Served, make: Make, tmp_path: Path
+) -> None:
+    """Direct, queued, discarding, any Spark sink, and SQL with state, all in one pipeline."""
+    counting = (
+        "SELECT severity, count(*) AS events FROM events "
+        "GROUP BY window(timestamp, '1 hour'), severity"
+    )
+    pipeline = make(
+        ActionSettings(name="noise", filter="severity = 7", output=OutputSettings(type="discard")),
+        ActionSettings(
+            name="alerts",
+            filter="severity <= 3",
+            queue=queue("alerts"),
+            output=to_file(tmp_path / "alerts"),
+        ),
+        ActionSettings(name="all", output=to_file(tmp_path / "all")),
+        ActionSettings(
+            name="archive",
+            queue=queue("archive"),
+            output=SparkSinkSettings(
+                type="spark", format="parquet", path=str(tmp_path / "archive")
+            ),
+        ),
+        ActionSettings(
+            name="counts",
+            filter="severity < 2",
+            queue=queue("counts"),
+            sql=counting,
+            watermark=60.0,
+            output_mode="update",
+            output=to_file(tmp_path / "counts"),
+        ),
+    )
+    assert len(pipeline.status()) == 0
+    node.publish("main", messages(0, 800))
+    pipeline.start()
+    assert len(pipeline.status()) == 1 + 3, "the main lane, and one for every action with a queue"
+    wait_until(drained(node, "main", "alerts", "archive", "counts"), "all lanes", PATIENCE)
+    pipeline.stop()
+    kept = [number for number in range(800) if number % 8 != 7]
+    assert sorted(numbers(tmp_path / "alerts")) == [n for n in range(800) if n % 8 <= 3]
+    assert sorted(numbers(tmp_path / "all")) == kept, "what was discarded before is not here"
+    archive = spark.read.parquet(str(tmp_path / "archive"))
+    assert sorted(int(row.message.split()[1]) for row in archive.collect()) == kept
+    totals: Counter[int] = Counter()
+    for line in (tmp_path / "counts").read_text().splitlines():
+        row = json.loads(line)
+        totals[row["severity"]] = max(totals[row["severity"]], row["events"])
+    assert totals == {0: 100, 1: 100}
+
+
+def test_what_does_not_parse_is_kept_apart_and_json_is_known_in_lanes(
+    node: Served, make: Make, tmp_path: Path
+) -> None:
+    raw = FileSettings(type="file", path=tmp_path / "raw", format="raw")
+    pipeline = make(
+        ActionSettings(name="raw", output=raw),
+        ActionSettings(name="all", output=to_file(tmp_path / "all")),
+        ActionSettings(
+            name="alerts",
+            filter="try_variant_get(data, '$.level', 'int') > 1",
+            queue=queue("alerts"),
+            sql="SELECT data:level::int AS level, data:text::string AS text FROM events",
+            output=to_file(tmp_path / "alerts"),
+        ),
+        parse={"format": "json", "on_error": "dead"},
+    )
+    good = [b'{"level": 1, "text": "one"}', b'{"level": 2, "text": "two"}']
+    node.publish("main", [*good, b"no json"])
+    pipeline.start()
+    wait_until(drained(node, "main", "alerts"), "the lanes", PATIENCE)
+    pipeline.stop()
+    assert (tmp_path / "raw").read_bytes().splitlines() == good
+    lines = [json.loads(line) for line in (tmp_path / "all").read_text().splitlines()]
+    assert [line["data"]["text"] for line in lines] == ["one", "two"]
+    assert json.loads((tmp_path / "alerts").read_text()) == {"level": 2, "text": "two"}
+    assert node.values("main.dead") == [b"no json"]
+    found = node.queue("main.dead").read(0, 10)
+    assert found is not None
+    assert found[1].column("parse_error").to_pylist()[0]
+
+
+def test_a_lane_that_fails_for_ever_harms_nobody(node: Served, make: Make, tmp_path: Path) -> None:
+    """Its file is a directory: others run on, its backlog is kept, the reason is shown."""
+    (tmp_path / "broken").mkdir()
+    pipeline = make(
+        ActionSettings(name="broken", queue=queue("broken"), output=to_file(tmp_path / "broken")),
+        ActionSettings(name="alerts", queue=queue("alerts"), output=to_file(tmp_path / "alerts")),
+    )
+    node.publish("main", messages(0, 100))
+    pipeline.start()
+    wait_until(drained(node, "main", "alerts"), "the healthy lanes", PATIENCE)
+
+    def broken() -> Any:
+        return next(status for status in pipeline.status() if status.name == "broken")
+
+    wait_until(lambda: broken().reason is not None, "the reason to be shown", PATIENCE)
+    assert "Is a directory" in broken().reason
+    assert node.queue("broken").low == 0
+    assert sorted(numbers(tmp_path / "alerts")) == list(range(100))
+    (tmp_path / "broken").rmdir()
+    wait_until(drained(node, "broken"), "it to recover by itself", PATIENCE)
+    assert broken().restarts >= 1
+    pipeline.stop()
+    assert sorted(numbers(tmp_path / "broken")) == list(range(100))
+    assert all(status.state is LaneState.STOPPED for status in pipeline.status())
+
+
+def test_a_lane_goes_on_at_its_cursor(node: Served, make: Make, tmp_path: Path) -> None:
+    """Its checkpoint is thrown away, its filter changes: nothing is lost or repeated."""
+    node.publish("main", messages(0, 100))
+    for filter_ in ("severity < 4", "severity >= 4"):
+        pipeline = make(
+            ActionSettings(
+                name="alerts",
+                filter=filter_,
+                queue=queue("alerts"),
+                output=to_file(tmp_path / "alerts"),
+            )
+        )
+        pipeline.start()
+        wait_until(drained(node, "main", "alerts"), "the lanes", PATIENCE)
+        pipeline.stop()
+        node.publish("main", messages(100, 200))
+    early = [n for n in range(100) if n % 8 < 4]
+    late = [n for n in range(100, 200) if n % 8 >= 4]
+    assert sorted(numbers(tmp_path / "alerts")) == early + late
+
+
+def no_frame(events: DataFrame) -> str:
+    return "no frame"
+
+
+def raising(events: DataFrame) -> DataFrame:
+    raise KeyError("a column")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"filter": "severity <"}, r"actions\[0\].filter: .*PARSE_SYNTAX_ERROR"),
+        ({"filter": "sevrity < 3"}, r"actions\[0\].filter: .*sevrity.*"),
+        ({"filter": "message"}, r"actions\[0\].filter: "),
+        ({"transform": "nowhere.at:all"}, "transform: nowhere.at:all: No module"),
+        ({"transform": f"{__name__}:missing"}, "transform: .*missing"),
+        ({"transform": f"{__name__}:no_frame"}, "returned str, not a DataFrame"),
+        ({"transform": f"{__name__}:raising"}, r"actions\[0\].transform: .*a column"),
+    ],
+)
+def test_what_could_never_run_is_refused_with_its_place(
+    change: dict[str, Any], message: str, make: Make, tmp_path: Path
+) -> None:
+    action = ActionSettings(
+        name="alerts", queue=queue("alerts"), output=to_file(tmp_path / "x"), **change
+    )
+    with pytest.raises(ConfigError, match=message):
+        make(action).start()
+
+
+def test_outputs_are_found_by_type() -> None:
+    assert registry.load("file") is FileOutput
+    with pytest.raises(ConfigError, match="there is no output 'flie'; did you mean file"):
+        registry.load("flie")

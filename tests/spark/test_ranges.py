@@ -1,0 +1,82 @@
+"""Is a batch cut into tasks, and held to its limit, without losing or doubling an offset?"""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pyspark.sql.datasource import (
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    IsNotNull,
+    LessThan,
+    LessThanOrEqual,
+)
+
+from turnlane.spark.pruning import bounds_of
+from turnlane.spark.ranges import Slice, admitted, sliced
+
+extents = st.dictionaries(
+    st.integers(0, 4), st.tuples(st.integers(0, 1000), st.integers(0, 10_000)), min_size=1
+)
+
+
+@given(extents, st.none() | st.integers(1, 20_000))
+def test_a_limit_is_kept_and_used(
+    given_extents: dict[int, tuple[int, int]], limit: int | None
+) -> None:
+    start = {node: first for node, (first, _) in given_extents.items()}
+    end = {node: first + count for node, (first, count) in given_extents.items()}
+    ends = admitted(start, end, limit)
+    taken = {node: ends[node] - start[node] for node in start}
+    assert all(0 <= taken[node] <= end[node] - start[node] for node in start)
+    backlog = sum(end.values()) - sum(start.values())
+    assert sum(taken.values()) == (backlog if limit is None else min(limit, backlog))
+
+
+@given(extents, st.integers(1, 10), st.integers(1, 10), st.integers(1, 3000))
+def test_slices_are_the_range(
+    given_extents: dict[int, tuple[int, int]], least: int, most: int, per: int
+) -> None:
+    start = {node: first for node, (first, _) in given_extents.items()}
+    end = {node: first + count for node, (first, count) in given_extents.items()}
+    slices = sliced(start, end, at_least=least, at_most=most, per=per)
+    for node, first in start.items():
+        own = [each for each in slices if each.node == node]
+        at = first
+        for each in own:
+            assert each.first == at < each.end
+            at = each.end
+        assert at == end[node]
+
+
+def test_as_many_tasks_as_the_backlog_asks_for() -> None:
+    def tasks(events: int) -> int:
+        return len(sliced({0: 5}, {0: 5 + events}, at_least=1, at_most=4, per=100))
+
+    assert [tasks(n) for n in (0, 1, 100, 101, 300, 10_000)] == [0, 1, 1, 2, 3, 4]
+
+
+def test_nobody_starves() -> None:
+    assert admitted({0: 0, 1: 0}, {0: 1000, 1: 10}, 100) == {0: 90, 1: 10}
+
+
+def test_filters_on_the_place_decide_what_is_read() -> None:
+    kept: list[Filter] = [IsNotNull(("offset",)), EqualTo(("key",), "a")]
+    pushed: list[Filter] = [
+        GreaterThan(("offset",), 10),
+        GreaterThanOrEqual(("offset",), 5),
+        LessThan(("offset",), 40),
+        LessThanOrEqual(("offset",), 29),
+        In(("partition",), (0, 1)),
+    ]
+    bounds, rest = bounds_of([*kept, *pushed])
+    assert rest == kept
+    start, end = bounds.applied({0: 0, 1: 20, 2: 0}, {0: 100, 1: 25, 2: 100})
+    assert (start, end) == ({0: 11, 1: 20}, {0: 30, 1: 25})
+    assert sliced(start, end, at_least=1, at_most=1, per=1000) == [
+        Slice(0, 11, 30),
+        Slice(1, 20, 25),
+    ]

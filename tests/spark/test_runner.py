@@ -1,0 +1,80 @@
+"""The runner: what it tells of lanes, and what it makes in nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.spark.nodes import serving
+from turnlane.errors import TransportDown
+from turnlane.pipeline.settings import PipelineSettings
+from turnlane.spark.lane import LaneState, LaneStatus
+from turnlane.spark.runner import Plan, Runner, make_queues
+
+
+class Lanes:
+    """A pipeline whose lanes are as the test says."""
+
+    def __init__(self) -> None:
+        self.now: list[LaneStatus] = []
+
+    def status(self) -> list[LaneStatus]:
+        return self.now
+
+    def stop(self, timeout: float) -> None:
+        self.now = []
+
+
+def lane(state: LaneState, reason: str | None = None, restarts: int = 0) -> LaneStatus:
+    return LaneStatus("a", state, restarts, reason, 0, 0)
+
+
+def told(states: list[LaneStatus]) -> list[tuple[str, str | None]]:
+    """What a runner tells of a lane that goes through these states."""
+    lanes: Any = Lanes()
+    nothing: Any = None
+    runner = Runner(nothing)
+    runner._pipeline = lanes
+    said = []
+    for state in states:
+        lanes.now = [state]
+        said += [(str(each.state), each.reason) for each in runner.changes()]
+    return said
+
+
+def test_a_lane_is_told_of_only_when_something_has_changed() -> None:
+    starting, running = lane(LaneState.STARTING), lane(LaneState.RUNNING)
+    assert told([starting, starting, running, running]) == [("starting", None), ("running", None)]
+
+
+def test_a_lane_that_fails_again_and_again_is_told_of_once_for_each_reason() -> None:
+    away = [lane(LaneState.WAITING, "away", 1), lane(LaneState.STARTING, "away", 1)]
+    assert told([*away, *away, *away]) == [("waiting", "away")]
+    other = lane(LaneState.WAITING, "full", 2)
+    assert told([*away, other, lane(LaneState.RUNNING)]) == [
+        ("waiting", "away"),
+        ("waiting", "full"),
+        ("running", None),
+    ]
+
+
+def plan(endpoint: str, **queues: dict[str, Any]) -> Plan:
+    return Plan(PipelineSettings(), queues, {"endpoint": endpoint}, Path())
+
+
+def test_queues_that_are_missing_are_made_and_the_others_left_alone(tmp_path: Path) -> None:
+    with serving(tmp_path, {"main": {"size": 7}}) as served:
+        served.publish("main", [b"kept"])
+        make_queues(plan(served.url, main={}, small={"kind": "memory", "max_bytes": 2**20}))
+        assert served.queue("small").settings.max_bytes == 2**20
+        assert served.queue("main").settings.size == 7
+        assert served.values("main") == [b"kept"]
+
+
+def test_a_node_that_is_away_is_told(tmp_path: Path) -> None:
+    with serving(tmp_path, {}) as served:
+        url = served.url
+    with pytest.raises(TransportDown):
+        make_queues(plan(url, main={}))

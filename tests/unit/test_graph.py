@@ -1,0 +1,153 @@
+"""What leads where, as people see it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+from typer.testing import CliRunner
+
+from turnlane.cli.app import app
+from turnlane.cli.graph import topology_of
+from turnlane.config import loads
+from turnlane.pipeline.cases import Case, differences
+from turnlane.pipeline.graph import Topology, cut, text_lines, without_credentials
+from turnlane.pipeline.picture import svg
+
+CONFIG = """\
+node: {data: d}
+queues: {metrics: {kind: memory}}
+inputs:
+  - {type: syslog, tcp: 127.0.0.1:5514, queue: main}
+  - {type: files, paths: [/var/log/a, /var/log/b], queue: main}
+  - {type: http, listen: 127.0.0.1:8080, queue: metrics}
+parse: syslog
+transform: shop:tidy
+actions:
+  - {name: noise, filter: severity = 7, output: {type: discard}}
+  - {name: alerts, filter: "severity <= 3 AND app_name = '<b>'", queue: disk,
+     output: {type: file, path: out/alerts}}
+  - {name: counts, queue: {kind: disk_assisted}, sql: SELECT 1, transform: "m:f",
+     output: {type: spark, format: parquet, path: "s3://me:hush@bucket/x"}}
+  - {name: all, output: {type: file, path: out/all}}
+"""
+
+
+def topology(text: str = CONFIG) -> Topology:
+    return topology_of(loads(text))
+
+
+def test_the_text_shows_the_way_from_inputs_to_outputs() -> None:
+    assert (
+        "\n".join(text_lines(topology()))
+        == """\
+inputs
+  http    127.0.0.1:8080         ──▶ queue metrics (memory)
+  syslog  tcp 127.0.0.1:5514     ─┐
+  files   /var/log/a, /var/log/b ─┴▶ queue main
+
+queue main (disk)
+  │ parse: syslog
+  │ transform: shop:tidy
+  │
+  ├─ noise   severity = 7                       ──▶ discard: goes no further
+  ├─ alerts  severity <= 3 AND app_name = '<b>' ──▶ queue (disk) ══▶ file out/alerts
+  ├─ counts  every event                        ──▶ queue (disk_assisted) ══▶ transform m:f \
+══▶ sql ══▶ spark parquet s3://bucket/x
+  └─ all     every event                        ──▶ file out/all
+
+lanes: 1 + 2 = 3 (main, alerts, counts)"""
+    )
+
+
+def test_a_pipeline_without_inputs_says_so() -> None:
+    only = "node: {data: d}\nactions: [{name: a, output: {type: discard}}]"
+    lines = list(text_lines(topology(only)))
+    assert lines[1] == "  (none: events are published by clients)"
+    assert lines[-1] == "lanes: 1 + 0 = 1 (main)"
+
+
+def test_a_narrow_terminal_cuts_filters() -> None:
+    lines = list(text_lines(topology(), 60))
+    assert any("severity <…" in line for line in lines)
+
+
+def test_the_picture_is_well_formed_and_has_everything() -> None:
+    root = ET.fromstring(svg(topology()))
+    words = [text for element in root.iter() if (text := element.text)]
+    for expected in ("noise", "alerts", "counts", "all", "main (disk)", "disk_assisted"):
+        assert expected in words
+    assert "severity <= 3 AND app_name = '<b>'" in words
+    assert not any("hush" in word for word in words)
+    paths = [element for element in root.iter() if element.tag.endswith("path")]
+    # Two inputs, four actions, two ways into queues, and four to outputs.
+    assert len(paths) == 2 + 4 + 2 + 4
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    for box in root.iter("{http://www.w3.org/2000/svg}rect"):
+        assert float(box.attrib["x"]) + float(box.attrib["width"]) <= width
+        assert float(box.attrib["y"]) + float(box.attrib["height"]) <= height
+
+
+def test_the_command_prints_or_draws(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(CONFIG)
+    printed = CliRunner().invoke(app, ["graph", str(config)])
+    assert printed.exit_code == 0
+    assert "lanes: 1 + 2 = 3" in printed.stdout
+    picture = tmp_path / "g.svg"
+    assert CliRunner().invoke(app, ["graph", str(config), "--svg", str(picture)]).exit_code == 0
+    drawn = CliRunner().invoke(app, ["graph", str(config), "--svg", "-"])
+    assert drawn.stdout == picture.read_text()
+
+
+def test_what_is_shown_of_places_is_short_and_has_no_password() -> None:
+    assert without_credentials("https://u:p@host:9/x") == "https://host:9/x"
+    assert without_credentials("out/a@b") == "out/a@b"
+    assert cut("a  b\nc", 5) == "a b c"
+    assert cut("abcdef", 4) == "abc…"
+
+
+# ── differences of cases ─────────────────────────────────────────────────────────────────────────
+
+
+def found(expect: object, **got: list[dict[str, object]]) -> list[str]:
+    case = Case.model_validate({"name": "c", "events": [], "expect": expect})
+    return list(differences(case, got))
+
+
+def test_rows_match_in_any_order_and_by_the_columns_given() -> None:
+    rows: list[dict[str, object]] = [{"a": 1, "b": "x"}, {"a": 2, "b": None, "c": {"d": 1, "e": 2}}]
+    assert found({"q": [{"a": 2, "b": None, "c": {"d": 1}}, {"b": "x"}]}, q=rows) == []
+    assert found({"q": 2}, q=rows) == []
+    assert found({}, q=rows) == []
+
+
+def test_a_vague_expectation_does_not_take_the_row_of_an_exact_one() -> None:
+    assert found({"q": [{"a": 1}, {"a": 1, "b": 2}]}, q=[{"a": 1, "b": 2}, {"a": 1, "b": 3}]) == []
+
+
+def test_a_difference_shows_the_row_that_comes_closest() -> None:
+    rows: list[dict[str, object]] = [{"a": 1, "b": "x", "z": 0}, {"a": 5, "b": "y", "z": 0}]
+    assert found({"q": [{"a": 1, "b": "w"}]}, q=rows) == [
+        "q: expected 1 event, got 2",
+        '  - {"a": 1, "b": "w"}',
+        '  + {"a": 1, "b": "x"}',
+        '  + {"a": 5, "b": "y"}',
+    ]
+
+
+def test_a_count_shows_what_came_instead() -> None:
+    assert found({"q": 0}, q=[{"a": 1}]) == ["q: expected 0 events, got 1", '  got {"a": 1}']
+    assert found({"q": 3}) == ["q: expected 3 events, got 0"]
+    many: list[dict[str, object]] = [{"a": at} for at in range(9)]
+    assert found({"q": 0}, q=many)[-1] == "  … and 4 more"
+
+
+def test_a_column_that_there_is_not_is_named() -> None:
+    lines = found({"q": [{"hostnam": "a"}]}, q=[{"hostname": "a"}])
+    assert "  there is no column 'hostnam'; did you mean hostname?" in lines
+
+
+def test_true_is_not_one() -> None:
+    assert found({"q": [{"a": True}]}, q=[{"a": 1}])
+    assert found({"q": [{"a": 1}]}, q=[{"a": 1.0}]) == []

@@ -1,0 +1,85 @@
+"""Do many frames with many writes keep the order, and leave the log whole when one fails?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from turnlane.events import Block, block_of, values_of
+from turnlane.queues.log import log as log_module
+from turnlane.queues.log.compression import Compression
+from turnlane.queues.log.files import Disk
+from turnlane.queues.log.log import Found, Log
+from turnlane.testing import FaultyDisk
+
+ID = "0" * 32
+
+
+def opened(path: Path, disk: Disk, chunk_size: int = 1 << 30) -> Log:
+    return Log.open(path, disk, queue_id=ID, chunk_size=chunk_size, compression=Compression("none"))
+
+
+def numbered(first: int, end: int) -> list[bytes]:
+    return [b"%06d" % number * 20 for number in range(first, end)]
+
+
+def frames(count: int, each: int = 10) -> list[list[Block]]:
+    """Frames of two blocks each."""
+    half = each // 2
+    return [
+        [
+            block_of(numbered(at, at + half), timestamps=1),
+            block_of(numbered(at + half, at + each), timestamps=1),
+        ]
+        for at in range(0, count * each, each)
+    ]
+
+
+def stored(log: Log) -> list[bytes]:
+    reader = log.reader()
+    values: list[bytes] = []
+    while isinstance(found := reader.read(len(values), 1000), Found):
+        values += values_of([found.block])
+    reader.close()
+    return values
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every frame is written for itself."""
+    monkeypatch.setattr(log_module, "WRITE_BYTES", 1)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("chunk_size", [1 << 30, 5_000])
+def test_frames_written_one_by_one_are_all_there_in_order(tmp_path: Path, chunk_size: int) -> None:
+    """Also across chunks, and after opening the log again."""
+    log = opened(tmp_path, Disk(), chunk_size)
+    log.append_many(0, frames(20))
+    assert log.end == 200
+    assert stored(log) == numbered(0, 200)
+    assert (len(log.chunks()) > 1) is (chunk_size < 1 << 30)
+    log.close()
+    log = opened(tmp_path, Disk(), chunk_size)
+    assert stored(log) == numbered(0, 200)
+    log.close()
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("nth", [2, 3, 7, 11])
+def test_a_write_that_fails_half_way_leaves_whole_frames_and_can_be_repeated(
+    tmp_path: Path, nth: int
+) -> None:
+    """The error comes out of the same call; the frames before it are in, none after it."""
+    disk = FaultyDisk()
+    log = opened(tmp_path, disk)
+    disk.fail("write", nth=nth)
+    with pytest.raises(OSError, match="Input/output error"):
+        log.append_many(0, frames(10))
+    assert log.end == 10 * (nth - 2)  # the first write is the chunk's schema
+    assert stored(log) == numbered(0, log.end)
+    disk.clear()
+    log.append_many(0, frames(10))
+    assert stored(log) == numbered(0, 100)
+    log.close()

@@ -1,0 +1,94 @@
+"""What a configuration may say about parsing, and what it is told when it may not."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from turnlane.formats.java_regex import BadPattern, GroupedPattern
+from turnlane.formats.parse_settings import Format, OnError, ParseSettings, Pick
+from turnlane.problems import config_error
+
+
+def why(given: Any) -> str:
+    with pytest.raises(ValidationError) as caught:
+        ParseSettings.model_validate(given)
+    return str(config_error(caught.value, ParseSettings.model_fields))
+
+
+def test_a_word_stands_for_its_format() -> None:
+    assert ParseSettings.model_validate("syslog").format is Format.SYSLOG
+    assert ParseSettings.model_validate(None).format is Format.NONE
+    assert ParseSettings().on_error is OnError.KEEP
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("sislog", "format: must be one of none, syslog, json, otlp, regex, not 'sislog'; did you"),
+        ({"format": "json", "pattern": "x"}, "pattern: belongs to the format `regex`, not"),
+        ({"format": "regex"}, "pattern: is required with the format `regex`"),
+        ({"format": "regex", "pattern": "x"}, "pattern: has no named group"),
+        ({"format": "regex", "pattern": "(?<a>x"}, "opened at character 1 is never closed"),
+        ({"format": "regex", "pattern": "(?<a>[x)"}, "class opened at character 6 is never closed"),
+        ({"format": "regex", "pattern": "(?<a>x))"}, "`)` at character 8 closes nothing"),
+        ({"format": "regex", "pattern": "(?<a>*)"}, "`*` at character 6 repeats nothing"),
+        ({"format": "regex", "pattern": "(?<a>x)\\"}, "ends with a lone backslash"),
+        ({"format": "regex", "pattern": "(?P<a>x)"}, "is Python; Java writes (?<a>…)"),
+        ({"format": "regex", "pattern": "(?<a>x)(?<a>y)"}, "there are two groups 'a'"),
+        ({"format": "regex", "pattern": "(?<a>x)(?<A>y)"}, "group 'A' is there twice"),
+        ({"format": "regex", "pattern": r"(?<a>x)\k<b>"}, "there is no group 'b'"),
+        ({"format": "regex", "pattern": "(?<a b>x)"}, "group 'a b' is no column name"),
+        ({"format": "regex", "pattern": "(?<_a>x)"}, "group '_a' is no column name"),
+        ({"format": "regex", "pattern": "(?<Severity>x)"}, "'Severity' is a column that every"),
+        ({"format": "json", "columns": {"value": "a"}}, "columns.value: is a column that every"),
+        ({"format": "json", "columns": {"a": "b::itn"}}, "no type 'itn'; did you mean int?"),
+        ({"format": "json", "columns": {"a": "b..c"}}, "'b..c' is no path"),
+        ({"format": "syslog", "time_zone": "Europe/Berln"}, "did you mean Europe/Berlin?"),
+        ({"format": "syslog", "on_eror": "dead"}, "on_eror: there is no such knob; did you mean"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(given: Any, message: str) -> None:
+    assert message in why(given)
+
+
+def test_columns_of_json_are_paths_with_types() -> None:
+    columns = {
+        "status": "http.status::int",
+        "first": "items[0].name",
+        "odd": "['a b'] :: DECIMAL(9,2)",
+    }
+    assert ParseSettings.model_validate({"format": "json", "columns": columns}).picks() == {
+        "status": Pick("$.http.status", "int"),
+        "first": Pick("$.items[0].name", "string"),
+        "odd": Pick("$['a b']", "decimal(9,2)"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "plain", "numbers"),
+    [
+        (r"(?<a>x)(y)(?:z)(?<b_c>w)", r"(x)(y)(?:z)(w)", {"a": 1, "b_c": 3}),
+        (r"(?<=x)(?<!y)(?=z)(?<a>\(|[)\]])", r"(?<=x)(?<!y)(?=z)(\(|[)\]])", {"a": 1}),
+        (r"\Q(\E(?<a>[\Q]\E(]+)", r"\Q(\E([\Q]\E(]+)", {"a": 1}),
+        (r"(?<a>[a-z&&[^b(]])", r"([a-z&&[^b(]])", {"a": 1}),
+        (r"(?<a>[]x(])(?<b>[^](])", r"([]x(])([^](])", {"a": 1, "b": 2}),
+        (r"(?i)(?<a>x)0\k<a>0", r"(?i)(x)0(?:\1)0", {"a": 1}),
+    ],
+)
+def test_names_become_numbers(pattern: str, plain: str, numbers: dict[str, int]) -> None:
+    assert GroupedPattern.of(pattern) == GroupedPattern(plain, numbers)
+
+
+@given(st.text(alphabet="ab()[]\\?<>=!:*+^QEk-", max_size=20))
+def test_no_pattern_breaks_the_reader(pattern: str) -> None:
+    try:
+        grouped = GroupedPattern.of(pattern)
+    except BadPattern:
+        return
+    assert not re.search(r"(?<!\\)\(\?<\w", re.sub(r"\\Q.*?(\\E|\Z)|\[.*", "", grouped.pattern))

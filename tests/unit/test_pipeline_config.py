@@ -1,0 +1,388 @@
+"""The pipeline's part of a configuration: what it gives, what it refuses, and where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from typer.testing import CliRunner
+
+from scripts import config_schema
+from tests.acceptance.test_docs import blocks_of
+from turnlane.cli.app import app
+from turnlane.cli.init import example
+from turnlane.cli.operation import needs_restart
+from turnlane.config import Config, ConfigFaults, load, load_cases, loads, shown
+from turnlane.config.document import dotted, parse, undotted
+from turnlane.errors import ConfigError
+from turnlane.formats.parse_settings import Format
+from turnlane.outputs.file import FileSettings
+from turnlane.outputs.spark import SparkSinkSettings
+from turnlane.queues.kinds import Kind
+
+ROOT = Path(__file__).parents[2]
+
+HEAD = "node: {data: d}\nactions:\n"
+FILE = "output: {type: file, path: out}"
+
+
+def actions(*lines: str, more: str = "") -> str:
+    """A configuration whose third line is the first of the actions."""
+    return HEAD + "".join(f"  - {line}\n" for line in lines) + more
+
+
+def faults_of(text: str) -> list[str]:
+    with pytest.raises(ConfigFaults) as caught:
+        loads(text, "c.yaml", {})
+    return str(caught.value).splitlines()
+
+
+def only_fault_of(text: str) -> str:
+    (fault,) = faults_of(text)
+    return fault
+
+
+# ── what it gives ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_node_without_actions_has_no_pipeline() -> None:
+    config = loads("node: {data: d}\nqueues: {q: }")
+    assert config.pipeline() is None
+    assert config.knobs() == {"q": {"kind": Kind.DISK}}
+
+
+def test_actions_bring_a_main_queue_and_their_own() -> None:
+    config = loads(
+        actions(
+            f"{{name: a, queue: {{kind: memory, size: 5}}, {FILE}}}",
+            f"{{name: b, queue: disk_assisted, {FILE}}}",
+            f"{{name: c, queue: , {FILE}}}",
+            f"{{name: d, {FILE}}}",
+            f"{{name: e, queue: direct, {FILE}}}",
+        )
+    )
+    assert config.knobs() == {
+        "main": {"kind": Kind.DISK},
+        "a": {"kind": Kind.MEMORY, "size": 5},
+        "b": {"kind": Kind.DISK_ASSISTED},
+        "c": {"kind": Kind.DISK},
+    }
+    pipeline = config.pipeline()
+    assert pipeline is not None
+    assert list(pipeline.lanes()) == ["main", "a", "b", "c"]
+    assert [action.name for action in pipeline.direct] == ["d", "e"]
+
+
+@pytest.mark.parametrize("given", ["main: {durability: always}", "queues: {main: {size: 9}}"])
+def test_the_main_queue_has_its_knobs_in_a_section_or_among_the_queues(given: str) -> None:
+    config = loads(actions(f"{{name: a, {FILE}}}", more=given))
+    assert list(config.knobs()) == ["main"]
+    assert len(config.knobs()["main"]) == 2
+
+
+def test_a_main_queue_may_be_there_without_a_pipeline() -> None:
+    config = loads("node: {data: d}\nmain:\ninputs: [{type: stdin, queue: main}]")
+    assert config.knobs() == {"main": {"kind": Kind.DISK}}
+
+
+def test_every_section_reaches_the_pipeline() -> None:
+    config = loads(
+        actions(
+            "name: a\n    filter: severity < 3\n    queue: disk\n    transform: m.n:f\n"
+            "    sql: SELECT 1\n    watermark: 10m\n    output_mode: update\n"
+            "    with_queues: [main, other]\n    lane: {max_events: 7}\n"
+            "    output: {type: spark, format: parquet, path: p, partition_by: [x]}",
+            more="queues: {other: }\nparse: {format: regex, pattern: '(?<ip>.*)'}\ntransform: m:f\n"
+            "lane: {trigger: 2s}\nspark: {master: 'local[1]', conf: {spark.a: b}}\n"
+            "nodes: {endpoint: 'turnlane://h:1', token_env: T}\n",
+        )
+    )
+    pipeline = config.pipeline()
+    assert pipeline is not None
+    (action,) = pipeline.actions
+    assert action.watermark == 600
+    assert action.with_queues == ("main", "other")
+    assert action.is_stateful
+    assert action.lane.max_events == 7
+    assert isinstance(action.output, SparkSinkSettings)
+    assert action.output.partition_by == ("x",)
+    assert pipeline.parse.format is Format.REGEX
+    assert pipeline.lane.trigger == 2
+    assert pipeline.spark.conf == {"spark.a": "b"}
+    assert pipeline.transform == "m:f"
+    assert config.nodes.access() == {"endpoint": "turnlane://h:1", "tokenEnv": "T"}
+    assert config.checkpoints() == Path("d/checkpoints")
+
+
+def test_empty_sections_are_as_if_they_were_not_there() -> None:
+    sections = ("parse", "lane", "spark", "nodes", "main", "tests", "inputs", "transform")
+    more = "".join(f"{name}:\n" for name in sections)
+    text = actions(f"{{name: a, {FILE}}}")
+    assert loads(text + more).model_dump() == loads(text).model_dump()
+
+
+def test_an_output_has_the_settings_of_its_type() -> None:
+    (action,) = loads(actions(f"{{name: a, {FILE}}}")).actions
+    assert isinstance(action.output, FileSettings)
+    assert action.output.path == Path("out")
+
+
+# ── what it refuses, and where ───────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("action", "fault"),
+    [
+        ("{name: a b, output: {type: discard}}", "3:12: actions[0].name: 'a b' is not a name"),
+        ("{name: a, queue: disk}", "3:5: actions[0].output: is required"),
+        ("{name: a, output: {type: fil}}", "actions[0].output.type: there is no output 'fil'; did"),
+        (f"{{name: a, filtre: x, {FILE}}}", "3:15: actions[0].filtre: there is no such setting"),
+        (f"{{name: a, queue: {{knid: x}}, {FILE}}}", "queue.knid: there is no such setting; did"),
+        (f"{{name: a, queue: dsik, {FILE}}}", "3:22: actions[0].queue: must be one of"),
+        (f"{{name: a, queue: {{kind: proxy}}, {FILE}}}", "3:29: actions[0].queue.kind: an action"),
+        (f"{{name: a, queue: {{path: x}}, {FILE}}}", "3:23: actions[0].queue.path: a node keeps"),
+        (f"{{name: a, queue: {{name: x}}, {FILE}}}", "actions[0].queue.name: the queue is called"),
+        (f"{{name: a, queue: {{kind: memory, durability: always}}, {FILE}}}", "durability: means"),
+        (f"{{name: main, {FILE}}}", "3:12: actions[0].name: main is the main queue"),
+        (f"{{name: taken, queue: disk, {FILE}}}", "3:12: actions[0].name: queues has a queue 'ta"),
+        (f"{{name: a, sql: SELECT 1, {FILE}}}", "3:15: actions[0].sql: needs a lane of its own"),
+        (f"{{name: a, transform: 'm:f', {FILE}}}", "3:15: actions[0].transform: needs a lane"),
+        (f"{{name: a, lane: {{max_events: 1}}, {FILE}}}", "actions[0].lane: means nothing without"),
+        (f"{{name: a, queue: disk, watermark: 1m, {FILE}}}", "watermark: means nothing without sq"),
+        (f"{{name: a, queue: disk, transform: f, {FILE}}}", "transform: is module:function, such"),
+        ("{name: a, output: {type: spark, format: csv}}", "3:30: actions[0].output.type: Spark wr"),
+        (
+            f"{{name: a, queue: disk, sql: SELECT 1, with_queues: [main, takne], {FILE}}}",
+            "3:63: actions[0].with_queues[1]: there is no queue 'takne'; did you mean taken?",
+        ),
+    ],
+)
+def test_an_action_that_cannot_be_is_refused_with_its_place(action: str, fault: str) -> None:
+    found = only_fault_of(actions(action, more="queues: {taken: }\n"))
+    assert found.startswith("c.yaml:3:")
+    assert fault in found
+
+
+def test_two_actions_cannot_have_one_name() -> None:
+    one = f"{{name: a, {FILE}}}"
+    fault = only_fault_of(actions(one, one))
+    assert fault == "c.yaml:4:12: actions[1].name: another action is called 'a' too"
+
+
+def test_an_input_may_fill_the_main_queue_or_an_actions_but_no_other() -> None:
+    inputs = "inputs: [{type: stdin, name: x, queue: main}, {type: stdin, queue: a}"
+    text = actions(f"{{name: a, queue: disk, {FILE}}}", f"{{name: b, {FILE}}}", more=inputs)
+    assert len(loads(f"{text}]").inputs) == 2
+    assert "there is no queue 'b'" in only_fault_of(f"{text}, {{type: stdin, queue: b}}]")
+
+
+@pytest.mark.parametrize("section", ["parse: json", "transform: m:f", "lane: {max_events: 1}"])
+def test_what_only_a_pipeline_has_is_refused_without_one(section: str) -> None:
+    fault = only_fault_of(f"node: {{data: d}}\n{section}")
+    assert fault.startswith("c.yaml:2:1: ")
+    assert fault.endswith("means nothing without actions; add some")
+
+
+def test_the_main_queue_is_described_once() -> None:
+    text = actions(f"{{name: a, {FILE}}}", more="main: {}\nqueues: {main: }")
+    assert only_fault_of(text) == "c.yaml:4:1: main: stands in queues too; keep one of them"
+
+
+@pytest.mark.parametrize(
+    ("parsing", "fault"),
+    [
+        ("sysog", "must be one of none, syslog, json, otlp, regex, not 'sysog'; did you mean sysl"),
+        ("{format: regex}", "parse.pattern: is required with the format `regex`"),
+        ("{format: json, pattern: x}", "4:32: parse.pattern: belongs to the format `regex`"),
+        ("{fromat: json}", "4:9: parse.fromat: there is no such setting; did you mean format?"),
+    ],
+)
+def test_how_values_are_parsed_is_checked(parsing: str, fault: str) -> None:
+    assert fault in only_fault_of(actions(f"{{name: a, {FILE}}}", more=f"parse: {parsing}"))
+
+
+def test_secrets_of_sinks_are_not_shown() -> None:
+    config = loads(
+        actions(
+            "{name: a, queue: disk, output: {type: spark, format: jdbc, "
+            "options: {url: 'jdbc:x', password: hush-hush}}}"
+        )
+    )
+    assert "hush-hush" not in json.dumps(shown(config))
+    assert "jdbc:x" in json.dumps(shown(config))
+
+
+# ── what is found later ──────────────────────────────────────────────────────────────────────────
+
+
+def test_what_spark_finds_wrong_has_its_place() -> None:
+    config = loads(actions("name: a\n    filter: severty < 3\n    " + FILE), "c.yaml")
+    placed = config.placed(ConfigError("actions[0].filter", "no such column"))
+    assert str(placed) == "c.yaml:4:13: actions[0].filter: no such column"
+    assert isinstance(placed, ConfigFaults)
+    nowhere = config.placed(ConfigError("parse", "wrong"))
+    assert str(nowhere) == "c.yaml:1:1: parse: wrong"
+
+
+def test_settings_without_a_file_have_no_place() -> None:
+    config = Config.model_validate({"node": {"data": "d"}})
+    error = ConfigError("parse", "wrong")
+    assert config.placed(error) is error
+
+
+@pytest.mark.parametrize("path", [(), ("a",), ("actions", 1, "filter"), ("x", 0, 1)])
+def test_a_dotted_path_can_be_taken_apart(path: tuple[str | int, ...]) -> None:
+    assert undotted(dotted(path)) == path
+
+
+# ── cases ────────────────────────────────────────────────────────────────────────────────────────
+
+CASES = """\
+tests:
+  - name: one
+    events: ["text", {value: v, severity: 3, headers: {a: b}}]
+    expect: {a: 1, b: [{severity: 3}]}
+"""
+
+
+def with_cases(more: str = CASES) -> str:
+    return actions(f"{{name: a, {FILE}}}", f"{{name: b, queue: disk, {FILE}}}", more=more)
+
+
+def test_cases_are_read_from_the_configuration_or_a_file(tmp_path: Path) -> None:
+    config = loads(with_cases())
+    (case,) = config.tests
+    assert case.events[0].value == "text"
+    assert case.expect == {"a": 1, "b": ({"severity": 3},)}
+    file = tmp_path / "cases.yaml"
+    file.write_text(CASES)
+    assert load_cases(file, config) == config.tests
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("{a: 1", "{c: 1", "there is no action 'c'"),
+        ("events", "evnts", "tests[0].evnts: there is no such setting; did you mean events?"),
+        ("severity: 3,", "severity: 9,", "tests[0].events[1].severity: must be at most 7, not 9"),
+    ],
+)
+def test_wrong_cases_are_told_with_their_place(
+    tmp_path: Path, old: str, new: str, fault: str
+) -> None:
+    broken = CASES.replace(old, new)
+    assert any(fault in each for each in faults_of(with_cases(broken)))
+    file = tmp_path / "cases.yaml"
+    file.write_text(broken)
+    with pytest.raises(ConfigFaults) as caught:
+        load_cases(file, loads(with_cases()))
+    assert f"{file}:" in str(caught.value)
+    assert fault in str(caught.value)
+
+
+def test_nothing_is_expected_of_what_is_discarded() -> None:
+    discards = actions("{name: a, output: {type: discard}}", more=CASES)
+    assert "tests[0].expect.a: what is discarded goes nowhere" in "".join(faults_of(discards))
+
+
+# ── schema, example, commands ────────────────────────────────────────────────────────────────────
+
+
+def pipeline_page() -> list[str]:
+    blocks = blocks_of(ROOT / "docs/pipeline.md")
+    return [block.text for block in blocks if block.language == "yaml" and "node:" in block.text]
+
+
+@pytest.mark.parametrize("text", [example(), *pipeline_page(), with_cases()])
+def test_the_schema_accepts_what_the_loader_accepts(text: str) -> None:
+    check = jsonschema_rs.validator_for(json.loads(config_schema.text()))
+    values = parse(text, "example.yaml", {}).data
+    assert [error.message for error in check.iter_errors(values)] == []
+    assert loads(text).pipeline() is not None
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"actions": [{"name": "a"}]},
+        {"actions": [{"name": "a", "output": {"type": "nothing"}}]},
+        {"actions": [{"name": "a", "queue": "proxy", "output": {"type": "discard"}}]},
+        {"parse": "xml"},
+        {"lane": {"max_events": "many"}},
+    ],
+)
+def test_the_schema_refuses_what_the_loader_refuses(broken: dict[str, Any]) -> None:
+    check = jsonschema_rs.validator_for(json.loads(config_schema.text()))
+    assert check.is_valid({"node": {"data": "d"}})
+    assert not check.is_valid({"node": {"data": "d"}, **broken})
+
+
+def test_the_example_is_written_once_and_is_valid(tmp_path: Path) -> None:
+    file = tmp_path / "turnlane.yaml"
+    made = CliRunner().invoke(app, ["init", str(file)])
+    assert made.exit_code == 0, made.output
+    pipeline = load(file).pipeline()
+    assert pipeline is not None
+    assert list(pipeline.lanes()) == ["main", "alerts", "archive", "counts"]
+    checked = CliRunner().invoke(app, ["validate", str(file)])
+    assert checked.stdout == f"{file}: ok, 0 queues, 2 inputs, 4 actions\n"
+    file.write_text("mine")
+    again = CliRunner().invoke(app, ["init", str(file)])
+    assert again.exit_code == 1
+    assert "exists" in again.stderr
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", ["run", "pipeline", "test", "graph"])
+def test_a_node_without_actions_is_no_pipeline(command: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("node: {data: d}\n")
+    said = CliRunner().invoke(app, [command, str(file)])
+    assert said.exit_code == 78
+    assert f"{file}:1:1: actions: there are none" in said.stderr
+
+
+def test_a_pipeline_needs_a_token_where_the_node_wants_one(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    tokens = "node: {data: d, tokens: [{name: t, secret: hush-hush, rights: {'*': [read]}}]}\n"
+    file.write_text(actions(f"{{name: a, {FILE}}}").replace("node: {data: d}\n", tokens))
+    said = CliRunner().invoke(app, ["run", str(file)])
+    assert said.exit_code == 78
+    assert f"{file}:1:" in said.stderr
+    assert "nodes.token_env" in said.stderr
+
+
+def test_a_missing_java_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyspark.sql")
+    file = tmp_path / "c.yaml"
+    file.write_text(actions(f"{{name: a, {FILE}}}"))
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    said = CliRunner().invoke(app, ["run", str(file)])
+    assert said.exit_code == 1
+    assert said.stderr.count("\n") == 1
+    assert "Spark needs Java 17" in said.stderr
+
+
+def test_a_missing_spark_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(actions(f"{{name: a, {FILE}}}"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    said = CliRunner().invoke(app, ["run", str(file)])
+    assert said.exit_code == 1
+    assert said.stderr == "turnlane: Spark is not installed: pip install 'turnlane[spark]'\n"
+
+
+def test_what_lanes_alone_cannot_take_is_named() -> None:
+    old = loads(with_cases())
+    assert list(needs_restart(old, loads(with_cases()))) == []
+    lanes = loads(with_cases().replace("name: a,", "name: a, filter: x,"))
+    assert list(needs_restart(old, lanes)) == []
+    other = with_cases().replace("data: d", "data: e").replace("queue: disk", "queue: memory")
+    assert list(needs_restart(old, loads(other + "spark: {master: m}"))) == [
+        "node",
+        "spark",
+        "queue b",
+    ]
