@@ -14,6 +14,7 @@ TurnlaneError
 │   ├── EventsLost         accepted events could not be written before the queue was closed
 │   ├── QueueClosed        the queue takes or gives no more events
 │   ├── EventTooLarge      the event can never fit
+│   ├── PayloadTooLarge    the destination would take fewer events at a time
 │   ├── SchemaMismatch     a column has another type than the queue's
 │   ├── NoSuchQueue        the node has no queue of this name
 │   ├── QueueExists        the node has a queue of this name, with other settings
@@ -25,11 +26,14 @@ TurnlaneError
 │   ├── ConfigError        a setting is wrong; names the knob
 │   ├── NotAQueue          the directory holds no queue that can be read
 │   └── DirectoryUnusable  the directory cannot be written
+├── PartlyDelivered        the destination took some events of a block; says which it did not
 └── Bug                    turnlane, or the code calling it, is wrong
     └── BatchFreed         the contents were given up with free()
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class TurnlaneError(Exception):
@@ -102,6 +106,10 @@ class EventTooLarge(Never):
     """The event, or block, is larger than the queue can ever hold."""
 
 
+class PayloadTooLarge(Never):
+    """The destination refused the size of what it was sent; fewer events at a time may do."""
+
+
 class SchemaMismatch(Never):
     """A column of the block has another type than the same column of the queue."""
 
@@ -151,6 +159,14 @@ class NotAQueue(Never):
 
 class DirectoryUnusable(Never):
     """The queue's directory cannot be created or written."""
+
+
+class PartlyDelivered(TurnlaneError):
+    """The destination took the events of a block but for ``failures``: row numbers and why."""
+
+    def __init__(self, failures: Mapping[int, TurnlaneError]) -> None:
+        super().__init__(f"{len(failures)} events were refused: {next(iter(failures.values()))}")
+        self.failures = dict(failures)
 
 
 class Bug(TurnlaneError):

@@ -1,10 +1,17 @@
 """What an output is, so that anyone can write one.
 
 An output is passive: a lane hands it a block, prepared apart from the sending so that the two can
-overlap, and it succeeds or raises. ``RetryLater`` (with ``after``, if the destination said when)
-and any error that is not turnlane's own mean that the same events are to be sent again;
-``PayloadTooLarge`` that fewer of them might do; any other ``Never`` that these events cannot be
-delivered, now or later. Everything else, waiting, splitting, giving up, is the lane's.
+overlap, and it succeeds or raises:
+
+- ``RetryLater``, with ``after`` if the destination said when: the same events may go later. Also
+  for what a person has to put right, an unknown host or a refused password: events wait for that.
+- ``PayloadTooLarge``: fewer events at a time might do.
+- ``PartlyDelivered``: all but some, each of which has its own error of this list.
+- any other ``Never``: something in these events cannot be delivered, now or later. The lane finds
+  out which by halving.
+- any error that is not turnlane's own counts as ``RetryLater``, but only so many times.
+
+Everything else, waiting, splitting, giving up, is the lane's.
 """
 
 from __future__ import annotations
@@ -27,7 +34,10 @@ class OutputSettings(BaseModel):
 
 
 class Output(Closing):
-    """A destination. Made, used and closed by one task of a lane, from one thread at a time."""
+    """A destination. Made and closed by one task of a lane.
+
+    ``prepare`` and ``send`` are called by several threads at a time.
+    """
 
     settings_type: ClassVar[type[OutputSettings]] = OutputSettings
 
