@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tests.contract.harness import PATIENCE, Harness, Task, follow, numbered, values_of
 from turnlane.errors import QueueEmpty
 from turnlane.events import block_of
+from turnlane.queues.contract import Outcome
 from turnlane.queues.holding import HoldingQueue
 
 if TYPE_CHECKING:
@@ -125,25 +126,58 @@ def test_acks_come_once_for_events_settled_twice(keeping: Harness) -> None:
     acks.wait_for(6)
 
 
-def test_two_that_settle_the_same_offsets_at_once_count_them_once(
+class SlowRecord:
+    """Stands in for a queue's ``record_settled``: the first call waits for the test, once done."""
+
+    def __init__(self, queue: HoldingQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._record = queue.record_settled
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        monkeypatch.setattr(queue, "record_settled", self)
+
+    def __call__(self, portion: Portion, outcome: Outcome) -> None:
+        self._record(portion, outcome)
+        if not self.reached.is_set():
+            self.reached.set()
+            assert self.go_on.wait(PATIENCE)
+
+
+def test_of_two_that_settle_the_same_events_at_once_the_first_decides(
     keeping: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both have recorded it before either is through."""
+    """The others wait for it, by batch and by offset, and nothing is counted twice."""
     queue = opened(keeping, 10)
-    both = threading.Barrier(2, timeout=PATIENCE)
-    record = queue.record_settled
-
-    def record_together(portion: Portion, outcome: object) -> None:
-        record(portion, outcome)  # type: ignore[arg-type]
-        both.wait()
-
-    monkeypatch.setattr(queue, "record_settled", record_together)
-    settling = [Task(lambda: queue.settle(0, 5)) for _ in range(2)]
-    for each in settling:
+    batch = queue.get(8)
+    slow = SlowRecord(queue, monkeypatch)
+    first = Task(lambda: queue.settle(0, 5, Outcome.DEAD))
+    assert slow.reached.wait(PATIENCE)
+    others = [Task(lambda: queue.settle(3, 6)), Task(batch.done)]
+    slow.go_on.set()
+    for each in (first, *others):
         each.result()
-    assert queue.stats().size == 5
-    assert queue.stats().ledger.delivered == 5
+    ledger = queue.stats().ledger
+    assert (ledger.dead, ledger.delivered, ledger.pending) == (5, 3, 2)
+    assert queue.stats().size == 2
     monkeypatch.undo()
+
+
+def test_a_batch_that_is_being_settled_is_not_settled_by_offset_meanwhile(
+    storing: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the ledger says is what the journal says: a restart changes nothing."""
+    queue = opened(storing, 10)
+    batch = queue.get(5)
+    slow = SlowRecord(queue, monkeypatch)
+    dying = Task(batch.dead)
+    assert slow.reached.wait(PATIENCE)
+    settling = Task(lambda: queue.settle(0, 10))
+    slow.go_on.set()
+    dying.result()
+    settling.result()
+    before = queue.stats().ledger
+    assert (before.dead, before.delivered) == (5, 5)
+    monkeypatch.undo()
+    queue.close()
+    assert storing.reopen().stats().ledger == before  # type: ignore[attr-defined]
 
 
 def test_what_is_settled_while_it_is_read_from_disk_is_not_handed_out(
@@ -178,3 +212,17 @@ def test_what_was_settled_by_offset_stays_settled_after_a_restart(storing: Harne
     again = storing.reopen()  # type: ignore[attr-defined]
     assert left(again) == numbered(8, 10)
     assert again.stats().ledger.delivered == 10
+
+
+def test_what_was_given_back_before_a_restart_and_is_settled_by_offset_holds_up_nothing(
+    storing: Harness,
+) -> None:
+    """The others are handed out, though they are few."""
+    queue = opened(storing, 6)
+    oldest, middle = queue.get(1), queue.get(3)
+    middle.release()
+    del oldest
+    queue.close()
+    again = storing.reopen()  # type: ignore[attr-defined]
+    again.settle(1, 4)
+    assert left(again) == [*numbered(0, 1), *numbered(4, 6)]

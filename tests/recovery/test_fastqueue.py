@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from turnlane.errors import NotAQueue
 from turnlane.events import BASE_SCHEMA
-from turnlane.queues.log import fastqueue
+from turnlane.queues.log import fastqueue, fastqueue_chunk
 from turnlane.queues.log.fastqueue import FastQueueDirectory, FastQueueMetadata, Fault
 from turnlane.queues.log.files import Disk
 
@@ -426,7 +426,7 @@ def test_the_best_that_snappy_can_do_is_believed(writer: Writer) -> None:
 def test_a_block_larger_than_an_event_is_told_and_passed_over(
     writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fastqueue, "MAX_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(fastqueue_chunk, "MAX_BLOCK_BYTES", 1000)
     writer.put_raw(framed(b"x" * 1001, snappy=False))
     writer.put(b"after", snappy=False)
     writer.metadata()

@@ -1,7 +1,8 @@
-"""What becomes of events that a failed sync has dropped, though they were written?"""
+"""What becomes of written events that a failed sync or a power cut has dropped?"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,33 +35,81 @@ def opener() -> Iterator[Opener]:
         yield opener
 
 
-def publish(queue: HoldingQueue) -> None:
+def publish(queue: HoldingQueue, end: int = len(VALUES)) -> None:
+    """The values up to ``end``; those that were published before are repeats."""
     producer = queue.producer(producer_id="p")
-    for at in range(0, len(VALUES), 10):
+    for at in range(0, end, 10):
         producer.publish_block(block_of(VALUES[at : at + 10]), sequence=at)
 
 
 @pytest.fixture(params=["disk", "disk_assisted"])
-def written(
+def unsynced(
     request: pytest.FixtureRequest, opener: Opener, disk: FaultyDisk, tmp_path: Path
 ) -> Stored:
-    """A queue with events that are on disk, not synced, and about to be dropped."""
-    queue = opener.stored(request.param, tmp_path, disk=disk, **KNOBS[request.param], **SLOW)
+    """A queue with events that are on disk and not synced."""
+    path = tmp_path / "queue"
+    queue = opener.stored(request.param, path, disk=disk, **KNOBS[request.param], **SLOW)
     log = queue.store.log
     queue.producer().publish_block(block_of([b"first"] * 20))
     wait_until(lambda: log.synced_end > 0, "the first events are synced")
     publish(queue)
     wait_until(lambda: log.end > 30, "the others are written")
     assert log.synced_end <= 20
-    disk.forget(match=".chunk")
     return queue
+
+
+@pytest.fixture
+def written(unsynced: Stored, disk: FaultyDisk) -> Stored:
+    """The same, and they are about to be dropped."""
+    disk.forget(match=".chunk")
+    return unsynced
+
+
+def test_what_a_power_cut_took_can_be_sent_again(
+    opener: Opener, disk: FaultyDisk, tmp_path: Path, unsynced: Stored
+) -> None:
+    """The journal, which was spared, does not take it for a repeat."""
+    synced = unsynced.store.log.synced_end
+    unsynced.sync_acks()
+    disk.cut_power(tmp_path / "queue", tmp_path / "copy", match=".chunk")
+    again = opener.stored(unsynced.settings.kind, tmp_path / "copy")
+    assert again.stats().ledger.accepted == synced
+    publish(again)
+    assert drained(again) == [b"first"] * synced + VALUES
+    assert not again.stats().ledger.dropped
+
+
+def test_what_a_kill_left_in_the_page_cache_is_a_repeat(
+    opener: Opener, tmp_path: Path, unsynced: Stored
+) -> None:
+    """Though the journal knows nothing of it: the frames themselves say whose they are."""
+    wait_until(lambda: unsynced.store.log.end == 20 + len(VALUES), "all on disk")
+    shutil.copytree(tmp_path / "queue", tmp_path / "copy")
+    again = opener.stored(unsynced.settings.kind, tmp_path / "copy")
+    assert again.stats().ledger.accepted == 20 + len(VALUES)
+    publish(again)
+    assert drained(again) == [b"first"] * 20 + VALUES
+
+
+def test_a_repeat_is_known_by_a_chunk_that_is_not_the_last(opener: Opener, tmp_path: Path) -> None:
+    """Chunks are begun before the interval is over, and recovery reads only the last."""
+    knobs: dict[str, Any] = {**KNOBS["disk"], **SLOW, "chunk_size": "1Ki"}
+    queue = opener.stored("disk", tmp_path / "queue", **knobs)
+    for at in range(0, len(VALUES), 10):
+        publish(queue, at + 10)
+        wait_until(lambda end=at + 10: queue.store.log.end == end, "a frame of its own")  # type: ignore[misc]
+    assert queue.store.log.rotations > 1
+    shutil.copytree(tmp_path / "queue", tmp_path / "copy")
+    again = opener.stored("disk", tmp_path / "copy")
+    publish(again)
+    assert drained(again) == VALUES
 
 
 def test_they_are_written_again(opener: Opener, tmp_path: Path, written: Stored) -> None:
     written.close()
     assert written.stats().disk_errors == 1
     assert not written.stats().ledger.dropped
-    again = opener.stored(written.settings.kind, tmp_path)
+    again = opener.stored(written.settings.kind, tmp_path / "queue")
     publish(again)
     assert drained(again) == [b"first"] * 20 + VALUES
     assert again.stats().quarantined == 0

@@ -61,8 +61,6 @@ class QueueMachine(RuleBasedStateMachine):
     bounded = True
     """Whether what is pending counts against the bound, at once and always."""
     durable = False
-    mixes = True
-    """Whether batches and offsets may be settled in any mixture."""
     crashes = False
 
     @initialize()
@@ -277,7 +275,6 @@ class QueueMachine(RuleBasedStateMachine):
             self.queue.settle(fresh[0], fresh[-1] + 1)
             self.outcomes.update(dict.fromkeys(fresh, Outcome.DELIVERED))
 
-    @precondition(lambda self: self.mixes)
     @rule(back=st.integers(0, 80), count=st.integers(1, 40))
     def settle_anything_by_offset(self, back: int, count: int) -> None:
         """Whatever became of the events: in batches, given back, settled before."""
@@ -432,8 +429,6 @@ class DiskAssistedMachine(QueueMachine):
     }
     bounded = False
     durable = True
-    # Known and open: while events go to disk, one settled by offset may come again.
-    mixes = False
 
     def expected_lost(self) -> Counter[str]:
         # What was freed is with somebody else; unless it was on disk already, it is given up.

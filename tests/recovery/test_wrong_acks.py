@@ -310,3 +310,23 @@ def test_does_a_batch_stay_whole_when_its_ack_is_not_stored(
     batch.done()
     queue.close()
     assert opener.stored("disk", tmp_path).stats().ledger.delivered == 3
+
+
+def test_does_the_journal_hear_what_became_of_an_event_in_memory_first(
+    opener: Opener, tmp_path: Path, disk: HookedDisk
+) -> None:
+    """A batch half of which is on disk: what was settled of the other half is not its to settle."""
+    knobs = {"size": 100, "high_watermark": 10, "low_watermark": 5}
+    queue = opener.stored("disk_assisted", tmp_path, disk=disk, **knobs)
+    spilling = disk.pause("write", match=".chunk")
+    for first in (0, 5):
+        queue.producer().publish_block(block_of(numbered(first, first + 5)))
+    spilling.await_reached()
+    batch = queue.get(10)
+    spilling.end()
+    wait_until(lambda: queue.store.log.end == 5, "the older half on disk")
+    queue.settle(6, 8)
+    batch.dead()
+    queue.close()
+    ledger = opener.stored("disk_assisted", tmp_path).stats().ledger
+    assert (ledger.delivered, ledger.dead, ledger.pending) == (2, 8, 0)

@@ -462,7 +462,8 @@ def test_the_schema_knows_the_settings_of_inputs_and_allows_variables() -> None:
     assert probe["type"]["const"] == "probe"
     assert {"$ref": "#/$defs/Variable"} in probe["port"]["anyOf"]
     assert "path" not in schema["$defs"]["QueueSettings"]["properties"]
-    assert json_schema([])["properties"]["inputs"]["items"]["type"] == "object"
+    [own] = json_schema([])["properties"]["inputs"]["items"]["oneOf"]
+    assert own["title"] == "an input of your own"
 
 
 def example_text() -> str:

@@ -69,6 +69,7 @@ def test_actions_bring_a_main_queue_and_their_own() -> None:
         "a": {"kind": Kind.MEMORY, "size": 5},
         "b": {"kind": Kind.DISK_ASSISTED},
         "c": {"kind": Kind.DISK},
+        **{f"{name}.dead": {} for name in "abcde"},
     }
     pipeline = config.pipeline()
     assert pipeline is not None
@@ -79,7 +80,7 @@ def test_actions_bring_a_main_queue_and_their_own() -> None:
 @pytest.mark.parametrize("given", ["main: {durability: always}", "queues: {main: {size: 9}}"])
 def test_the_main_queue_has_its_knobs_in_a_section_or_among_the_queues(given: str) -> None:
     config = loads(actions(f"{{name: a, {FILE}}}", more=given))
-    assert list(config.knobs()) == ["main"]
+    assert list(config.knobs()) == ["main", "a.dead"]
     assert len(config.knobs()["main"]) == 2
 
 
@@ -164,6 +165,38 @@ def test_an_action_that_cannot_be_is_refused_with_its_place(action: str, fault: 
     found = only_fault_of(actions(action, more="queues: {taken: }\n"))
     assert found.startswith("c.yaml:3:")
     assert fault in found
+
+
+SQL = "type: sql, url: 'sqlite:///a.db', table: t, columns: {id: offset}, exactly_once: true"
+QUEUE = "type: queue, endpoint: 'turnlane://a:1', queue: q, producer: shop"
+
+
+@pytest.mark.parametrize(
+    ("action", "fault"),
+    [
+        (f"{{name: a, output: {{{SQL}}}}}", "output.exactly_once: notes which offsets"),
+        (
+            f"{{name: a, queue: disk, sql: SELECT 1, output: {{{SQL}}}}}",
+            "output.exactly_once: is for events",
+        ),
+        (f"{{name: a, queue: disk, output: {{{QUEUE}}}}}", "output.producer: has the node there"),
+        (
+            f"{{name: a, queue: disk, delivery: {{ordering: key}}, output: {{{QUEUE}}}}}",
+            "output.producer: has the node there drop what comes out of order",
+        ),
+    ],
+)
+def test_an_output_that_cannot_keep_its_promise_there_is_refused(action: str, fault: str) -> None:
+    assert fault in only_fault_of(actions(action))
+
+
+def test_outputs_keep_their_promises_behind_a_queue_of_their_own() -> None:
+    loads(
+        actions(
+            f"{{name: a, queue: disk, output: {{{SQL}}}}}",
+            f"{{name: b, queue: disk, delivery: {{ordering: strict}}, output: {{{QUEUE}}}}}",
+        )
+    )
 
 
 def test_two_actions_cannot_have_one_name() -> None:

@@ -16,9 +16,10 @@ from turnlane.problems import config_error
 from turnlane.quantities import Percentage, TimeWindow
 from turnlane.queues.contract import Durability, FullBehavior
 from turnlane.queues.kinds import ON_DISK, Kind
+from turnlane.queues.knobs import Compression
 from turnlane.queues.marks import Marks
 from turnlane.queues.memory_limit import memory_limit
-from turnlane.queues.settings import Compression, QueueSettings
+from turnlane.queues.settings import QueueSettings
 
 MEBI = 2**20
 

@@ -9,6 +9,7 @@ served from the tail and never reads the disk.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 
@@ -45,7 +46,7 @@ class DiskQueue(StoredQueue):
         self._unwritten_bytes = 0
         self._unstamped: deque[Portion] = deque()
         """Those of the unwritten that complete a numbered producer's events."""
-        self._synced_at = 0.0
+        self._synced_at = -math.inf
         self._together = 1
         """How many publishers were waiting for the last sync, or came while it ran."""
         self._gathering = False
@@ -114,9 +115,7 @@ class DiskQueue(StoredQueue):
         return max(0.0, self._synced_at + self._interval() - time.monotonic())
 
     def _has_unsynced(self) -> bool:
-        written = self.store.log
-        unsynced = self.durability is not Durability.NEVER and written.synced_end < written.end
-        return unsynced or bool(self._unwritten or self.tail.open.values)
+        return self.store.log.unsynced or bool(self._unwritten or self.tail.open.values)
 
     def _interval(self) -> float:
         if self.durability is Durability.ALWAYS:

@@ -12,6 +12,7 @@ One way out: all that is on disk is settled; the files go, and the queue is a me
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable
 
@@ -20,9 +21,9 @@ from turnlane.queues.batch import BatchState, HeldBatch
 from turnlane.queues.contract import Durability, Outcome
 from turnlane.queues.log.files import Disk
 from turnlane.queues.portion import Portion
-from turnlane.queues.ranges import Ranges
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.stored import StoredQueue
+from turnlane.queues.untold import Untold
 from turnlane.queues.written import Job
 
 log = logging.getLogger(__name__)
@@ -51,9 +52,8 @@ class DiskAssistedQueue(StoredQueue):
         self._spilling = False
         self._spill_end = self.store.log.end
         """Events below this offset are on disk, or being written at this moment."""
-        self._unjournaled: dict[Outcome, Ranges] = {}
-        """What was settled without ever touching the disk; it is told when something spills."""
-        self._synced_at = 0.0
+        self._untold = Untold()
+        self._synced_at = -math.inf
         self.start()
 
     @property
@@ -105,9 +105,7 @@ class DiskAssistedQueue(StoredQueue):
     def _due_in(self) -> float | None:
         if self.stopping or self._spilling or self._can_end() or self.can_retire():
             return 0.0
-        written = self.store.log
-        unsynced = written.synced_end < written.end and self.durability is not Durability.NEVER
-        if not unsynced and not self.untidy():
+        if not self.store.log.unsynced and not self.untidy():
             return None
         return max(0.0, self._synced_at + self.settings.sync_interval - time.monotonic())
 
@@ -172,39 +170,25 @@ class DiskAssistedQueue(StoredQueue):
                 yield rest
 
     def _tell_journal(self) -> None:
-        """Before anything goes to disk: what never went there and is settled."""
-        with self.lock:
-            unjournaled, self._unjournaled = self._unjournaled, {}
-        for outcome, ranges in unjournaled.items():
-            for first, end in ranges:
-                try:
-                    self.store.journal.settled(first, end, 0, outcome)
-                except OSError:
-                    self._put_back(unjournaled)
-                    raise
-
-    def _put_back(self, unjournaled: dict[Outcome, Ranges]) -> None:
-        with self.lock:
-            for outcome, ranges in unjournaled.items():
-                for first, end in ranges:  # telling the journal twice is harmless
-                    self._unjournaled.setdefault(outcome, Ranges()).add(first, end)
+        self._untold.tell(self.store.journal)
 
     def record_settled(self, portion: Portion, outcome: Outcome) -> None:
         if portion.first < self._spill_end:
+            self._tell_journal()  # parts of it may be settled by offset, otherwise than now
             super().record_settled(portion, outcome)
 
     def settle_portion(self, portion: Portion, outcome: Outcome, events: int, size: int) -> None:
         if not portion.recorded:
-            self._note_unjournaled(portion, outcome)
+            self._note_untold(portion, outcome)
         super().settle_portion(portion, outcome, events, size)
 
-    def _note_unjournaled(self, portion: Portion, outcome: Outcome) -> None:
+    def _note_untold(self, portion: Portion, outcome: Outcome) -> None:
         for span in self.positions.unsettled(portion.first, portion.end):
-            self._unjournaled.setdefault(outcome, Ranges()).add(*span)
+            self._untold.add(*span, outcome)
         if portion.first < self._spill_end:
             # It went to disk between done() and here: without a word it would come again.
             try:
-                self.store.journal.settled(portion.first, portion.end, 0, outcome)
+                self._tell_journal()
             except OSError as error:
                 log.warning("queue %s: an ack is not recorded yet: %s", self.name, error)
 

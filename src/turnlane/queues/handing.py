@@ -16,6 +16,7 @@ from turnlane.queues.batch import BatchState, HeldBatch
 from turnlane.queues.contract import AckLevel, Outcome
 from turnlane.queues.intake import Intake
 from turnlane.queues.portion import Portion
+from turnlane.queues.spans import overlap
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +154,7 @@ class Handing(Intake):
     def settle_batch(self, batch: HeldBatch, outcome: Outcome) -> None:
         """Settle a batch for good: recorded first, then visible."""
         with self.lock:
+            self._await_settlings(batch)
             if batch.state is not BatchState.OUT:
                 return
             if self._closed:
@@ -174,6 +176,12 @@ class Handing(Intake):
             self.out.pop(batch.place.first, None)
             self.settle_portion(batch.portion, outcome, batch.charged_events, batch.charged_bytes)
             self._drained.notify_all()
+
+    def _await_settlings(self, batch: HeldBatch) -> None:
+        """Who settles first decides what becomes of an event, here as in the journal."""
+        first, end = batch.place.first, batch.place.end
+        while any(overlap(span, (first, end)) for span in self._settlings):
+            self._drained.wait()
 
     def release_batch(self, batch: HeldBatch) -> None:
         """Take a batch back to be read again."""
@@ -210,7 +218,7 @@ class Handing(Intake):
         for batch in self.out.values():
             start, stop = max(first, batch.place.first), min(end, batch.place.end)
             if start < stop:
-                charges.append(batch.uncharge(stop - start, self.unsettled_of(batch)))
+                charges.append(batch.uncharge(stop - start, self.pending_of(batch)))
                 stored -= stop - start
         for portion in self._unreturn(first, end):
             charges.append(portion.charge)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
+from typing import Final, NamedTuple
 
 from turnlane.errors import AckNotStored, QueueClosed
 from turnlane.events import Block, conform, join
@@ -18,6 +20,21 @@ from turnlane.queues.contract import AckLevel, Outcome
 from turnlane.queues.handing import Handing
 from turnlane.queues.kinds import Kind
 from turnlane.queues.portion import Portion
+from turnlane.queues.ranges import Ranges
+from turnlane.queues.spans import Span, count_of, newest_of, oldest_of, overlap
+
+MAX_SPANS: Final = 4096
+"""The most spans of offsets that a reader is told at a time."""
+
+
+class Unsettled(NamedTuple):
+    """What waits in a queue, for a reader that keeps no place of its own."""
+
+    spans: list[Span]
+    """As much of it as was asked for, in order."""
+    pending: int
+    """How many events there are in all."""
+    end: int
 
 
 class HoldingQueue(Handing):
@@ -51,6 +68,7 @@ class HoldingQueue(Handing):
     def settle(self, first: int, end: int, outcome: Outcome = Outcome.DELIVERED) -> None:
         """Settle a range that was read by offset. Raises ``AckNotStored``, ``QueueClosed``."""
         with self.lock:
+            self._await_others((first, end))
             if self._closed:
                 msg = f"queue {self.name!r} is closed"
                 raise QueueClosed(msg)
@@ -58,7 +76,7 @@ class HoldingQueue(Handing):
             portions = [
                 Portion(*span, self.average_size(span[1] - span[0]), None) for span in spans
             ]
-            self._settlings += 1
+            self._settlings.append((first, end))
         try:
             for portion in portions:
                 self._record_or_fail(portion, outcome)
@@ -68,12 +86,18 @@ class HoldingQueue(Handing):
                     self.settle_range(*span, outcome, recorded=portion.recorded)
         finally:
             with self.lock:
-                self._settlings -= 1
+                self._settlings.remove((first, end))
                 self._drained.notify_all()
 
-    def _is_settling(self) -> bool:
+    def _await_others(self, span: Span) -> None:
+        """Who settles first decides what becomes of an event, here as in the journal."""
+        while any(overlap(span, other) for other in self._being_settled()):
+            self._drained.wait()
+
+    def _being_settled(self) -> list[Span]:
         out = self.out.values()
-        return self._settlings > 0 or any(batch.state is BatchState.SETTLING for batch in out)
+        batches = [batch.place for batch in out if batch.state is BatchState.SETTLING]
+        return self._settlings + [(place.first, place.end) for place in batches]
 
     def _record_or_fail(self, portion: Portion, outcome: Outcome) -> None:
         try:
@@ -86,6 +110,33 @@ class HoldingQueue(Handing):
         """Whether every offset of the range is settled."""
         with self.lock:
             return self.positions.is_settled(first, end)
+
+    def unsettled(self, events: int, newest: int = 0, first: int = 0) -> Unsettled:
+        """The oldest events from ``first`` on that are not settled, at most ``events``.
+
+        If there are more, ``newest`` of those are the newest ones instead. Offsets that lie
+        scattered are told at most :data:`MAX_SPANS` spans at a time.
+        """
+        with self.lock:
+            end, pending = self.positions.end, self.positions.pending
+            spans = self.positions.unsettled(first, end)
+        if pending <= events:
+            newest = 0
+        chosen = Ranges(newest_of(spans[-MAX_SPANS // 2 :], newest))
+        room = MAX_SPANS - len(chosen)
+        for span in oldest_of(spans[:room], events - count_of(chosen)):
+            chosen.add(*span)
+        return Unsettled(list(chosen), pending, end)
+
+    def unsettled_of(self, spans: Iterable[Span]) -> list[Span]:
+        """What of these offsets is not settled."""
+        with self.lock:
+            end = self.positions.end
+            return [
+                left
+                for first, stop in spans
+                for left in self.positions.unsettled(first, min(stop, end))
+            ]
 
     def wait_beyond(self, offset: int, timeout: float) -> int:
         """Wait until the queue's end is beyond ``offset``; returns the end either way."""
@@ -132,7 +183,7 @@ class HoldingQueue(Handing):
             self._drained.notify_all()
             # A done() that is under way still counts; without this it would be lost and acked.
             limit = self.settings.shutdown_timeout
-            self._drained.wait_for(lambda: not self._is_settling(), limit)
+            self._drained.wait_for(lambda: not self._being_settled(), limit)
         try:
             self.close_storage()
         finally:

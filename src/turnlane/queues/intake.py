@@ -39,6 +39,7 @@ from turnlane.queues.portion import Portion
 from turnlane.queues.positions import Positions
 from turnlane.queues.producer import HoldingProducer
 from turnlane.queues.settings import QueueSettings
+from turnlane.queues.spans import Span
 from turnlane.queues.stats import Stats
 from turnlane.queues.tail import SEAL_BYTES, Tail
 
@@ -94,8 +95,8 @@ class Intake(Queue):
         self._closed = False
         self._closer = 0
         self._close_ended = threading.Event()
-        self._settlings = 0
-        """How many calls settle by offset at this moment."""
+        self._settlings: list[Span] = []
+        """What is being settled by offset at this moment."""
         self.types: dict[str, object] = {}
 
     # ── publishing ──────────────────────────────────────────────────────────────────────────────
@@ -267,7 +268,7 @@ class Intake(Queue):
             bytes=self.gate.bytes,
             max_size=self.settings.size,
             max_bytes=self.settings.max_bytes,
-            in_flight=sum(map(self.unsettled_of, self.out.values())),
+            in_flight=sum(map(self.pending_of, self.out.values())),
             blocked_publishers=len(self.gate.line),
             memory_blocks=self.tail.blocks,
             pushes=self.pushes,
@@ -275,7 +276,7 @@ class Intake(Queue):
             releases=self._releases,
         )
 
-    def unsettled_of(self, batch: HeldBatch) -> int:
+    def pending_of(self, batch: HeldBatch) -> int:
         """How many of a batch's events are not settled, by itself or by offset. Under the lock."""
         spans = self.positions.unsettled(batch.place.first, batch.place.end)
         return sum(end - first for first, end in spans)

@@ -65,6 +65,7 @@ class Positions:
             return 0
         fresh = end - first - self.settled.overlap(first, end)
         self.settled.add(first, end)
+        self._skipped.remove(first, end)  # or it would be taken off what is fresh twice
         self._raise_low()
         return fresh
 

@@ -28,6 +28,7 @@ from types import TracebackType
 
 import pyarrow as pa
 
+from turnlane.backoff import doubled, scattered
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import Never, QueueClosed, QueueEmpty, TransportDown
 from turnlane.events import Block
@@ -59,8 +60,7 @@ LEAVE_SECONDS = 5.0
 
 def retry_after(failures: int, jitter: float) -> float:
     """Seconds to wait after so many connections in a row that led nowhere; ``jitter`` is 0 to 1."""
-    pause: float = min(LAST_RETRY, FIRST_RETRY * 2 ** min(failures - 1, 30))
-    return pause * (0.5 + jitter / 2)
+    return scattered(doubled(FIRST_RETRY, LAST_RETRY, failures), jitter)
 
 
 @dataclass(slots=True)

@@ -7,79 +7,19 @@ on another knob is filled in after validation, so a queue reads final values and
 
 from __future__ import annotations
 
-import enum
-import re
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from turnlane.problems import config_error
 from turnlane.quantities import Duration, Percentage, Size, TimeWindow
 from turnlane.queues.completion import complete
 from turnlane.queues.contract import Durability, FullBehavior
 from turnlane.queues.kinds import ALL, IN_MEMORY, ON_DISK, STORING, WAITING, Kind
+from turnlane.queues.knobs import Compression, Count, DiskDurability, Name, Rate, knob
 from turnlane.queues.marks import Mark, Marks, events_of
-
-
-class Compression(enum.StrEnum):
-    """Whether frames on disk are compressed."""
-
-    AUTO = "auto"
-    """Where it makes the frame smaller by a fair part."""
-    SNAPPY = "snappy"
-    NONE = "none"
-
-
-def _not_bool(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError(f"must be a number, not {str(value).lower()}")  # noqa: TRY004 - pydantic
-    return value
-
-
-def _plain_name(value: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", value):
-        raise ValueError(f"{value!r} is not a name; use letters, digits, _, . and -, as in web-1")
-    return value
-
-
-Count = Annotated[int, BeforeValidator(_not_bool)]
-Rate = Annotated[float, BeforeValidator(_not_bool)]
-Name = Annotated[str, AfterValidator(_plain_name)]
-DiskDurability = Literal[Durability.ALWAYS, Durability.INTERVAL, Durability.NEVER]
-
-
-def _knob(
-    default: object,
-    kinds: tuple[Kind, ...],
-    meaning: str,
-    *,
-    example: object,
-    shown: str | None = None,
-    ge: int | None = None,
-    gt: int | None = None,
-    le: int | None = None,
-) -> Any:  # noqa: ANN401 - as Field() does it, so that the annotation decides
-    """Declare a knob; ``shown`` describes a default that is not simply a value."""
-    extra: dict[str, Any] = {"kinds": [str(kind) for kind in kinds], "shown": shown or str(default)}
-    return Field(
-        default,
-        description=meaning,
-        examples=[example],
-        json_schema_extra=extra,
-        ge=ge,
-        gt=gt,
-        le=le,
-    )
 
 
 class QueueSettings(BaseModel):
@@ -93,19 +33,19 @@ class QueueSettings(BaseModel):
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
 
-    kind: Kind = _knob(
+    kind: Kind = knob(
         Kind.MEMORY,
         ALL,
         "Where events wait: `direct`, `memory`, `disk`, `disk_assisted` or `proxy`.",
         example="disk",
     )
-    name: Name = _knob(
+    name: Name = knob(
         "queue",
         ALL,
         "Names the queue in logs, metrics and the `queue` column: letters, digits, `_`, `.`, `-`.",
         example="orders",
     )
-    path: Path | None = _knob(
+    path: Path | None = knob(
         None,
         ON_DISK,
         "The queue's directory, made if it is not there. Required.",
@@ -114,7 +54,7 @@ class QueueSettings(BaseModel):
     )
 
     # bounds
-    size: Count | None = _knob(
+    size: Count | None = knob(
         None,
         STORING,
         "The most events the queue holds; for `disk_assisted`, in memory.",
@@ -122,7 +62,7 @@ class QueueSettings(BaseModel):
         shown="50000; `disk`: no bound",
         ge=1,
     )
-    max_bytes: Size | None = _knob(
+    max_bytes: Size | None = knob(
         None,
         WAITING,
         "The most bytes the queue holds: on disk for `disk`, in memory for the others.",
@@ -130,7 +70,7 @@ class QueueSettings(BaseModel):
         shown="256Mi; `disk`: 10Gi",
         ge=1,
     )
-    memory_percent: Percentage | None = _knob(
+    memory_percent: Percentage | None = knob(
         None,
         IN_MEMORY,
         "`max_bytes` as a percentage of the memory that the process or its container may use. "
@@ -138,7 +78,7 @@ class QueueSettings(BaseModel):
         example="10%",
         shown="off",
     )
-    max_event_bytes: Size = _knob(
+    max_event_bytes: Size = knob(
         "64Mi",
         ALL,
         "A larger event is refused with `EventTooLarge`. At most `max_bytes` and `resend_bytes`.",
@@ -147,27 +87,27 @@ class QueueSettings(BaseModel):
     )
 
     # when it fills
-    full_behavior: FullBehavior = _knob(
+    full_behavior: FullBehavior = knob(
         FullBehavior.BLOCK,
         WAITING,
         "What publishing does when the queue is full: `block`, `drop_newest` or `drop_oldest`.",
         example="drop_oldest",
     )
-    full_timeout: Duration | None = _knob(
+    full_timeout: Duration | None = knob(
         None,
         WAITING,
         "How long publishing blocks before `QueueFull`. Only with `full_behavior: block`.",
         example="2s",
         shown="for ever",
     )
-    discard_mark: Mark | None = _knob(
+    discard_mark: Mark | None = knob(
         None,
         WAITING,
         "From this fill level on, events of `discard_severity` and beyond are shed.",
         example="98%",
         shown="off",
     )
-    discard_severity: Count | None = _knob(
+    discard_severity: Count | None = knob(
         None,
         WAITING,
         "The most important severity that may be shed: 0 (emergency) to 7 (debug). "
@@ -177,33 +117,33 @@ class QueueSettings(BaseModel):
         ge=0,
         le=7,
     )
-    full_delay_mark: Mark | None = _knob(
+    full_delay_mark: Mark | None = knob(
         "97%",
         WAITING,
         "From this fill level on, producers that can wait as long as needed (files) wait. "
         "`null` is off, as it is without a `size`.",
         example="90%",
     )
-    light_delay_mark: Mark | None = _knob(
+    light_delay_mark: Mark | None = knob(
         "70%",
         WAITING,
         "From this fill level on, producers that can be slowed down (TCP) wait `light_delay`. "
         "`null` is off, as it is without a `size`.",
         example="60%",
     )
-    light_delay: Duration = _knob(
+    light_delay: Duration = knob(
         "1s",
         WAITING,
         "How long such a producer waits at most, each time.",
         example="200ms",
     )
-    high_watermark: Mark = _knob(
+    high_watermark: Mark = knob(
         "90%",
         (Kind.DISK_ASSISTED,),
         "The fill level of the memory at which the oldest events begin to go to disk.",
         example="80%",
     )
-    low_watermark: Mark | None = _knob(
+    low_watermark: Mark | None = knob(
         None,
         (Kind.DISK_ASSISTED,),
         "The fill level at which that ends again. Below `high_watermark`.",
@@ -212,27 +152,27 @@ class QueueSettings(BaseModel):
     )
 
     # reading
-    dequeue_batch_size: Count = _knob(
+    dequeue_batch_size: Count = knob(
         1024,
         STORING,
         "The most events in a batch.",
         example=5000,
         ge=1,
     )
-    minimum_batch_size: Count = _knob(
+    minimum_batch_size: Count = knob(
         1,
         WAITING,
         "Wait for so many events before handing out a batch. At most the size of a batch.",
         example=100,
         ge=1,
     )
-    minimum_batch_timeout: Duration = _knob(
+    minimum_batch_timeout: Duration = knob(
         "1s",
         WAITING,
         "How long to wait for `minimum_batch_size`.",
         example="250ms",
     )
-    dequeue_rate: Rate | None = _knob(
+    dequeue_rate: Rate | None = knob(
         None,
         STORING,
         "The most events handed out per second.",
@@ -240,14 +180,14 @@ class QueueSettings(BaseModel):
         shown="no limit",
         gt=0,
     )
-    dequeue_window: TimeWindow | None = _knob(
+    dequeue_window: TimeWindow | None = knob(
         None,
         STORING,
         "Hand out events only at this time of day, local time; may run over midnight.",
         example="22:00-06:00",
         shown="always",
     )
-    sampling_interval: Count = _knob(
+    sampling_interval: Count = knob(
         1,
         ALL,
         "Keep one event of so many; the others are dropped and counted.",
@@ -256,13 +196,13 @@ class QueueSettings(BaseModel):
     )
 
     # stopping
-    shutdown_timeout: Duration = _knob(
+    shutdown_timeout: Duration = knob(
         "5s",
         ALL,
         "How long a draining close waits for consumers.",
         example="30s",
     )
-    completion_timeout: Duration = _knob(
+    completion_timeout: Duration = knob(
         "30s",
         STORING,
         "How long a worker's consumer may take over a batch before it is cancelled and the batch "
@@ -270,13 +210,13 @@ class QueueSettings(BaseModel):
         example="2m",
         gt=0,
     )
-    idle_timeout: Duration = _knob(
+    idle_timeout: Duration = knob(
         "60s",
         STORING,
         "How long a worker without work lives on.",
         example="10s",
     )
-    save_on_shutdown: bool = _knob(
+    save_on_shutdown: bool = knob(
         default=True,
         kinds=(Kind.DISK_ASSISTED,),
         meaning="Write what is in memory to disk on close; otherwise it is dropped and counted.",
@@ -285,14 +225,14 @@ class QueueSettings(BaseModel):
     )
 
     # workers
-    workers: Count = _knob(
+    workers: Count = knob(
         1,
         STORING,
         "The most workers a pool runs at a time.",
         example=8,
         ge=1,
     )
-    worker_minimum_events: Count | None = _knob(
+    worker_minimum_events: Count | None = knob(
         None,
         STORING,
         "One more worker for every so many events waiting. At most `size`.",
@@ -302,28 +242,28 @@ class QueueSettings(BaseModel):
     )
 
     # disk
-    durability: DiskDurability = _knob(
+    durability: DiskDurability = knob(
         Durability.INTERVAL,
         ON_DISK,
         "When data is synced: before every ack (`always`, one sync for all who wait), every "
         "`sync_interval` (`interval`), or when the operating system likes (`never`).",
         example="always",
     )
-    sync_interval: Duration = _knob(
+    sync_interval: Duration = knob(
         "1s",
         ON_DISK,
         "The time between syncs. Only with `durability: interval`.",
         example="200ms",
         gt=0,
     )
-    chunk_size: Size = _knob(
+    chunk_size: Size = knob(
         "64Mi",
         ON_DISK,
         "A new chunk file is begun after so many bytes.",
         example="256Mi",
         ge=1,
     )
-    memory_bytes: Size = _knob(
+    memory_bytes: Size = knob(
         "64Mi",
         ON_DISK,
         "The log's newest events also kept in memory, so a consumer that keeps up never reads "
@@ -331,20 +271,20 @@ class QueueSettings(BaseModel):
         example="16Mi",
         ge=1,
     )
-    write_buffer: Size = _knob(
+    write_buffer: Size = knob(
         "1Mi",
         ON_DISK,
         "What is gathered before it is written. At most `chunk_size`.",
         example="256Ki",
     )
-    stale_flush: Duration = _knob(
+    stale_flush: Duration = knob(
         "30s",
         ON_DISK,
         "Gathered events older than this are written even if nothing else asks for it.",
         example="5s",
         gt=0,
     )
-    compression: Compression = _knob(
+    compression: Compression = knob(
         Compression.AUTO,
         ON_DISK,
         "Compression of each frame: `snappy`, `none`, or `auto` (where it helps).",
@@ -352,21 +292,21 @@ class QueueSettings(BaseModel):
     )
 
     # proxy
-    batch_size: Count = _knob(
+    batch_size: Count = knob(
         1024,
         (Kind.PROXY,),
         "The most events in a batch sent to the node.",
         example=4096,
         ge=1,
     )
-    batches: Count = _knob(
+    batches: Count = knob(
         4,
         (Kind.PROXY,),
         "How many batches are held; `batches` × `batch_size` is the queue's size.",
         example=8,
         ge=1,
     )
-    resend_bytes: Size = _knob(
+    resend_bytes: Size = knob(
         "64Mi",
         (Kind.PROXY,),
         "The most bytes accepted by the node but not yet persisted, kept to be sent again.",

@@ -72,6 +72,8 @@ class Store:
         self._lost: list[tuple[int, int]] = []
         self._stamps = dict(written.recovered_stamps)
         """How far numbered producers have come, where the journal does not know it yet."""
+        self._hinted = state.position
+        written.on_chunk = self._tell_stamps
         self.full_total = 0
         self.errors_total = 0
         self.syncs_total = 0
@@ -92,7 +94,7 @@ class Store:
         if settings.durability is not Durability.NEVER:
             store.sync_found()
         if store.log.recovered_stamps:
-            store.hint(store.unsettled_bytes(), ())
+            store.hint(store.unsettled_bytes())
         return store
 
     @classmethod
@@ -218,7 +220,7 @@ class Store:
             stamps = [stamp for portion in run for stamp in portion.stamps]
             self._keep(run)
             self.log.append_many(run[0].first, frames_of(run), stamps)
-            self._remember(stamps)
+            self.remember(stamps)
 
     def _note(self, error: OSError) -> None:
         if isinstance(error, SyncFailed):
@@ -233,22 +235,38 @@ class Store:
         lost, self._lost = self._lost, []
         return lost
 
-    def _remember(self, stamps: Sequence[Stamp]) -> None:
+    def remember(self, stamps: Sequence[Stamp]) -> None:
         """Keep stamps for the next hint: as soon as their events are in the log, and never back."""
         for producer, sequence in stamps:
             self._stamps[producer] = max(self._stamps.get(producer, 0), sequence)
 
-    def hint(self, unsettled_bytes: int, stamps: Sequence[Stamp]) -> None:
-        """Leave a note where the log ends; losing it costs time at recovery and nothing else."""
-        # Recovery looks for stamps only behind the last note, so none may be left out of it.
-        self._remember(stamps)
-        noted = [Stamp(*item) for item in self._stamps.items()]
+    def hint(self, unsettled_bytes: int) -> None:
+        """Leave a note where the log ends; losing it costs time at recovery and nothing else.
+
+        Not before all of it is synced, or after a power cut the journal would know of events that
+        the log has lost: offsets would seem missing, and what is sent again would seem a repeat.
+        """
+        position = self.log.position
+        if self.log.unsynced or (position == self._hinted and not self._stamps):
+            return
         try:
-            self.journal.advanced(self.log.position, unsettled_bytes, noted)
-            self._stamps.clear()
+            # Recovery looks for stamps only behind the last note, so none may be left out of it.
+            self.journal.advanced(position, unsettled_bytes, self._noted())
         except OSError as error:
             self._note(error)
             log.warning("%s: no hint for recovery: %s", self._directory.path, error)
+        else:
+            self._stamps.clear()
+            self._hinted = position
+
+    def _tell_stamps(self) -> None:
+        """Recovery looks for stamps only in the last chunk: those of the others go before it."""
+        if self._stamps:
+            self.journal.stamped(self._noted())
+            self._stamps.clear()
+
+    def _noted(self) -> list[Stamp]:
+        return [Stamp(*item) for item in self._stamps.items()]
 
     def settled_chunks(self, positions: Positions) -> list[int]:
         """The chunks in which everything is settled, the one being written left out."""

@@ -169,8 +169,8 @@ class StoredQueue(WrittenQueue):
             unwritten = self.left_over() or self._unsynced()
         try:
             self._note_drops()  # the writer may have left before it saw the last of them
-            if not self._give_up_rest():
-                # Otherwise their producers may send again what was given up.
+            if not self._give_up_rest() and not unwritten:
+                # Otherwise their producers may send again what was given up, or may be lost yet.
                 self.store.journal.remember(self.sequences)
             self.store.journal.snapshot()
         except OSError as error:

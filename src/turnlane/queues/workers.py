@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from turnlane.backoff import doubled, scattered
 from turnlane.closing import Closing
 from turnlane.errors import (
     AckNotStored,
@@ -54,8 +55,7 @@ def pause_after(failures: int, error: BaseException, jitter: float) -> float:
     """Seconds to wait after so many failures in a row; ``jitter`` is between 0 and 1."""
     if isinstance(error, RetryLater) and error.after is not None:
         return error.after
-    pause: float = min(LAST_PAUSE, FIRST_PAUSE * 2 ** min(failures - 1, 30))
-    return pause * (0.5 + jitter / 2)
+    return scattered(doubled(FIRST_PAUSE, LAST_PAUSE, failures), jitter)
 
 
 class _Worker:

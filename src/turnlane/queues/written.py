@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from turnlane.backoff import doubled
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.queues.contract import AckLevel, Durability, Outcome
 from turnlane.queues.holding import HoldingQueue
@@ -72,7 +73,8 @@ class WrittenQueue(HoldingQueue):
         """The writer sleeps until the next event comes."""
         self.tidied_at = time.monotonic()
         self._give_up_at: float | None = None
-        self._retry = FIRST_RETRY
+        self._failures = 0
+        """Attempts to write that have failed in a row."""
         self.troubled = False
         """The last attempt to write has failed."""
         self.trouble = ""
@@ -148,9 +150,8 @@ class WrittenQueue(HoldingQueue):
         if job.before is not None:
             job.before()
         self.store.commit(job.portions, sync=job.sync)
-        if job.portions:
-            self._flushes += 1
-            self._leave_hint(job.portions)
+        self._flushes += bool(job.portions)
+        self.store.hint(self.gate.bytes)
 
     def _try_to_tidy(self, *, retire: bool) -> None:
         """What fails here holds nobody up: it is tried again later."""
@@ -164,13 +165,9 @@ class WrittenQueue(HoldingQueue):
         with self.lock:
             self._set_retire_at()
 
-    def _leave_hint(self, portions: Sequence[Portion]) -> None:
-        stamps = [stamp for portion in portions for stamp in portion.stamps]
-        self.store.hint(self.gate.bytes, stamps)
-
     def _recovered(self) -> bool:
         """The job is done; true if there is more to do."""
-        self._retry = FIRST_RETRY
+        self._failures = 0
         with self.lock:
             self.troubled = False
             self._settle_lost()
@@ -208,8 +205,8 @@ class WrittenQueue(HoldingQueue):
                 return False
         if not self._make_space():
             with self.lock:
-                self.work.wait(self._retry)
-                self._retry = min(LAST_RETRY, self._retry * 2)
+                self._failures += 1
+                self.work.wait(doubled(FIRST_RETRY, LAST_RETRY, self._failures))
         return True
 
     def _make_space(self) -> bool:
@@ -218,8 +215,9 @@ class WrittenQueue(HoldingQueue):
             everything = self.positions.is_settled(self.positions.low, self.store.log.end)
             spared = self.spare()
         try:
-            if spared:
-                self._leave_hint(spared)
+            for portion in spared:
+                self.store.remember(portion.stamps)
+            self.store.hint(self.gate.bytes)
             if everything:
                 self.store.log.retire()
             return self._remove_settled_chunks() or bool(spared)

@@ -13,6 +13,9 @@ Shipped, so that you can test your own code against the same troubles as turnlan
     node = ModelNode()                              # one that persists and delivers when told to
     transport = FlakyTransport(node, crash=node.crash)
     transport.die("after_send", nth=3, crash=True)  # the third block arrives; nobody hears of it
+
+    output = FaultyOutput()                         # a destination
+    output.fail(RetryLater("busy"), times=3)        # that is busy for a while
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ from turnlane.testing.faulty_disk import OPERATIONS, FaultyDisk
 from turnlane.testing.flaky import FlakyConnection, FlakyTransport, Step
 from turnlane.testing.loopback import LoopbackConnection, LoopbackTransport
 from turnlane.testing.model_node import ModelConnection, ModelNode
+from turnlane.testing.output import FaultyOutput
 
 __all__ = [
     "OPERATIONS",
     "FaultyDisk",
+    "FaultyOutput",
     "FlakyConnection",
     "FlakyTransport",
     "LoopbackConnection",

@@ -66,8 +66,8 @@ class FaultyDisk(Disk):
     may stand at once. Faults hit before the operation has any effect, except that :meth:`tear` and
     a full disk leave the first part of a write behind.
 
-    A killed process loses nothing that it had written: what a power cut would do to data that was
-    never synced is not simulated.
+    A killed process loses nothing that it had written; :meth:`cut_power` shows what a power cut
+    would do to it.
     """
 
     def __init__(self) -> None:
@@ -129,6 +129,22 @@ class FaultyDisk(Disk):
             )
         with self._lock:
             self._faults.append(fault)
+
+    # A power cut
+
+    def cut_power(self, directory: Path, copy: Path, *, match: str = "") -> None:
+        """Copy a directory as a power cut at this moment might leave it.
+
+        Files that only grow and whose name contains ``match`` keep what was synced of them, and are
+        gone if nothing was. All others had reached the device: it may write in any order.
+        """
+        copy.mkdir()
+        for path in filter(Path.is_file, directory.iterdir()):
+            data = path.read_bytes()
+            if match in path.name:
+                data = data[: self._synced.get(path.stat().st_ino, 0)]
+            if data or match not in path.name:
+                (copy / path.name).write_bytes(data)
 
     # A full disk
 

@@ -9,6 +9,7 @@ from time import perf_counter
 from turnlane.queues.log.catalog import Chunk
 from turnlane.queues.log.encoding import Group
 from turnlane.queues.log.files import Disk
+from turnlane.queues.log.hand import Hand
 
 EARLY_BYTES = 1 << 20
 """From so much on the device is asked to begin at once: a sync that follows then takes less long.
@@ -25,6 +26,8 @@ class Active:
         self._durable = durable
         self._written = written
         self._uncut = False
+        self._hand = Hand("turnlane-disk")
+        self._begun: Group | None = None
 
     def take(self, chunk: Chunk, fd: int) -> None:
         """Write to this chunk from now on."""
@@ -37,22 +40,54 @@ class Active:
             self._disk.close(self._fd)
         self.chunk, self._fd, self._uncut = None, -1, False
 
+    def close(self) -> None:
+        """Close the file, for good."""
+        self.retire()
+        self._hand.stop()
+
     def write(self, group: Group) -> None:
         """Write a group at the end. ``OSError``: none of it is in."""
-        chunk = self.chunk
-        if chunk is None or not group.size:
-            return
+        self.finish()
+        if self._is_ready(group):
+            self._finished(group, lambda: self._put(group))
+
+    def begin(self, group: Group) -> None:
+        """Write a group while the caller makes the next; :meth:`finish` says how it went."""
+        self.finish()
+        if self._is_ready(group):
+            self._hand.begin(lambda: self._put(group))
+            self._begun = group
+
+    def finish(self) -> None:
+        """Wait for what was begun, if anything was. ``OSError``: none of it is in."""
+        group, self._begun = self._begun, None
+        if group is not None:
+            self._finished(group, self._hand.finish)
+
+    def _is_ready(self, group: Group) -> bool:
+        if self.chunk is None or not group.size:
+            return False
         if self._uncut:
-            self._cut_back(chunk)
+            self._cut_back(self.chunk)
+        return True
+
+    def _put(self, group: Group) -> None:
+        """Nothing but the writing: it may happen on another thread."""
+        assert self.chunk is not None
         started = perf_counter()
+        self._disk.write(self._fd, group.buffers, self.chunk.size)
+        if self._durable and group.size >= EARLY_BYTES:
+            self._disk.begin_sync(self._fd, self.chunk.size, group.size)
+        group.seconds = perf_counter() - started
+
+    def _finished(self, group: Group, await_written: Callable[[], None]) -> None:
+        chunk = self.chunk
+        assert chunk is not None
         try:
-            self._disk.write(self._fd, group.buffers, chunk.size)
+            await_written()
         except OSError:
             self._failed(chunk)
             raise
-        if self._durable and group.size >= EARLY_BYTES:
-            self._disk.begin_sync(self._fd, chunk.size, group.size)
-        group.seconds = perf_counter() - started
         self._wrote(group, chunk)
 
     def _failed(self, chunk: Chunk) -> None:

@@ -6,6 +6,7 @@ this module. It never asks for memory that only a header vouches for.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import re
 from collections.abc import Iterator
@@ -96,6 +97,24 @@ def list_chunks(directory: Path, disk: Disk) -> list[int]:
     return sorted(
         first for name in disk.listing(directory) if (first := first_of(name)) is not None
     )
+
+
+def create_chunk(disk: Disk, path: Path, schema: list[Data]) -> int:
+    """Create a chunk under its name only once its schema is in it; returns its descriptor."""
+    temporary = path.with_name(path.name + ".new")
+    fd = disk.open(temporary, create=True)
+    try:
+        if disk.size(fd):
+            # Not otherwise: ext4 flushes a file that was cut to nothing when it is closed.
+            disk.truncate(fd, 0)
+        disk.write(fd, schema, 0)
+        disk.rename(temporary, path)
+    except OSError:
+        disk.close(fd)
+        with contextlib.suppress(OSError):
+            disk.unlink(temporary)
+        raise
+    return fd
 
 
 def schema_frame(schema: pa.Schema, first: int, queue_id: str) -> list[Data]:

@@ -22,68 +22,35 @@ checked against the size of its file before a byte is read, and what is wrong is
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-import cramjam
 import pyarrow as pa
 
 from turnlane.errors import NotAQueue
-from turnlane.events import MAX_BLOCK_BYTES, block_of
+from turnlane.events import block_of
+from turnlane.queues.log.fastqueue_chunk import ChunkReader, Fault
+from turnlane.queues.log.fastqueue_metadata import (
+    METADATA_FILE,
+    BadMetadata,
+    FastQueueMetadata,
+    load_metadata,
+)
 from turnlane.queues.log.files import Disk
 
-METADATA_FILE = "fastqueue.meta"
+__all__ = ["CHUNK_NAME", "POSITION_HEADER", "FastQueueDirectory", "FastQueueMetadata", "Fault"]
+
 POSITION_HEADER = "fastqueue.position"
 """The header that carries a block's byte position in the queue."""
 
 CHUNK_NAME = re.compile(r"[0-7][0-9a-f]{15}")
-WORD = 8
-SNAPPY = 1 << 63
-RESERVED = 1 << 62
-LENGTH = RESERVED - 1
 
 KNOWN_VERSIONS = (1, 2)
-METADATA_BYTES = 1 << 16
-"""Far more than the six fields need; a larger file is not metadata."""
-
-SNAPPY_RATIO = 22
-"""The most that snappy can expand: a copy of 64 bytes is 3 bytes long."""
-
-HOLE_BYTES = 4096
-"""So many zeros are a page that was never written, not hundreds of empty blocks in a row."""
 
 BATCH_BYTES = 64 << 20
 """A batch is given out at this size, even if it has fewer events than asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Something wrong at a byte of a file."""
-
-    file: Path
-    byte: int
-    what: str
-
-
-@dataclass(frozen=True, slots=True)
-class FastQueueMetadata:
-    """What ``fastqueue.meta`` says: a hint, up to a second old and not in step with the data."""
-
-    version: int
-    reader_offset: int
-    """Position of the first block that FastQueue had not handed out."""
-    writer_offset: int
-    """Position at which FastQueue would have written next."""
-    entry_count: int | None = None
-    """Blocks waiting, those in memory only included; version 1 does not say."""
-    total_bytes: int | None = None
-    """Their size before compression; version 1 does not say."""
-    name: str = ""
 
 
 class FastQueueDirectory:
@@ -126,8 +93,8 @@ class FastQueueDirectory:
             _Chunk(path / name, int(name, 16)) for name in names if CHUNK_NAME.fullmatch(name)
         ]
         try:
-            metadata, fault = _load_metadata(disk, path / METADATA_FILE), None
-        except _BadMetadataError as error:
+            metadata, fault = load_metadata(disk, path / METADATA_FILE), None
+        except BadMetadata as error:
             metadata, fault = None, str(error)
         return cls(path, chunks, metadata, fault, disk)
 
@@ -193,7 +160,7 @@ class FastQueueDirectory:
 
     def _size(self, chunk: _Chunk) -> int:
         try:
-            with _ChunkReader(self._disk, chunk.path) as reader:
+            with ChunkReader(self._disk, chunk.path) as reader:
                 return reader.size
         except OSError:
             return 0
@@ -203,7 +170,7 @@ class FastQueueDirectory:
         reached = 0
         for chunk in self._chunks:
             try:
-                with _ChunkReader(self._disk, chunk.path) as reader:
+                with ChunkReader(self._disk, chunk.path) as reader:
                     end = chunk.start + reader.size
                     if end > start:
                         yield from self._scan_chunk(chunk, reader, start, reached)
@@ -212,7 +179,7 @@ class FastQueueDirectory:
                 yield Fault(chunk.path, 0, f"cannot be read: {error.strerror}")
 
     def _scan_chunk(
-        self, chunk: _Chunk, reader: _ChunkReader, start: int, reached: int
+        self, chunk: _Chunk, reader: ChunkReader, start: int, reached: int
     ) -> Iterator[_Block | Fault]:
         hints = {start}
         if self.metadata is not None:
@@ -243,135 +210,6 @@ class _Block(NamedTuple):
     value: bytes
 
 
-class _Span(NamedTuple):
-    """Where a block lies in its chunk; known to lie within the file."""
-
-    at: int
-    length: int
-    snappy: bool
-
-    @property
-    def end(self) -> int:
-        return self.at + WORD + self.length
-
-
-class _ChunkReader:
-    """One chunk file, open. ``OSError`` passes through; everything else wrong is a fault."""
-
-    def __init__(self, disk: Disk, path: Path) -> None:
-        self._disk = disk
-        self._path = path
-        self._fd = disk.open(path, write=False)
-        self.size = disk.size(self._fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._disk.close(self._fd)
-
-    def spans(self, overlap: int, boundaries: Sequence[int]) -> Iterator[_Span | Fault]:
-        """The chunk's blocks, in order.
-
-        ``overlap``: bytes of this chunk that the one before already covers. FastQueue leaves
-        zeros there. ``boundaries``: bytes at which the metadata says that a block begins; the only
-        places to go on from once a length is corrupt.
-        """
-        at = overlap if 0 < overlap <= self._end_of_zeros(0) else 0
-        while at < self.size:
-            span = self._span(at)
-            if isinstance(span, Fault):
-                yield span
-                later = (other for other in boundaries if other > at and self._believable(other))
-                at = next(later, self.size)
-                continue
-            hole = 0 if span.length or span.snappy else self._hole(at)
-            if hole:
-                yield Fault(self._path, at, f"{hole} bytes of zeros: never written")
-                at += hole
-            else:
-                yield span
-                at = span.end
-
-    def value(self, span: _Span) -> bytes | Fault:
-        """The block's data, decompressed."""
-        if span.length > MAX_BLOCK_BYTES:
-            what = f"block of {span.length} bytes is larger than an event can be"
-            return Fault(self._path, span.at, what)
-        data = self._read(span.at + WORD, span.length)
-        if len(data) < span.length:
-            return Fault(self._path, span.at, "the file was cut while it was read")
-        if not span.snappy:
-            return data
-        claimed = _snappy_length(data)
-        if claimed is None or claimed > min(SNAPPY_RATIO * len(data), MAX_BLOCK_BYTES):
-            return Fault(self._path, span.at, "snappy data begins with a length that cannot be")
-        try:
-            return bytes(cramjam.snappy.decompress_raw(data))
-        except cramjam.DecompressionError as error:
-            return Fault(self._path, span.at, f"block cannot be decompressed: {error}")
-
-    def _span(self, at: int) -> _Span | Fault:
-        left = self.size - at - WORD
-        head = self._read(at, WORD)
-        if len(head) < WORD:
-            return Fault(self._path, at, f"torn: {len(head)} of {WORD} bytes of a block's length")
-        word = int.from_bytes(head, "little")
-        length = word & LENGTH
-        if word & RESERVED:
-            return Fault(self._path, at, f"corrupt length {word:#018x}: bit 62 is set")
-        if length > MAX_BLOCK_BYTES and length > left:
-            return Fault(self._path, at, f"corrupt length {length}: {left} bytes follow")
-        if length > left:
-            what = f"torn, or its length corrupt: block of {length} bytes, of which {left} follow"
-            return Fault(self._path, at, what)
-        return _Span(at, length, bool(word & SNAPPY))
-
-    def _hole(self, at: int) -> int:
-        """How many zeros from ``at`` on were never written; 0 if they are empty blocks.
-
-        A hole can have any length, so what follows it may begin anywhere: the first byte that is
-        not zero is the lowest of its length, or one of those above it.
-        """
-        end = self._end_of_zeros(at)
-        empty_blocks = end - at < HOLE_BYTES
-        if end == self.size:
-            return 0 if empty_blocks else end - at
-        if empty_blocks and self._believable(end - (end - at) % WORD):
-            return 0
-        for begin in range(end, max(at, end - WORD), -1):
-            if self._believable(begin):
-                return begin - at
-        return 0 if empty_blocks else end - at
-
-    def _believable(self, at: int) -> bool:
-        """Whether a block seems to begin here: it decompresses, or another one follows it."""
-        if not 0 <= at < self.size:
-            return False
-        span = self._span(at)
-        if isinstance(span, Fault) or span.length == 0:
-            return False
-        if span.snappy:
-            return not isinstance(self.value(span), Fault)
-        return span.end == self.size or not isinstance(self._span(span.end), Fault)
-
-    def _end_of_zeros(self, at: int) -> int:
-        while piece := self._read(at, HOLE_BYTES):
-            rest = piece.lstrip(b"\0")
-            if rest:
-                return at + len(piece) - len(rest)
-            at += len(piece)
-        return self.size
-
-    def _read(self, at: int, length: int) -> bytes:
-        return self._disk.read(self._fd, min(length, max(self.size - at, 0)), at).to_pybytes()
-
-
 def _batch(blocks: Sequence[_Block]) -> pa.RecordBatch:
     batch = block_of(
         [block.value for block in blocks],
@@ -381,16 +219,6 @@ def _batch(blocks: Sequence[_Block]) -> pa.RecordBatch:
     # When they were published is not known: FastQueue keeps no times.
     at = batch.schema.get_field_index("timestamp")
     return batch.set_column(at, batch.schema.field(at), pa.nulls(len(blocks), batch[at].type))
-
-
-def _snappy_length(data: bytes) -> int | None:
-    """The length that snappy data claims to have when decompressed: a varint of up to 5 bytes."""
-    length = 0
-    for place, byte in enumerate(data[:5]):
-        length |= (byte & 0x7F) << (7 * place)
-        if byte < 0x80:  # the last byte has its top bit clear
-            return length
-    return None
 
 
 def _looks_like_fastqueue(names: Sequence[str]) -> bool:
@@ -405,51 +233,3 @@ def _why_not(path: Path, names: Sequence[str]) -> str:
         if FastQueueDirectory.recognises(path / name):
             return f"{why}; did you mean {path / name}?"
     return why
-
-
-class _BadMetadataError(Exception):
-    """The metadata cannot be used; the message says why."""
-
-
-def _load_metadata(disk: Disk, path: Path) -> FastQueueMetadata:
-    try:
-        fd = disk.open(path, write=False)
-        try:
-            raw = disk.read(fd, METADATA_BYTES, 0).to_pybytes()
-        finally:
-            disk.close(fd)
-        fields = json.loads(raw)
-    except FileNotFoundError:
-        raise _BadMetadataError("missing; everything counts as unread") from None
-    except OSError as error:
-        raise _BadMetadataError(f"cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError):
-        raise _BadMetadataError("is not JSON; everything counts as unread") from None
-    return _metadata_from(fields)
-
-
-def _metadata_from(fields: object) -> FastQueueMetadata:
-    if not isinstance(fields, dict):
-        raise _BadMetadataError("is not a JSON object; everything counts as unread")
-    reader, writer = _number(fields, "reader_offset"), _number(fields, "writer_offset")
-    if reader is None or writer is None:
-        raise _BadMetadataError("has no offsets that make sense; everything counts as unread")
-    version = _number(fields, "version") or 1
-    # FastQueue leaves a count of 0 out, so from version 2 on a missing count means none.
-    unsaid = None if version == 1 else 0
-    count, size = _number(fields, "entry_count"), _number(fields, "total_bytes")
-    return FastQueueMetadata(
-        version=version,
-        reader_offset=reader,
-        writer_offset=writer,
-        entry_count=unsaid if count is None else count,
-        total_bytes=unsaid if size is None else size,
-        name=str(fields.get("name", "")),
-    )
-
-
-def _number(fields: dict[str, object], name: str) -> int | None:
-    value = fields.get(name)
-    if type(value) is int and 0 <= value < 1 << 63:
-        return value
-    return None

@@ -18,12 +18,11 @@ import pyarrow as pa
 from turnlane.errors import Bug
 from turnlane.queues.log.active import Active
 from turnlane.queues.log.catalog import Catalog, Chunk, ChunkSpan
-from turnlane.queues.log.chunks import chunk_name, schema_frame
+from turnlane.queues.log.chunks import chunk_name, create_chunk, schema_frame
 from turnlane.queues.log.columns import EMPTY
 from turnlane.queues.log.compression import Compression
-from turnlane.queues.log.encoding import Encoder, Group
+from turnlane.queues.log.encoding import Encoder, Group, Planned
 from turnlane.queues.log.files import Disk
-from turnlane.queues.log.frames import Data
 from turnlane.queues.log.position import Position, Stamp
 from turnlane.queues.log.quarantine import Quarantine
 from turnlane.queues.log.reader import Fault, Found, LogReader
@@ -42,6 +41,10 @@ cache, and so that the device works while the next are made."""
 
 Kept = Callable[[int, int], Iterator[tuple[int, Sequence[pa.RecordBatch], Sequence[Stamp]]]]
 """What is in memory of a range of offsets: runs of blocks with their first offsets and stamps."""
+
+
+def _nothing() -> None:
+    pass
 
 
 class SyncFailed(OSError):
@@ -84,6 +87,8 @@ class Log:
         self._lost: list[tuple[int, int]] = []
         """What a rescue that is not through yet could not read back."""
         self._resumable = -1
+        self.on_chunk: Callable[[], None] = _nothing
+        """Called when all that is written is synced and another chunk is about to be begun."""
         self._resume(found)
 
     @classmethod
@@ -134,6 +139,11 @@ class Log:
     def end(self) -> int:
         """The offset that comes next."""
         return self._end
+
+    @property
+    def unsynced(self) -> bool:
+        """Whether a power cut could yet take back what was written, though it was to last."""
+        return self._durable and self.synced_end < self._end
 
     @property
     def start(self) -> int:
@@ -197,20 +207,27 @@ class Log:
         if first < self._end and first != self._resumable:
             raise Bug(f"offset {first} was appended before: the log ends at {self._end}")
         self._resumable = first
+        try:
+            self._append(self._encoder.plan(self._schema, first, frames, stamps, end=self._end))
+        finally:
+            self._active.finish()
+        self._resumable = -1
+
+    def _append(self, frames: Iterator[Planned]) -> None:
+        """Make frames, and write them meanwhile as soon as there are enough of them."""
         group = Group()
-        for planned in self._encoder.plan(self._schema, first, frames, stamps, end=self._end):
+        for planned in frames:
             frame = self._encoder.frame(planned)
             size = sum(len(piece) for piece in frame)
             if self._needs_chunk(planned.schema, group.size, size):
                 self._active.write(group)
                 group = Group()
                 self._start_chunk(planned.first, planned.schema)
-            group.add(frame, planned.first, planned.block.num_rows)
-            if group.size >= WRITE_BYTES:
-                self._active.write(group)
+            elif group.size >= WRITE_BYTES:
+                self._active.begin(group)
                 group = Group()
+            group.add(frame, planned.first, planned.block.num_rows)
         self._active.write(group)
-        self._resumable = -1
 
     def _needs_chunk(self, schema: pa.Schema, pending: int, size: int) -> bool:
         active, known = self._active.chunk, self._catalog.chunks
@@ -254,35 +271,19 @@ class Log:
     def _start_chunk(self, first: int, schema: pa.Schema) -> None:
         if self._durable:
             self.sync()
+        self.on_chunk()
         path = self._directory / chunk_name(first)
         frame = schema_frame(schema, first, self._queue_id)
         former = self._catalog.named(first)
         if former is not None and former.unsaved:
             self._quarantine.move(former.path)
-        fd = self._create(path, frame)
+        fd = create_chunk(self._disk, path, frame)
+        # The next sync covers it: until then nothing in the chunk counts as synced anyway.
+        self._entries_unsynced = True
         size = sum(len(piece) for piece in frame)
         chunk = Chunk(first, path, size, first, schema, size, synced_end=first)
         self._switch(chunk, fd)
         self.rotations += 1
-
-    def _create(self, path: Path, frame: list[Data]) -> int:
-        """Create a chunk under its name only once its schema is in it."""
-        temporary = path.with_name(path.name + ".new")
-        fd = self._disk.open(temporary, create=True)
-        try:
-            if self._disk.size(fd):
-                # Not otherwise: ext4 flushes a file that was cut to nothing when it is closed.
-                self._disk.truncate(fd, 0)
-            self._disk.write(fd, frame, 0)
-            self._disk.rename(temporary, path)
-        except OSError:
-            self._disk.close(fd)
-            with contextlib.suppress(OSError):
-                self._disk.unlink(temporary)
-            raise
-        # The next sync covers it: until then nothing in the chunk counts as synced anyway.
-        self._entries_unsynced = True
-        return fd
 
     def _switch(self, chunk: Chunk, fd: int) -> None:
         self._catalog.add(chunk)
@@ -365,4 +366,4 @@ class Log:
 
     def close(self) -> None:
         """Close the files. Syncs nothing."""
-        self._active.retire()
+        self._active.close()

@@ -1,0 +1,68 @@
+"""Does a queue tell a reader, in ranges, what is not settled?"""
+
+from __future__ import annotations
+
+from tests.contract.harness import DiskHarness, Harness, numbered
+from turnlane.events import block_of
+from turnlane.queues.holding import MAX_SPANS, HoldingQueue
+from turnlane.queues.spans import count_of, newest_of, oldest_of
+
+
+def opened(harness: Harness, count: int) -> HoldingQueue:
+    queue = harness.open()
+    assert isinstance(queue, HoldingQueue)
+    queue.producer().publish_block(block_of(numbered(0, count)))
+    return queue
+
+
+def test_all_of_it_if_there_is_no_more_than_was_asked_for(keeping: Harness) -> None:
+    queue = opened(keeping, 10)
+    assert queue.unsettled(10) == ([(0, 10)], 10, 10)
+    assert queue.unsettled(10, newest=3) == ([(0, 10)], 10, 10)
+
+
+def test_what_is_settled_is_left_out(keeping: Harness) -> None:
+    queue = opened(keeping, 10)
+    queue.settle(0, 2)
+    queue.settle(4, 5)
+    assert queue.unsettled(100) == ([(2, 4), (5, 10)], 7, 10)
+    assert queue.unsettled(3).spans == [(2, 4), (5, 6)]
+    queue.settle(2, 10)
+    assert queue.unsettled(100) == ([], 0, 10)
+
+
+def test_a_share_of_a_long_backlog_is_of_the_newest(keeping: Harness) -> None:
+    queue = opened(keeping, 100)
+    queue.settle(95, 98)
+    assert queue.unsettled(20, newest=5).spans == [(0, 15), (92, 95), (98, 100)]
+
+
+def test_what_was_settled_stays_so_over_a_restart(storing: DiskHarness) -> None:
+    queue = opened(storing, 10)
+    queue.settle(4, 6)
+    queue.close()
+    again = storing.reopen()
+    assert isinstance(again, HoldingQueue)
+    assert again.unsettled(100).spans == [(0, 4), (6, 10)]
+
+
+def test_scattered_offsets_are_told_some_at_a_time(keeping: Harness) -> None:
+    queue = opened(keeping, 2 * MAX_SPANS + 20)
+    for offset in range(0, queue.end, 2):
+        queue.settle(offset, offset + 1)
+    found = queue.unsettled(1_000_000)
+    assert len(found.spans) == MAX_SPANS
+    assert found.spans[0] == (1, 2)
+    assert found.pending == MAX_SPANS + 10
+    some = queue.unsettled(MAX_SPANS, newest=10)
+    assert count_of(some.spans) == MAX_SPANS
+    assert some.spans[-1][1] == found.end
+
+
+def test_spans_are_cut_from_either_side() -> None:
+    spans = [(0, 4), (6, 7), (10, 20)]
+    assert oldest_of(spans, 5) == [(0, 4), (6, 7)]
+    assert oldest_of(spans, 6) == [(0, 4), (6, 7), (10, 11)]
+    assert newest_of(spans, 3) == [(17, 20)]
+    assert newest_of(spans, 12) == [(3, 4), (6, 7), (10, 20)]
+    assert oldest_of(spans, 0) == newest_of(spans, 0) == []

@@ -1,0 +1,121 @@
+"""The section ``delivery`` of an action: what it gives, what it refuses, and where."""
+
+from __future__ import annotations
+
+import pytest
+
+from turnlane.config import ConfigFaults, loads
+from turnlane.delivery.settings import Ordering
+from turnlane.outputs.file import FileSettings
+from turnlane.spark.steps import Step, step_of_lane, steps_of_main
+
+FILE = "output: {type: file, path: out}"
+SINK = "{type: spark, format: csv}"
+
+
+def actions(*lines: str, more: str = "") -> str:
+    """A configuration whose third line is the first of the actions."""
+    return "node: {data: d}\nactions:\n" + "".join(f"  - {line}\n" for line in lines) + more
+
+
+def fault_of(text: str) -> str:
+    with pytest.raises(ConfigFaults) as caught:
+        loads(text, "c.yaml", {})
+    (fault,) = str(caught.value).splitlines()
+    return fault
+
+
+def test_settings_reach_the_action_with_the_second_output_checked() -> None:
+    failover = "failover: {output: {type: file, path: second}, after: 5m}"
+    delivery = f"delivery: {{ordering: key, backoff: 200ms, batch_bytes: 64Ki, {failover}}}"
+    (action,) = loads(actions(f"{{name: a, queue: disk, {delivery}, {FILE}}}")).actions
+    assert action.delivery.ordering is Ordering.KEY
+    assert (action.delivery.backoff, action.delivery.batch_bytes) == (0.2, 65536)
+    assert action.delivery.failover is not None
+    assert action.delivery.failover.after == 300
+    assert isinstance(action.delivery.failover.output, FileSettings)
+    again = Step.model_validate_json(step_of_lane(action).model_dump_json())
+    assert again.delivery.failover is not None
+    assert again.delivery.failover.output["path"] == "second"
+
+
+def test_nothing_said_is_the_usual() -> None:
+    lines = [f"{{name: {name}, {FILE}{more}}}" for name, more in (("a", ""), ("b", ", delivery: "))]
+    one, other = loads(actions(*lines)).actions
+    assert one.delivery == other.delivery
+
+
+def test_the_main_lane_has_steps_for_those_it_calls_itself() -> None:
+    config = loads(
+        actions(
+            "{name: noise, filter: severity = 7, output: {type: discard}}",
+            f"{{name: direct, {FILE}}}",
+            f"{{name: instead, delivery: {{only_when_suspended: true}}, {FILE}}}",
+            f"{{name: tried, queue: disk, delivery: {{mode: try_direct}}, {FILE}}}",
+            f"{{name: spare, queue: disk, delivery: {{only_when_suspended: true}}, {FILE}}}",
+            f"{{name: queued, queue: disk, {FILE}}}",
+        )
+    )
+    pipeline = config.pipeline()
+    assert pipeline is not None
+    steps = {step.action: step for step in steps_of_main(pipeline)}
+    assert list(steps) == ["direct", "instead", "tried", "spare"]
+    assert steps["direct"].rereads
+    assert steps["tried"].queue == "tried"
+    assert not steps["tried"].rereads, "its letters go back into its own queue"
+    assert steps["spare"].output is None
+    assert steps["spare"].only_when_suspended
+    assert {step.dead_letters for step in steps.values()} == {f"{name}.dead" for name in steps}
+
+
+SUSPENDED = "delivery: {only_when_suspended: true}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "fault"),
+    [
+        ([f"{{name: a, {SUSPENDED}, {FILE}}}"], "3:47: actions[0].delivery.only_when_suspended: "),
+        (
+            [f"{{name: a, queue: disk, {FILE}}}", f"{{name: b, {SUSPENDED}, {FILE}}}"],
+            "only_when_suspended: the action before has a queue",
+        ),
+        (
+            ["{name: a, output: {type: discard}}", f"{{name: b, {SUSPENDED}, {FILE}}}"],
+            "only_when_suspended: there is no action before",
+        ),
+        ([f"{{name: a, delivery: {{mode: try_direct}}, {FILE}}}"], "delivery.mode: needs a queue"),
+        (
+            [f"{{name: a, queue: disk, delivery: {{mode: try_direct, ordering: strict}}, {FILE}}}"],
+            "delivery.mode: lets events overtake",
+        ),
+        (
+            [f"{{name: a, queue: disk, sql: SELECT 1, delivery: {{mode: try_direct}}, {FILE}}}"],
+            "actions[0].sql: is done in the action's lane",
+        ),
+        (
+            ["{name: a, queue: disk, delivery: {backoff: 1s}, output: {type: spark, format: csv}}"],
+            "actions[0].delivery: means nothing here: Spark itself",
+        ),
+        (
+            [f"{{name: a, {FILE}, delivery: {{failover: {{output: {SINK}}}}}}}"],
+            "delivery.failover.output.type: Spark writes this only",
+        ),
+        ([f"{{name: a, {FILE}, delivery: {{bakoff: 1s}}}}"], "did you mean backoff"),
+        (
+            [f"{{name: a, {FILE}, delivery: {{failover: {{output: {{type: fle}}}}}}}}"],
+            "delivery.failover.output.type: there is no output 'fle'; did you mean file",
+        ),
+        (
+            [f"{{name: a, {FILE}}}", f"{{name: a.dead, queue: disk, {FILE}}}"],
+            "actions[1].name: another action's dead letters are called so",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_place(lines: list[str], fault: str) -> None:
+    assert fault in fault_of(actions(*lines))
+
+
+def test_the_queue_of_dead_letters_has_its_knobs_among_the_queues() -> None:
+    more = "queues: {a.dead: {max_bytes: 1Gi}}\n"
+    config = loads(actions(f"{{name: a, {FILE}}}", more=more))
+    assert config.knobs()["a.dead"]["max_bytes"] == 1 << 30

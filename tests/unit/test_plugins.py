@@ -1,0 +1,84 @@
+"""Are inputs and outputs found by module and class, and is it said what is wrong with others?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from turnlane.config import ConfigFaults, json_schema, loads
+from turnlane.errors import ConfigError
+from turnlane.inputs import registry as inputs
+from turnlane.outputs import registry as outputs
+
+OWN = """
+from pydantic import Field
+from turnlane.outputs.contract import Output, OutputSettings
+
+class ShoutSettings(OutputSettings):
+    volume: int = Field(default=11, ge=0, description="How loud.")
+
+class Shout(Output):
+    settings_type = ShoutSettings
+
+    def send(self, prepared):
+        print(prepared)
+
+quiet = 1
+"""
+
+
+@pytest.fixture(autouse=True)
+def _beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_plugin_of_tests.py").write_text(OWN)
+    (tmp_path / "broken_plugin_of_tests.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def settings_of(output: str) -> object:
+    text = f"node: {{data: data}}\nmain: {{}}\nactions:\n  - {{name: a, output: {output}}}\n"
+    [action] = loads(text, "f").actions
+    return action.output.model_dump()
+
+
+def test_an_output_of_ones_own_is_named_by_module_and_class() -> None:
+    found = settings_of("{type: 'own_plugin_of_tests:Shout', volume: 3}")
+    assert found == {"type": "own_plugin_of_tests:Shout", "volume": 3}
+    kind = outputs.load("own_plugin_of_tests:Shout")
+    assert kind is outputs.load("own_plugin_of_tests:Shout")
+
+
+def test_its_settings_are_checked_as_all_are() -> None:
+    with pytest.raises(ConfigFaults, match=r"f:4:\d+: actions\[0\]\.output\.volum: .*volume"):
+        settings_of("{type: 'own_plugin_of_tests:Shout', volum: 3}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("no_such_module_anywhere:Shout", "No module named 'no_such_module_anywhere'"),
+        ("own_plugin_of_tests:Whisper", "has no attribute 'Whisper'"),
+        ("own_plugin_of_tests:quiet", "1, named as output"),
+        ("own_plugin_of_tests:ShoutSettings", "is none"),
+        ("broken_plugin_of_tests:Shout", "ZeroDivisionError: division by zero"),
+        (":Shout", "write module:Class"),
+        ("own_plugin_of_tests:", "write module:Class"),
+        ("own_plugin_of_tests:a.b", "write module:Class"),
+    ],
+)
+def test_what_is_no_output_is_refused_with_the_reason(kind: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        outputs.load(kind)
+
+
+def test_an_output_is_no_input() -> None:
+    with pytest.raises(ConfigError, match="is none"):
+        inputs.load("own_plugin_of_tests:Shout")
+
+
+def test_editors_allow_it() -> None:
+    schema = json_schema([], [])
+    [own] = schema["$defs"]["ActionSection"]["properties"]["output"]["oneOf"]
+    assert own["title"] == "an output of your own"
+    [own] = schema["properties"]["inputs"]["items"]["oneOf"]
+    assert own["title"] == "an input of your own"
