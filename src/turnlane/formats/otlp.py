@@ -304,6 +304,20 @@ def answer(signal: Signal, encoding: str = PROTOBUF, *, rejected: int = 0, why: 
     return serialised
 
 
+def rejected(signal: Signal, body: bytes, encoding: str = PROTOBUF) -> tuple[int, str]:
+    """How many records a response says were not taken, and why. Raises ``Malformed``."""
+    shape = _SHAPES[signal]
+    if encoding == JSON:
+        response = _from_json(body, shape.response())
+    else:
+        try:
+            response = shape.response.FromString(body)
+        except DecodeError as error:
+            raise Malformed(f"this is no {shape.response.__name__}: {error}") from None
+    partly = response.partial_success
+    return int(getattr(partly, shape.rejected)), str(partly.error_message)
+
+
 def status(code: int, message: str, encoding: str = PROTOBUF, details: bytes = b"") -> bytes:
     """A ``google.rpc.Status``: what OTLP answers to a request that was not taken.
 
@@ -312,20 +326,21 @@ def status(code: int, message: str, encoding: str = PROTOBUF, details: bytes = b
     """
     if encoding == JSON:
         return json.dumps({"code": code, "message": message}).encode()
-    found = b"\x08" + varint(code) + _field(b"\x12", message.encode())
+    found = b"\x08" + varint(code) + field(b"\x12", message.encode())
     if details:
         kind = b"type.googleapis.com/google.rpc.RetryInfo"
-        found += _field(b"\x1a", _field(b"\x0a", kind) + _field(b"\x12", details))
+        found += field(b"\x1a", field(b"\x0a", kind) + field(b"\x12", details))
     return found
 
 
 def retry_info(seconds: float) -> bytes:
     """A ``google.rpc.RetryInfo``: come back after so long."""
     whole, nanos = divmod(round(seconds * 1_000_000_000), 1_000_000_000)
-    return _field(b"\x0a", b"\x08" + varint(whole) + b"\x10" + varint(nanos))
+    return field(b"\x0a", b"\x08" + varint(whole) + b"\x10" + varint(nanos))
 
 
-def _field(tag: bytes, content: bytes) -> bytes:
+def field(tag: bytes, content: bytes) -> bytes:
+    """A text or a message inside another: its tag, its length, itself."""
     return tag + varint(len(content)) + content
 
 

@@ -1,58 +1,161 @@
-"""Output ``file``: events appended to a file, a line each."""
+"""Output ``file``: events appended to a file, a line each, which may rotate by size and time.
+
+Whoever writes holds the file's lock and looks whether the file still has its name: so several
+tasks, of several processes, can share it, and it is rotated by exactly one of them.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import stat
+import threading
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-import pyarrow as pa
-import pyarrow.compute as pc
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import StorageFailed
 from turnlane.events import Block
+from turnlane.formats.texts import lines_of
 from turnlane.outputs.contract import Output, OutputSettings
+from turnlane.outputs.file_names import DIRECTIVES, FileNames, unknown_directives
+from turnlane.outputs.file_tidying import Compression, Tidying, is_at, numbered, sync_folder
+from turnlane.problems import Contradiction, Problem
+from turnlane.quantities import Size
+
+log = logging.getLogger(__name__)
+
+_LOOK_BACK = 1 << 16
 
 
 class FileSettings(OutputSettings):
     """The settings of a file output."""
 
-    path: Path = Field(description="The file, made with its directories if it is not there.")
+    path: Path = Field(
+        description="The file, made with its directories if it is not there. May hold the time of "
+        "writing, in UTC: `%Y`, `%m`, `%d`, `%H`, `%M`, `%S`, `%j`.",
+        examples=["out/%Y-%m-%d/alerts.jsonl"],
+    )
     format: Literal["json", "raw"] = Field(
         default="json", description="A line is the whole event as JSON, or its value as it is."
     )
     sync: bool = Field(
         default=False, description="Whether a batch is done only once it is on the device."
     )
+    rotate_size: Size | None = Field(
+        default=None,
+        ge=1,
+        description="Begin another file before this one gets larger; full ones are numbered. "
+        "Default: never.",
+        examples=["100Mi"],
+    )
+    compress: Compression = Field(
+        default="none", description="How files that are full, or of an earlier time, are kept."
+    )
+    keep: int | None = Field(
+        default=None,
+        ge=0,
+        description="How many of those files stay; older ones are removed. Default: all.",
+    )
+
+    @model_validator(mode="after")
+    def _sensible(self) -> Self:
+        problems = [
+            Problem("path", f"{each} is none of {', '.join(f'%{one}' for one in DIRECTIVES)}")
+            for each in unknown_directives(self.path)
+        ]
+        if self.rotate_size is None and not FileNames(self.path).has_time:
+            needless = {"compress": self.compress != "none", "keep": self.keep is not None}
+            problems += [
+                Problem(knob, "needs rotate_size, or the time in path: the file never rotates")
+                for knob, given in needless.items()
+                if given
+            ]
+        if problems:
+            raise Contradiction(problems)
+        return self
 
 
 class FileOutput(Output):
-    """Appends whole lines, so that several tasks can write to one file."""
+    """Appends whole lines, all of a batch or none."""
 
     settings_type = FileSettings
     settings: FileSettings
+
+    def __init__(self, settings: FileSettings, clock: Clock = SYSTEM_CLOCK) -> None:
+        super().__init__(settings)
+        self._clock = clock
+        self._names = FileNames(settings.path)
+        self._tidying = Tidying(self._names, settings.compress, settings.keep)
+        self._tidies = settings.compress != "none" or settings.keep is not None
+        self._tidiers: list[threading.Thread] = []
+        self._starting = threading.Lock()
 
     def prepare(self, block: Block) -> Any:  # noqa: ANN401
         """The block's payloads as lines, in one piece of memory."""
         return lines_of(block.column("payload"))
 
     def send(self, prepared: Any) -> None:  # noqa: ANN401
-        path = self.settings.path
+        data = memoryview(prepared)
+        path = self._path()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            try:
-                self._append(fd, memoryview(prepared))
-            finally:
-                os.close(fd)
+            while not self._written(path, data):
+                path = self._path()
         except OSError as error:
             raise StorageFailed(f"{path}: {error.strerror or error}") from error
 
+    def check(self) -> None:
+        """Open the file as for writing; one that was not there is there then, and empty."""
+        path = self._path()
+        try:
+            os.close(self._opened(path))
+        except OSError as error:
+            raise StorageFailed(f"{path}: {error.strerror or error}") from error
+
+    def close(self) -> None:
+        """Wait until what was rotated is compressed."""
+        for tidier in self._tidiers:
+            tidier.join()
+
+    def _path(self) -> Path:
+        return self._names.at(datetime.fromtimestamp(self._clock.time_ns() / 1e9, UTC))
+
+    def _opened(self, path: Path) -> int:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def _written(self, path: Path, data: memoryview) -> bool:
+        """Append, if that is still the file to write to."""
+        begins = not path.exists()
+        fd = self._opened(path)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if not is_at(fd, path):
+                return False  # rotated while we waited
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                _mend(fd, path)
+                if self._is_full(fd, len(data)):
+                    path.rename(numbered(path, self._names))
+                    return False
+            self._append(fd, data)
+            if begins and self.settings.sync:
+                sync_folder(path.parent)
+        finally:
+            os.close(fd)
+        if begins:
+            self._tidy(path)
+        return True
+
+    def _is_full(self, fd: int, more: int) -> bool:
+        size, most = os.fstat(fd).st_size, self.settings.rotate_size
+        return most is not None and size > 0 and size + more > most
+
     def _append(self, fd: int, data: memoryview) -> None:
         """Append all of it or nothing: half a batch would come again with the other half."""
-        fcntl.flock(fd, fcntl.LOCK_EX)
         size = os.fstat(fd).st_size
         try:
             while data:
@@ -63,19 +166,31 @@ class FileOutput(Output):
             os.ftruncate(fd, size)
             raise
 
+    def _tidy(self, current: Path) -> None:
+        """A file has begun: those before it are old. Compressing is nothing to wait for."""
+        if not self._tidies:
+            return
+        tidier = threading.Thread(
+            target=self._tidying.run, args=[current], name="turnlane-tidier", daemon=True
+        )
+        with self._starting:
+            self._tidiers = [each for each in self._tidiers if each.is_alive()]
+            tidier.start()
+            self._tidiers.append(tidier)
 
-_NOTHING = pa.scalar(b"", pa.large_binary())
-_NEWLINE = pa.scalar(b"\n", pa.large_binary())
 
-
-def lines_of(payloads: pa.Array[Any]) -> pa.Buffer:
-    """Texts, each with a newline after it, without a Python object for any of them."""
-    texts = pc.fill_null(payloads.cast(pa.large_binary()), _NOTHING)
-    ended: Any = pc.binary_join_element_wise(texts, _NOTHING, _NEWLINE)  # type: ignore[type-var]
-    if not len(ended):
-        return pa.py_buffer(b"")
-    offsets, values = ended.buffers()[1:]
-    ends = memoryview(offsets).cast("q")
-    first, last = ends[ended.offset], ends[ended.offset + len(ended)]
-    lines: pa.Buffer = values.slice(first, last - first)
-    return lines
+def _mend(fd: int, path: Path) -> None:
+    """Take away the half of a line that a killed task has left: its batch comes again."""
+    size = end = os.fstat(fd).st_size
+    with path.open("rb") as file:
+        while end:
+            begin = max(0, end - _LOOK_BACK)
+            file.seek(begin)
+            newline = file.read(end - begin).rfind(b"\n")
+            if newline >= 0:
+                end = begin + newline + 1
+                break
+            end = begin
+    if end < size:
+        log.warning("%s: %d bytes of an unfinished line are taken away", path, size - end)
+        os.ftruncate(fd, end)

@@ -22,6 +22,17 @@ class SparkSinkSettings(OutputSettings):
     columns: tuple[str, ...] = Field(
         default=(), description="What is written: expressions in Spark SQL. Default: everything."
     )
+    files: int | None = Field(
+        default=None,
+        ge=1,
+        description="The most files of a batch; with `partition_by`, how many tasks write, each "
+        "value being one file. Default: one for every task that reads, 1 for `sql`.",
+    )
+
+    @property
+    def place(self) -> str | None:
+        """Where files go; ``None`` if it is none that are written."""
+        return self.path or self.options.get("path")
 
 
 class SparkOutput(Output):

@@ -1,0 +1,1 @@
+"""Delivery: retry, backoff, breaker, splitting, concurrency; all that outputs need not know."""

@@ -1,0 +1,144 @@
+"""Judging: what an attempt means for the events that it was about, and what it tells."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from turnlane.delivery.outcome import Fate
+from turnlane.delivery.piece import Piece
+from turnlane.delivery.verdict import Verdict, verdict_on_prepare, verdict_on_send
+from turnlane.errors import Bug, PartlyDelivered
+
+
+class News(enum.Enum):
+    """What an attempt tells about the destination."""
+
+    ANSWERED = "answered"
+    FAILED = "failed"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What is to be done, once what is settled has been settled."""
+
+    news: News
+    later: Piece | None = None
+    """Tried again, but not at once."""
+    onward: Piece | None = None
+    """Goes on at once."""
+    error: BaseException | None = None
+    """Why it is to be tried again."""
+
+
+def judge_prepare(piece: Piece, count: int, error: BaseException) -> Judgement:
+    """The first ``count`` rows could not be prepared. The destination has not heard of them."""
+    if verdict_on_prepare(error) is Verdict.LATER:
+        return Judgement(News.NOTHING, later=piece, error=error)
+    _refuse(piece, count, error)
+    return Judgement(News.NOTHING, onward=_rest(piece))
+
+
+def judge_send(
+    piece: Piece, count: int, error: BaseException | None, max_attempts: int
+) -> Judgement:
+    """The first ``count`` rows were sent."""
+    piece.tries += 1
+    if error is None:
+        piece.deliver(count)
+        return Judgement(News.ANSWERED, onward=_rest(piece))
+    match verdict_on_send(error):
+        case Verdict.LATER:
+            return Judgement(News.FAILED, later=piece, error=error)
+        case Verdict.SMALLER:
+            piece.search = piece.search.too_large(count)
+            _bury_if_alone(piece, count, error)
+        case Verdict.REFUSED:
+            _refuse(piece, count, error)
+        case Verdict.PARTLY if isinstance(error, PartlyDelivered):
+            return _judge_parts(piece, count, error, max_attempts)
+        case _:
+            return _judge_unknown(piece, count, error, max_attempts)
+    return Judgement(News.ANSWERED, onward=_rest(piece))
+
+
+def _judge_unknown(piece: Piece, count: int, error: BaseException, max_attempts: int) -> Judgement:
+    """Tried again as often as allowed; after that there is something wrong with some of it."""
+    piece.unknown += 1
+    if piece.unknown < max_attempts:
+        return Judgement(News.FAILED, later=piece, error=error)
+    _refuse(piece, count, error)
+    return Judgement(News.NOTHING, onward=_rest(piece))
+
+
+def _judge_parts(piece: Piece, count: int, error: PartlyDelivered, max_attempts: int) -> Judgement:
+    """Every row has its own fate; those to be tried again make a piece of their own."""
+    failures = error.failures
+    if not failures or not all(0 <= row < count for row in failures):
+        wrong = Bug(f"the output speaks of rows that it was not given: {error}")
+        return _judge_unknown(piece, count, wrong, max_attempts)
+    again = _to_try_again(piece, failures, max_attempts)
+    _settle_parts(piece, count, failures, again)
+    later = piece.part(np.array(sorted(again), dtype=np.int64)) if again else None
+    piece.search = piece.search.delivered(count)
+    piece.cut(count)
+    if later is not None:
+        piece.places = set()
+    news = News.FAILED if len(again) == count else News.ANSWERED
+    return Judgement(news, later, _rest(piece), _most_patient(again))
+
+
+def _to_try_again(
+    piece: Piece, failures: Mapping[int, BaseException], max_attempts: int
+) -> dict[int, BaseException]:
+    verdicts = {row: verdict_on_send(error) for row, error in failures.items()}
+    strange = {Verdict.UNKNOWN, Verdict.PARTLY}
+    wanted = {Verdict.LATER}
+    if not strange.isdisjoint(verdicts.values()):
+        piece.unknown += 1
+        if piece.unknown < max_attempts:
+            wanted |= strange
+    return {row: failures[row] for row, verdict in verdicts.items() if verdict in wanted}
+
+
+def _settle_parts(
+    piece: Piece,
+    count: int,
+    failures: Mapping[int, BaseException],
+    again: Mapping[int, BaseException],
+) -> None:
+    numbers = np.asarray(piece.numbers[:count], dtype=np.int64)
+    took = np.ones(count, dtype=bool)
+    took[list(failures)] = False
+    piece.tally.settle(numbers[took], Fate.DELIVERED)
+    dead: dict[tuple[type[BaseException], str], list[int]] = {}
+    for row in sorted(failures.keys() - again.keys()):
+        dead.setdefault((type(failures[row]), str(failures[row])), []).append(row)
+    attempts = max(piece.unknown, piece.tries + piece.retries)
+    for rows in dead.values():
+        piece.tally.bury(piece.block.take(rows), numbers[rows], failures[rows[0]], attempts)
+
+
+def _most_patient(errors: Mapping[int, BaseException]) -> BaseException | None:
+    """Of several errors the one that says to wait longest."""
+    return max(errors.values(), key=lambda each: getattr(each, "after", 0) or 0, default=None)
+
+
+def _refuse(piece: Piece, count: int, error: BaseException) -> None:
+    piece.search = piece.search.refused(count)
+    _bury_if_alone(piece, count, error)
+
+
+def _bury_if_alone(piece: Piece, count: int, error: BaseException) -> None:
+    if count == 1:
+        piece.bury(error)
+    else:
+        piece.unprepare()
+
+
+def _rest(piece: Piece) -> Piece | None:
+    return piece if piece.left else None

@@ -1,0 +1,102 @@
+"""The names of a file that rotates: the one to write to now, and those written before."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Final, NamedTuple
+
+DIRECTIVES: Final = {"Y": 4, "m": 2, "d": 2, "H": 2, "M": 2, "S": 2, "j": 3}
+"""What may stand after a percent sign in a path, as in strftime, and how many digits it makes.
+Only digits: a file of somebody else is never taken for one of ours."""
+ENDINGS: Final = {"gzip": ".gz", "zstd": ".zst"}
+"""How the names of compressed files end."""
+
+_DIRECTIVE: Final = re.compile("%(.?)")
+_AFTER: Final = rf"(?:\.([0-9]+))?({'|'.join(map(re.escape, ENDINGS.values()))})?"
+"""What may stand after a file's own name: its number once it is full, and how it is compressed."""
+
+
+def unknown_directives(path: Path) -> list[str]:
+    """What stands after percent signs and must not."""
+    found = _DIRECTIVE.findall(str(path))
+    return [f"%{each}" for each in found if each not in {*DIRECTIVES, "%"}]
+
+
+class OldFile(NamedTuple):
+    """A file that nobody writes to any more. Sorts by age."""
+
+    written: int
+    """When it was last written to, in nanoseconds."""
+    number: int
+    path: Path
+    compressed: bool
+
+
+class FileNames:
+    """All names that one path, with or without the time in it, stands for."""
+
+    def __init__(self, path: Path) -> None:
+        self._text = str(path)
+        self._parts = path.parts
+        self.has_time = "%" in self._text.replace("%%", "")
+
+    def at(self, moment: datetime) -> Path:
+        """The file to write to at this time."""
+        return Path(moment.strftime(self._text))
+
+    def old(self, current: Path) -> list[OldFile]:
+        """The files written before, the oldest first."""
+        found = (self._old(path) for path in self._matching() if path != current)
+        return sorted(each for each in found if each is not None)
+
+    def next_number(self, path: Path) -> int:
+        """The number for the next file that gets full under this name."""
+        pattern = re.compile(re.escape(path.name) + _AFTER)
+        matches = map(pattern.fullmatch, _names(path.parent))
+        return 1 + max((int(match[1] or 0) for match in matches if match), default=0)
+
+    def _old(self, path: Path) -> OldFile | None:
+        match = re.compile(_regex(self._parts[-1]) + _AFTER).fullmatch(path.name)
+        assert match is not None
+        try:
+            written = path.stat().st_mtime_ns
+        except FileNotFoundError:  # another task has tidied up meanwhile
+            return None
+        return OldFile(written, int(match[1] or 0), path, match[2] is not None)
+
+    def _matching(self) -> Iterator[Path]:
+        folders = [Path()]
+        for part in self._parts[:-1]:
+            folders = [found for folder in folders for found in _within(folder, part)]
+        last = re.compile(_regex(self._parts[-1]) + _AFTER)
+        for folder in folders:
+            yield from (folder / name for name in _names(folder) if last.fullmatch(name))
+
+
+def _within(folder: Path, part: str) -> list[Path]:
+    if "%" not in part:
+        return [folder / part]
+    pattern = re.compile(_regex(part))
+    return [folder / name for name in _names(folder) if pattern.fullmatch(name)]
+
+
+def _regex(part: str) -> str:
+    """A part of a path as a pattern of the names that it can become."""
+    pieces = _DIRECTIVE.split(part)  # text and directive in turn
+    made = [re.escape(pieces[0])]
+    for directive, text in zip(pieces[1::2], pieces[2::2], strict=True):
+        digits = DIRECTIVES.get(directive)
+        made.append(f"[0-9]{{{digits}}}" if digits else "%")
+        made.append(re.escape(text))
+    return "".join(made)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []

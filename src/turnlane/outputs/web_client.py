@@ -1,0 +1,165 @@
+"""The client of outputs that speak HTTP: connections that all senders share, and time limits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import urllib3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import (
+    ConnectTimeoutError,
+    HTTPError,
+    InsecureRequestWarning,
+    LocationValueError,
+    NewConnectionError,
+    TimeoutError,  # noqa: A004 - only in this module
+)
+from urllib3.util import Url, parse_url
+
+from turnlane.closing import Closing
+from turnlane.errors import Never, RetryLater
+from turnlane.outputs.tls import ClientTls
+from turnlane.outputs.web_answers import Answer, shown
+
+_CONNECTIONS: Final = 64
+"""Idle ones that are kept; more senders than that make connections of their own."""
+_PIECE: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long connecting and a whole request may take, in seconds; how long an answer may be."""
+
+    connect: float
+    total: float
+    answer: int = 1 << 16
+
+
+class WebClient(Closing):
+    """Sends requests to one server, those of several threads at a time. Follows no redirects."""
+
+    def __init__(self, url: str, tls: ClientTls, limits: Limits) -> None:
+        self._server = parse_url(url)
+        self._tls = tls
+        self._limits = limits
+        self._made: urllib3.HTTPConnectionPool | None = None
+        self._making = threading.Lock()
+
+    def request(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, bytes],
+        body: Any = None,  # noqa: ANN401 - whatever is bytes
+    ) -> Answer:
+        """The answer, whatever it is. Raises ``RetryLater`` if there is none."""
+        deadline = time.monotonic() + self._limits.total
+        try:
+            response = self._pool().urlopen(
+                method,
+                parse_url(url).request_uri,
+                body=body,
+                headers=headers,  # type: ignore[arg-type]  # bytes are taken as they are
+                timeout=urllib3.Timeout(total=self._limits.total),
+                retries=False,
+                redirect=False,
+                preload_content=False,
+            )
+        except LocationValueError as error:
+            raise Never(f"{shown(url)} is no address") from error
+        except (HTTPError, OSError) as error:
+            raise RetryLater(f"{shown(url)}: {self._reason(error)}") from error
+        return self._read(response, deadline)
+
+    def _pool(self) -> urllib3.HTTPConnectionPool:
+        """Made when it is first needed: the files of its TLS may not be there before."""
+        with self._making:
+            if self._made is None:
+                self._made = self._safe() if self._server.scheme == "https" else self._plain()
+            return self._made
+
+    def _plain(self) -> urllib3.HTTPConnectionPool:
+        return _Pool(**_place(self._server), connect_limit=self._limits.connect)
+
+    def _safe(self) -> urllib3.HTTPConnectionPool:
+        if not self._tls.verify:
+            # Said of every connection otherwise, to somebody who has asked for it.
+            urllib3.disable_warnings(InsecureRequestWarning)
+        context = self._tls.context()
+        place = _place(self._server)
+        return _SafePool(**place, connect_limit=self._limits.connect, ssl_context=context)
+
+    def _read(self, response: urllib3.BaseHTTPResponse, deadline: float) -> Answer:
+        """The answer's beginning. A connection whose answer was not read to its end is closed."""
+        body, whole = bytearray(), False
+        try:
+            while not whole and len(body) <= self._limits.answer and time.monotonic() < deadline:
+                piece = response.read1(_PIECE)
+                body += piece
+                whole = not piece
+        except (HTTPError, OSError):
+            whole = False  # the status is known by now; whether the rest matters, others decide
+        if whole:
+            response.release_conn()
+        else:
+            response.close()
+        headers = {name.lower(): value for name, value in response.headers.items()}
+        return Answer(response.status, headers, bytes(body), whole)
+
+    def _reason(self, error: Exception) -> str:
+        """What happened, without urllib3's names for its objects."""
+        if isinstance(error, NewConnectionError):
+            return str(error).rpartition("): ")[2].rpartition("connection: ")[2]
+        if isinstance(error, ConnectTimeoutError):
+            return f"no connection within {self._limits.connect:g} s"
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self._limits.total:g} s"
+        inner = next((each for each in reversed(error.args) if isinstance(each, Exception)), error)
+        return str(inner) or type(inner).__name__
+
+    def close(self) -> None:
+        """Close the connections that are idle; others are when their requests end."""
+        with self._making:
+            if self._made is not None:
+                self._made.close()
+
+
+def _place(server: Url) -> dict[str, Any]:
+    return {"host": server.host, "port": server.port, "maxsize": _CONNECTIONS}
+
+
+# ── connecting ───────────────────────────────────────────────────────────────────────────────────
+
+
+class _Connecting(HTTPConnection):
+    """Has a time limit for connecting alone: urllib3's own also holds for sending the body."""
+
+    def __init__(self, *args: Any, connect_limit: float, **knobs: Any) -> None:
+        super().__init__(*args, **knobs)
+        self._connect_limit = connect_limit
+
+    def connect(self) -> None:
+        limit = self.timeout
+        assert limit is not None
+        self.timeout = min(limit, self._connect_limit)
+        try:
+            super().connect()
+        finally:
+            self.timeout = limit
+        self.sock.settimeout(limit)
+
+
+class _SafelyConnecting(_Connecting, HTTPSConnection):
+    pass
+
+
+class _Pool(urllib3.HTTPConnectionPool):
+    ConnectionCls = _Connecting
+
+
+class _SafePool(urllib3.HTTPSConnectionPool):
+    ConnectionCls = _SafelyConnecting

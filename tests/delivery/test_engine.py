@@ -1,0 +1,401 @@
+"""What does the engine do on each kind of failure?"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.delivery.harness import (
+    PATIENCE,
+    block_of_offsets,
+    check_account,
+    offsets_of,
+    run,
+    settings_of,
+    taken,
+)
+from turnlane.delivery.breaker import Allowed, State
+from turnlane.delivery.engine import Engine
+from turnlane.delivery.gate import LocalGate, Permit, Report
+from turnlane.errors import (
+    Never,
+    PartlyDelivered,
+    PayloadTooLarge,
+    RetryLater,
+    TransportDown,
+    TurnlaneError,
+)
+from turnlane.events import Block
+from turnlane.testing import FaultyOutput, ManualClock
+
+LONG = {"backoff": 60.0, "max_backoff": 600.0, "jitter": 0.0, "breaker_reset": 60.0}
+"""Waits that no task sits out."""
+
+
+def poison(*bad: int) -> FaultyOutput:
+    def fault(block: Block) -> BaseException | None:
+        return Never("poison") if set(bad).intersection(offsets_of(block)) else None
+
+    return FaultyOutput(fault)
+
+
+def test_a_poison_event_dies_alone_after_few_sends() -> None:
+    output = poison(617)
+    block = block_of_offsets(0, 1000)
+    (outcome,) = run(output, settings_of(), [block])
+    (letter,) = outcome.dead
+    assert outcome.delivered == 999
+    assert letter.numbers.tolist() == [617]
+    assert (letter.error, letter.text) == ("Never", "poison")
+    assert letter.attempts >= 1
+    assert output.sends <= 2 * math.log2(1000)
+
+
+def test_too_large_is_halved_until_it_fits_and_that_is_remembered() -> None:
+    output = FaultyOutput(lambda block: PayloadTooLarge("413") if block.num_rows > 300 else None)
+    settings = settings_of(concurrency=1, pipelined=False)
+    outcomes = run(output, settings, [block_of_offsets(first, 1000) for first in (0, 1000, 2000)])
+    assert sum(outcome.delivered for outcome in outcomes) == 3000
+    assert output.failures <= 6
+
+
+def test_a_single_event_that_is_too_large_is_dead() -> None:
+    output = FaultyOutput(lambda block: PayloadTooLarge("413") if 5 in offsets_of(block) else None)
+    (outcome,) = run(output, settings_of(), [block_of_offsets(0, 100)])
+    (letter,) = outcome.dead
+    assert (letter.numbers.tolist(), letter.error) == ([5], "PayloadTooLarge")
+    assert outcome.delivered == 99
+
+
+def test_a_short_failure_is_sat_out() -> None:
+    output = FaultyOutput()
+    output.fail(RetryLater("busy"), times=3)
+    gate = LocalGate(settings_of())
+    (outcome,) = run(output, settings_of(), [block_of_offsets(0, 100)], gate)
+    assert outcome.delivered == 100
+    totals = gate.status().totals
+    assert (totals["failures"], totals["retries"], totals["retry_successes"]) == (3, 3, 1)
+    assert gate.status().retry_failures == {"RetryLater": 2}
+
+
+def test_a_destination_that_is_away_keeps_no_task_waiting() -> None:
+    output = FaultyOutput(lambda _: RetryLater("down"))
+    began = time.monotonic()
+    blocks = [block_of_offsets(first, 1000) for first in range(0, 50_000, 1000)]
+    outcomes = run(output, settings_of(**LONG), blocks)
+    assert time.monotonic() - began < 30  # not 60: nobody sat out the backoff
+    assert sum(len(outcome.kept) for outcome in outcomes) == 50_000
+    assert output.sends == 1
+
+
+def test_retry_after_is_obeyed_in_the_task_if_it_is_short() -> None:
+    sent: list[float] = []
+
+    def fault(_: Block) -> BaseException | None:
+        sent.append(time.monotonic())
+        return RetryLater("429", after=0.3) if len(sent) == 1 else None
+
+    (outcome,) = run(FaultyOutput(fault), settings_of(), [block_of_offsets(0, 10)])
+    assert outcome.delivered == 10
+    assert sent[1] - sent[0] >= 0.3
+
+
+def test_retry_after_is_left_to_the_gate_if_it_is_long() -> None:
+    gate = LocalGate(settings_of())
+    output = FaultyOutput(lambda _: RetryLater("429", after=100))
+    (outcome,) = run(output, settings_of(), [block_of_offsets(0, 10)], gate)
+    assert len(outcome.kept) == 10
+    assert gate.look().allowed is Allowed.NONE
+    assert gate.look().wait > 90
+
+
+def test_some_failures_among_successes_do_not_stop_the_others() -> None:
+    seen: set[int] = set()
+    lock = threading.Lock()
+
+    def fault(block: Block) -> BaseException | None:
+        first = offsets_of(block)[0]
+        with lock:
+            new = first not in seen
+            seen.add(first)
+        return RetryLater("hiccup") if new and first % 1000 == 0 else None
+
+    output = FaultyOutput(fault)
+    settings = settings_of(batch_events=100, concurrency=4)
+    outcomes = run(output, settings, [block_of_offsets(0, 10_000)])
+    assert outcomes[0].delivered == 10_000
+    assert sorted(taken(output)) == list(range(10_000))
+
+
+def test_rows_that_were_refused_have_their_own_fates() -> None:
+    tries: list[list[int]] = []
+
+    def fault(block: Block) -> BaseException | None:
+        tries.append(offsets_of(block))
+        if len(tries) > 1:
+            return None
+        failures: dict[int, TurnlaneError] = {
+            1: RetryLater("429"),
+            3: Never("mapping"),
+            4: Never("mapping"),
+            5: RetryLater("503"),
+        }
+        return PartlyDelivered(failures)
+
+    output = FaultyOutput(fault)
+    block = block_of_offsets(0, 10)
+    outcomes = run(output, settings_of(), [block])
+    delivered, dead, kept = check_account(output, [block], outcomes)
+    assert (len(delivered), dead, kept) == (8, {3, 4}, set())
+    assert tries[1] == [1, 5]
+    assert len(outcomes[0].dead) == 1, "one letter for one reason"
+
+
+def test_what_cannot_be_prepared_is_found_without_a_failing_send() -> None:
+    output = FaultyOutput(
+        prepare_fault=lambda block: KeyError("no field") if 333 in offsets_of(block) else None
+    )
+    (outcome,) = run(output, settings_of(), [block_of_offsets(0, 1000)])
+    assert outcome.delivered == 999
+    assert [letter.error for letter in outcome.dead] == ["KeyError"]
+    assert output.failures == 0
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_a_preparation_that_may_go_better_later_is_tried_again(pipelined: bool) -> None:
+    errors = [RetryLater("no template yet"), MemoryError()]
+    output = FaultyOutput(prepare_fault=lambda _: errors.pop() if errors else None)
+    (outcome,) = run(output, settings_of(pipelined=pipelined), [block_of_offsets(0, 10)])
+    assert outcome.delivered == 10
+
+
+def test_an_unknown_error_is_tried_so_often_and_then_only_the_culprit_is_dead() -> None:
+    output = FaultyOutput(lambda block: OSError("odd") if 7 in offsets_of(block) else None)
+    (outcome,) = run(output, settings_of(max_attempts=4), [block_of_offsets(0, 100)])
+    (letter,) = outcome.dead
+    assert (letter.numbers.tolist(), letter.error) == ([7], "OSError")
+    assert letter.attempts >= 4
+    assert outcome.delivered == 99
+
+
+def test_attempts_are_remembered_from_task_to_task() -> None:
+    clock = ManualClock()
+    settings = settings_of(max_attempts=4, breaker_failures=100, **LONG)
+    gate = LocalGate(settings, clock=clock)
+    output = FaultyOutput(lambda block: OSError("odd") if 7 in offsets_of(block) else None)
+    # Each time the batch begins elsewhere; the last one has the culprit in the middle.
+    for first in (7, 5, 3):
+        (outcome,) = run(output, settings, [block_of_offsets(first, 50)], gate)
+        assert len(outcome.kept) == 50
+        clock.advance(700)
+    (outcome,) = run(output, settings, [block_of_offsets(0, 50)], gate)
+    assert [letter.numbers.tolist() for letter in outcome.dead] == [[7]]
+    assert outcome.delivered == 49
+    assert gate.look().attempts == {}
+
+
+def test_the_breaker_opens_and_one_probe_decides() -> None:
+    clock = ManualClock()
+    settings = settings_of(breaker_failures=2, batch_events=10, concurrency=4, **LONG)
+    gate = LocalGate(settings, clock=clock)
+    output = FaultyOutput(lambda _: RetryLater("down"))
+    for _ in range(2):
+        run(output, settings, [block_of_offsets(0, 100)], gate)
+        clock.advance(60)
+    assert gate.status().state is not State.CLOSED
+    output.sends = 0
+    clock.advance(600)
+    run(output, settings, [block_of_offsets(0, 100)], gate)
+    assert output.sends == 1, "a probe is one send"
+    clock.advance(600)
+
+    release = threading.Event()
+    output.fault = lambda _: None if release.wait(PATIENCE) else RetryLater("too late")
+    output.sends = 0
+    results: list[int] = []
+    blocks = [block_of_offsets(0, 100)]
+    task = threading.Thread(
+        target=lambda: results.append(run(output, settings, blocks, gate)[0].delivered)
+    )
+    task.start()
+    assert output.await_sends(1)
+    assert gate.permit().allowed is Allowed.NONE, "nobody else gets a probe"
+    assert output.sends == 1
+    release.set()
+    task.join(PATIENCE)
+    assert results == [100]
+    assert gate.status().state is State.CLOSED
+
+
+def test_a_probe_that_had_nothing_to_send_is_released() -> None:
+    clock = ManualClock()
+    settings = settings_of(breaker_failures=1, **LONG)
+    gate = LocalGate(settings, clock=clock)
+    gate.report(Report(failures=1))
+    clock.advance(600)
+    run(FaultyOutput(), settings, [], gate)
+    assert gate.look().allowed is Allowed.PROBE
+
+
+def test_a_gate_that_does_not_answer_keeps_everything() -> None:
+    class Away:
+        def permit(self) -> Permit:
+            raise TransportDown("no node")
+
+        def report(self, report: Report) -> None:
+            raise TransportDown("no node")
+
+    output = FaultyOutput()
+    (outcome,) = run(output, settings_of(), [block_of_offsets(0, 10)], Away())
+    assert len(outcome.kept) == 10
+    assert output.sends == 0
+
+
+def test_after_max_time_the_rest_is_kept() -> None:
+    output = FaultyOutput(lambda _: time.sleep(0.02))
+    settings = settings_of(max_time=0.2, batch_events=1, concurrency=1)
+    blocks = [block_of_offsets(first, 500) for first in (0, 500)]
+    outcomes = run(output, settings, blocks)
+    _, dead, kept = check_account(output, blocks, outcomes)
+    assert not dead
+    assert kept >= set(range(500, 1000))
+
+
+def test_a_rate_limit_is_kept() -> None:
+    began = time.monotonic()
+    output = FaultyOutput()
+    settings = settings_of(rate_limit=2000, batch_events=100)
+    (outcome,) = run(output, settings, [block_of_offsets(0, 1000)])
+    assert outcome.delivered == 1000
+    assert time.monotonic() - began >= 0.49
+
+
+def test_a_rate_below_a_batch_makes_batches_smaller() -> None:
+    output = FaultyOutput()
+    (outcome,) = run(output, settings_of(rate_limit=50), [block_of_offsets(0, 60)])
+    assert outcome.delivered == 60
+    assert max(block.num_rows for block in output.taken) == 50
+
+
+def test_all_engines_of_a_process_share_its_limit() -> None:
+    output = FaultyOutput(lambda _: time.sleep(0.005))
+    settings = settings_of(batch_events=10, concurrency=8, max_in_flight=3)
+    outcomes: list[int] = []
+
+    def task(first: int) -> None:
+        blocks = [block_of_offsets(first, 500)]
+        outcomes.append(run(output, settings, blocks)[0].delivered)
+
+    tasks = [threading.Thread(target=task, args=(first,)) for first in (0, 500, 1000)]
+    for each in tasks:
+        each.start()
+    for each in tasks:
+        each.join(PATIENCE)
+    assert outcomes == [500] * 3
+    assert output.most_in_flight == 3
+
+
+def test_sends_go_side_by_side_up_to_the_limit() -> None:
+    together = threading.Barrier(4, timeout=PATIENCE)
+
+    def fault(_: Block) -> None:
+        together.wait()
+
+    output = FaultyOutput(fault)
+    settings = settings_of(batch_events=25, concurrency=4)
+    (outcome,) = run(output, settings, [block_of_offsets(0, 200)])
+    assert outcome.delivered == 200
+    assert output.most_in_flight == 4
+
+
+def test_what_did_well_is_known_to_the_next_task() -> None:
+    settings = settings_of(batch_events=1)
+    gate = LocalGate(settings)
+    run(FaultyOutput(lambda _: time.sleep(0.001)), settings, [block_of_offsets(0, 300)], gate)
+    hint = gate.look().concurrency
+    assert hint is not None
+    assert hint > 1
+
+
+def test_stop_lets_sends_end_and_keeps_the_rest() -> None:
+    release = threading.Event()
+    output = FaultyOutput(lambda _: None if release.wait(PATIENCE) else RetryLater("late"))
+    settings = settings_of(batch_events=10, concurrency=2)
+    with Engine(output, settings, LocalGate(settings)) as engine:
+
+        def stop() -> None:
+            output.await_sends(2)
+            engine.stop()
+            release.set()
+
+        stopper = threading.Thread(target=stop)
+        stopper.start()
+        outcome = engine.deliver(block_of_offsets(0, 1000))
+        stopper.join()
+        assert 20 <= outcome.delivered < 1000
+        assert outcome.delivered + len(outcome.kept) == 1000
+        again = engine.deliver(block_of_offsets(0, 10))
+        assert len(again.kept) == 10
+
+
+def test_a_send_that_overruns_is_given_up_and_its_events_are_kept() -> None:
+    release = threading.Event()
+    output = FaultyOutput(lambda _: None if release.wait(PATIENCE) else RetryLater("late"))
+    settings = settings_of(batch_events=10, concurrency=2, max_time=0.05)
+    gate = LocalGate(settings)
+    with Engine(output, settings, gate, grace=0.05) as engine:
+        outcome = engine.deliver(block_of_offsets(0, 100))
+        assert len(outcome.kept) == 100
+        release.set()
+        output.fault = None
+        settings_again = settings_of()
+        (later,) = run(output, settings_again, [block_of_offsets(0, 100)], gate)
+        assert later.delivered == 100
+
+
+def test_a_closed_engine_ends_its_run() -> None:
+    output = FaultyOutput(lambda _: time.sleep(0.01))
+    settings = settings_of(batch_events=1, concurrency=1)
+    engine = Engine(output, settings, LocalGate(settings))
+
+    def close() -> None:
+        output.await_sends(3)
+        engine.close()
+
+    closer = threading.Thread(target=close)
+    closer.start()
+    outcome = engine.deliver(block_of_offsets(0, 10_000))
+    closer.join(PATIENCE)
+    engine.close()
+    assert outcome.delivered >= 3
+    assert len(outcome.kept) == 10_000 - outcome.delivered
+
+
+def test_a_closed_engine_leaves_no_threads() -> None:
+    before = set(threading.enumerate())
+    settings = settings_of(batch_events=10, concurrency=4)
+    run(FaultyOutput(), settings, [block_of_offsets(0, 1000)])
+    left = set(threading.enumerate()) - before
+    for thread in left:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in left)
+
+
+def test_a_source_that_fails_ends_the_run_and_releases_the_probe() -> None:
+    clock = ManualClock()
+    settings = settings_of(breaker_failures=1, **LONG)
+    gate = LocalGate(settings, clock=clock)
+    gate.report(Report(failures=1))
+    clock.advance(600)
+
+    def broken() -> Iterator[Block]:
+        raise OSError("the shuffle file is gone")
+        yield
+
+    with pytest.raises(OSError, match="shuffle"):
+        run(FaultyOutput(), settings, broken(), gate)
+    assert gate.look().allowed is Allowed.PROBE

@@ -1,0 +1,101 @@
+"""Do events that have an order keep it, whatever fails?"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import defaultdict
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.delivery.harness import (
+    block_of_offsets,
+    check_account,
+    offsets_of,
+    run,
+    settings_of,
+    taken,
+)
+from turnlane.errors import Never, PartlyDelivered, RetryLater
+from turnlane.events import Block
+from turnlane.testing import FaultyOutput
+
+KEYS = 7
+BLOCKS = [block_of_offsets(first, 150, KEYS) for first in range(0, 450, 150)]
+
+
+def moody(seed: int, share: float, poison: set[int]) -> FaultyOutput:
+    chance = random.Random(seed)
+    lock = threading.Lock()
+
+    def fault(block: Block) -> BaseException | None:
+        if poison.intersection(offsets_of(block)):
+            return Never("poison")
+        with lock:
+            return RetryLater("busy") if chance.random() < share else None
+
+    return FaultyOutput(fault)
+
+
+moods = (st.integers(0, 2**32), st.floats(0, 0.5), st.sets(st.integers(0, 449), max_size=3))
+
+
+@given(*moods)
+@settings(max_examples=40)
+def test_strict(seed: int, share: float, poison: set[int]) -> None:
+    output = moody(seed, share, poison)
+    delivery = settings_of(ordering="strict", batch_events=20, breaker_failures=3)
+    outcomes = run(output, delivery, BLOCKS)
+    delivered, dead, kept = check_account(output, BLOCKS, outcomes)
+    assert output.most_in_flight <= 1
+    assert taken(output) == sorted(delivered), "in order, and each once"
+    if kept:
+        assert max(delivered | dead, default=-1) < min(kept), "nothing passes what is kept"
+
+
+@given(*moods)
+@settings(max_examples=40)
+def test_by_key(seed: int, share: float, poison: set[int]) -> None:
+    output = moody(seed, share, poison)
+    delivery = settings_of(ordering="key", batch_events=5, concurrency=4, breaker_failures=3)
+    outcomes = run(output, delivery, BLOCKS)
+    delivered, _, kept = check_account(output, BLOCKS, outcomes)
+    by_key: dict[int, list[int]] = defaultdict(list)
+    for offset in taken(output):
+        by_key[offset % KEYS].append(offset)
+    for key, offsets in by_key.items():
+        assert offsets == sorted(set(offsets)), "in order, and each once"
+        waiting = [offset for offset in kept if offset % KEYS == key]
+        arrived = [offset for offset in delivered if offset % KEYS == key]
+        assert not waiting or max(arrived, default=-1) < min(waiting)
+
+
+def test_a_key_that_has_to_wait_does_not_stop_the_others() -> None:
+    def fault(block: Block) -> BaseException | None:
+        locked = [row for row, key in enumerate(block.column("key").to_pylist()) if key == "k3"]
+        if not locked:
+            return None
+        return PartlyDelivered({row: RetryLater("locked", after=30) for row in locked})
+
+    output = FaultyOutput(fault)
+    delivery = settings_of(ordering="key", batch_events=20, concurrency=2)
+    outcomes = run(output, delivery, BLOCKS)
+    delivered, _, kept = check_account(output, BLOCKS, outcomes)
+    assert kept == {offset for offset in range(450) if offset % KEYS == 3}
+    assert len(delivered) == 450 - len(kept)
+
+
+def test_events_without_a_key_wait_for_nobody() -> None:
+    offsets = np.arange(100, dtype=np.int64)
+    block = pa.RecordBatch.from_pydict(
+        {"key": pa.nulls(100, pa.string()), "offset": pa.array(offsets)}
+    )
+    output = FaultyOutput()
+    (outcome,) = run(output, settings_of(ordering="key", concurrency=4), [block])
+    assert outcome.delivered == 100
+    assert len(output.taken) == 4, "spread over all tracks"
+    (outcome,) = run(output, settings_of(ordering="key"), [block.select(["offset"])])
+    assert outcome.delivered == 100

@@ -1,0 +1,32 @@
+"""Does the figure of the recovery say when the rate was full, and not just when it began?"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("pyspark", reason="the measurement runs on Spark")
+
+from benchmarks.delivery_lane import seconds_to_full
+from benchmarks.http_server import BUCKET
+
+
+def counts(rates: list[int]) -> dict[str, object]:
+    return {
+        "first": 1000 * BUCKET + BUCKET / 2,
+        "last": (1000 + len(rates) - 1) * BUCKET + BUCKET / 2,
+        "timeline": [[1000 + at, each] for at, each in enumerate(rates) if each],
+    }
+
+
+def test_a_pause_after_the_probe_counts() -> None:
+    found = seconds_to_full(counts([1000] + [0] * 99 + [5000] * 300))
+    assert found == pytest.approx(100 * BUCKET, abs=0.1)
+
+
+def test_full_from_the_beginning_is_full_at_once() -> None:
+    assert seconds_to_full(counts([5000] * 300)) == BUCKET
+
+
+def test_a_long_silence_is_no_usual_rate() -> None:
+    found = seconds_to_full(counts([10] + [0] * 500 + [5000] * 100))
+    assert found > 400 * BUCKET

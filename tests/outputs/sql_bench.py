@@ -1,0 +1,87 @@
+"""Tables to write to, in each database, and a way to look into them."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import psycopg
+import pymysql
+
+from turnlane.outputs.sql import SqlOutput, SqlSettings
+
+COLUMNS = {
+    "postgresql": "id bigint PRIMARY KEY, note varchar(20) NOT NULL, raw bytea",
+    "mysql": "id bigint PRIMARY KEY, note varchar(20) NOT NULL, raw blob",
+    "sqlite": "id integer PRIMARY KEY, note text NOT NULL CHECK (length(note) <= 20), raw blob",
+}
+
+
+class Bench:
+    """A database with a table ``events``."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.kind = urlsplit(url).scheme
+
+    @contextmanager
+    def connected(self) -> Iterator[Any]:
+        """A connection of the test's own, to look and to interfere."""
+        parts = urlsplit(self.url)
+        if self.kind == "postgresql":
+            with psycopg.connect(self.url, autocommit=True) as found:
+                yield found
+        elif self.kind == "mysql":
+            with closing(
+                pymysql.connect(
+                    host=parts.hostname, port=parts.port, user="root", database="turnlane",
+                    autocommit=True,
+                )
+            ) as found:  # fmt: skip
+                yield found
+        else:
+            path = self.url.removeprefix("sqlite:///")
+            with closing(sqlite3.connect(path, isolation_level=None, timeout=20)) as found:
+                yield found
+
+    def run(self, *statements: str) -> list[tuple[Any, ...]]:
+        """Run statements; the rows of the last one."""
+        rows: Sequence[Any] = ()
+        with self.connected() as connection, closing(connection.cursor()) as cursor:
+            for statement in statements:
+                cursor.execute(statement)
+            if cursor.description:
+                rows = cursor.fetchall()
+        return [tuple(row) for row in rows]
+
+    def make_table(self, columns: str | None = None) -> None:
+        self.run(
+            "DROP TABLE IF EXISTS events",
+            "DROP TABLE IF EXISTS turnlane_delivered",
+            f"CREATE TABLE events ({columns or COLUMNS[self.kind]})",
+        )
+
+    def ids(self) -> list[int]:
+        return [row[0] for row in self.run("SELECT id FROM events ORDER BY id")]
+
+    def delivered(self) -> list[tuple[int, int]]:
+        """The ranges that are noted."""
+        mark = "`" if self.kind == "mysql" else '"'
+        first, end = f"{mark}first{mark}", f"{mark}end{mark}"
+        found = self.run(
+            f"SELECT {first}, {end} FROM turnlane_delivered WHERE {first} >= 0 ORDER BY {first}"
+        )
+        return [(int(first), int(end)) for first, end in found]
+
+    def output(self, **knobs: Any) -> SqlOutput:
+        given = {
+            "type": "sql",
+            "url": self.url,
+            "table": "events",
+            "columns": {"id": "offset", "note": "value"},
+            **knobs,
+        }
+        return SqlOutput(SqlSettings.model_validate(given))

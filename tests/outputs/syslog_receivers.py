@@ -1,0 +1,101 @@
+"""Programs and sockets that syslog is sent to."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.contract.harness import wait_until
+from tests.inputs.syslog_harness import Certificates, program
+
+_FIELDS = ("pri", "hostname", "app-name", "procid", "msgid", "msg")
+
+
+def free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+class Received:
+    """What a receiver has written down."""
+
+    def __init__(self, port: int, file: Path) -> None:
+        self.address = f"127.0.0.1:{port}"
+        self._file = file
+
+    def messages(self, count: int) -> list[dict[str, str]]:
+        """So many messages, as soon as they are there."""
+        wait_until(lambda: len(self._lines()) >= count, f"{count} messages at rsyslogd", 60)
+        found = [json.loads(line) for line in self._lines()]
+        assert len(found) == count
+        return found
+
+    def _lines(self) -> list[bytes]:
+        text = self._file.read_bytes() if self._file.exists() else b""
+        return text[: text.rfind(b"\n") + 1].splitlines()
+
+
+@contextmanager
+def rsyslogd_receiving(
+    place: Path, protocol: str, certificates: Certificates | None = None
+) -> Iterator[Received]:
+    """A real rsyslogd that writes what it understands of each message into a file."""
+    place.mkdir()
+    udp = free_port()
+    told = place / "port"
+    listener = (
+        f'module(load="imudp") input(type="imudp" address="127.0.0.1" port="{udp}")'
+        if protocol == "udp"
+        else f'module(load="imtcp" {_tls(certificates)}) '
+        f'input(type="imtcp" address="127.0.0.1" port="0" listenPortFileName="{told}")'
+    )
+    (place / "rsyslog.conf").write_text(
+        f"""
+        global(workDirectory="{place}" maxMessageSize="64k" {_files(certificates)}
+               parser.escapeControlCharactersOnReceive="off")
+        {listener}
+        template(name="all" type="string" string="{_template()}")
+        action(type="omfile" file="{place / "out"}" template="all" asyncWriting="off")
+        """
+    )
+    with (place / "said").open("wb") as said:
+        daemon = subprocess.Popen(
+            [program("rsyslogd"), "-n", "-f", place / "rsyslog.conf", "-i", place / "pid"],
+            stdout=said,
+            stderr=said,
+        )
+    try:
+        wait_until((place / "pid").exists, "rsyslogd", 60)
+        if protocol != "udp":
+            wait_until(lambda: told.exists() and told.read_text().strip() != "", "its port", 60)
+        yield Received(udp if protocol == "udp" else int(told.read_text()), place / "out")
+    finally:
+        daemon.terminate()
+        daemon.wait(60)
+
+
+def _template() -> str:
+    fields = ["timereported:::jsonf,date-rfc3339", *(f"{name}:::jsonf" for name in _FIELDS)]
+    return "{" + ",".join(f"%{field}%" for field in fields) + "}\\n"
+
+
+def _tls(certificates: Certificates | None) -> str:
+    if certificates is None:
+        return ""
+    return 'StreamDriver.Name="gtls" StreamDriver.Mode="1" StreamDriver.AuthMode="x509/certvalid"'
+
+
+def _files(certificates: Certificates | None) -> str:
+    if certificates is None:
+        return ""
+    cert, key = certificates.server
+    return (
+        f'defaultNetstreamDriverCAFile="{certificates.ca}" '
+        f'defaultNetstreamDriverCertFile="{cert}" defaultNetstreamDriverKeyFile="{key}"'
+    )

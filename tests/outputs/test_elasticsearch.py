@@ -1,0 +1,257 @@
+"""Does the output ``elasticsearch`` index each event once, and send again only what failed?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pydantic import ValidationError
+
+from tests.inputs.web_inputs import HASTY, SECRET, TOKENS, drain, fill, held, node_of, serving
+from tests.outputs.web_blocks import delivered, events, output, with_column
+from tests.outputs.web_servers import Reply, Server, served, unused_url
+from turnlane.errors import Never, PartlyDelivered, PayloadTooLarge, RetryLater, TurnlaneError
+from turnlane.events import Block
+from turnlane.formats.bulk import Item, items_of
+from turnlane.node.node import Node
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with served() as found:
+        yield found
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    with node_of(tmp_path / "node") as found:
+        yield found
+
+
+def answer(*statuses: int) -> Reply:
+    items = [
+        {"create": {"status": status}}
+        if status < 300
+        else {"create": {"status": status, "error": {"type": "its_type", "reason": "its reason"}}}
+        for status in statuses
+    ]
+    body = json.dumps({"errors": any(status >= 300 for status in statuses), "items": items})
+    return Reply(200, body.encode(), {"Content-Type": "application/json"})
+
+
+def failures(server: Server, block: Block, **settings: Any) -> dict[int, TurnlaneError]:
+    with pytest.raises(PartlyDelivered) as raised:
+        delivered("elasticsearch", block, url=server.url, index="logs", **settings)
+    return raised.value.failures
+
+
+def sent(block: Block, **settings: Any) -> list[Item]:
+    """What is sent of a block, as Elasticsearch reads it."""
+    with served() as server:
+        server.answers(answer(*[201] * block.num_rows))
+        delivered("elasticsearch", block, url=server.url, **{"index": "logs", **settings})
+        return items_of(server.seen[0].body)
+
+
+# ── documents ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_documents_have_the_event_s_id_and_stay_the_first(server: Server) -> None:
+    server.answers(answer(201, 201))
+    delivered("elasticsearch", events([b"a", b"b"], first=7), url=server.url + "/", index="logs")
+    [seen] = server.seen
+    assert seen.path.startswith("/_bulk?")
+    assert seen.headers["content-encoding"] == "gzip"
+    assert items_of(seen.body) == [
+        Item("create", "logs", "alerts/0/7-2023-11-14T22:13:20.000000Z", b'{"value": "a"}'),
+        Item("create", "logs", "alerts/0/8-2023-11-14T22:13:20.000001Z", b'{"value": "b"}'),
+    ]
+
+
+def test_index_and_id_come_from_columns() -> None:
+    block = events([b"a", b"b"], keys=['k"1\n', "k2"], sources=["x", "y"])
+    found = sent(block, index="logs-{source}-{timestamp:%Y.%m.%d}", id="{key}", action="index")
+    assert [(item.action, item.target, item.id) for item in found] == [
+        ("index", "logs-x-2023.11.14", 'k"1\n'),
+        ("index", "logs-y-2023.11.14", "k2"),
+    ]
+
+
+def test_rows_without_a_place_get_their_ids_from_elasticsearch(server: Server) -> None:
+    server.answers(answer(201))
+    block = events([b"a"]).select(["value", "payload"])
+    delivered("elasticsearch", block, url=server.url, index="totals")
+    assert server.seen[0].body.splitlines()[0] == b'{"create":{"_index":"totals"}}'
+
+
+def test_raw_documents_may_stand_on_several_lines() -> None:
+    pretty = json.dumps({"a": "x\ny", "b": [1]}, indent=2).replace("\n", "\r\n").encode()
+    block = with_column(events([b"a", b"b"]), "payload", pa.array([pretty, b"{}"], pa.binary()))
+    found = sent(block, format="raw")
+    assert [json.loads(item.source) for item in found] == [{"a": "x\ny", "b": [1]}, {}]
+
+
+def test_a_pipeline_is_named_in_the_address(server: Server) -> None:
+    server.answers(answer(201))
+    delivered("elasticsearch", events([b"a"]), url=server.url, index="logs", pipeline="a b")
+    assert server.seen[0].path.endswith("&pipeline=a+b")
+
+
+# ── results ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_only_what_failed_comes_again_or_is_dead(server: Server) -> None:
+    server.answers(answer(201, 429, 400, 503, 413, 403, 429, 400))
+    found = failures(server, events([b"%d" % number for number in range(8)]))
+    kinds = {row: type(error) for row, error in found.items()}
+    assert kinds == {
+        1: RetryLater,
+        2: Never,
+        3: RetryLater,
+        4: PayloadTooLarge,
+        5: RetryLater,
+        6: RetryLater,
+        7: Never,
+    }
+    assert found[1] is found[6], "they wait together"
+    assert found[2] is not found[7], "each is dead for itself"
+    assert "its_type: its reason" in str(found[2])
+
+
+def test_what_is_there_already_was_delivered_before(server: Server) -> None:
+    server.answers(answer(409, 201))
+    delivered("elasticsearch", events([b"a", b"b"]), url=server.url, index="logs")
+    assert set(failures(server, events([b"a", b"b"]), action="index")) == {0}
+
+
+def test_all_that_failed_alike_is_one_error(server: Server) -> None:
+    server.answers(answer(429, 429))
+    with pytest.raises(RetryLater, match="HTTP 429: its_type"):
+        delivered("elasticsearch", events([b"a", b"b"]), url=server.url, index="logs")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>",
+        b"[]",
+        b"{}",
+        b'{"errors": true}',
+        b'{"errors": false}',
+        b'{"errors": true, "items": []}',
+        b'{"errors": true, "items": [1, 2]}',
+        b'{"errors": true, "items": [{"create": {}}, {}]}',
+        b'{"errors": true, "items": [{"create": {"status": "x"}}, {"create": {"error": 3}}]}',
+        b'{"errors": false, "items": [',
+        b"[" * 100_000,
+    ],
+)
+def test_an_answer_that_makes_no_sense_delivers_nothing(server: Server, body: bytes) -> None:
+    server.answers(Reply(200, body))
+    with pytest.raises((RetryLater, PartlyDelivered)) as raised:
+        delivered("elasticsearch", events([b"a", b"b"]), url=server.url, index="logs")
+    if isinstance(raised.value, PartlyDelivered):
+        assert set(raised.value.failures) == {0, 1}
+        assert all(isinstance(each, RetryLater) for each in raised.value.failures.values())
+
+
+def test_an_answer_that_breaks_off_delivers_nothing(server: Server) -> None:
+    def behave(handler: Any) -> None:
+        handler.read()
+        handler.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"errors": false}')
+        handler.wfile.flush()
+        handler.reset()
+
+    server.behave = behave
+    with pytest.raises(RetryLater):
+        delivered("elasticsearch", events([b"a"]), url=server.url, index="logs")
+
+
+def test_a_refusal_of_the_whole_request_is_of_all_events(server: Server) -> None:
+    for status, kind in (
+        (413, PayloadTooLarge),
+        (400, Never),
+        (401, RetryLater),
+        (503, RetryLater),
+    ):
+        server.answers(Reply(status))
+        with pytest.raises(kind):
+            delivered("elasticsearch", events([b"a", b"b"]), url=server.url, index="logs")
+
+
+# ── our own input ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_our_own_input_has_every_event_once_told(node: Node) -> None:
+    values = [b'event "%d"' % number for number in range(1000)]
+    with serving("elasticsearch", node) as found:
+        url = f"http://{found.address}"
+        delivered("elasticsearch", events(values), url=url, index="logs-{queue}")
+    got = held(node)
+    assert [json.loads(event.value or b"")["value"].encode() for event in got] == values
+    assert got[17].key == "alerts/0/17-2023-11-14T22:13:20.000017Z"
+    assert got[17].headers == {"index": "logs-alerts", "action": "create"}
+
+
+def test_our_own_input_refuses_some_documents(node: Node) -> None:
+    block = with_column(events([b"a", b"b", b"c"]), "payload", [b"{}", b"no JSON", b"{}"])
+    with serving("elasticsearch", node) as found:
+        url = f"http://{found.address}"
+        with pytest.raises(PartlyDelivered) as raised:
+            delivered("elasticsearch", block, url=url, index="logs", format="raw")
+    assert isinstance(raised.value.failures.pop(1), Never)
+    assert not raised.value.failures
+    assert len(held(node)) == 2
+
+
+def test_our_own_input_is_full_for_a_while(tmp_path: Path) -> None:
+    with node_of(tmp_path / "full", size=100) as node:
+        fill(node, 100)
+        with serving("elasticsearch", node, timeout=HASTY) as found:
+            settings: Any = {"url": f"http://{found.address}", "index": "logs"}
+            with pytest.raises(RetryLater) as raised:
+                delivered("elasticsearch", events([b"a"]), **settings)
+            assert raised.value.after is not None
+        drain(node)
+        with serving("elasticsearch", node) as found:
+            delivered("elasticsearch", events([b"a"]), url=f"http://{found.address}", index="logs")
+        assert len(held(node)) == 1
+
+
+def test_an_api_key_opens_our_own_input(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ES_KEY", SECRET)
+    auth = {"token_env": "ES_KEY", "scheme": "ApiKey"}
+    with serving("elasticsearch", node, tokens=TOKENS) as found:
+        url = f"http://{found.address}"
+        with output("elasticsearch", url=url, index="logs", auth=auth) as made:
+            made.check()
+            made.send(made.prepare(events([b"a"])))
+        with output("elasticsearch", url=url, index="logs") as made, pytest.raises(RetryLater):
+            made.check()
+    assert len(held(node)) == 1
+
+
+# ── before anything is sent ──────────────────────────────────────────────────────────────────────
+
+
+def test_check_wants_an_answer_of_elasticsearch(server: Server) -> None:
+    server.answers(Reply(200, b"<html>hello</html>"))
+    with output("elasticsearch", url=server.url, index="logs") as made, pytest.raises(
+        RetryLater, match="no answer of Elasticsearch: <html>hello"
+    ):  # fmt: skip
+        made.check()
+    with output("elasticsearch", url=unused_url(), index="logs") as made, pytest.raises(RetryLater):
+        made.check()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"url": "http://h/?a=b"}, {"index": "{"}, {"action": "update"}]
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        output("elasticsearch", **{"url": "http://h", "index": "logs", **settings})

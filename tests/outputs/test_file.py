@@ -1,0 +1,259 @@
+"""Is every line in exactly one file, whole, however it rotates and whoever is killed?"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+import pytest
+from pydantic import ValidationError
+
+from tests.contract.harness import Task, wait_until
+from tests.outputs.blocks import handed, numbered
+from turnlane.errors import StorageFailed
+from turnlane.outputs.file import FileOutput, FileSettings
+from turnlane.testing import ManualClock
+
+NOON = 1_795_003_200_000_000_000  # 2026-11-18T12:00:00Z
+
+
+def made(path: Path, clock: ManualClock | None = None, **knobs: Any) -> FileOutput:
+    settings = FileSettings.model_validate({"type": "file", "path": path, **knobs})
+    return FileOutput(settings) if clock is None else FileOutput(settings, clock)
+
+
+def write(output: FileOutput, first: int, end: int) -> None:
+    output.send(output.prepare(handed(numbered(first, end))))
+
+
+def text_of(path: Path) -> bytes:
+    if path.suffix == ".gz":
+        return gzip.decompress(path.read_bytes())
+    if path.suffix == ".zst":
+        stream: Any = pa.CompressedInputStream(str(path), "zstd")
+        with stream:
+            return bytes(stream.read())
+    return path.read_bytes()
+
+
+def names(folder: Path) -> list[str]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path.relative_to(folder)) for path in found)
+
+
+def lines_in(folder: Path) -> list[bytes]:
+    return b"".join(text_of(folder / name) for name in names(folder)).splitlines()
+
+
+def test_lines_are_appended(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "events"
+    with made(path, sync=True) as output:
+        output.check()
+        write(output, 0, 3)
+        output.send(output.prepare(handed([])))
+        write(output, 3, 5)
+    assert path.read_bytes().splitlines() == numbered(0, 5)
+
+
+@pytest.mark.parametrize(("compress", "ending"), [("none", ""), ("gzip", ".gz"), ("zstd", ".zst")])
+def test_a_full_file_is_numbered_and_compressed(tmp_path: Path, compress: str, ending: str) -> None:
+    with made(tmp_path / "events", rotate_size=100, compress=compress) as output:
+        for first in range(0, 40, 5):
+            write(output, first, first + 5)  # 40 or 45 bytes
+    rotated = [f"events.{number}{ending}" for number in range(1, 4)]
+    assert names(tmp_path) == sorted(["events", *rotated])
+    in_order = [*rotated, "events"]
+    found = b"".join(text_of(tmp_path / name) for name in in_order)
+    assert found.splitlines() == numbered(0, 40)
+    assert all(len(text_of(tmp_path / name)) <= 100 for name in rotated)
+
+
+def test_a_batch_larger_than_a_file_is_not_torn(tmp_path: Path) -> None:
+    with made(tmp_path / "events", rotate_size=100) as output:
+        write(output, 0, 100)
+        write(output, 100, 101)
+    assert (tmp_path / "events.1").read_bytes().splitlines() == numbered(0, 100)
+    assert (tmp_path / "events").read_bytes().splitlines() == numbered(100, 101)
+
+
+def test_the_time_is_in_the_path(tmp_path: Path) -> None:
+    clock = ManualClock(time_ns=NOON)
+    with made(tmp_path / "%Y-%m-%d" / "%H%%.log", clock, compress="gzip") as output:
+        write(output, 0, 2)
+        clock.advance(3600)
+        write(output, 2, 4)
+        clock.advance(86_400)
+        write(output, 4, 6)
+    assert names(tmp_path) == [
+        "2026-11-18/12%.log.gz",
+        "2026-11-18/13%.log.gz",
+        "2026-11-19/13%.log",
+    ]
+    assert lines_in(tmp_path) == numbered(0, 6)
+
+
+def test_only_so_many_old_files_are_kept_and_nobody_elses_are_touched(tmp_path: Path) -> None:
+    clock = ManualClock(time_ns=NOON)
+    others = ["alerts.log", "2026-11-1.log", "2026-11-18.log.old", "2026-11-18.log.1.bz2"]
+    for name in others:
+        (tmp_path / name).write_text("somebody else's\n")
+    with made(tmp_path / "%Y-%m-%d.log", clock, rotate_size=20, compress="zstd", keep=3) as output:
+        for number in range(8):
+            write(output, number, number + 1)
+            output.close()  # what was written last is known to be the youngest
+            clock.advance(43_200)
+    ours = set(names(tmp_path)) - set(others)
+    kept = [text_of(tmp_path / name).splitlines() for name in sorted(ours)]
+    assert kept == [numbered(1, 3), numbered(3, 5), numbered(5, 7), numbered(7, 8)]
+    assert set(others) < set(names(tmp_path))
+
+
+def test_what_a_killed_task_left_is_compressed_by_the_next_rotation(tmp_path: Path) -> None:
+    """Killed before compressing, and after it but before the other file was removed."""
+    (tmp_path / "events.1").write_bytes(b"event 0\n")
+    (tmp_path / "events.2").write_bytes(b"event 1\n")
+    (tmp_path / "events.2.gz").write_bytes(gzip.compress(b"event 1\n"))
+    (tmp_path / ".events.1.gz.unfinished").write_bytes(b"half")
+    (tmp_path / "events").write_bytes(b"event 2\n")
+    with made(tmp_path / "events", rotate_size=10, compress="gzip") as output:
+        write(output, 3, 4)
+    # Where it cannot be known that a file is a repeat, it is kept.
+    assert Counter(lines_in(tmp_path)) == Counter([*numbered(0, 4), b"event 1"])
+    assert all(name == "events" or name.endswith(".gz") for name in names(tmp_path))
+
+
+def started(knobs: dict[str, Any], name: str, batches: int, width: int) -> subprocess.Popen[bytes]:
+    arguments = [json.dumps(knobs), name, str(batches), str(width)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.outputs.file_victim", *arguments],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+def test_several_processes_share_a_file_that_rotates(tmp_path: Path) -> None:
+    """Nothing is lost or doubled, no line is torn, and no file is rotated twice."""
+    knobs = {
+        "type": "file",
+        "path": str(tmp_path / "events"),
+        "rotate_size": "10k",
+        "compress": "gzip",
+    }
+    victims = [started(knobs, name, 100, 20) for name in "abc"]
+    for victim in victims:
+        victim.communicate(timeout=60)
+        assert victim.returncode == 0
+    expected = [
+        b"%s %d %d %s" % (name.encode(), number, at, b"x" * 20)
+        for name in "abc"
+        for number in range(100)
+        for at in range(10)
+    ]
+    assert sorted(lines_in(tmp_path)) == sorted(expected)
+    rotated = [name for name in names(tmp_path) if name != "events"]
+    assert len(rotated) == len({re.findall(r"\d+", name)[0] for name in rotated})
+    sizes = [len(text_of(tmp_path / name)) for name in rotated]
+    largest = max(len(line) for line in expected) * 10
+    assert all(10_000 - largest < size <= 10_000 for size in sizes), "each was full, and only then"
+
+
+def test_after_a_kill_lines_are_whole_and_nothing_reported_is_missing(tmp_path: Path) -> None:
+    knobs = {"type": "file", "path": str(tmp_path / "events"), "rotate_size": "20M"}
+    reported: dict[str, int] = {}
+    for name in "ab":
+        victim = started(knobs, name, -1, 100_000)  # a megabyte a batch: most kills tear one
+        assert victim.stdout is not None
+        reported[name] = last_number(victim.stdout, enough=5)
+        victim.kill()
+        rest = victim.communicate(timeout=60)[0].split()
+        reported[name] = int(rest[-1]) if rest else reported[name]
+    with made(tmp_path / "events", rotate_size="20M") as output:
+        write(output, 0, 1)
+    lines = lines_in(tmp_path)
+    whole = re.compile(rb"[ab] \d+ \d x{100000}")
+    assert all(whole.fullmatch(line) for line in lines if line != b"event 0")
+    found = Counter(tuple(line.split()[:3]) for line in lines)
+    for name, last in reported.items():
+        for number in range(last + 1):
+            for at in range(10):
+                assert found[name.encode(), b"%d" % number, b"%d" % at] == 1
+
+
+def last_number(stream: IO[bytes], enough: int) -> int:
+    return next(number for number in map(int, stream) if number >= enough)
+
+
+def test_half_a_line_is_taken_away_wherever_it_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = b"event 0\n"
+    cases = [(b"half", b""), (whole + b"x" * 200_000, whole), (whole, whole)]
+    for at, (left, kept) in enumerate(cases):
+        path = tmp_path / str(at)
+        path.write_bytes(left)
+        with made(path) as output:
+            write(output, 1, 2)
+        assert path.read_bytes() == kept + b"event 1\n"
+    assert "200000 bytes of an unfinished line" in caplog.text
+
+
+def test_a_write_that_fails_half_way_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk takes some bytes and is full then."""
+    output = made(tmp_path / "events")
+    write(output, 0, 2)
+    real, calls = os.write, [0]
+
+    def full(fd: int, data: memoryview) -> int:
+        calls[0] += 1
+        if calls[0] > 1:
+            raise OSError(28, "No space left on device")
+        return real(fd, data[:5])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(StorageFailed, match="No space left"):
+            write(output, 2, 4)
+    write(output, 2, 4)
+    assert (tmp_path / "events").read_bytes().splitlines() == numbered(0, 4)
+
+
+def test_a_file_that_cannot_be_written_is_tried_again_later(tmp_path: Path) -> None:
+    (tmp_path / "events").mkdir()
+    output = made(tmp_path / "events")
+    with pytest.raises(StorageFailed, match="Is a directory"):
+        write(output, 0, 1)
+    with pytest.raises(StorageFailed, match="Is a directory"):
+        output.check()
+
+
+def test_a_pipe_can_be_written_to(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    output = made(tmp_path / "pipe", rotate_size=1)
+    writing = Task(lambda: write(output, 0, 3))
+    with (tmp_path / "pipe").open("rb") as pipe:
+        assert pipe.read().splitlines() == numbered(0, 3)
+    wait_until(lambda: not writing.running, "the writer to be done")
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"path": "%x.log"}, "%x is none of %Y"),
+        ({"path": "out%"}, "% is none of"),
+        ({"path": "a", "keep": 3}, "needs rotate_size"),
+        ({"path": "a%%", "compress": "gzip"}, "needs rotate_size"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        FileSettings.model_validate({"type": "file", **knobs})

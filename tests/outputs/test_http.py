@@ -1,0 +1,360 @@
+"""What does the output ``http`` send, where to, and does it know what it must not say aloud?"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pydantic import ValidationError
+
+from tests.outputs.web_blocks import delivered, events, output, with_column
+from tests.outputs.web_servers import Certificates, Reply, Server, served
+from turnlane.config import loads, shown
+from turnlane.errors import Never, PartlyDelivered, PayloadTooLarge, RetryLater
+from turnlane.outputs.web import WebOutput
+
+SECRET = "correct horse battery staple"  # the tests' own
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with served() as found:
+        yield found
+
+
+# ── bodies ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("compression", ["none", "gzip", "zstd"])
+def test_json_is_one_array_however_it_is_packed(server: Server, compression: str) -> None:
+    delivered("http", events([b"a", b'b"\n', b"c"]), url=server.url, compression=compression)
+    [seen] = server.seen
+    assert json.loads(seen.body) == [{"value": "a"}, {"value": 'b"\n'}, {"value": "c"}]
+    assert seen.headers["content-type"] == "application/json"
+    assert seen.headers.get("content-encoding", "none") == compression
+    assert seen.headers["user-agent"].startswith("turnlane/")
+
+
+def test_jsonl_is_a_line_for_each_event(server: Server) -> None:
+    delivered("http", events([b"a", b"b"]), url=server.url, format="jsonl")
+    assert server.seen[0].body == b'{"value": "a"}\n{"value": "b"}\n'
+    assert server.seen[0].headers["content-type"] == "application/x-ndjson"
+
+
+def test_raw_is_the_value_on_a_line(server: Server) -> None:
+    block = with_column(events([b"a", b"b"]), "payload", pa.array([b"a\xff", None], pa.binary()))
+    delivered("http", block, url=server.url, format="raw")
+    assert server.seen[0].body == b"a\xff\n\n"
+    assert server.seen[0].headers["content-type"].startswith("text/plain")
+
+
+def test_a_slice_of_a_block_is_sent_as_such(server: Server) -> None:
+    """The engine cuts blocks by slices, whose buffers are those of the whole."""
+    delivered("http", events([b"a", b"b", b"c", b"d"]).slice(1, 2), url=server.url)
+    assert json.loads(server.seen[0].body) == [{"value": "b"}, {"value": "c"}]
+
+
+def test_nothing_is_sent_of_no_events(server: Server) -> None:
+    delivered("http", events([]), url=server.url)
+    delivered("http", events([]), url=server.url + "/{key}")
+    assert not server.seen
+
+
+@pytest.mark.parametrize("form", ["json", "raw"])
+def test_one_by_one_is_a_request_for_each_over_one_connection(server: Server, form: str) -> None:
+    delivered("http", events([b"a", b"b", b"c"]), url=server.url, one_by_one=True, format=form)
+    assert [json.loads(seen.body)["value"] for seen in server.seen] == ["a", "b", "c"]
+    assert len({seen.headers["idempotency-key"] for seen in server.seen}) == 3
+    assert server.connections == 1
+
+
+def test_a_body_of_ones_own_escapes_what_comes_in(server: Server) -> None:
+    hard = 'say "no"\\ \n\x01 ünï'.encode()
+    body = '{{"text": "{source}: {value}"}}'
+    block = events([hard, b"easy"], sources=["a", None])
+    delivered("http", block, url=server.url, body=body)
+    assert json.loads(server.seen[0].body) == [
+        {"text": f"a: {hard.decode()}"},
+        {"text": ": easy"},
+    ]
+
+
+def test_a_raw_body_of_ones_own_is_left_as_it_is(server: Server) -> None:
+    delivered("http", events([b'"x"']), url=server.url, format="raw", body="<{value}>")
+    assert server.seen[0].body == b'<"x">\n'
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH"])
+def test_the_method_is_the_one_asked_for(server: Server, method: str) -> None:
+    delivered("http", events([b"a"]), url=server.url, method=method)
+    assert server.seen[0].method == method
+
+
+def test_headers_of_ones_own_win(server: Server) -> None:
+    headers = {"content-type": "application/vnd.shop+json", "user-agent": "shop", "X-Org": "1"}
+    with output("http", url=server.url, headers=headers) as made:
+        made.check()
+        made.send(made.prepare(events([b"a"])))
+    for seen in server.seen:
+        assert {name: seen.headers[name.lower()] for name in headers} == headers
+
+
+# ── where to ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_events_go_where_their_columns_say(server: Server) -> None:
+    block = events([b"a", b"b", b"c"], keys=["x/../y", "z", "x/../y"])
+    url = f"{server.url}/{{key}}?day={{timestamp:%Y-%m-%d}}"
+    delivered("http", block, url=url, headers={"X-Key": "k={key}"})
+    found = {seen.path: (seen.headers["x-key"], json.loads(seen.body)) for seen in server.seen}
+    assert found == {
+        "/x%2F..%2Fy?day=2023-11-14": ("k=x/../y", [{"value": "a"}, {"value": "c"}]),
+        "/z?day=2023-11-14": ("k=z", [{"value": "b"}]),
+    }
+
+
+def test_no_value_names_another_path_or_another_header(server: Server) -> None:
+    block = events([b"a"], keys=[".."], sources=["b\r\nX-Evil: yes\x00é"])
+    url = f"{server.url}/in/{{key}}/out"
+    delivered("http", block, url=url, headers={"X-Source": "{source}"})
+    [seen] = server.seen
+    assert seen.path == "/in/%2E%2E/out"
+    assert "x-evil" not in seen.headers
+    assert seen.headers["x-source"].encode("latin-1").decode() == "b  X-Evil: yes é"
+
+
+def test_only_the_events_of_a_place_that_fails_come_again(server: Server) -> None:
+    def behave(handler: Any) -> Reply:
+        seen = handler.read()
+        return Reply({"/bad": 400, "/gone": 404}.get(seen.path, 200))
+
+    server.behave = behave
+    block = events([b"0", b"1", b"2", b"3"], keys=["good", "bad", "gone", "bad"])
+    with pytest.raises(PartlyDelivered) as raised:
+        delivered("http", block, url=server.url + "/{key}")
+    failures = raised.value.failures
+    assert set(failures) == {1, 2, 3}
+    assert isinstance(failures[1], Never)
+    assert isinstance(failures[2], RetryLater)
+
+
+def test_after_a_failure_of_the_whole_server_nothing_more_is_tried(server: Server) -> None:
+    server.answers(Reply(200), Reply(503, headers={"Retry-After": "7"}))
+    block = events([b"0", b"1", b"2", b"3"])
+    with pytest.raises(PartlyDelivered) as raised:
+        delivered("http", block, url=server.url, one_by_one=True)
+    assert set(raised.value.failures) == {1, 2, 3}
+    assert {error.after for error in raised.value.failures.values()} == {7.0}  # type: ignore[attr-defined]
+    assert len(server.seen) == 2
+
+
+def test_many_requests_do_not_take_for_ever(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WebOutput, "longest_run", 0.0)
+    with pytest.raises(PartlyDelivered) as raised:
+        delivered("http", events([b"0", b"1", b"2"]), url=server.url, one_by_one=True)
+    assert set(raised.value.failures) == {1, 2}
+    assert len(server.seen) == 1
+
+
+def test_one_bad_event_does_not_keep_others_back(server: Server) -> None:
+    server.answers(Reply(200), Reply(422), Reply(200))
+    with pytest.raises(PartlyDelivered) as raised:
+        delivered("http", events([b"0", b"1", b"2"]), url=server.url, one_by_one=True)
+    assert set(raised.value.failures) == {1}
+    assert len(server.seen) == 3
+
+
+def test_of_those_that_go_together_only_the_bad_one_is_blamed(server: Server) -> None:
+    def behave(handler: Any) -> Reply:
+        seen = handler.read()
+        return Reply(400 if b"poison" in seen.body else 413 if b"large" in seen.body else 200)
+
+    server.behave = behave
+    values = [b"%d" % number for number in range(100)]
+    values[37], values[64] = b"poison", b"large"
+    block = events(values, keys=["a", "b"] * 50)
+    with pytest.raises(PartlyDelivered) as raised:
+        delivered("http", block, url=server.url + "/{key}")
+    kinds = {row: type(error) for row, error in raised.value.failures.items()}
+    assert kinds == {37: Never, 64: PayloadTooLarge}
+
+
+# ── which is which ───────────────────────────────────────────────────────────────────────────────
+
+
+def key(server: Server, block: Any, **settings: Any) -> str | None:
+    delivered("http", block, url=server.url, **settings)
+    return server.seen[-1].headers.get("idempotency-key")
+
+
+def test_the_same_events_have_the_same_key_and_no_others(server: Server) -> None:
+    block = events([b"a", b"b", b"c"], first=7)
+    first = key(server, block)
+    assert first is not None
+    assert first.startswith("alerts/0/7-alerts/0/9-")
+    assert key(server, block) == first
+    assert key(server, block.take([0, 2])) != first, "an event between was left out"
+    assert key(server, block, format="raw", body="{value}") != first, "another form of them"
+    later = with_column(block, "timestamp", block.column("timestamp").take([1, 2, 2]))
+    assert key(server, later) != first, "a queue made anew counts from the beginning"
+    assert key(server, events([b"a", b"b", b"c"], first=7, queue="orders")) != first
+    assert key(server, block, idempotency_key=False) is None
+
+
+def test_in_the_main_lane_events_are_mains(server: Server) -> None:
+    """There, the column ``queue`` says where they go next."""
+    found = key(server, events([b"a"], first=3, queue=["alerts", "orders"]))
+    assert found is not None
+    assert found.startswith("main/0/3-main/0/3-")
+
+
+def test_rows_that_are_no_events_have_no_key(server: Server) -> None:
+    assert key(server, events([b"a"]).select(["value", "payload"])) is None
+
+
+# ── secrets and certificates ─────────────────────────────────────────────────────────────────────
+
+
+def test_a_token_comes_from_a_file_and_a_changed_one_is_used(
+    server: Server, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    for secret in ("first", "second"):
+        file.write_text(f"{secret}\n")
+        delivered("http", events([b"a"]), url=server.url, auth={"token_file": str(file)})
+        assert server.seen[-1].headers["authorization"] == f"Bearer {secret}"
+
+
+def test_a_password_comes_from_the_environment(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOP_PASSWORD", SECRET)
+    auth = {"username": "lane", "password_env": "SHOP_PASSWORD"}
+    delivered("http", events([b"a"]), url=server.url, auth=auth)
+    kind, _, shown_secret = server.seen[0].headers["authorization"].partition(" ")
+    assert kind == "Basic"
+    assert base64.b64decode(shown_secret).decode() == f"lane:{SECRET}"
+
+
+def test_events_wait_for_a_secret_that_is_not_there(server: Server, tmp_path: Path) -> None:
+    for auth in ({"token_env": "NOT_SET_ANYWHERE"}, {"token_file": str(tmp_path / "none")}):
+        with pytest.raises(RetryLater, match="token"):
+            delivered("http", events([b"a"]), url=server.url, auth=auth)
+    assert not server.seen
+
+
+def test_a_secret_is_one_line(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOP_TOKEN", "one\ntwo")
+    with pytest.raises(RetryLater, match="SHOP_TOKEN is not one line") as raised:
+        delivered("http", events([b"a"]), url=server.url, auth={"token_env": "SHOP_TOKEN"})
+    assert "two" not in str(raised.value)
+
+
+def test_no_error_repeats_the_secret(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOP_TOKEN", SECRET)
+    server.answers(Reply(401, b"no such token"))
+    url = f"{server.url}/?key=of+somebody"
+    with pytest.raises(RetryLater, match="no such token") as raised:
+        delivered("http", events([b"a"]), url=url, auth={"token_env": "SHOP_TOKEN"})
+    assert SECRET not in str(raised.value)
+    assert "somebody" not in str(raised.value)
+
+
+def test_the_settings_show_where_a_secret_is_and_not_what() -> None:
+    text = """
+        node: {data: data}
+        main: {}
+        actions:
+          - name: out
+            output: {type: http, url: 'http://h', auth: {token_env: SHOP_TOKEN},
+                     headers: {Authorization: correct horse, X-Api-Key: battery}}
+    """
+    found = json.dumps(shown(loads(text, environment={"SHOP_TOKEN": SECRET})))
+    assert "SHOP_TOKEN" in found
+    assert SECRET not in found
+    assert "correct horse" not in found
+    assert "battery" not in found
+
+
+def test_mutual_tls(tmp_path: Path) -> None:
+    made = Certificates(tmp_path)
+    tls = {"ca": str(made.ca), "cert": str(made.cert), "key": str(made.key)}
+    with served(made.context(asks=True)) as server:
+        delivered("http", events([b"a"]), url=server.url, tls=tls)
+        assert len(server.seen) == 1
+        with pytest.raises(RetryLater):
+            delivered("http", events([b"a"]), url=server.url, tls={"ca": str(made.ca)})
+
+
+def test_a_server_nobody_vouches_for_is_refused_unless_told(tmp_path: Path) -> None:
+    with served(Certificates(tmp_path).context()) as server:
+        with pytest.raises(RetryLater, match="certificate verify failed"):
+            delivered("http", events([b"a"]), url=server.url)
+        assert not server.seen
+        delivered("http", events([b"a"]), url=server.url, tls={"verify": False})
+        assert len(server.seen) == 1
+
+
+# ── threads ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_threads_share_the_output_and_its_connections(server: Server) -> None:
+    blocks = [events([b"%d" % number], first=number) for number in range(200)]
+    with output("http", url=server.url) as made, ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda block: made.send(made.prepare(block)), blocks))
+    found = sorted(int(json.loads(seen.body)[0]["value"]) for seen in server.seen)
+    assert found == list(range(200))
+    assert server.connections <= 8
+
+
+# ── settings ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"url": "ftp://h"}, "an address such as"),
+        ({"url": "http://user:pw@h/"}, "belong into auth"),
+        ({"url": "http://{source}/"}, "in its host"),
+        ({"url": "http://h:99999/"}, "[Pp]ort"),
+        ({"body": "{"}, r"write \{\{"),
+        ({"body": "{a b}"}, "is not {column}"),
+        ({"headers": {"X Y": "1"}}, "X Y"),
+        ({"headers": {"X": "}"}}, r"write \}\}"),
+        ({"headers": {"X": "a\nb"}}, "pattern"),
+        ({"url": "http://h/{a"}, r"write \{\{"),
+        ({"auth": {}}, "there is none"),
+        ({"auth": {"token_env": "A", "token_file": "b"}}, "token_env and token_file"),
+        ({"auth": {"password_env": "A"}}, "username with password_env"),
+        ({"auth": {"token_env": "A", "username": "b"}}, "username with password_env"),
+        ({"tls": {"verify": False}}, "is for https"),
+        ({"timeout": 0}, "greater than 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        output("http", **{"url": "http://h/", **settings})
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{nothing}", "no column 'nothing'"),
+        ("{value:%Y}", "is no time"),
+        ("{headers}", "name a key of it"),
+        ("{value.x}", "has no 'x'"),
+    ],
+)
+def test_events_wait_until_a_template_is_mended(template: str, words: str) -> None:
+    with output("http", url="http://h/", body=template) as made, pytest.raises(
+        RetryLater, match=words
+    ):  # fmt: skip
+        made.prepare(events([b"a"]))

@@ -1,0 +1,332 @@
+"""Does the output ``otlp`` pass telemetry on unharmed, and do other events become log records?"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.exporter.otlp.proto.common._log_encoder import encode_logs
+from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
+
+from tests.inputs.otlp_senders import log_records, logs_request, measurements, spans
+from tests.inputs.web_inputs import SECRET, TOKENS, held, node_of, serving
+from tests.outputs.web_blocks import NOON, delivered, events, output, with_column
+from tests.outputs.web_servers import Reply, Server, served, unused_url
+from turnlane.errors import Never, PartlyDelivered, PayloadTooLarge, RetryLater
+from turnlane.events import Block, Event, block_of, values_of
+from turnlane.formats.otlp import (
+    PROTOBUF,
+    SEVERITIES,
+    Grain,
+    Signal,
+    answer,
+    block_of_request,
+    decode,
+    joined,
+)
+from turnlane.formats.otlp_logs import logs_request as made_request
+from turnlane.node.node import Node
+
+SDK: dict[Signal, Any] = {
+    Signal.LOGS: encode_logs(log_records("one", "two")),
+    Signal.METRICS: encode_metrics(measurements()),
+    Signal.TRACES: encode_spans(spans()),
+}
+"""Export requests as OpenTelemetry's SDK makes them."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with served() as found:
+        yield found
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    with node_of(tmp_path / "node") as found:
+        yield found
+
+
+def block_like(found: list[Event]) -> Block:
+    """Events as they stand in a queue, as a lane hands them on."""
+    block = block_of(
+        [event.value or b"" for event in found],
+        keys=[event.key for event in found],
+        headers=[event.headers for event in found],
+        severities=[event.severity for event in found],
+    )
+    columns = {
+        "partition": pa.array([0] * len(found), pa.int32()),
+        "offset": list(range(len(found))),
+    }
+    for name, column in columns.items():
+        block = with_column(block, name, column)
+    return block
+
+
+def telemetry(grain: Grain = Grain.RECORD) -> Block:
+    """All three signals, mixed, as the input stores them."""
+    found: list[Event] = []
+    for signal, request in SDK.items():
+        block = block_of_request(signal, request, grain=grain)
+        headers = [dict(each.as_py()) for each in block.column("headers")]
+        values = block.column("value").to_pylist()
+        found += [Event(value, headers=head) for value, head in zip(values, headers, strict=True)]
+    return block_like(found[::2] + found[1::2])
+
+
+def records(server: Server) -> list[Any]:
+    """The log records that a server was sent."""
+    [seen] = server.seen
+    request = decode(Signal.LOGS, seen.body)
+    return [
+        record
+        for resource in request.resource_logs
+        for scope in resource.scope_logs
+        for record in scope.log_records
+    ]
+
+
+def attributes(record: Any) -> dict[str, Any]:
+    return {
+        each.key: getattr(each.value, each.value.WhichOneof("value")) for each in record.attributes
+    }
+
+
+def names(request: Any) -> set[str]:
+    """What a request's records are called, whatever they are."""
+    return {
+        getattr(record, "name", "") or record.body.string_value
+        for _, resources in request.ListFields()
+        for resource in resources
+        for field, scopes in resource.ListFields()
+        if field.name.startswith("scope_")
+        for scope in scopes
+        for inner, found in scope.ListFields()
+        if inner.name in {"log_records", "metrics", "spans"}
+        for record in found
+    }
+
+
+# ── telemetry ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("grain", list(Grain))
+def test_telemetry_goes_out_as_it_came_a_request_for_each_signal(
+    server: Server, grain: Grain
+) -> None:
+    delivered("otlp", telemetry(grain), url=server.url)
+    assert {seen.path for seen in server.seen} == {"/v1/logs", "/v1/metrics", "/v1/traces"}
+    for seen in server.seen:
+        signal = Signal(seen.path.removeprefix("/v1/"))
+        assert seen.headers["content-type"] == PROTOBUF
+        assert seen.headers["content-encoding"] == "gzip"
+        assert seen.headers["idempotency-key"]
+        assert names(decode(signal, seen.body)) == names(SDK[signal])
+
+
+def test_through_our_own_input_it_is_what_the_sdk_made(node: Node) -> None:
+    sent = telemetry()
+    with serving("otlp", node) as found:
+        delivered("otlp", sent, url=f"http://{found.address}")
+    got = held(node)
+    assert sorted(event.value or b"" for event in got) == sorted(values_of([sent]))
+    for signal, request in SDK.items():
+        values = [e.value or b"" for e in got if e.headers and e.headers["signal"] == signal]
+        assert names(decode(signal, joined(values))) == names(request)
+
+
+# ── other events ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_other_events_become_log_records(server: Server) -> None:
+    block = events(
+        [b"disk full", b"\xff\xfe", b""],
+        first=5,
+        keys=["k", None, None],
+        sources=["host-1", None, "ü"],
+        severities=[2, None, 7],
+        headers=[{"a": "1", "b": ""}, None, {}],
+    )
+    block = with_column(block, "pid", [17, None, -1])
+    block = with_column(block, "load", [0.5, None, 2.0])
+    block = with_column(block, "up", [True, None, False])
+    block = with_column(block, "tags", [["x"], None, []])
+    delivered("otlp", block, url=server.url, resource={"service.name": "shop"})
+    first, second, third = records(server)
+    assert first.body.string_value == "disk full"
+    assert second.body.bytes_value == b"\xff\xfe"
+    assert third.body.WhichOneof("value") == "string_value"
+    assert (first.severity_number, first.severity_text) == (18, "crit")
+    assert (second.severity_number, second.severity_text) == (0, "")
+    assert [each.time_unix_nano for each in (first, second, third)] == [
+        NOON * 1000, NOON * 1000 + 1000, NOON * 1000 + 2000,
+    ]  # fmt: skip
+    assert attributes(first) == {
+        "key": "k", "source": "host-1", "headers.a": "1", "headers.b": "",
+        "pid": 17, "load": 0.5, "up": True,
+        "log.record.uid": "alerts/0/5-2023-11-14T22:13:20.000000Z",
+    }  # fmt: skip
+    assert attributes(second) == {"log.record.uid": "alerts/0/6-2023-11-14T22:13:20.000001Z"}
+    assert attributes(third)["pid"] == -1
+    request = decode(Signal.LOGS, server.seen[0].body)
+    assert attributes(request.resource_logs[0].resource) == {"service.name": "shop"}
+    assert request.resource_logs[0].scope_logs[0].scope.name == "turnlane"
+
+
+def test_severities_come_back_as_they_were(server: Server) -> None:
+    delivered("otlp", events([b"x"] * 8, severities=list(range(8))), url=server.url)
+    assert [SEVERITIES[each.severity_number] for each in records(server)] == list(range(8))
+
+
+def test_other_events_and_telemetry_may_be_mixed(node: Node) -> None:
+    request = logs_request("telemetry")
+    values = [b"plain", request.SerializeToString(), b"text"]
+    heads = [None, {"signal": "logs", "content-type": PROTOBUF}, {"signal": "logs"}]
+    with serving("otlp", node) as found:
+        delivered("otlp", events(values, headers=heads), url=f"http://{found.address}")
+    found_names = set().union(*(names(decode(Signal.LOGS, e.value or b"")) for e in held(node)))
+    assert found_names == {"plain", "telemetry", "text"}
+
+
+def test_columns_need_not_be_there() -> None:
+    block = events([b"a", b"b"]).select(["value"])
+    request = decode(Signal.LOGS, made_request(block, resource={}))
+    assert names(request) == {"a", "b"}
+    nothing = decode(Signal.LOGS, made_request(block.select([]), resource={}))
+    assert len(nothing.resource_logs[0].scope_logs[0].log_records) == 2
+
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=200)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.binary(max_size=300),
+            st.none() | st.integers(-(2**63), 2**63 - 1),
+            st.none() | st.floats(allow_nan=False),
+            st.none() | st.dictionaries(TEXT, TEXT, max_size=3),
+            st.none() | st.integers(-128, 127),
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_records_are_what_protobuf_itself_would_write(rows: list[Any]) -> None:
+    values, numbers, reals, headers, severities = (
+        list(column) for column in zip(*rows, strict=True)
+    )
+    block = block_of(values, headers=headers, severities=severities, timestamps=NOON)
+    block = with_column(block, "number", pa.array(numbers, pa.int64()))
+    block = with_column(block, "real", pa.array(reals, pa.float64()))
+    request = decode(Signal.LOGS, made_request(block, resource={}))
+    found: list[LogRecord] = list(request.resource_logs[0].scope_logs[0].log_records)
+    for record, (value, number, real, header, severity) in zip(found, rows, strict=True):
+        assert (record.body.bytes_value or record.body.string_value.encode()) == value
+        named = {f"headers.{name}": text for name, text in (header or {}).items()}
+        wanted = {**named, "number": number, "real": real}
+        assert attributes(record) == {
+            name: each for name, each in wanted.items() if each is not None
+        }
+        known = severity is not None and 0 <= severity < 8
+        assert (record.severity_number != 0) == known
+
+
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_records_that_were_rejected_are_counted_and_not_sent_again(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.answers(Reply(200, answer(Signal.LOGS, rejected=2, why="too old")))
+    with output("otlp", url=server.url) as made:
+        made.send(made.prepare(events([b"a", b"b", b"c"])))
+        assert made.rejected == 2  # type: ignore[attr-defined]
+    assert "rejected 2 records for good: too old" in caplog.text
+    assert len(server.seen) == 1
+
+
+def test_a_warning_of_the_collector_is_logged(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = {"Content-Type": "application/json; charset=utf-8"}
+    server.answers(Reply(200, b'{"partialSuccess": {"errorMessage": "slow down"}}', kind))
+    with caplog.at_level(logging.WARNING):
+        delivered("otlp", events([b"a"]), url=server.url)
+    assert "slow down" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Reply(200, b"<html>", {"Content-Type": "text/html"}),
+        Reply(200, b"\xff\xff\xff", {"Content-Type": PROTOBUF}),
+        Reply(200, b"[]", {"Content-Type": "application/json"}),
+        Reply(200, b"x" * 100_000, {"Content-Type": PROTOBUF}),
+    ],
+)
+def test_an_answer_that_makes_no_sense_delivers_nothing(server: Server, reply: Reply) -> None:
+    server.answers(reply)
+    with pytest.raises(RetryLater, match="no answer to OTLP"):
+        delivered("otlp", events([b"a"]), url=server.url)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(400, Never), (413, PayloadTooLarge), (404, RetryLater), (502, RetryLater)]
+)
+def test_a_refusal_is_of_all_records(server: Server, status: int, kind: type[Exception]) -> None:
+    server.answers(Reply(status))
+    with pytest.raises(kind):
+        delivered("otlp", events([b"a", b"b"]), url=server.url)
+
+
+def test_a_collector_without_one_signal_still_gets_the_others(server: Server) -> None:
+    def behave(handler: Any) -> Reply:
+        seen = handler.read()
+        return Reply(404 if seen.path == "/v1/metrics" else 200)
+
+    server.behave = behave
+    block = telemetry()
+    with pytest.raises(PartlyDelivered) as raised:
+        delivered("otlp", block, url=server.url)
+    heads: list[Any] = block.column("headers").to_pylist()
+    missed = {row for row, head in enumerate(heads) if ("signal", "metrics") in head}
+    assert set(raised.value.failures) == missed
+    assert all(isinstance(each, RetryLater) for each in raised.value.failures.values())
+
+
+def test_one_malformed_event_does_not_take_others_with_it(node: Node) -> None:
+    head = {"signal": "metrics", "content-type": PROTOBUF}
+    good = SDK[Signal.METRICS].SerializeToString()
+    values = [good, b"\xff no protobuf", good, b"plain"]
+    with serving("otlp", node) as found:
+        block = events(values, headers=[head, head, head, None])
+        with pytest.raises(PartlyDelivered) as raised:
+            delivered("otlp", block, url=f"http://{found.address}")
+    assert {row: type(each) for row, each in raised.value.failures.items()} == {1: Never}
+    assert len(held(node)) == 2 * 2 + 1
+
+
+# ── before anything is sent ──────────────────────────────────────────────────────────────────────
+
+
+def test_check_exports_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTLP_TOKEN", SECRET)
+    with serving("otlp", node, tokens=TOKENS) as found:
+        url = f"http://{found.address}"
+        with output("otlp", url=url, auth={"token_env": "OTLP_TOKEN"}) as made:
+            made.check()
+        with output("otlp", url=url) as made, pytest.raises(RetryLater, match="401"):
+            made.check()
+    assert not held(node)
+    with output("otlp", url=unused_url()) as made, pytest.raises(RetryLater):
+        made.check()

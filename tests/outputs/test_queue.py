@@ -1,0 +1,222 @@
+"""Do events get into the queue of another node, and what if that node is away, full or strict?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pydantic import ValidationError
+
+from tests.contract.harness import wait_until
+from tests.inputs.syslog_harness import Certificates, events_in
+from tests.outputs.blocks import handed, numbered
+from tests.outputs.syslog_receivers import free_port
+from tests.spark.nodes import Served, serving
+from turnlane.errors import PayloadTooLarge, RetryLater, TransportDown
+from turnlane.events import Block
+from turnlane.node.flight import FlightPlane
+from turnlane.node.node import Node
+from turnlane.outputs.queue import QueueOutput, QueueOutputSettings
+from turnlane.serving.address import Address
+from turnlane.serving.rights import Authority, TokenSettings
+from turnlane.serving.tls import TlsSettings
+
+QUEUES: dict[str, dict[str, Any]] = {
+    "orders": {"durability": "always"},
+    "memory": {"kind": "memory"},
+    "assisted": {"kind": "disk_assisted"},
+    "small": {"kind": "memory", "size": 5, "light_delay_mark": None},
+    "narrow": {"max_bytes": "100Ki"},
+}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path / "data", QUEUES) as served:
+        yield served
+
+
+def made(endpoint: str, queue: str = "orders", **knobs: Any) -> QueueOutput:
+    given = {"type": "queue", "endpoint": endpoint, "queue": queue, **knobs}
+    return QueueOutput(QueueOutputSettings.model_validate(given))
+
+
+def send(output: QueueOutput, block: Block) -> None:
+    output.send(output.prepare(block))
+
+
+@pytest.mark.parametrize("queue", ["orders", "memory", "assisted"])
+def test_events_arrive_with_their_columns(node: Served, queue: str) -> None:
+    block = handed(
+        numbered(0, 3),
+        100,
+        key=pa.array(["a", None, "c"]),
+        severity=pa.array([3, 4, 5], pa.int64()),  # as Spark may have it
+        message=pa.array(["x", "y", None]),
+    )
+    with made(node.url, queue) as output:
+        output.check()
+        send(output, block)
+        send(output, handed([]))
+        send(output, handed(numbered(3, 5)))
+    found = events_in(node.queue(queue))
+    assert [event.value for event in found] == numbered(0, 5)
+    assert [event.key for event in found[:3]] == ["a", None, "c"]
+    assert [event.severity for event in found[:3]] == [3, 4, 5]
+    assert found[0].timestamp == 1_795_000_000_123_456
+    stored = node.queue(queue).read(0, 10)
+    assert stored is not None
+    assert stored[1].column("message").to_pylist()[:3] == ["x", "y", None]
+    assert not {"partition", "offset", "queue", "payload"} & set(stored[1].schema.names)
+
+
+def test_what_is_sent_again_is_dropped_there_if_the_action_has_a_name(node: Served) -> None:
+    """With gaps, where events went to the dead letters."""
+    whole = handed(numbered(0, 20))
+    with made(node.url, producer="shop") as output:
+        send(output, whole.slice(0, 10))
+    with made(node.url, producer="shop") as output:  # another task, after a crash
+        send(output, whole.slice(0, 5))
+        send(output, whole.take(pa.array([5, 6, 11, 12, 15])))
+        send(output, whole.slice(15))
+    values = [event.value for event in events_in(node.queue("orders"))]
+    wanted = [*range(10), 11, 12, *range(15, 20)]
+    assert values == [b"event %d" % number for number in wanted]
+
+
+def test_nodes_are_numbered_apart(node: Served) -> None:
+    block = handed(numbered(0, 4), partition=pa.array([0, 0, 1, 1], pa.int32()))
+    again = handed(numbered(0, 2), partition=pa.array([1, 1], pa.int32()))
+    with made(node.url, producer="shop") as output:
+        for _ in range(2):
+            send(output, block)
+            send(output, again)
+    # Offsets 0 and 1 of node 1 come after its 2 and 3: out of order, so they are dropped.
+    assert len(events_in(node.queue("orders"))) == 4
+
+
+def test_without_a_name_everything_is_taken(node: Served) -> None:
+    with made(node.url) as output:
+        for _ in range(2):
+            send(output, handed(numbered(0, 4)))
+    assert len(events_in(node.queue("orders"))) == 8
+
+
+def test_a_node_that_is_away_or_comes_back(tmp_path: Path) -> None:
+    port = free_port()
+    endpoint = f"turnlane://127.0.0.1:{port}"
+    with made(endpoint) as output:
+        with pytest.raises(RetryLater):
+            output.check()
+        with pytest.raises(RetryLater):
+            send(output, handed(numbered(0, 2)))
+        for first in (0, 2):
+            with served_at(tmp_path / "data", port):
+                wait_until(partial(sent, output, first), "the node to be found again")
+        with served_at(tmp_path / "data", port) as there:
+            assert [event.value for event in events_in(there.queue("orders"))] == numbered(0, 4)
+
+
+def sent(output: QueueOutput, first: int) -> bool:
+    """Whether it went well; gRPC looks again for a node that was away after a while only."""
+    try:
+        send(output, handed(numbered(first, first + 2)))
+    except TransportDown:
+        return False
+    return True
+
+
+@contextmanager
+def served_at(
+    data: Path,
+    port: int,
+    tokens: tuple[TokenSettings, ...] = (),
+    tls: TlsSettings | None = None,
+) -> Iterator[Node]:
+    with Node(data, {"orders": {"durability": "always"}}) as node:
+        plane = FlightPlane(node, Authority(tokens), Address("127.0.0.1", port), tls=tls)
+        plane.start()
+        try:
+            yield node
+        finally:
+            plane.stop(5.0)
+
+
+def test_a_full_queue_is_tried_again_later(node: Served) -> None:
+    with made(node.url, "small", timeout="1s", producer="shop") as output:
+        send(output, handed(numbered(0, 5)))
+        with pytest.raises(RetryLater):
+            send(output, handed(numbered(5, 8), 5))
+        with node.queue("small").get() as batch:
+            batch.done()
+        send(output, handed(numbered(5, 8), 5))
+    assert [event.value for event in events_in(node.queue("small"))] == numbered(5, 8)
+
+
+def test_an_event_that_is_too_large_for_the_queue_is_said_to_be(node: Served) -> None:
+    with made(node.url, "narrow") as output, pytest.raises(PayloadTooLarge):
+        send(output, handed([b"x" * 200_000]))
+
+
+def test_what_a_person_has_to_put_right_is_waited_for(node: Served) -> None:
+    with made(node.url, "missing") as output:
+        with pytest.raises(RetryLater, match="missing"):
+            send(output, handed(numbered(0, 1)))
+        with pytest.raises(RetryLater, match="missing"):
+            output.check()
+    with made(node.url) as output:
+        send(output, handed(numbered(0, 1), level=pa.array([1])))
+        with pytest.raises(RetryLater, match="level"):
+            send(output, handed(numbered(1, 2), level=pa.array(["one"])))
+    unset = "TURNLANE_TEST_UNSET"
+    with made(node.url, token_env=unset) as output, pytest.raises(RetryLater, match=unset):
+        output.check()
+
+
+def test_tokens_and_mutual_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificates = Certificates(tmp_path)
+    cert, key = certificates.server
+    secured = TlsSettings(cert=cert, key=key, client_ca=certificates.ca)
+    monkeypatch.setenv("TURNLANE_TEST_TOKEN", "s3cret")
+    right = TokenSettings.model_validate(
+        {"name": "shop", "secret_env": "TURNLANE_TEST_TOKEN", "rights": {"orders": ["publish"]}}
+    )
+    port = free_port()
+    mine = {"ca": certificates.ca, "cert": certificates.client[0], "key": certificates.client[1]}
+    with served_at(tmp_path / "data", port, (right,), secured) as there:
+        endpoint = f"turnlanes://127.0.0.1:{port}"
+        with made(endpoint, tls=mine, token_env="TURNLANE_TEST_TOKEN") as output:
+            output.check()
+            send(output, handed(numbered(0, 3)))
+        with made(endpoint, tls=mine) as output, pytest.raises(RetryLater):
+            send(output, handed(numbered(3, 4)))
+        unknown = {"ca": certificates.ca}
+        with (
+            made(endpoint, tls=unknown, token_env="TURNLANE_TEST_TOKEN") as output,
+            pytest.raises(RetryLater),
+        ):
+            send(output, handed(numbered(3, 4)))
+        missing = {"ca": tmp_path / "missing.pem"}
+        with made(endpoint, tls=missing) as output, pytest.raises(RetryLater, match="missing"):
+            output.check()
+        assert [event.value for event in events_in(there.queue("orders"))] == numbered(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"endpoint": "http://a:1"}, "is not a node's"),
+        ({"endpoint": "turnlane://a:1,b:1"}, "names 2 nodes"),
+        ({"tls": {"ca": "x"}}, "is for turnlanes://"),
+        ({"endpoint": "turnlanes://a:1", "tls": {"verify": False}}, "always checked"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(knobs: dict[str, Any], message: str) -> None:
+    given = {"type": "queue", "endpoint": "turnlane://a:1", "queue": "orders"}
+    with pytest.raises(ValidationError, match=message):
+        QueueOutputSettings.model_validate({**given, **knobs})

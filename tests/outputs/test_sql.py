@@ -1,0 +1,486 @@
+"""Does a table get every event, once where that is promised, whatever the database does?"""
+
+from __future__ import annotations
+
+import json
+import random
+import sqlite3
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tests.contract.harness import wait_until
+from tests.databases import mariadb_server, postgres_server
+from tests.outputs.blocks import handed, numbered
+from tests.outputs.sql_bench import Bench
+from turnlane.delivery.engine import Engine
+from turnlane.delivery.gate import LocalGate
+from turnlane.delivery.settings import DeliverySettings
+from turnlane.errors import Never, RetryLater
+from turnlane.events import Block
+from turnlane.outputs import sql_mysql, sql_postgres
+from turnlane.outputs.sql import SqlOutput, SqlSettings
+from turnlane.outputs.sql_delivered import not_in, runs_of
+from turnlane.queues.ranges import Ranges
+
+WRITTEN = datetime(2026, 11, 18, 11, 6, 40, 123456, tzinfo=UTC)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Bench]]:
+    file = tmp_path_factory.mktemp("sqlite") / "events.db"
+    sqlite3.connect(file).close()
+    file.touch()
+    with postgres_server() as postgres, mariadb_server() as mariadb:
+        urls = {"postgresql": postgres, "mysql": mariadb, "sqlite": f"sqlite:///{file}"}
+        yield {kind: Bench(url) for kind, url in urls.items()}
+
+
+@pytest.fixture(params=["postgresql", "mysql", "sqlite"])
+def bench(request: pytest.FixtureRequest, servers: dict[str, Bench]) -> Bench:
+    found = servers[request.param]
+    found.make_table()
+    return found
+
+
+def send(output: SqlOutput, block: Block) -> None:
+    output.send(output.prepare(block))
+
+
+# ── rows ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_columns_paths_and_ids_become_rows(bench: Bench) -> None:
+    text = "longtext" if bench.kind == "mysql" else "text"
+    time = "text" if bench.kind == "sqlite" else "timestamp(6)"
+    raw = "bytea" if bench.kind == "postgresql" else "blob"
+    bench.make_table(
+        f"id bigint, name {text}, at {time}, raw {raw}, team {text}, level double precision, "
+        f"who {text}, tags {text}, ok boolean, word {text}"
+    )
+    values = [
+        json.dumps({"user": {"id": 7, "name": 'Zoë "x"\n,\\'}, "tags": [1]}).encode(),
+        b'{"user": "none", "tags": null}',
+        b"{}",
+    ]
+    headers = pa.array([[("team", "a"), ("x", "y")], [], None], pa.map_(pa.string(), pa.string()))
+    block = handed(
+        values,
+        10,
+        headers=headers,
+        level=pa.array([1.5, None, -0.25]),
+        ok=pa.array([True, False, None]),
+        blob=pa.array([b"\x00\xff\\x", b"", None], pa.binary()),
+        key=pa.array(["", None, "it's ü"]),
+    )
+    columns = {
+        "id": "value.user.id",
+        "name": "value.user.name",
+        "at": "timestamp",
+        "raw": "blob",
+        "team": "headers.team",
+        "level": "level",
+        "who": "event_id",
+        "tags": "value.tags",
+        "ok": "ok",
+        "word": "key",
+    }
+    with bench.output(columns=columns) as output:
+        output.check()
+        send(output, block)
+    rows = bench.run(f"SELECT {', '.join(columns)} FROM events ORDER BY who")
+    ids, names, times, blobs, *rest = zip(*rows, strict=True)
+    assert ids == (7, None, None)
+    assert names == ('Zoë "x"\n,\\', None, None)
+    assert [_moment(each) for each in times] == [WRITTEN] * 3
+    assert [each if each is None else bytes(each) for each in blobs] == [b"\x00\xff\\x", b"", None]
+    assert rest == [
+        ("a", None, None),
+        (1.5, None, -0.25),
+        ("orders/0/10", "orders/0/11", "orders/0/12"),
+        ("[1]", None, None),
+        (True, False, None),
+        ("", None, "it's ü"),
+    ]
+
+
+def _moment(at: Any) -> Any:
+    return datetime.fromisoformat(at) if isinstance(at, str) else at.replace(tzinfo=UTC)
+
+
+def test_json_of_several_kinds_is_text(bench: Bench) -> None:
+    bench.make_table("id bigint, note varchar(100)")
+    values = [b'{"a": 1}', b'{"a": "two"}', b'{"a": {"b": 3}}', b'{"a": 123456789012345678901234}']
+    with bench.output(columns={"id": "offset", "note": "value.a"}) as output:
+        send(output, handed(values))
+    notes = [note for _, note in bench.run("SELECT id, note FROM events ORDER BY id")]
+    assert notes == ["1", "two", '{"b": 3}', "123456789012345678901234"]
+
+
+def test_a_row_replaces_that_of_the_same_key(bench: Bench) -> None:
+    with bench.output(key=["id"], columns={"id": "key", "note": "value"}) as output:
+        keys = pa.array(["1", "2", "1"])
+        send(output, handed([b"one", b"two", b"one again"], key=keys))
+        assert bench.run("SELECT note FROM events ORDER BY id") == [("one again",), ("two",)]
+        send(output, handed([b"two again"], key=pa.array(["2"])))
+        assert bench.run("SELECT note FROM events ORDER BY id") == [("one again",), ("two again",)]
+
+
+def test_rows_without_a_whole_key_stand_by_themselves(bench: Bench) -> None:
+    bench.make_table("id bigint UNIQUE, note varchar(20)")
+    with bench.output(key=["id"], columns={"id": "key", "note": "value"}) as output:
+        send(output, handed(numbered(0, 3), key=pa.array([None, None, "1"])))
+        send(output, handed(numbered(3, 4), key=pa.array([None], pa.string())))
+    assert len(bench.run("SELECT id FROM events")) == 4
+
+
+def test_a_table_of_keys_alone_keeps_them(bench: Bench) -> None:
+    bench.make_table("id bigint PRIMARY KEY")
+    with bench.output(key=["id"], columns={"id": "offset"}) as output:
+        for _ in range(2):
+            send(output, handed(numbered(0, 3)))
+    assert bench.ids() == [0, 1, 2]
+
+
+# ── exactly once ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_comes_again_is_left_out_in_any_order(bench: Bench) -> None:
+    bench.make_table("id bigint, note varchar(20)")  # no key would notice
+    pieces = [(first, first + 10) for first in range(0, 200, 10)]
+    again = [(5, 25), (0, 200), (95, 105)]
+    mixed = random.Random(7).sample(pieces, len(pieces))
+    with bench.output(exactly_once=True) as one, bench.output(exactly_once=True) as other:
+        for first, end in [*mixed[:10], again[0], *mixed[10:], *again]:
+            send(one if first % 20 else other, handed(numbered(first, end), first))
+    assert bench.ids() == list(range(200))
+    assert bench.delivered() == [(0, 200)], "ranges that touch are one"
+
+
+def test_scattered_offsets_are_noted_as_they_are(bench: Bench) -> None:
+    """As with `ordering: key`, where a task has some of the events of a range."""
+    bench.make_table("id bigint, note varchar(20)")
+    whole = handed(numbered(0, 30))
+    with bench.output(exactly_once=True) as output:
+        send(output, whole.take(pa.array([1, 2, 3, 9, 20])))
+        assert bench.delivered() == [(1, 4), (9, 10), (20, 21)]
+        send(output, whole.slice(0, 10))
+        assert bench.delivered() == [(0, 10), (20, 21)]
+        send(output, whole)
+    assert bench.delivered() == [(0, 30)]
+    assert bench.ids() == list(range(30))
+
+
+def test_queues_nodes_and_names_do_not_mix(bench: Bench) -> None:
+    bench.make_table("id bigint, note varchar(20)")
+    two_nodes = handed(numbered(0, 4), partition=pa.array([0, 1, 0, 1], pa.int32()))
+    with (
+        bench.output(exactly_once=True) as output,
+        bench.output(exactly_once=True, delivered_as="others") as other,
+    ):
+        for _ in range(2):
+            send(output, handed(numbered(0, 4)))
+            send(output, two_nodes)
+            send(output, handed(numbered(0, 4), queue="invoices"))
+            send(other, handed(numbered(0, 4)))
+    # The first two events of node 0 were there already; offsets 1 and 3 of node 1 were not.
+    assert len(bench.ids()) == 4 + 2 + 4 + 4
+
+
+def test_a_commit_whose_answer_is_lost_is_not_repeated(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.make_table("id bigint, note varchar(20)")
+    with bench.output(exactly_once=True) as output:
+        send(output, handed(numbered(0, 1), 100))
+        with output._databases.borrowed() as database:
+            real = database.commit
+
+        def lost() -> None:
+            real()
+            raise RetryLater("the answer is lost")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(database, "commit", lost)
+            with pytest.raises(RetryLater):
+                send(output, handed(numbered(0, 10)))
+        send(output, handed(numbered(0, 10)))
+    assert bench.ids() == [*range(10), 100]
+
+
+def test_whoever_empties_the_notes_is_heard_of(bench: Bench) -> None:
+    """Without a row to lock, two senders would not notice each other."""
+    with bench.output(exactly_once=True) as output:
+        send(output, handed(numbered(0, 3)))
+        bench.run("DELETE FROM turnlane_delivered")
+        with pytest.raises(RetryLater, match="emptied turnlane_delivered"):
+            send(output, handed(numbered(3, 6), 3))
+        send(output, handed(numbered(3, 6), 3))
+    assert bench.ids() == list(range(6))
+    assert bench.delivered() == [(3, 6)]
+
+
+def test_what_was_not_written_is_not_noted(bench: Bench) -> None:
+    with bench.output(exactly_once=True) as output:
+        with pytest.raises(Never):
+            send(output, handed([b"fits", b"x" * 100]))
+        assert bench.ids() == []
+        assert bench.delivered() == []
+        send(output, handed([b"fits"]))
+    assert bench.ids() == [0]
+
+
+def test_several_senders_with_the_same_events_write_them_once(bench: Bench) -> None:
+    """As when a task that was given up for dead goes on beside the one that took its place."""
+    bench.make_table("id bigint, note varchar(20)")
+    pieces = [(first, first + 25) for first in range(0, 200, 20)]
+    start = threading.Barrier(4)
+
+    def write(seed: int) -> None:
+        order = random.Random(seed).sample(pieces, len(pieces))
+        with bench.output(exactly_once=True, timeout="60s") as output:
+            start.wait(60)
+            for first, end in order:
+                patiently(output, handed(numbered(first, end), first))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert bench.ids() == list(range(205))
+    assert bench.delivered() == [(0, 205)]
+
+
+def patiently(output: SqlOutput, block: Block) -> None:
+    def sent() -> bool:
+        try:
+            send(output, block)
+        except RetryLater:
+            return False
+        return True
+
+    wait_until(sent, "the block to be written", 60)
+
+
+def test_rows_that_sql_made_have_no_place() -> None:
+    block = handed(numbered(0, 2)).drop_columns(["offset"])
+    output = Bench("sqlite:///a.db").output(exactly_once=True, columns={"note": "value"})
+    with pytest.raises(RetryLater, match="no queue"):
+        output.prepare(block)
+
+
+@given(st.lists(st.integers(0, 60), max_size=40), st.lists(st.integers(0, 60), max_size=40))
+def test_runs_and_what_is_in_none(some: list[int], others: list[int]) -> None:
+    known = Ranges(runs_of(np.array(others, dtype=np.int64)))
+    assert {each for first, end in known for each in range(first, end)} == set(others)
+    fresh = not_in(np.array(some, dtype=np.int64), known)
+    assert fresh.tolist() == [each not in set(others) for each in some]
+
+
+# ── what goes wrong ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        handed([b"x" * 21]),
+        handed([b"again"], 1),
+        handed([b"null"], value=pa.nulls(1, pa.binary())),
+        handed([b"no number"], offset=pa.array(["one"])),
+    ],
+    ids=["too long", "the same key", "null", "no number"],
+)
+def test_what_the_table_refuses_never_fits(bench: Bench, block: Block) -> None:
+    with bench.output() as output:
+        send(output, handed([b"first"], 1))
+        if bench.kind == "sqlite" and block.column("offset").to_pylist() == ["one"]:
+            bench.make_table("id integer, note text, CHECK (typeof(id) = 'integer')")
+        with pytest.raises(Never):
+            send(output, block)
+        send(output, handed([b"second"], 2))  # the connection is sound
+
+
+def test_a_poison_is_found_and_everything_else_is_written_once(bench: Bench) -> None:
+    """A lane's engine halves the batch until the poison is alone."""
+    values = numbered(0, 400)
+    values[123] = b"x" * 21
+    settings = DeliverySettings.model_validate({"max_time": "60s"})
+    with (
+        bench.output(exactly_once=True) as output,
+        Engine(output, settings, LocalGate(settings)) as engine,
+    ):
+        outcome = engine.deliver(handed(values))
+    assert (outcome.delivered, len(outcome.kept)) == (399, 0)
+    assert [letter.numbers.tolist() for letter in outcome.dead] == [[123]]
+    assert bench.ids() == [number for number in range(400) if number != 123]
+    assert bench.delivered() == [(0, 123), (124, 400)]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"table": "missing"}, "missing"),
+        ({"columns": {"id": "offset", "nowhere": "value"}}, "nowhere"),
+        ({"columns": {"id": "offset", "note": "nothing"}}, "no 'nothing'; they have key, value"),
+        ({"password_env": "TURNLANE_TEST_UNSET"}, "TURNLANE_TEST_UNSET is empty or not set"),
+        ({"password_file": Path("/nowhere/password")}, "/nowhere/password"),
+    ],
+)
+def test_what_a_person_has_to_put_right_is_waited_for(
+    bench: Bench, knobs: dict[str, Any], message: str
+) -> None:
+    with bench.output(**knobs) as output, pytest.raises(RetryLater, match=message):
+        send(output, handed(numbered(0, 1)))
+
+
+def test_a_database_that_is_away_is_tried_again_later(tmp_path: Path) -> None:
+    for url in (
+        "postgresql://postgres@127.0.0.1:1/postgres",
+        "mysql://root@127.0.0.1:1/turnlane",
+        f"sqlite:///{tmp_path / 'missing.db'}",
+    ):
+        with Bench(url).output() as output:
+            with pytest.raises(RetryLater):
+                output.check()
+            with pytest.raises(RetryLater):
+                send(output, handed(numbered(0, 1)))
+
+
+def test_a_wrong_password_is_waited_for(
+    servers: dict[str, Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = servers["mysql"]
+    bench.make_table()
+    bench.run("CREATE USER IF NOT EXISTS shop@localhost IDENTIFIED BY 'right'",
+              "GRANT ALL ON turnlane.* TO shop@localhost")  # fmt: skip
+    there = Bench(bench.url.replace("root@", "shop@"))
+    monkeypatch.setenv("TURNLANE_TEST_PASSWORD", "wrong")
+    with there.output(password_env="TURNLANE_TEST_PASSWORD") as output:
+        with pytest.raises(RetryLater, match="Access denied") as caught:
+            output.check()
+        assert "wrong" not in str(caught.value)
+        monkeypatch.setenv("TURNLANE_TEST_PASSWORD", "right")
+        send(output, handed(numbered(0, 1)))
+    assert bench.ids() == [0]
+
+
+def test_a_row_that_somebody_else_has_locked_is_waited_for_and_then_left(bench: Bench) -> None:
+    bench.run("INSERT INTO events (id, note) VALUES (1, 'there')")
+    begin = {"sqlite": "BEGIN IMMEDIATE", "mysql": "BEGIN", "postgresql": "BEGIN"}[bench.kind]
+    with bench.connected() as other, bench.output(key=["id"], timeout="1s") as output:
+        cursor = other.cursor()
+        cursor.execute(begin)
+        cursor.execute("UPDATE events SET note = 'locked' WHERE id = 1")
+        with pytest.raises(RetryLater):
+            send(output, handed([b"new"], 1))
+        cursor.execute("ROLLBACK")
+        send(output, handed([b"new"], 1))
+    assert bench.run("SELECT note FROM events") == [("new",)]
+
+
+KILL = {
+    "postgresql": "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+    "WHERE application_name = 'turnlane'",
+    "mysql": "SELECT id FROM information_schema.processlist WHERE db = 'turnlane' "
+    "AND command = 'Sleep'",
+}
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+def test_a_connection_that_the_server_has_closed_is_replaced(
+    servers: dict[str, Bench], kind: str
+) -> None:
+    bench = servers[kind]
+    bench.make_table()
+    with bench.output() as output:
+        send(output, handed(numbered(0, 5)))
+        for (found,) in bench.run(KILL[kind]):
+            if kind == "mysql":
+                bench.run(f"KILL {found}")
+        with output._databases.borrowed() as database:  # whichever it is, it is open
+            assert database.is_open
+        send(output, handed(numbered(5, 10), 5))
+    assert bench.ids() == list(range(10))
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+def test_a_connection_lost_in_a_transaction_leaves_nothing(
+    servers: dict[str, Bench], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = servers[kind]
+    bench.make_table("id bigint, note varchar(20)")
+    with bench.output(exactly_once=True) as output:
+        send(output, handed(numbered(0, 1)))
+        with output._databases.borrowed() as database:
+            real = database.insert
+
+        def cut(rows: pa.RecordBatch) -> None:
+            real(rows)
+            if kind == "postgresql":
+                bench.run(KILL[kind])
+            else:
+                ((number,),) = database.execute("SELECT connection_id()", [])
+                bench.run(f"KILL {number}")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(database, "insert", cut)
+            with pytest.raises(RetryLater):
+                send(output, handed(numbered(1, 9), 1))
+        send(output, handed(numbered(0, 9)))
+    assert bench.ids() == list(range(9))
+
+
+def test_bytes_that_are_no_text_fit_into_no_text(bench: Bench) -> None:
+    with bench.output() as output, pytest.raises(Never):
+        send(output, handed([b"\xff\xfe"]))
+
+
+def test_json_that_is_none_never_gets_better() -> None:
+    output = Bench("sqlite:///a.db").output(columns={"id": "offset", "note": "value.a"})
+    with pytest.raises(Never, match="not JSON"):
+        output.prepare(handed([b"{}", b"{"]))
+
+
+def test_errors_mean_what_they_say() -> None:
+    for state in ("08006", "40001", "40P01", "53300", "55P03", "57014", "42P01", "42501", None):
+        assert isinstance(sql_postgres.meaning(state, "x"), RetryLater), state
+    for state in ("22001", "22P02", "23505", "23502", "44000"):
+        assert isinstance(sql_postgres.meaning(state, "x"), Never), state
+    assert sql_postgres.meaning("P0001", "a trigger's own") is None, "tried so many times"
+    for number in (1205, 1213, 2013, 2006, 1146, 1045, 1142, 1040):
+        assert isinstance(sql_mysql.meaning(number, "x"), RetryLater), number
+    for code in (1062, 1048, 1406, 1264, 1366, 1452, 4025, None):
+        assert isinstance(sql_mysql.meaning(code, "x"), Never), code
+    assert sql_mysql.meaning(1644, "a trigger's own") is None
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"url": "oracle://a/b"}, "is none of postgresql://"),
+        ({"url": "postgresql://user:secret@host/db"}, "holds a password"),
+        ({"url": "sqlite://file.db"}, "sqlite:///file.db"),
+        ({"table": 'a"; DROP TABLE b'}, "pattern"),
+        ({"columns": {}}, "at least 1"),
+        ({"key": ["other"]}, "other is none of the columns"),
+        ({"delivered_as": "x"}, "means nothing without exactly_once"),
+        ({"tls": {"verify": False}}, "means nothing for a file"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(knobs: dict[str, Any], message: str) -> None:
+    given_: dict[str, Any] = {
+        "type": "sql",
+        "url": "sqlite:///a.db",
+        "table": "events",
+        "columns": {"id": "offset"},
+    }
+    with pytest.raises(ValidationError, match=message):
+        SqlSettings.model_validate({**given_, **knobs})

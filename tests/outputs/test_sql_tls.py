@@ -1,0 +1,124 @@
+"""Is TLS insisted on where it is asked for, and is the server known to be the right one?"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.databases import mariadb_server
+from tests.inputs.syslog_harness import Certificates
+from tests.outputs.blocks import handed, numbered
+from tests.outputs.sql_bench import Bench
+from turnlane.errors import RetryLater
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+def mine(certificates: Certificates) -> dict[str, Any]:
+    cert, key = certificates.client
+    key.chmod(0o600)  # libpq uses no key that others may read
+    return {"ca": certificates.ca, "cert": cert, "key": key}
+
+
+def test_mariadb_over_mutual_tls(certificates: Certificates) -> None:
+    cert, key = certificates.server
+    options = [f"--ssl-ca={certificates.ca}", f"--ssl-cert={cert}", f"--ssl-key={key}"]
+    with mariadb_server(*options) as url:
+        bench = Bench(url)
+        bench.make_table()
+        bench.run("CREATE USER shop@localhost REQUIRE X509", "GRANT ALL ON *.* TO shop@localhost")
+        there = Bench(url.replace("root@", "shop@"))
+        with there.output(tls=mine(certificates)) as output:
+            output.check()
+            output.send(output.prepare(handed(numbered(0, 3))))
+        assert bench.ids() == [0, 1, 2]
+        for tls in ({"ca": certificates.ca}, {}, None):
+            with there.output(tls=tls) as output, pytest.raises(RetryLater):
+                output.check()
+
+
+class Postgres:
+    """Speaks PostgreSQL as far as the question for TLS, and hangs up after the first words."""
+
+    def __init__(self, context: ssl.SSLContext | None) -> None:
+        self._context = context
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"postgresql://shop@127.0.0.1:{self._listener.getsockname()[1]}/shop"
+        self.heard: list[tuple[bytes, object]] = []
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        self._listener.settimeout(60)
+        with self._listener.accept()[0] as plain:
+            plain.settimeout(60)
+            assert plain.recv(8)[4:] == bytes([4, 210, 22, 47]), "the request for TLS"
+            plain.sendall(b"S" if self._context else b"N")
+            if self._context is None:
+                return
+            try:
+                with self._context.wrap_socket(plain, server_side=True) as secured:
+                    self.heard.append((secured.recv(1000), secured.getpeercert()))
+            except OSError:
+                return  # the client did not like us
+
+    def close(self) -> None:
+        self._thread.join(60)
+        self._listener.close()
+
+
+@contextmanager
+def postgres(context: ssl.SSLContext | None) -> Iterator[Postgres]:
+    server = Postgres(context)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def context_of(certificates: Certificates) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificates.ca)
+    context.load_cert_chain(*certificates.server)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def test_postgresql_gets_our_certificate_and_nothing_in_the_clear(
+    certificates: Certificates,
+) -> None:
+    with (
+        postgres(context_of(certificates)) as server,
+        Bench(server.url).output(tls=mine(certificates)) as output,
+        pytest.raises(RetryLater),
+    ):
+        output.check()
+    ((words, certificate),) = server.heard
+    assert b"user\x00shop" in words
+    assert "client" in str(certificate)
+
+
+@pytest.mark.parametrize("wrong", ["no TLS", "an unknown authority"])
+def test_postgresql_that_cannot_be_trusted_hears_nothing(
+    certificates: Certificates, wrong: str, tmp_path: Path
+) -> None:
+    tls = mine(certificates)
+    if wrong == "an unknown authority":
+        tls["ca"] = Certificates(tmp_path).ca
+    context = None if wrong == "no TLS" else context_of(certificates)
+    with (
+        postgres(context) as server,
+        Bench(server.url).output(tls=tls) as output,
+        pytest.raises(RetryLater, match=r"SSL|certificate"),
+    ):
+        output.check()
+    assert server.heard == []

@@ -1,0 +1,306 @@
+"""Does every message arrive as it was meant, and does a receiver that is gone swallow none?"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tests.contract.harness import wait_until
+from tests.inputs.syslog_harness import Certificates, listening, port, values_in
+from tests.outputs.blocks import handed, numbered
+from tests.outputs.syslog_receivers import free_port, rsyslogd_receiving
+from turnlane.errors import Never, PartlyDelivered, RetryLater
+from turnlane.formats.syslog_writing import newline_ended, octet_counted
+from turnlane.formats.texts import large, strung
+from turnlane.node.node import Node
+from turnlane.outputs.syslog import SyslogOutput, SyslogOutputSettings
+
+DATED = "2026-11-18T11:06:40.123456Z"
+
+
+def made(address: str, **knobs: Any) -> SyslogOutput:
+    given_ = {"type": "syslog", "address": address, **knobs}
+    return SyslogOutput(SyslogOutputSettings.model_validate(given_))
+
+
+def send(output: SyslogOutput, *values: bytes, **columns: Any) -> None:
+    output.send(output.prepare(handed(values, **columns)))
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Node]:
+    with Node(tmp_path / "data", {"main": {"durability": "always"}}) as node:
+        yield node
+
+
+# ── real receivers ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_rsyslogd_understands_rfc5424_over_tcp(tmp_path: Path) -> None:
+    columns = {
+        "facility": pa.array([23, None, 99], pa.int8()),
+        "severity": pa.array([3, None, 9], pa.int8()),
+        "hostname": pa.array(["web 1", None, ""]),
+        "app_name": pa.array(["shop", None, "ü" * 40]),
+        "proc_id": pa.array(["42", None, None]),
+        "msg_id": pa.array(["ORDER", None, None]),
+        "message": pa.array(["two\nlines ü", None, ""]),
+    }
+    with (
+        rsyslogd_receiving(tmp_path / "rsyslog", "tcp") as received,
+        made(received.address, facility="mail", severity="notice", hostname="me") as output,
+    ):
+        output.check()
+        send(output, b"raw", b"no message but a value", b"raw", **columns)
+        first, second, third = received.messages(3)
+    assert first == {
+        "pri": str(23 * 8 + 3),
+        "timereported": DATED,
+        "hostname": "web_1",
+        "app-name": "shop",
+        "procid": "42",
+        "msgid": "ORDER",
+        "msg": "two\nlines ü",
+    }
+    assert second["pri"] == third["pri"] == str(2 * 8 + 5)
+    assert (second["hostname"], second["app-name"]) == ("me", "turnlane")
+    assert second["msg"] == "no message but a value"
+    assert (third["hostname"], third["app-name"]) == ("me", "_" * 48)
+
+
+@pytest.mark.parametrize("protocol", ["udp", "tcp"])
+def test_rsyslogd_understands_rfc3164(tmp_path: Path, protocol: str) -> None:
+    columns = {"proc_id": pa.array(["42", None]), "app_name": pa.array(["shop", "cron"])}
+    with (
+        rsyslogd_receiving(tmp_path / "rsyslog", protocol) as received,
+        made(
+            received.address, protocol=protocol, format="rfc3164", framing="newline", hostname="me"
+        ) as output,
+    ):
+        output.check()
+        send(output, b"two\nlines", b"another", **columns)
+        first, second = received.messages(2)
+    between = "\n" if protocol == "udp" else " "
+    assert first["msg"].strip() == f"two{between}lines"
+    assert (first["pri"], first["hostname"], first["app-name"]) == ("14", "me", "shop")
+    assert (first["procid"], second["procid"]) == ("42", "-")
+    assert "11-18T11:06:40" in first["timereported"]
+
+
+def test_rsyslogd_takes_it_over_mutual_tls(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    cert, key = certificates.client
+    tls = {"ca": certificates.ca, "cert": cert, "key": key}
+    with (
+        rsyslogd_receiving(tmp_path / "rsyslog", "tls", certificates) as received,
+        made(received.address, protocol="tls", tls=tls) as output,
+    ):
+        output.check()
+        send(output, *numbered(0, 500))
+        send(output, *numbered(500, 1000))
+        found = received.messages(1000)
+    assert [each["msg"].encode() for each in found] == numbered(0, 1000)
+
+
+@pytest.mark.parametrize("framing", ["octet", "newline"])
+def test_raw_values_come_as_they_were(host: Node, framing: str) -> None:
+    values = [b"<11>1 - - - - - - any \xff bytes", b"and no syslog"]
+    with listening(host, tcp="127.0.0.1:0", framing=framing) as source:
+        with made(f"127.0.0.1:{port(source)}", format="raw", framing=framing) as output:
+            send(output, values[0], b"", values[1])
+        assert values_in(host.queue("main"), 2) == values
+
+
+@given(st.lists(st.binary(max_size=300), max_size=20))
+def test_octet_counts_are_those_of_the_messages(values: list[bytes]) -> None:
+    data = bytes(strung(octet_counted(large(pa.array(values, pa.binary())))).data)
+    found = []
+    while data:
+        count, _, rest = data.partition(b" ")
+        found.append(rest[: int(count)])
+        data = rest[int(count) :]
+    assert found == [value for value in values if value]
+
+
+@given(st.lists(st.binary(max_size=300), max_size=20))
+def test_a_newline_only_ends_a_message(values: list[bytes]) -> None:
+    data = bytes(strung(newline_ended(large(pa.array(values, pa.binary())))).data)
+    assert data.split(b"\n")[:-1] == [value.replace(b"\n", b" ") for value in values]
+
+
+# ── receivers that fail ──────────────────────────────────────────────────────────────────────────
+
+
+class Receiver:
+    """Accepts connections and does with each what the test says."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def accept(self) -> socket.socket:
+        self._listener.settimeout(60)
+        connection, _ = self._listener.accept()
+        connection.settimeout(60)
+        return connection
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@contextmanager
+def receiver() -> Iterator[Receiver]:
+    found = Receiver()
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def test_a_connection_is_used_again_and_replaced_once_the_peer_has_hung_up() -> None:
+    with receiver() as peer, made(peer.address, format="raw", framing="newline") as output:
+        send(output, b"one")
+        first = peer.accept()
+        send(output, b"two")
+        with first, first.makefile("rb") as stream:
+            assert [stream.readline(), stream.readline()] == [b"one\n", b"two\n"]
+        # Closed without a word, as by a restart: the next batch must not go there.
+        send(output, b"three")
+        with peer.accept() as second, second.makefile("rb") as stream:
+            assert stream.readline() == b"three\n"
+
+
+def test_a_peer_that_hangs_up_without_reading_does_not_swallow_the_batch() -> None:
+    """Whether its reset comes while we send, while we wait, or after: the batch comes again."""
+    with receiver() as peer, made(peer.address, format="raw") as output:
+        send(output, b"one")
+        connection = peer.accept()
+
+        def reset() -> None:
+            connection.recv(1 << 20)
+            connection.recv(1)  # the second batch has begun
+            connection.close()  # with bytes unread: a reset
+
+        thread = threading.Thread(target=reset)
+        thread.start()
+        with pytest.raises(RetryLater, match=peer.address):
+            send(output, *[b"x" * 1_000_000] * 30)
+        thread.join()
+
+
+def test_what_the_peer_has_not_confirmed_is_not_delivered() -> None:
+    """It fits into our own buffers, and nobody reads."""
+    with receiver() as peer, made(peer.address, format="raw", timeout="500ms") as output:
+        peer._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with pytest.raises(RetryLater, match=r"not confirmed \d+ bytes|timed out"):
+            send(output, b"x" * 300_000)
+        peer.accept().close()
+
+
+def test_without_confirmation_the_systems_buffer_is_enough() -> None:
+    with receiver() as peer:
+        peer._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with made(peer.address, format="raw", confirm=False) as output:
+            send(output, b"x" * 100_000)
+            peer.accept().close()
+
+
+def test_a_peer_that_is_away_is_tried_again_later() -> None:
+    for address in (f"127.0.0.1:{free_port()}", "no-such-host.invalid:514"):
+        for protocol in ("tcp", "tls"):
+            with made(address, protocol=protocol) as output:
+                with pytest.raises(RetryLater, match=address):
+                    send(output, b"one")
+                with pytest.raises(RetryLater, match=address):
+                    output.check()
+    with made("no-such-host.invalid:514", protocol="udp") as output, pytest.raises(RetryLater):
+        send(output, b"one")
+
+
+def test_udp_hears_of_a_port_where_nobody_listens() -> None:
+    with made(f"127.0.0.1:{free_port()}", protocol="udp") as output:
+
+        def refused() -> bool:
+            try:
+                send(output, b"one")
+            except RetryLater:
+                return True
+            return False
+
+        wait_until(refused, "the refusal to come back")
+
+
+def test_a_message_that_fits_into_no_datagram_harms_no_other() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
+        peer.bind(("127.0.0.1", 0))
+        peer.settimeout(20)
+        address = f"127.0.0.1:{peer.getsockname()[1]}"
+        with made(address, protocol="udp", format="raw") as output:
+            with pytest.raises(PartlyDelivered) as caught:
+                send(output, b"one", b"x" * 70_000, b"three")
+            assert [peer.recv(100), peer.recv(100)] == [b"one", b"three"]
+    assert list(caught.value.failures) == [1]
+    assert isinstance(caught.value.failures[1], Never)
+
+
+@pytest.mark.parametrize("identity", ["none", "stranger"])
+def test_a_certificate_that_is_refused_swallows_nothing(
+    host: Node, tmp_path: Path, identity: str
+) -> None:
+    """In TLS 1.3 the refusal comes after the handshake: a batch could be on its way by then."""
+    certificates = Certificates(tmp_path)
+    tls: dict[str, Any] = {"ca": certificates.ca}
+    if identity == "stranger":
+        tls["cert"], tls["key"] = certificates.stranger
+    with listening(host, tls=certificates.listener(mutual=True)) as source:
+        address = f"127.0.0.1:{port(source, 'tls')}"
+        with made(address, protocol="tls", tls=tls) as output:
+            with pytest.raises(RetryLater, match=address):
+                output.check()
+            with pytest.raises(RetryLater, match=address):
+                send(output, b"one")
+
+
+def test_a_server_that_cannot_be_trusted_gets_nothing(host: Node, tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    with listening(host, tls=certificates.listener(mutual=False)) as source:
+        address = f"127.0.0.1:{port(source, 'tls')}"
+        with (
+            made(address, protocol="tls") as output,
+            pytest.raises(RetryLater, match="certificate"),
+        ):
+            send(output, b"one")
+        with made(address, protocol="tls", tls={"verify": False}, format="raw") as output:
+            send(output, b"<14>two")
+        missing = {"ca": tmp_path / "missing.pem"}
+        with (
+            made(address, protocol="tls", tls=missing) as output,
+            pytest.raises(RetryLater, match=r"missing\.pem: No such file"),
+        ):
+            output.check()
+        assert values_in(host.queue("main"), 1) == [b"<14>two"]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"address": "nowhere"}, "not an address"),
+        ({"address": "a:514", "tls": {"ca": "x"}}, "means nothing with protocol: tcp"),
+        ({"address": "a:514", "tls": {"cert": "x"}}, "belong together"),
+        ({"address": "a:514", "facility": "local9"}, "local7"),
+        ({"address": "a:514", "columns": {"massage": "x"}}, "massage"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        SyslogOutputSettings.model_validate({"type": "syslog", **knobs})

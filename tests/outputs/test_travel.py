@@ -1,0 +1,33 @@
+"""Do an output's settings reach the tasks as they were given? They travel as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from turnlane.outputs import registry
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "file": {"path": "out/%Y", "rotate_size": "1Mi", "compress": "zstd", "keep": 3},
+    "queue": {"endpoint": "turnlanes://a:1", "queue": "q", "tls": {"ca": "ca"}, "timeout": "5s"},
+    "spark": {"format": "parquet", "path": "out", "files": 2, "partition_by": ["day"]},
+    "sql": {
+        "url": "mysql://root@host/db",
+        "table": "t",
+        "columns": {"id": "event_id"},
+        "key": ["id"],
+        "tls": {"verify": False},
+        "exactly_once": True,
+    },
+    "syslog": {"address": "[::1]:514", "protocol": "udp", "columns": {"message": "payload"}},
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_settings_travel(kind: str) -> None:
+    model = registry.load(kind).settings_type
+    given = model.model_validate({"type": kind, **SETTINGS[kind]})
+    arrived = model.model_validate(json.loads(json.dumps(given.model_dump(mode="json"))))
+    assert arrived == given
