@@ -367,7 +367,7 @@ def test_a_lane_commits_where_it_has_read_nothing(served: Served) -> None:
     client = served.client()
     served.node.queue("disk").producer().publish_block(block_of([b"a"]))
     node = client.nodes[0]
-    node.plan("lane", "1", "disk", 0, 1)
+    node.plan("lane", "1", "disk", [(0, 1)])
 
     def staged(value: bytes) -> str:
         with client.stage("slow", block_of([]).schema) as stage:

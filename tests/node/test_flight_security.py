@@ -159,7 +159,7 @@ def test_a_commit_needs_the_rights_of_all_its_parts(guarded: Served) -> None:
 
 def test_a_lane_is_not_taken_over_by_those_who_may_not_read_its_queue(guarded: Served) -> None:
     boss, clerk = guarded.client(token="boss").nodes[0], guarded.client(token="clerk").nodes[0]
-    lane = {"lane": "main", "first": 0, "end": 1}
+    lane = {"lane": "main", "spans": [[0, 1]]}
     boss.act("plan", body={**lane, "run": "1", "queue": "logs"})
     with pytest.raises(NotAllowed):
         clerk.act("plan", body={**lane, "run": "2", "queue": "orders"})

@@ -245,7 +245,7 @@ def test_every_operation_is_described_and_every_described_one_is_there(shared: S
     assert described == document()
     for path, operations in described["paths"].items():
         methods = {name.upper() for name in operations if name != "parameters"}
-        where = path.replace("{queue}", "orders").replace("{lease}", "x")
+        where = path.replace("{queue}", "orders").replace("{lease}", "x").replace("{action}", "x")
         assert shared.http.request("PATCH", where).status_code == 405, path
         allowed = set(shared.http.request("PATCH", where).headers["allow"].split(", ")) - {"HEAD"}
         assert methods == allowed, path

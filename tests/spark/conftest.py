@@ -26,7 +26,10 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         skip_or_fail("Spark needs Java 17 or later")
     from pyspark.sql import SparkSession
 
+    from turnlane.spark.session import use_installed_pyspark
+
     os.environ["PYSPARK_PYTHON"] = sys.executable
+    use_installed_pyspark()
     place = tmp_path_factory.mktemp("spark")
     quiet = _quiet(place)
     session = (

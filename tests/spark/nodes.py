@@ -11,6 +11,7 @@ from turnlane.events import block_of, values_of
 from turnlane.node.flight import FlightPlane
 from turnlane.node.node import Node
 from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.log.files import Disk
 from turnlane.serving.address import LOOPBACK, Address
 from turnlane.serving.rights import Authority
 
@@ -44,10 +45,16 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(data: Path, queues: Mapping[str, Mapping[str, Any]]) -> Iterator[Served]:
+def serving(
+    data: Path,
+    queues: Mapping[str, Mapping[str, Any]],
+    *,
+    port: int = 0,
+    disk: Disk | None = None,
+) -> Iterator[Served]:
     """A node with these queues."""
-    with Node(data, queues) as node:
-        plane = FlightPlane(node, Authority(()), Address(LOOPBACK, 0))
+    with Node(data, queues, disk=disk) as node:
+        plane = FlightPlane(node, Authority(()), Address(LOOPBACK, port))
         plane.start()
         try:
             yield Served(node, plane)

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import shutil
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.conftest import skip_or_fail
 from tests.spark.nodes import serving
+from tests.spark.program import PATIENCE, Program, children_of
 
-PATIENCE = 250
 pytestmark = pytest.mark.timeout(900)  # a dozen processes start, and others may be at work
 
 CONFIG = """\
@@ -37,61 +32,6 @@ actions:
   - {name: all, output: {type: file, path: all.jsonl}}
 spark: {master: "local[2]"}
 """
-
-
-class Program:
-    """A ``turnlane`` that tells in JSON what happens."""
-
-    def __init__(self, place: Path, *arguments: str) -> None:
-        self.place = place
-        self._said = queue.SimpleQueue[dict[str, Any] | None]()
-        self.heard: list[dict[str, Any]] = []
-        self._errors = (place / "stderr").open("wb")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "turnlane", *arguments, "--json"],
-            cwd=place,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
-        self._reader = threading.Thread(target=self._listen)
-        self._reader.start()
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._said.put(json.loads(line))
-        self._said.put(None)
-
-    def wait_for(self, event: str, **about: Any) -> dict[str, Any]:
-        """The next thing it says that is so."""
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            try:
-                said = self._said.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                said = None
-            if said is None:
-                pytest.fail(f"no {event} {about}, but {self.heard}\n{self.errors}")
-            self.heard.append(said)
-            if said["event"] == event and about.items() <= said.items():
-                return said
-
-    @property
-    def errors(self) -> str:
-        return (self.place / "stderr").read_text(errors="replace")
-
-    def ended(self) -> int:
-        return self.process.wait(PATIENCE)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        self._reader.join()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        self._errors.close()
 
 
 Start = Callable[..., Program]
@@ -179,7 +119,7 @@ def test_only_the_pipeline_runs_against_a_node_elsewhere_and_makes_its_queues(
         where = ("--endpoint", served.url, "--master", "local[2]")
         program = start("pipeline", "c.yaml", *where, "--no-reload")  # but for SIGHUP
         program.wait_for("lanes")
-        assert set(served.node.queues()) == {"main", "alerts"}
+        assert set(served.node.queues()) == {"main", "alerts", "alerts.dead", "all.dead"}
         wait_until_file_has(tmp_path / "alerts.jsonl", ["far away"], program)
         program.wait_for("lane", name="alerts", state="running")
         (tmp_path / "c.yaml").write_text(CONFIG.replace("name: all,", "name: everything,"))
@@ -233,11 +173,3 @@ def test_a_node_whose_address_is_still_taken_is_started_again(start: Start, tmp_
     program.wait_for("node", state="ready")
     program.process.send_signal(signal.SIGTERM)
     assert program.ended() == 0, program.errors
-
-
-def children_of(pid: int) -> list[int]:
-    return [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]

@@ -148,6 +148,18 @@ def test_a_filter_on_the_severity_does_not_take_messages_apart(spark: SparkSessi
     assert found.count() == 1
 
 
+def test_the_priority_alone_is_what_it_is_with_all_the_rest(spark: SparkSession) -> None:
+    odd = [b"<1\xff>", b"<1\xc3>x", b"<13\xc3\xa9>", b"<", b"<>", b"", b"<1 >", b"<+1>", b"<0001>"]
+    values = [None, *odd, *(text.encode() for text in SAMPLES), *NO_UTF_8]
+    source = events(spark, values, severity=5)
+    alone = parsed(source, SYSLOG, {"severity", "facility", "value"})
+    assert set(alone.columns) == {*source.columns, "facility"}
+    whole = parsed(source, SYSLOG).select(alone.columns)
+    assert rows_of(alone) == rows_of(whole)
+    for value, row in zip(values, rows_of(alone), strict=True):
+        assert row["facility"] == reference.parse(value, ARRIVAL)["facility"], value
+
+
 # ── regex ───────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -13,13 +13,14 @@ from pyspark.sql import DataFrame, SparkSession
 
 from tests.contract.harness import wait_until
 from tests.spark.nodes import Served, serving
+from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import ConfigError
 from turnlane.formats.parse_settings import ParseSettings
 from turnlane.outputs import registry
 from turnlane.outputs.contract import OutputSettings
 from turnlane.outputs.file import FileOutput, FileSettings
 from turnlane.outputs.spark import SparkSinkSettings
-from turnlane.pipeline.settings import ActionSettings, PipelineSettings
+from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
 from turnlane.spark.lane import LaneState
 from turnlane.spark.pipeline import Pipeline
@@ -97,6 +98,7 @@ def test_every_action_gets_what_its_filter_says(
         ActionSettings(
             name="archive",
             queue=queue("archive"),
+            lane=LaneSettings(min_events=1),
             output=SparkSinkSettings(
                 type="spark", format="parquet", path=str(tmp_path / "archive")
             ),
@@ -163,8 +165,14 @@ def test_what_does_not_parse_is_kept_apart_and_json_is_known_in_lanes(
 def test_a_lane_that_fails_for_ever_harms_nobody(node: Served, make: Make, tmp_path: Path) -> None:
     """Its file is a directory: others run on, its backlog is kept, the reason is shown."""
     (tmp_path / "broken").mkdir()
+    soon = DeliverySettings(backoff=0.1, max_backoff=0.1, breaker_failures=2, breaker_reset=0.5)
     pipeline = make(
-        ActionSettings(name="broken", queue=queue("broken"), output=to_file(tmp_path / "broken")),
+        ActionSettings(
+            name="broken",
+            queue=queue("broken"),
+            delivery=soon,
+            output=to_file(tmp_path / "broken"),
+        ),
         ActionSettings(name="alerts", queue=queue("alerts"), output=to_file(tmp_path / "alerts")),
     )
     node.publish("main", messages(0, 100))
@@ -174,13 +182,15 @@ def test_a_lane_that_fails_for_ever_harms_nobody(node: Served, make: Make, tmp_p
     def broken() -> Any:
         return next(status for status in pipeline.status() if status.name == "broken")
 
-    wait_until(lambda: broken().reason is not None, "the reason to be shown", PATIENCE)
-    assert "Is a directory" in broken().reason
+    wait_until(lambda: broken().suspended is not None, "the reason to be shown", PATIENCE)
+    assert "Is a directory" in broken().suspended
+    wait_until(lambda: broken().state is LaneState.RUNNING, "its first batch to end", PATIENCE)
     assert node.queue("broken").low == 0
     assert sorted(numbers(tmp_path / "alerts")) == list(range(100))
     (tmp_path / "broken").rmdir()
     wait_until(drained(node, "broken"), "it to recover by itself", PATIENCE)
-    assert broken().restarts >= 1
+    wait_until(lambda: broken().suspended is None, "that to be shown", PATIENCE)
+    assert broken().restarts == 0
     pipeline.stop()
     assert sorted(numbers(tmp_path / "broken")) == list(range(100))
     assert all(status.state is LaneState.STOPPED for status in pipeline.status())

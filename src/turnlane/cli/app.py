@@ -7,12 +7,15 @@ from typing import Annotated
 import typer
 
 from turnlane import __version__
+from turnlane.cli.breaker import breaker
 from turnlane.cli.cases import try_cases
+from turnlane.cli.dlq import dlq
 from turnlane.cli.graph import graph
 from turnlane.cli.init import init
 from turnlane.cli.queue import queue
 from turnlane.cli.run import pipeline, run
 from turnlane.cli.serve import serve, validate
+from turnlane.cli.table import table
 
 app = typer.Typer(
     name="turnlane",
@@ -29,6 +32,9 @@ app.command()(run)
 app.command()(pipeline)
 app.command()(serve)
 app.add_typer(queue, name="queue")
+app.add_typer(dlq, name="dlq")
+app.add_typer(breaker, name="breaker")
+app.add_typer(table, name="table")
 
 
 def _show_version(wanted: bool) -> None:  # noqa: FBT001  typer calls it so

@@ -290,6 +290,10 @@ def needs_restart(old: Config, new: Config) -> Iterator[str]:
 
 
 def _said(status: LaneStatus) -> str:
+    if status.suspension is not None and status.suspended is not None:
+        again = f"next try in {max(1, round(status.suspension.wait))}s"
+        why = status.suspended.removeprefix(f"{status.name}: ")
+        return f"lane {status.name}: suspended: {why}, {again}"
     restarts = f", restarts: {status.restarts}" if status.restarts else ""
     reason = f": {status.reason}" if status.reason else ""
     return f"lane {status.name}: {status.state}{restarts}{reason}"
@@ -301,6 +305,8 @@ def _about(status: LaneStatus) -> Mapping[str, Any]:
         "state": str(status.state),
         "restarts": status.restarts,
         "reason": status.reason,
+        "suspended": status.suspended,
+        "next_try": None if status.suspension is None else round(status.suspension.wait, 1),
         "rows": status.rows,
     }
 

@@ -12,7 +12,14 @@ from typing import Literal
 import typer
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -75,11 +82,15 @@ def readable(value: bytes | None) -> str:
 
 
 @contextmanager
-def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, in bytes, if that is a terminal. Yields what moves it on."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+def progress(label: str, total: int, *, of_events: bool = False) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, if that is a terminal, in bytes or in events.
+
+    Yields what moves it on.
+    """
     bar = Progress(
-        *columns,
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn() if of_events else DownloadColumn(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,

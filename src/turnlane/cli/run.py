@@ -14,6 +14,7 @@ import typer
 from turnlane.cli.failure import ExitCode, reported
 from turnlane.cli.logs import LogFormat, LogLevel, log_to_stderr
 from turnlane.cli.node_process import NodeProcess
+from turnlane.cli.nodes import listening
 from turnlane.cli.operation import NodeFailed, Opening, Operation, Report, reporter
 from turnlane.cli.serve import ConfigFile, faults_printed, leave, leave_if_stuck, loaded, piped
 from turnlane.cli.signals import Signals
@@ -92,7 +93,7 @@ def pipeline(
     need_spark()
     log_to_stderr(log_level, log_format)
     given = endpoint or settings.nodes.endpoint or os.environ.get("TURNLANE_URL")
-    where = given or _listening(settings)
+    where = given or listening(settings)
     _operate(
         config,
         settings,
@@ -156,8 +157,3 @@ def _check_for_run(settings: Config) -> None:
         if settings.node.tokens and not {"tokenEnv", "tokenFile"} & access.keys():
             message = "need one for the pipeline: name it in nodes.token_env or nodes.token_file"
             raise ConfigError("node.tokens", message)
-
-
-def _listening(settings: Config) -> str:
-    flight = settings.node.flight
-    return f"turnlane{'' if flight.tls is None else 's'}://{flight.listen}"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 import typer
 
 from turnlane.cli import output
+from turnlane.cli.connect import check_outputs
 from turnlane.cli.failure import ExitCode, reported
 from turnlane.cli.logs import LogFormat, LogLevel, log_to_stderr
 from turnlane.cli.signals import Signals
@@ -105,8 +106,14 @@ def validate(
     with_spark: Annotated[
         bool, typer.Option("--spark", help="Have Spark check filters, SQL and transforms, too.")
     ] = False,
+    connect: Annotated[
+        bool, typer.Option("--connect", help="Try every output's destination, too.")
+    ] = False,
 ) -> None:
-    """Check a configuration: every fault with file, line and column. Exit code 78 if any."""
+    """Check a configuration: every fault with file, line and column. Exit code 78 if any.
+
+    With --connect, destinations that cannot be used are listed alike; then the exit code is 1.
+    """
     from turnlane.config import shown
     from turnlane.service import check
 
@@ -114,16 +121,19 @@ def validate(
     check(settings)
     if with_spark:
         _check_with_spark(config, settings)
+    answered = check_outputs(settings) if connect else None
     if show:
         output.say(json.dumps(shown(settings), indent=2, ensure_ascii=False))
     else:
-        output.say(f"{config}: ok, {', '.join(_counted(settings))}")
+        output.say(f"{config}: ok, {', '.join(_counted(settings, answered))}")
 
 
-def _counted(settings: Config) -> Iterator[str]:
+def _counted(settings: Config, answered: int | None) -> Iterator[str]:
     parts = [(len(settings.queues), "queue"), (len(settings.inputs), "input")]
     if settings.actions:
         parts.append((len(settings.actions), "action"))
+    if answered is not None:
+        parts.append((answered, "reachable output"))
     for count, noun in parts:
         yield f"{count} {noun}{'' if count == 1 else 's'}"
 
@@ -174,6 +184,7 @@ def loaded(path: Path) -> Config:
     """The settings; what is wrong is printed as editors and people expect it, a fault a line."""
     from turnlane.config import load
 
+    find_modules_beside(path)  # inputs and outputs may be there, too
     with faults_printed():
         return load(path)
 

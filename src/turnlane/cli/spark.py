@@ -70,7 +70,7 @@ def _logging(level: LogLevel) -> dict[str, str]:
 
 
 def find_modules_beside(config: Path) -> None:
-    """Let transforms be in modules beside the configuration, for Spark's own processes too."""
+    """Let transforms, inputs and outputs be in modules beside it, for Spark's own processes too."""
     place = str(config.resolve().parent)
     if place not in sys.path:
         sys.path.insert(0, place)

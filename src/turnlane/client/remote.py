@@ -29,6 +29,10 @@ OPTIONS: Final[list[tuple[str, int | str]]] = [
 ]
 
 
+Spans = Sequence[tuple[int, int]]
+"""Offsets, each pair a first one and the one after the last."""
+
+
 @dataclass(frozen=True, slots=True)
 class Credentials:
     """What a client shows to a node, and by what it knows it."""
@@ -93,6 +97,19 @@ class Ends(NamedTuple):
     """Everything below is settled."""
 
 
+class Unsettled(NamedTuple):
+    """What waits in a queue."""
+
+    spans: list[tuple[int, int]]
+    """As much of it as was asked for: first offset and the one after the last."""
+    pending: int
+    """How many events there are in all."""
+    end: int
+    low: int
+    kept: int
+    """How many events the lane's last commit has kept."""
+
+
 class RemoteNode(Closing):
     """A node elsewhere. Safe to use from any thread; made at once, connected when needed.
 
@@ -143,6 +160,27 @@ class RemoteNode(Closing):
         )
         return Ends(answer["end"], answer["low"])
 
+    def unsettled(
+        self,
+        queue: str,
+        events: int,
+        *,
+        newest: int = 0,
+        first: int = 0,
+        timeout: float = 0.0,
+        lane: str | None = None,
+    ) -> Unsettled:
+        """The oldest events from ``first`` on that are not settled, at most so many.
+
+        If there are more, ``newest`` of those are the newest ones instead. If there is none in the
+        queue, waits until there is.
+        """
+        place = {"queue": queue, "first": first, "lane": lane}
+        body = {**place, "events": events, "newest": newest, "timeout": timeout}
+        answer = self.act("unsettled", timeout=timeout + ANSWER_SECONDS, body=body)
+        spans = [(first, end) for first, end in answer.pop("spans")]
+        return Unsettled(spans, **answer)
+
     def read(
         self, queue: str, first: int = 0, end: int | None = None
     ) -> Iterator[tuple[int, Block]]:
@@ -172,9 +210,12 @@ class RemoteNode(Closing):
 
     # ── staging and committing ───────────────────────────────────────────────────────────────────
 
-    def stage(self, queue: str, schema: pa.Schema) -> StageWriter:
-        """Begin to stage blocks for a queue; they are in it once a commit says so."""
-        return StageWriter(self, queue, schema)
+    def stage(self, queue: str, schema: pa.Schema, spare: int = 0) -> StageWriter:
+        """Begin to stage blocks for a queue; they are in it once a commit says so.
+
+        If it is full then, ``spare`` of them may wait in the node's memory, the newest ones.
+        """
+        return StageWriter(self, queue, schema, spare)
 
     def commit(
         self,
@@ -185,12 +226,18 @@ class RemoteNode(Closing):
         epoch: int = 0,
         lane: str | None = None,
         run: str = "-",
+        kept: Spans = (),
+        dead: Spans = (),
+        batch: int | None = None,
+        exact: bool = False,
         timeout: float = 300.0,
     ) -> bool:
         """Publish stages and settle ranges (queue, first, end) in one durable step.
 
-        With ``lane`` also what :meth:`plan` said of it. False if it is a repeat: then nothing
-        happens. After ``TransportDown`` repeat it.
+        With ``lane`` also what :meth:`plan` said of it, but for what is ``kept``, and what is
+        ``dead`` as undeliverable; if ``batch`` is given, only if it was planned last. False if it
+        is a repeat: then nothing happens. After ``TransportDown`` repeat it. ``exact`` refuses,
+        with ``RetryLater``, ranges of which some offsets are settled already.
         """
         spans = [{"queue": queue, "first": first, "end": end} for queue, first, end in ranges]
         body = {
@@ -200,14 +247,27 @@ class RemoteNode(Closing):
             "epoch": epoch,
             "lane": lane,
             "run": run,
+            "kept": kept,
+            "dead": dead,
+            "batch": batch,
+            "exact": exact,
         }
         return bool(self.act("commit", timeout=timeout, body=body)["committed"])
 
-    def plan(self, lane: str, run: str, queue: str, first: int, end: int) -> None:
-        """A run of a lane reads this range now; its commit settles it. Raises ``LaneTaken``."""
-        self.act(
-            "plan", body={"lane": lane, "run": run, "queue": queue, "first": first, "end": end}
-        )
+    def plan(
+        self, lane: str, run: str, queue: str, spans: Spans, batch: int = 0
+    ) -> list[tuple[int, int]]:
+        """A run of a lane reads these offsets now, and its commit settles them.
+
+        Returns those that were not settled meanwhile: only they are to be read. Raises
+        ``LaneTaken``.
+        """
+        body = {"lane": lane, "run": run, "queue": queue, "spans": spans, "batch": batch}
+        return [(first, end) for first, end in self.act("plan", body=body)["spans"]]
+
+    def planned(self, lane: str, run: str) -> int:
+        """Which batch of a run of a lane was planned last. Raises ``LaneTaken`` if none was."""
+        return int(self.act("planned", lane=lane, run=run)["batch"])
 
     def abort(self, stages: Sequence[str]) -> None:
         """Give stages up."""
@@ -217,6 +277,20 @@ class RemoteNode(Closing):
         """The last epoch that a writer has committed."""
         epoch: int | None = self.act("epoch", writer=writer)["epoch"]
         return epoch
+
+    def purge(self, queue: str, spans: Spans, why: str = "") -> int:
+        """Throw events away, which the node writes down; returns how many there were."""
+        return int(self.act("purge", body={"queue": queue, "spans": spans, "why": why})["events"])
+
+    # ── breakers ─────────────────────────────────────────────────────────────────────────────────
+
+    def breakers(self, actions: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
+        """How the breakers of these actions are, or of all; one that nobody has asked is not."""
+        return self.act("breakers", actions=None if actions is None else list(actions))
+
+    def reset_breaker(self, action: str) -> dict[str, Any]:
+        """Close a breaker: its destination is said to be back. Raises ``NoSuchBreaker``."""
+        return self.act("reset_breaker", action=action)
 
     # ── Flight ───────────────────────────────────────────────────────────────────────────────────
 
@@ -246,12 +320,12 @@ class RemoteNode(Closing):
         return self._flight.do_exchange(_descriptor(command), self.options(None))
 
     def put(
-        self, command: Mapping[str, Any], schema: pa.Schema
+        self, command: Mapping[str, Any], schema: pa.Schema, timeout: float | None = None
     ) -> tuple[flight.FlightStreamWriter, flight.FlightMetadataReader]:
         """A stream of blocks to the node."""
         call: Any = self._flight.do_put  # its stubs are those of do_exchange
         made: tuple[flight.FlightStreamWriter, flight.FlightMetadataReader] = call(
-            _descriptor(command), schema, self.options(None)
+            _descriptor(command), schema, self.options(timeout)
         )
         return made
 
@@ -267,14 +341,14 @@ class RemoteNode(Closing):
 class StageWriter(Closing):
     """Writes blocks to a node's disk, for a commit to publish."""
 
-    def __init__(self, node: RemoteNode, queue: str, schema: pa.Schema) -> None:
+    def __init__(self, node: RemoteNode, queue: str, schema: pa.Schema, spare: int) -> None:
         self.id: str | None = None
         """Set by :meth:`finish`."""
         self._failed = False
         self._node = node
         self._place = node.place
         with understood(self._place):
-            self._writer, self._answers = node.put({"stage": queue}, schema)
+            self._writer, self._answers = node.put({"stage": queue, "spare": spare}, schema)
 
     def write(self, block: Block) -> None:
         """Stage another block."""

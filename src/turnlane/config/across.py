@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Final
 
+from turnlane.config.delivering import wrong_deliveries
 from turnlane.config.document import Path
-from turnlane.pipeline.settings import DISCARD, MAIN
+from turnlane.config.listeners import listeners_twice
+from turnlane.config.outputs import wrong_outputs
+from turnlane.pipeline.settings import DEAD_LETTERS, DISCARD, MAIN
 from turnlane.problems import did_you_mean
 from turnlane.queues.kinds import ON_DISK, Kind
+from turnlane.serving.rights import Right
 
 KINDS: Final = (Kind.MEMORY, *ON_DISK)
 """The kinds of queue that a node has."""
@@ -47,7 +53,11 @@ def across_sections(data: Values) -> Iterator[Found]:
         yield ("main",), "stands in queues too; keep one of them", True
     known = [*queues, *_queues_of_pipeline(data)]
     yield from _lost_inputs(data.get("inputs"), known)
+    yield from _lost_rights(_mapping(data.get("node")).get("tokens"), known)
     actions = _mappings(data.get("actions"))
+    wrong = (wrong_deliveries(actions, is_direct), wrong_outputs(actions, is_direct))
+    for path, message in chain(listeners_twice(data), *wrong):
+        yield path, message, False
     if not data.get("actions"):
         for section in _NEEDS_ACTIONS:
             if data.get(section) is not None:
@@ -71,6 +81,10 @@ def _queues_of_pipeline(data: Values) -> Iterator[str]:
     for _, action in _mappings(data.get("actions")):
         if isinstance(action.get("name"), str) and not is_direct(action):
             yield action["name"]
+        if isinstance(action.get("name"), str):
+            yield f"{action['name']}.dead"
+    if data.get("actions") and _mapping(data.get("parse")).get("on_error") == "dead":
+        yield DEAD_LETTERS
 
 
 def _queue_of_others(path: Path, knobs: object, refused: dict[str, str]) -> Iterator[Found]:
@@ -86,11 +100,32 @@ def _queue_of_others(path: Path, knobs: object, refused: dict[str, str]) -> Iter
 def _lost_inputs(inputs: object, queues: list[str]) -> Iterator[Found]:
     """Inputs whose queue there is not, or whose name is another one's."""
     for at, each in _mappings(inputs):
-        queue = each.get("queue")
-        if isinstance(queue, str) and queue not in queues:
-            hint = did_you_mean(queue, queues) or "; add it to queues"
-            yield ("inputs", at, "queue"), f"there is no queue {queue!r}{hint}", False
+        yield from _lost(("inputs", at, "queue"), each.get("queue"), queues)
+        for pattern, queue in _mapping(each.get("routes")).items():
+            yield from _lost(("inputs", at, "routes", pattern), queue, queues)
     yield from _names_twice("inputs", "input", _mappings(inputs))
+
+
+def _lost_rights(tokens: object, queues: list[str]) -> Iterator[Found]:
+    """Rights on queues that there are not, and that nobody may make while the node runs."""
+    rights = [(at, _mapping(each.get("rights"))) for at, each in _mappings(tokens)]
+    made = [name for _, given in rights for name, words in given.items() if _may_make(words)]
+    for at, given in rights:
+        for name in given:
+            is_pattern = not {"*", "?", "["}.isdisjoint(name)
+            if not is_pattern and not any(fnmatchcase(name, pattern) for pattern in made):
+                yield from _lost(("node", "tokens", at, "rights", name), name, queues, of_key=True)
+
+
+def _may_make(words: object) -> bool:
+    return isinstance(words, list) and Right.ADMIN in words
+
+
+def _lost(path: Path, name: object, queues: list[str], *, of_key: bool = False) -> Iterator[Found]:
+    """The name of a queue that there is not."""
+    if isinstance(name, str) and name not in queues:
+        hint = did_you_mean(name, queues) or "; add it to queues"
+        yield path, f"there is no queue {name!r}{hint}", of_key
 
 
 def _names_twice(section: str, noun: str, parts: list[tuple[int, Values]]) -> Iterator[Found]:
@@ -143,9 +178,7 @@ def _direct(path: Path, action: Values) -> Iterator[Found]:
 
 def _lost_joins(path: Path, names: object, known: list[str]) -> Iterator[Found]:
     for at, name in enumerate(names if isinstance(names, list) else ()):
-        if isinstance(name, str) and name not in known:
-            hint = did_you_mean(name, known) or "; add it to queues"
-            yield (*path, at), f"there is no queue {name!r}{hint}", False
+        yield from _lost((*path, at), name, known)
 
 
 def lost_cases(tests: object, actions: dict[str, Values]) -> Iterator[Found]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 from pydantic import BaseModel, Field, PlainValidator, SerializeAsAny, WithJsonSchema
 
 from turnlane.config.plugged import Plugged
+from turnlane.delivery.settings import DeliverySettings, FailoverSettings
 from turnlane.outputs import registry
 from turnlane.outputs.contract import OutputSettings
 from turnlane.pipeline.settings import ActionSettings
@@ -28,9 +29,26 @@ AnyOutput = Annotated[
 ]
 
 
+class FailoverSection(FailoverSettings):
+    """A second output, for when the first one stays away."""
+
+    output: AnyOutput = Field(description="Where the events go then.")
+
+
+class DeliverySection(DeliverySettings):
+    """How an action's events are delivered."""
+
+    failover: FailoverSection | None = Field(
+        default=None, description="A second output, for when the first one stays away."
+    )
+
+
 class ActionSection(ActionSettings):
     """Filter, queue and output: where some of the events go."""
 
+    delivery: DeliverySection = Field(
+        default_factory=DeliverySection, description="How the events are brought to the output."
+    )
     output: AnyOutput = Field(description="Where the events go; `type` says which output it is.")
 
 

@@ -34,9 +34,11 @@ def json_schema(
     schema["properties"]["inputs"]["items"] = _any_of(
         INPUTS, "input", INPUTS.types() if inputs is None else inputs, definitions
     )
-    definitions["ActionSection"]["properties"]["output"] = _any_of(
+    any_output = _any_of(
         OUTPUTS, "output", OUTPUTS.types() if outputs is None else outputs, definitions
     )
+    for place in ("ActionSection", "FailoverSection"):
+        definitions[place]["properties"]["output"] = any_output
     _allow_short_forms(schema["properties"], definitions)
     opened: Schema = _opened(schema)
     opened["$defs"]["Variable"] = _VARIABLE
@@ -83,7 +85,15 @@ def _any_of(plugged: Plugged, noun: str, kinds: Iterable[str], definitions: Sche
         name = f"{kind}_{noun}"
         definitions[name] = {**settings, "title": name}
         choices.append({"$ref": f"#/$defs/{name}"})
-    return {"oneOf": choices} if choices else {"type": "object", "title": f"any {noun}"}
+    choices.append(_own(noun))
+    return {"oneOf": choices}
+
+
+def _own(noun: str) -> Schema:
+    """The alternative for a plugin that is named by module and class."""
+    kind = {"type": "string", "pattern": r"^[\w.]+:\w+$", "description": "module:Class"}
+    title = f"an {noun} of your own"
+    return {"type": "object", "title": title, "properties": {"type": kind}, "required": ["type"]}
 
 
 def _opened(schema: Any, key: str | None = None) -> Any:  # noqa: ANN401 - JSON

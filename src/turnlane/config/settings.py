@@ -252,8 +252,8 @@ class Config(Section):
             for name, queue in every.items()
         }
         pipeline = self.pipeline()
-        if pipeline is not None and pipeline.dead_letters is not None:
-            knobs.setdefault(pipeline.dead_letters, {})
+        for name in () if pipeline is None else pipeline.dead_letter_queues:
+            knobs.setdefault(name, {})
         return knobs
 
     def pipeline(self) -> PipelineSettings | None:

@@ -22,7 +22,7 @@ from turnlane.queues.settings import QueueSettings
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-_SECRET: Final = re.compile(r"(?i)secret|passw|token|credential|api_?key|authorization")
+_SECRET: Final = re.compile(r"(?i)secret|passw|token|credential|api[_-]?key|authorization")
 _HIDDEN: Final = "(hidden)"
 _MASK: Final = "**********"
 """As pydantic shows a secret."""

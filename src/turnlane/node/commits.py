@@ -22,14 +22,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from turnlane.backoff import doubled
 from turnlane.errors import Never, QueueClosed, QueueFull, RetryLater, StorageFailed
+from turnlane.node.overflow import Overflow
 from turnlane.node.staging import Staging
+from turnlane.queues.contract import Outcome
 from turnlane.queues.holding import HoldingQueue
 from turnlane.queues.log.files import Disk
 from turnlane.queues.producer import hashed
 from turnlane.queues.stored import StoredQueue
 
 log = logging.getLogger(__name__)
+
+FIRST_RETRY = 0.05
+LAST_RETRY = 1.0
+"""Seconds between attempts to carry out a commit on a disk that fails."""
 
 SUFFIX = ".commit"
 OWN = "turnlane."
@@ -51,6 +58,7 @@ class Range(NamedTuple):
     queue: str
     first: int
     end: int
+    outcome: Outcome = Outcome.DELIVERED
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +66,15 @@ class Commit:
     """Publish ``stages``, each to the queue it was staged for, and settle ``ranges``.
 
     It is a repeat, and nothing happens, if all its ranges are settled, or if ``writer`` has
-    committed this ``epoch`` or a later one.
+    committed this ``epoch`` or a later one. If only some are settled it goes on, unless it is to be
+    ``exact``: then it is refused, for what is staged was made of all of them.
     """
 
     stages: Sequence[str] = ()
     ranges: Sequence[Range] = ()
     writer: str | None = None
     epoch: int = 0
+    exact: bool = False
 
 
 class _Part(NamedTuple):
@@ -106,7 +116,7 @@ class _Plan:
         values = json.loads(data)
         return cls(
             [_Part(*part) for part in values["parts"]],
-            [Range(*each) for each in values["ranges"]],
+            [Range(*each[:3], *map(Outcome, each[3:])) for each in values["ranges"]],
             values["writer"],
             values["epoch"],
         )
@@ -128,6 +138,7 @@ class Commits:
         self._queue = queue
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
+        self.overflow = Overflow(queue)
         self.total = 0
         self.repeated = 0
         """Commits that had been carried out before."""
@@ -148,6 +159,8 @@ class Commits:
                 self.repeated += 1
                 self.abort(commit.stages)
                 return False
+            if commit.exact:
+                self._check_unsettled(commit.ranges)
             path = self._directory / (uuid.uuid4().hex + SUFFIX)
             self._staging.claim(commit.stages)
             try:
@@ -159,6 +172,7 @@ class Commits:
                 self._staging.disclaim(commit.stages)
                 raise
             self._see_through(plan)
+            self._spare(commit, plan)
             self._finish(plan, path)
             self.total += 1
             return True
@@ -242,8 +256,14 @@ class Commits:
                 return True
         ranges = [each for each in commit.ranges if each.first < each.end]
         return bool(ranges) and all(
-            self._queue(queue).is_settled(first, end) for queue, first, end in ranges
+            self._queue(each.queue).is_settled(each.first, each.end) for each in ranges
         )
+
+    def _check_unsettled(self, ranges: Sequence[Range]) -> None:
+        for each in ranges:
+            span = (each.first, each.end)
+            if self._queue(each.queue).unsettled_of([span]) != [span]:
+                raise RetryLater(f"queue {each.queue!r}: offsets were settled by somebody else")
 
     def _planned(self, commit: Commit) -> _Plan:
         """The plan, everything checked that could fail once the step is taken."""
@@ -264,7 +284,13 @@ class Commits:
             events[contents.queue] += contents.events
             size[contents.queue] += contents.bytes
         for name, count in events.items():
-            _check_room(self._queue(name), count, size[name])
+            if has_room(self._queue(name), count, size[name]):
+                continue
+            mine = [part for part in parts if part.queue == name]
+            if not all(self._staging.contents(part.stage).spare for part in mine):
+                message = f"queue {name!r} has no room for {count} staged events"
+                raise QueueFull(message, after=1.0)
+            parts = [part for part in parts if part.queue != name]
         return _Plan(parts, commit.ranges, commit.writer, commit.epoch)
 
     def _take_step(self, plan: _Plan, path: Path) -> None:
@@ -280,26 +306,33 @@ class Commits:
 
     def _see_through(self, plan: _Plan) -> None:
         """Carry out what can no longer be taken back, however long the disk fails."""
-        pauses = itertools.chain((0.05, 0.1, 0.2, 0.5), itertools.repeat(1.0))
-        for pause in pauses:
+        for failures in itertools.count(1):
             try:
                 self._carry_out(plan)
                 return
             except (RetryLater, OSError) as error:
                 log.warning("a commit waits for the disk: %s", error)
-                time.sleep(pause)
+                time.sleep(doubled(FIRST_RETRY, LAST_RETRY, failures))
 
     def _carry_out(self, plan: _Plan, timeout: float | None = None) -> None:
         for part in plan.parts:
             self._publish(part, timeout)
         for each in plan.ranges:
             reader = self._queue(each.queue)
-            reader.settle(each.first, each.end)
+            reader.settle(each.first, each.end, each.outcome)
             if isinstance(reader, StoredQueue):
                 reader.sync_acks()
         if plan.writer is not None:
             values = json.dumps({"writer": plan.writer, "epoch": plan.epoch})
             self._disk.write_whole(self._writer_path(plan.writer), values.encode())
+
+    def _spare(self, commit: Commit, plan: _Plan) -> None:
+        """Put what its queue had no room for where it can wait."""
+        for stage in set(commit.stages).difference(plan.stages):
+            contents = self._staging.contents(stage)
+            self.overflow.take(contents.queue, self._staging.blocks(stage), contents.spare)
+            self._staging.disclaim([stage])
+            self.abort([stage])
 
     def _finish(self, plan: _Plan, path: Path) -> None:
         try:
@@ -334,17 +367,14 @@ def _keys_of(queues: Iterable[str], ranges: Sequence[Range], writer: str | None)
     return keys | ({f"writer {writer}"} if writer is not None else set())
 
 
-def _check_room(queue: HoldingQueue, events: int, size: int) -> None:
-    """Refuse now what would wait for room with the step half carried out.
+def has_room(queue: HoldingQueue, events: int, size: int) -> bool:
+    """Whether a queue takes what would otherwise wait for room with the step half carried out.
 
-    A queue that is empty takes anything: what is larger than the queue goes in bit by bit. So does
-    one that drops when it is full.
+    One that is empty takes anything: what is larger than the queue goes in bit by bit. So does one
+    that drops when it is full.
     """
-    if not queue.door.blocks:
-        return
     stats = queue.stats()
     over = (stats.max_size is not None and stats.size + events > stats.max_size) or (
         stats.max_bytes is not None and stats.bytes + size > stats.max_bytes
     )
-    if over and stats.size:
-        raise QueueFull(f"queue {queue.name!r} has no room for {events} staged events", after=1.0)
+    return not (over and stats.size and queue.door.blocks)

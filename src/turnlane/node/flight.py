@@ -23,12 +23,22 @@ from turnlane.errors import ConfigError, StorageFailed, TransportDown
 from turnlane.events import Block
 from turnlane.node.connections import cut_connections
 from turnlane.node.flight_actions import ACTIONS, Actions, Caller
-from turnlane.node.flight_commands import Consume, Publish, Read, StageBlocks, one_of, parsed
+from turnlane.node.flight_commands import (
+    Consume,
+    Publish,
+    Read,
+    Receive,
+    StageBlocks,
+    one_of,
+    parsed,
+)
 from turnlane.node.flight_errors import translated
 from turnlane.node.flight_publish import Peer, PublishStream
 from turnlane.node.flight_read import Patience, consume_stream, read_stream, schema_of
+from turnlane.node.flight_table import receive
 from turnlane.node.node import Node
 from turnlane.node.routes import Routes
+from turnlane.node.tables import Tables
 from turnlane.serving.address import Address
 from turnlane.serving.rights import Authority, Right, bearer_of
 from turnlane.serving.tls import TlsSettings
@@ -55,8 +65,10 @@ class FlightPlane:
         tls: TlsSettings | None = None,
         *,
         max_calls: int = MAX_CALLS,
+        tables: Tables | None = None,
     ) -> None:
         self.node = node
+        self.tables = tables or Tables()
         self.authority = authority
         self.routes = Routes()
         self.actions = Actions(node)
@@ -154,7 +166,7 @@ class FlightPlane:
         """Write a client's blocks to a stage, and say which once they are on disk."""
         events = 0
         try:
-            with self.node.stage(command.stage, schema) as stage:
+            with self.node.stage(command.stage, schema, command.spare) as stage:
                 for block, _ in peer.chunks:
                     if block is not None and block.num_rows:
                         stage.add(block)
@@ -199,16 +211,21 @@ class _Server(flight.FlightServerBase):
         reader: Reader,
         writer: flight.MetadataRecordBatchWriter,
     ) -> None:
-        """Publish, as ``do_put`` does; other than that, the client can cancel it."""
+        """Publish, as ``do_put`` does but so that the client can cancel it; or receive."""
         with self._plane.call():
-            peer = Peer(
-                _chunks(reader),
-                lambda data: writer.write_metadata(pa.py_buffer(data)),
-                context.is_cancelled,
-            )
-            command = parsed(Publish, descriptor.command)
-            self._plane.caller(context).check(Right.PUBLISH, command.publish)
-            self._plane.serve_stream(command, peer)
+            caller = self._plane.caller(context)
+            command = one_of({"publish": Publish, "receive": Receive}, descriptor.command)
+            if isinstance(command, Receive):
+                caller.check(Right.READ, command.receive)
+                receive(self._plane.tables, command, _chunks(reader), writer, caller.in_vain)
+            elif isinstance(command, Publish):
+                caller.check(Right.PUBLISH, command.publish)
+                peer = Peer(
+                    _chunks(reader),
+                    lambda data: writer.write_metadata(pa.py_buffer(data)),
+                    context.is_cancelled,
+                )
+                self._plane.serve_stream(command, peer)
 
     def do_put(
         self,

@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
-from turnlane.errors import NotSupported
+from turnlane.errors import LaneTaken, NotSupported
+from turnlane.node.breakers import Asker
 from turnlane.node.commits import Commit, Range
 from turnlane.node.flight_commands import (
     AbortStages,
+    AskPermit,
     Command,
     CommitStages,
     Create,
     Extend,
+    GiveReport,
     Nothing,
+    OfBreaker,
+    OfBreakers,
     OfLease,
     OfQueue,
     OfQueues,
+    OfRun,
     OfWriter,
     Plan,
+    Purge,
     Span,
+    Unsettled,
     WaitBeyond,
     parsed,
 )
 from turnlane.node.flight_read import Patience
+from turnlane.node.lanes import Planned
 from turnlane.node.node import Node
+from turnlane.queues.contract import Outcome
+from turnlane.queues.spans import count_of
 from turnlane.serving.rights import Authority, Right
+
+log = logging.getLogger(__name__)
 
 Answer = dict[str, Any]
 
@@ -114,6 +129,18 @@ class Actions:
                 break
         return {"end": queue.end, "low": queue.low}
 
+    def unsettled(self, command: Unsettled, caller: Caller) -> Answer:
+        """Offsets that are not settled, waiting until there are some."""
+        caller.check(Right.READ, command.queue)
+        queue = self._node.queue(command.queue)
+        for seconds in Patience(command.timeout, caller.in_vain).slices():
+            if queue.stats().ledger.pending:
+                break
+            queue.wait_beyond(queue.end, seconds)
+        found = queue.unsettled(command.events, command.newest, command.first)
+        kept = 0 if command.lane is None else self._node.lanes.kept(command.lane)
+        return {**found._asdict(), "low": queue.low, "kept": kept}
+
     def settle(self, command: Span, caller: Caller) -> Answer:
         """Settle offsets that were read."""
         caller.check(Right.READ, command.queue)
@@ -151,23 +178,28 @@ class Actions:
         self._check_stages(command.stages, caller)
         ranges = [Range(span.queue, span.first, span.end) for span in command.ranges]
         planned = self._planned(command)
-        if planned:
-            ranges.append(planned)
-        for span in ranges:
-            caller.check(Right.READ, span.queue)
+        if planned is not None:
+            ranges += planned.settled_by(command.kept, command.dead)
+            caller.check(Right.READ, planned.queue)
+        for queue in {span.queue for span in ranges}:
+            caller.check(Right.READ, queue)
         writer = None if command.writer is None else caller.own(command.writer)
-        commit = Commit(command.stages, ranges, writer, command.epoch)
+        commit = Commit(command.stages, ranges, writer, command.epoch, command.exact)
         committed = self._node.commits.commit(commit)
-        if planned:
-            self._node.lanes.committed(str(command.lane), command.run)
+        if planned is not None:
+            self._node.lanes.committed(str(command.lane), command.run, command.kept)
         return {"committed": committed}
 
-    def _planned(self, command: CommitStages) -> Range | None:
+    def _planned(self, command: CommitStages) -> Planned | None:
         """What the commit of a lane settles, beside its own ranges."""
         if command.lane is None:
             return None
         lanes = self._node.lanes
         planned = lanes.planned(command.lane, command.run)
+        if command.batch is not None and command.batch != planned.batch:
+            if command.stages:
+                raise LaneTaken(f"lane {command.lane!r} has planned another batch here")
+            return None  # nothing of this batch was planned here
         # With stages that are still there it is no repeat: what they hold was read elsewhere.
         is_new = any(map(self._node.staging.queue_of, command.stages))
         return None if is_new and lanes.is_committed(command.lane) else planned
@@ -176,9 +208,79 @@ class Actions:
         """Note what a lane reads now, for its commit."""
         for queue in {command.queue, self._node.lanes.queue_of(command.lane) or command.queue}:
             caller.check(Right.READ, queue)
-        self._node.queue(command.queue)
-        self._node.lanes.plan(command.lane, command.run, command.queue, command.first, command.end)
+        # Whoever asked what is not settled may have had the answer late.
+        spans = self._node.queue(command.queue).unsettled_of(command.spans)
+        planned = Planned(command.queue, spans, command.batch)
+        self._node.lanes.plan(command.lane, command.run, planned)
+        return {"spans": spans}
+
+    def planned(self, command: OfRun, caller: Caller) -> Answer:
+        """Which of its batches a run of a lane works on."""
+        planned = self._node.lanes.planned(command.lane, command.run)
+        caller.check(Right.READ, planned.queue)
+        return {"batch": planned.batch}
+
+    def purge(self, command: Purge, caller: Caller) -> Answer:
+        """Settle events as given up, once it is written down who wanted that."""
+        caller.check(Right.ADMIN, command.queue)
+        queue = self._node.queue(command.queue)
+        spans = queue.unsettled_of(command.spans)
+        events = count_of(spans)
+        if events:
+            by = caller.authority.identify(caller.bearer)
+            about = {"queue": command.queue, "events": events, "why": command.why, "spans": spans}
+            self._node.audit.note("purge", by=by, **about)
+            for span in spans:
+                queue.settle(*span, Outcome.DEAD)
+        return {"events": events}
+
+    # ── breakers ─────────────────────────────────────────────────────────────────────────────────
+
+    def permit(self, command: AskPermit, caller: Caller) -> Answer:
+        """What an action may send now."""
+        return asdict(self._node.breakers.permit(self._asker(command, caller)))
+
+    def report(self, command: GiveReport, caller: Caller) -> Answer:
+        """Take note of how an action's sends went."""
+        asker = self._asker(command, caller)
+        self._node.breakers.report(asker, command.report)
+        if command.ended:
+            self._node.breakers.leave(asker)
         return {}
+
+    def _asker(self, command: AskPermit, caller: Caller) -> Asker:
+        caller.check(Right.READ, command.queue)
+        known = self._node.breakers.all().get(command.action)
+        if known is not None:
+            caller.check(Right.READ, known.queue)
+        return Asker(
+            command.action,
+            command.queue,
+            command.task,
+            command.settings,
+            command.preparing,
+            command.sending,
+        )
+
+    def breakers(self, command: OfBreakers, caller: Caller) -> Answer:
+        """How the breakers are of those actions whose queues the caller may read."""
+        caller.authority.identify(caller.bearer)
+        return {
+            action: breaker.as_dict()
+            for action, breaker in self._node.breakers.all().items()
+            if caller.may(Right.READ, breaker.queue)
+            and (command.actions is None or action in command.actions)
+        }
+
+    def reset_breaker(self, command: OfBreaker, caller: Caller) -> Answer:
+        """Close a breaker: its destination is said to be back."""
+        breaker = self._node.breakers.of(command.action)
+        caller.check(Right.ADMIN, breaker.queue)
+        breaker.gate.reset()
+        log.info("breaker %s was reset", command.action)
+        return breaker.as_dict()
+
+    # ── staging ──────────────────────────────────────────────────────────────────────────────────
 
     def abort(self, command: AbortStages, caller: Caller) -> Answer:
         """Give stages up."""
@@ -209,6 +311,7 @@ ACTIONS: Final = {
     "create": _Action(Create, Actions.create),
     "drop": _Action(OfQueue, Actions.drop),
     "wait": _Action(WaitBeyond, Actions.wait),
+    "unsettled": _Action(Unsettled, Actions.unsettled),
     "settle": _Action(Span, Actions.settle),
     "done": _Action(OfLease, Actions.done),
     "dead": _Action(OfLease, Actions.dead),
@@ -216,6 +319,12 @@ ACTIONS: Final = {
     "extend": _Action(Extend, Actions.extend),
     "commit": _Action(CommitStages, Actions.commit),
     "plan": _Action(Plan, Actions.plan),
+    "planned": _Action(OfRun, Actions.planned),
+    "purge": _Action(Purge, Actions.purge),
+    "permit": _Action(AskPermit, Actions.permit),
+    "report": _Action(GiveReport, Actions.report),
+    "breakers": _Action(OfBreakers, Actions.breakers),
+    "reset_breaker": _Action(OfBreaker, Actions.reset_breaker),
     "abort": _Action(AbortStages, Actions.abort),
     "epoch": _Action(OfWriter, Actions.epoch),
 }

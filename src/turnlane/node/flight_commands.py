@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import pyarrow as pa
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
+from turnlane.delivery.gate import Report
+from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import ConfigError
 from turnlane.node.commits import foreign
 from turnlane.problems import config_error
@@ -20,8 +22,12 @@ MAX_WAIT = 300.0
 """Seconds that a call may wait at most: longer waits are asked for again."""
 MAX_LEASE = 86_400.0
 """Seconds."""
+MAX_DELAY = 36_500 * 86_400.0
+"""Seconds: a hundred years."""
 
 Offset = Annotated[int, Field(ge=0, lt=1 << 62)]
+Spans = list[tuple[Offset, Offset]]
+"""Offsets, each pair a first one and the one after the last."""
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
 Wait = Annotated[float, Field(ge=0, le=MAX_WAIT)]
 LeaseSeconds = Annotated[float, Field(gt=0, le=MAX_LEASE)]
@@ -29,6 +35,8 @@ LeaseSeconds = Annotated[float, Field(gt=0, le=MAX_LEASE)]
 
 class Command(BaseModel):
     """What a client asks for."""
+
+    max_bytes: ClassVar[int] = MAX_COMMAND
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -45,6 +53,8 @@ class StageBlocks(Command):
     """Blocks to the node's disk, into no queue yet."""
 
     stage: Text
+    spare: Offset = 0
+    """So many of them may wait in memory if the queue is full when they are committed."""
 
 
 class Numbered(Command):
@@ -70,6 +80,27 @@ class Consume(Command):
     wait: Wait = 0.0
     lease: LeaseSeconds = 30.0
     holder: Text = "a Flight client"
+
+
+class Receive(Command):
+    """Events of a queue table, as they fire."""
+
+    receive: Text
+    key_range: Text = "-"
+    prefetch: Annotated[int, Field(ge=1, le=100_000)] = 1000
+    """So many events may be sent and not settled."""
+
+
+class Settle(Command):
+    """What a receiver says of the events it got, by their numbers."""
+
+    ack: Spans = []
+    nack: Spans = []
+    delay: Annotated[float, Field(ge=0, le=MAX_DELAY)] | None = None
+    """Seconds until those that were nacked fire again; by default their backoff."""
+    error: Annotated[str, Field(max_length=4096)] | None = None
+    flush: Offset | None = None
+    """Say this number when all acks so far are stored."""
 
 
 class Nothing(Command):
@@ -133,13 +164,78 @@ class CommitStages(Command):
     lane: Text | None = None
     """Settle what this lane was planned to read, too."""
     run: Text = "-"
+    kept: Spans = []
+    """But not these offsets of it,"""
+    dead: Spans = []
+    """and these as undeliverable."""
+    batch: Offset | None = None
+    """Only if it is this batch that was planned last."""
+    exact: bool = False
+    """Not if some of the ranges are settled already."""
+
+    max_bytes: ClassVar[int] = 64 * MAX_COMMAND
+    # What an output has refused here and there may be half of a large batch, event by event.
 
 
-class Plan(Span):
-    """A run of a lane reads this range now."""
+class Unsettled(OfQueue):
+    """Which offsets of a queue are not settled; waits until some are not."""
+
+    events: Annotated[int, Field(ge=1)]
+    newest: Offset = 0
+    first: Offset = 0
+    timeout: Wait = 0.0
+    lane: Text | None = None
+
+
+class OfRun(Command):
+    """A question about a run of a lane."""
 
     lane: Text
     run: Text
+
+
+class Plan(OfRun):
+    """A run of a lane reads these offsets now."""
+
+    queue: Text
+    spans: Spans
+    batch: Offset = 0
+
+
+class Purge(OfQueue):
+    """Throw events away, which is written down."""
+
+    spans: Spans
+    why: Annotated[str, Field(max_length=4096)] = ""
+
+
+class OfBreakers(Command):
+    """A question about the breakers of these actions, or of all."""
+
+    actions: list[Text] | None = None
+
+
+class OfBreaker(Command):
+    """An action on a breaker."""
+
+    action: Text
+
+
+class AskPermit(OfBreaker):
+    """A task asks what an action may send; with settings unlike before the breaker is a new one."""
+
+    queue: Text
+    task: Text
+    settings: DeliverySettings = DeliverySettings()
+    preparing: Offset = 0
+    sending: Offset = 0
+
+
+class GiveReport(AskPermit):
+    """A task tells how its sends went, and whether it has ended."""
+
+    report: Report = Report()
+    ended: bool = False
 
 
 class AbortStages(Command):
@@ -173,13 +269,13 @@ def one_of(kinds: Mapping[str, type[Command]], data: bytes | None) -> Command:
 def parsed(kind: type[Any_], data: bytes | pa.Buffer | None) -> Any_:
     """A command from JSON. Raises ``ConfigError``, which names what is wrong."""
     text = b"" if data is None else bytes(data)
-    _check_size(text)
+    _check_size(text, kind.max_bytes)
     try:
         return kind.model_validate_json(text or b"{}")
     except ValidationError as error:
         raise config_error(error, kind.model_fields) from None
 
 
-def _check_size(text: bytes) -> None:
-    if len(text) > MAX_COMMAND:
-        raise ConfigError("command", f"is {len(text)} bytes long, {MAX_COMMAND} are allowed")
+def _check_size(text: bytes, most: int = MAX_COMMAND) -> None:
+    if len(text) > most:
+        raise ConfigError("command", f"is {len(text)} bytes long, {most} are allowed")

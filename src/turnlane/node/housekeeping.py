@@ -1,10 +1,11 @@
-"""What a node does now and then: forget stages that nobody came for, give memory back."""
+"""What a node does now and then: forget old stages, place dead letters, give memory back."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -17,6 +18,8 @@ from turnlane.queues.holding import HoldingQueue
 log = logging.getLogger(__name__)
 
 INTERVAL: Final = 2.0
+DRAIN_SECONDS: Final = 5.0
+"""How often dead letters that wait in memory are offered to their queues."""
 STAGE_SECONDS: Final = 3600.0
 """A stage that was neither committed nor aborted after so long belongs to a task that died."""
 
@@ -24,9 +27,16 @@ STAGE_SECONDS: Final = 3600.0
 class Housekeeping(Closing):
     """A thread that tidies up until it is closed."""
 
-    def __init__(self, staging: Staging, queues: Callable[[], Iterable[HoldingQueue]]) -> None:
+    def __init__(
+        self,
+        staging: Staging,
+        queues: Callable[[], Iterable[HoldingQueue]],
+        drain: Callable[[], object],
+    ) -> None:
         self._staging = staging
         self._queues = queues
+        self._drain = drain
+        self._drained_at = time.monotonic()
         self._tidied_at = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="turnlane-housekeeping", daemon=True)
@@ -48,6 +58,9 @@ class Housekeeping(Closing):
 
     def tidy(self) -> None:
         """Do it now."""
+        if time.monotonic() - self._drained_at >= DRAIN_SECONDS:
+            self._drained_at = time.monotonic()
+            self._drain()
         gone = self._staging.discard_older(STAGE_SECONDS)
         if gone:
             log.warning("%d stages were given up: nobody committed them", gone)

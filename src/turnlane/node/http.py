@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from turnlane.closing import Closing
 from turnlane.node.http_admin import AdminRoutes
+from turnlane.node.http_breakers import BreakerRoutes
 from turnlane.node.http_consume import ConsumeRoutes
 from turnlane.node.http_publish import PublishRoutes
 from turnlane.node.http_requests import Requests, json_response, token_of
@@ -73,7 +74,7 @@ class HttpPlane(Closing):
         self.stop(0.0)
 
     def _app(self) -> Starlette:
-        parts = (PublishRoutes, ConsumeRoutes, AdminRoutes)
+        parts = (PublishRoutes, ConsumeRoutes, AdminRoutes, BreakerRoutes)
         routes = [route for part in parts for route in part(self._requests).routes()]
         own = (
             ("/healthz", self._healthz),

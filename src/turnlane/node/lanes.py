@@ -1,4 +1,4 @@
-"""Lanes: which range each is working on, so that a commit can move its cursor.
+"""Lanes: which offsets each is working on, so that a commit can settle them.
 
 The reader that plans a batch and the sink that commits it are in different processes; the node is
 where they meet. A lane is one run at a time: a run that was superseded, a driver that was thought
@@ -8,19 +8,43 @@ dead, say, can neither plan nor commit.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from turnlane.errors import LaneTaken
 from turnlane.node.commits import Range
+from turnlane.queues.contract import Outcome
+from turnlane.queues.ranges import Ranges
+from turnlane.queues.spans import Span, count_of
+
+
+class Planned(NamedTuple):
+    """What a lane reads."""
+
+    queue: str
+    spans: Sequence[Span]
+    batch: int = 0
+    """Which of the run's batches it is. A lane of several nodes does not always reach all."""
+
+    def settled_by(self, kept: Iterable[Span], dead: Iterable[Span]) -> list[Range]:
+        """What its commit settles: all of it but what is kept for a later batch."""
+        left = Ranges(self.spans)
+        for span in kept:
+            left.remove(*span)
+        given_up = [part for span in Ranges(dead) for part in left.within(*span)]
+        for span in given_up:
+            left.remove(*span)
+        ranges = [Range(self.queue, *span) for span in left]
+        return ranges + [Range(self.queue, *span, Outcome.DEAD) for span in given_up]
 
 
 @dataclass(slots=True)
 class _Lane:
     run: str
-    queue: str
-    first: int
-    end: int
+    planned: Planned
     committed: bool = False
+    kept: int = 0
 
 
 class Lanes:
@@ -31,24 +55,21 @@ class Lanes:
         self._retired: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
 
-    def plan(self, lane: str, run: str, queue: str, first: int, end: int) -> None:
-        """The lane works on ``first`` to ``end - 1`` now. Raises ``LaneTaken``."""
+    def plan(self, lane: str, run: str, planned: Planned) -> None:
+        """The lane works on these offsets now, and on no others. Raises ``LaneTaken``."""
         with self._lock:
             self._check(lane, run)
             known = self._lanes.get(lane)
-            if known is not None and known.run == run and not known.committed:
-                # A batch of this run whose commit did not get here: it is done with, too.
-                first = min(first, known.first)
-            elif known is not None and known.run != run:
+            if known is not None and known.run != run:
                 self._retired.add((lane, known.run))
-            self._lanes[lane] = _Lane(run, queue, first, end)
+            self._lanes[lane] = _Lane(run, planned)
 
     def queue_of(self, lane: str) -> str | None:
         """The queue that a lane was last planned to read."""
         known = self._lanes.get(lane)
-        return None if known is None else known.queue
+        return None if known is None else known.planned.queue
 
-    def planned(self, lane: str, run: str) -> Range:
+    def planned(self, lane: str, run: str) -> Planned:
         """What a commit of this run settles, or has settled.
 
         Raises ``LaneTaken``, also if nothing was planned: the node was started anew since, and what
@@ -59,19 +80,25 @@ class Lanes:
             known = self._lanes.get(lane)
             if known is None or known.run != run:
                 raise LaneTaken(f"this run of lane {lane!r} is unknown here: start the lane anew")
-            return Range(known.queue, known.first, known.end)
+            return known.planned
 
     def is_committed(self, lane: str) -> bool:
         """Whether what was planned last is settled."""
         known = self._lanes.get(lane)
         return known is not None and known.committed
 
-    def committed(self, lane: str, run: str) -> None:
-        """What was planned is settled."""
+    def committed(self, lane: str, run: str, kept: Iterable[Span] = ()) -> None:
+        """What was planned is settled, but for what was kept."""
         with self._lock:
             known = self._lanes.get(lane)
             if known is not None and known.run == run:
                 known.committed = True
+                known.kept = count_of(kept)
+
+    def kept(self, lane: str) -> int:
+        """How many events the last commit of a lane has kept."""
+        known = self._lanes.get(lane)
+        return 0 if known is None else known.kept
 
     def _check(self, lane: str, run: str) -> None:
         if (lane, run) in self._retired:

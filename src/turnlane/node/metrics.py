@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from turnlane.node.action_metrics import metrics_of_actions
 from turnlane.node.node import Node
 from turnlane.queues.contract import Outcome
 from turnlane.queues.stats import Stats
@@ -151,6 +152,7 @@ class NodeCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """The metrics at this moment."""
         yield from self._of_queues()
+        yield from metrics_of_actions(self._node.breakers)
         yield from self._of_node()
         yield from self._of_inputs()
 
@@ -185,6 +187,10 @@ class NodeCollector(Collector):
             ),
             (_counter("leases_expired", "Leases that ran out."), node.leases.expired),
             (_counter("commits", "Commits carried out."), node.commits.total),
+            (
+                _gauge("dead_letters_waiting", "Dead letters in memory: their queue is full."),
+                sum(node.commits.overflow.events().values()),
+            ),
             (
                 _counter("commits_repeated", "Commits that had been carried out before."),
                 node.commits.repeated,

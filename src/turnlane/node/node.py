@@ -25,7 +25,10 @@ from turnlane.errors import (
     QueueExists,
     StorageFailed,
 )
+from turnlane.node.audit import Audit
+from turnlane.node.breakers import Breakers
 from turnlane.node.commits import Commits
+from turnlane.node.forgotten import forgotten
 from turnlane.node.housekeeping import Housekeeping
 from turnlane.node.lanes import Lanes
 from turnlane.node.leases import Leases
@@ -78,11 +81,30 @@ class Node(Closing):
             self.staging = Staging(data / "staging", self._disk)
             self.commits = Commits(data / "commits", self._disk, self.staging, self.queue)
             self.lanes = Lanes()
+            self.breakers = Breakers()
+            self.audit = Audit(data)
             recovered = self.commits.recover()
             self.leases = opened.enter_context(Leases())
-            opened.enter_context(Housekeeping(self.staging, lambda: self.queues().values()))
+            opened.callback(self.commits.overflow.close)
+            opened.enter_context(
+                Housekeeping(
+                    self.staging, lambda: self.queues().values(), self.commits.overflow.drain
+                )
+            )
             self._let_go = opened.pop_all().close
+        self._tell_forgotten()
         log.info("node %s: %d queues, %d commits finished", data, len(self._queues), recovered)
+
+    def _tell_forgotten(self) -> None:
+        opened = [queue.settings.path for queue in self._queues.values() if queue.settings.path]
+        for path, pending in forgotten(self.data / "queues", opened, self._disk):
+            log.warning(
+                "%s holds %d events that nobody reads: there is no queue %r on disk in the "
+                "configuration; add it to read them, or delete the directory",
+                path,
+                pending,
+                path.name,
+            )
 
     def _held(self, data: Path) -> int:
         try:
@@ -143,14 +165,15 @@ class Node(Closing):
             if queue.settings.path is not None:
                 shutil.rmtree(queue.settings.path)
 
-    def stage(self, name: str, schema: pa.Schema) -> Stage:
+    def stage(self, name: str, schema: pa.Schema, spare: int = 0) -> Stage:
         """Begin to stage blocks for a queue; what it could never take is refused here.
 
-        Raises ``NoSuchQueue``, ``SchemaMismatch``, ``StorageFailed``.
+        If it is full when they are committed, ``spare`` of them may wait in memory. Raises
+        ``NoSuchQueue``, ``SchemaMismatch``, ``StorageFailed``.
         """
         vet = self.queue(name).producer().vet
         ready = vet(pa.RecordBatch.from_pylist([], schema))
-        return self.staging.stage(name, ready.schema, vet)
+        return self.staging.stage(name, ready.schema, vet, spare)
 
     def _placed(self, name: str, knobs: Mapping[str, Any]) -> QueueSettings:
         """Settings with a place below the data directory, for kinds that have one."""

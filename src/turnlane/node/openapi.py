@@ -25,11 +25,19 @@ _LEASE: Final[Json] = {
     "schema": {"type": "string", "minLength": 1},
 }
 
+_ACTION: Final[Json] = {
+    "name": "action",
+    "in": "path",
+    "required": True,
+    "description": "The action's name.",
+    "schema": {"type": "string", "minLength": 1},
+}
+
 _PROBLEMS: Final = {
     "400": "The request is wrong; `detail` names the place. Nothing has happened.",
     "401": "A token is needed, or the one given is unknown or has expired.",
     "403": "The token does not give the right to do that.",
-    "404": "There is no such queue, or lease.",
+    "404": "There is no such queue, lease or breaker.",
     "409": "There is a queue of this name with other settings.",
     "413": "An event, or the request, is larger than can ever be taken.",
     "415": "The body's encoding is not known; use gzip, deflate or none.",
@@ -242,6 +250,30 @@ def _drop() -> Json:
     }
 
 
+def _breakers() -> Json:
+    return {
+        "operationId": "breakers",
+        "summary": "The circuit breakers of actions.",
+        "tags": ["actions"],
+        "responses": {
+            "200": _ok("Those whose queues the token may read.", ref("Breakers")),
+            **_problems("400", "401", "503"),
+        },
+    }
+
+
+def _reset() -> Json:
+    return {
+        "operationId": "reset",
+        "summary": "Close the breaker of an action: its destination is back.",
+        "tags": ["actions"],
+        "responses": {
+            "200": _ok("It is closed.", ref("Breaker")),
+            **_problems("400", "401", "403", "404", "503"),
+        },
+    }
+
+
 def _about(name: str, summary: str, *, not_ready: bool = False) -> Json:
     responses: Json = {"200": _ok("Yes.", ref("Status"))}
     if not_ready:
@@ -290,6 +322,8 @@ def _paths() -> Json:
         "/queues/{queue}/events": of_queue | {"post": _publish(), "get": _take()},
         "/queues/{queue}/peek": of_queue | {"get": _peek()},
         "/queues/{queue}/settle": of_queue | {"post": _settle()},
+        "/breakers": {"get": _breakers()},
+        "/breakers/{action}/reset": {"parameters": [_ACTION], "post": _reset()},
         "/healthz": {"get": _about("healthz", "Whether the process is alive.")},
         "/readyz": {"get": _about("readyz", "Whether the node takes events.", not_ready=True)},
         "/metrics": {"get": _metrics()},

@@ -172,6 +172,20 @@ SCHEMAS: Final[Json] = {
             "queues": {"type": "array", "items": ref("Queue")},
         },
     ),
+    "Breaker": _object(
+        ("queue", "state", "wait", "failures", "error"),
+        {
+            "queue": _TEXT | {"description": "The queue that the action's lane reads."},
+            "state": _TEXT | {"enum": ["closed", "open", "half_open"]},
+            "wait": {"type": "number", "description": "Seconds until something may be sent."},
+            "failures": _COUNT | {"description": "In a row."},
+            "error": _optional(_TEXT) | {"description": "What the destination said last."},
+        },
+    ),
+    "Breakers": _object(
+        ("breakers",),
+        {"breakers": {"type": "object", "additionalProperties": ref("Breaker")}},
+    ),
     "Status": _object(
         ("status",),
         {"status": _TEXT, "reasons": {"type": "array", "items": _TEXT}},

@@ -31,16 +31,21 @@ class Contents(NamedTuple):
     schema: pa.Schema
     events: int
     bytes: int
+    spare: int = 0
+    """So many events may wait in memory if the queue has no room for them; 0: none."""
 
 
 class Stage(Closing):
     """A file of blocks for one queue, being written; given up unless :meth:`finish` was called."""
 
-    def __init__(self, staging: Staging, queue: str, schema: pa.Schema, vet: Vet) -> None:
+    def __init__(
+        self, staging: Staging, queue: str, schema: pa.Schema, vet: Vet, spare: int
+    ) -> None:
         self.id = uuid.uuid4().hex
         self._queue = queue
         self._schema = schema
         self._vet = vet
+        self._spare = spare
         self._events = 0
         self._bytes = 0
         self._staging = staging
@@ -68,7 +73,7 @@ class Stage(Closing):
         """Make it last; returns the id to commit it by."""
         self._disk.sync(self._fd)
         self._disk.sync_directory(self._staging.directory)
-        contents = Contents(self._queue, self._schema, self._events, self._bytes)
+        contents = Contents(self._queue, self._schema, self._events, self._bytes, self._spare)
         self._staging.finished(self.id, contents)
         self._finished = True
         return self.id
@@ -100,10 +105,12 @@ class Staging:
         self._lock = threading.Lock()
         directory.mkdir(parents=True, exist_ok=True)
 
-    def stage(self, queue: str, schema: pa.Schema, vet: Vet = lambda block: block) -> Stage:
+    def stage(
+        self, queue: str, schema: pa.Schema, vet: Vet = lambda block: block, spare: int = 0
+    ) -> Stage:
         """Begin a stage for a queue. Raises ``StorageFailed``."""
         try:
-            return Stage(self, queue, schema, vet)
+            return Stage(self, queue, schema, vet, spare)
         except OSError as error:
             raise StorageFailed(f"cannot stage: {error.strerror or error}") from error
 

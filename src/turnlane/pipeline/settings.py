@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
+from turnlane.delivery.settings import DeliverySettings
 from turnlane.quantities import Duration
 from turnlane.queues.kinds import Kind
-from turnlane.queues.settings import Name, QueueSettings
+from turnlane.queues.knobs import Name
+from turnlane.queues.settings import QueueSettings
 
 MAIN: Final = "main"
 """The main queue's name, and the main lane's."""
@@ -19,6 +21,8 @@ DEAD_LETTERS: Final = "main.dead"
 """The queue of events that could not be parsed, where `on_error` is `dead`."""
 DISCARD: Final = "discard"
 """The output that ends an event's way."""
+SPARK: Final = "spark"
+"""The output that Spark itself writes."""
 
 _FUNCTION: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -137,7 +141,15 @@ class ActionSettings(Part):
     lane: LaneSettings = Field(
         default_factory=LaneSettings, description="How much the lane takes at a time."
     )
+    delivery: DeliverySettings = Field(
+        default_factory=DeliverySettings, description="How the events are brought to the output."
+    )
     output: Any = Field(description="Where the events go.")
+
+    @field_validator("delivery", mode="before")
+    @classmethod
+    def _usual(cls, delivery: object) -> object:
+        return {} if delivery is None else delivery
 
     @property
     def is_direct(self) -> bool:
@@ -154,6 +166,16 @@ class ActionSettings(Part):
         """Whether the event's way ends here."""
         return bool(self.output.type == DISCARD)
 
+    @property
+    def tries_direct(self) -> bool:
+        """Whether the main lane calls the output, and only what that leaves goes to the queue."""
+        return not self.is_direct and self.delivery.mode == "try_direct"
+
+    @property
+    def dead_letters(self) -> str | None:
+        """The queue of what can never be delivered; ``None`` where Spark itself writes."""
+        return None if self.output.type in (DISCARD, SPARK) else f"{self.name}.dead"
+
 
 class PipelineSettings(Part):
     """Everything between the main queue and the outputs."""
@@ -168,6 +190,12 @@ class PipelineSettings(Part):
     def dead_letters(self) -> str | None:
         """The queue of what could not be parsed, if that is to be kept apart."""
         return DEAD_LETTERS if self.parse is not None and self.parse.on_error == "dead" else None
+
+    @property
+    def dead_letter_queues(self) -> list[str]:
+        """The queues of what cannot be parsed, and of what cannot be delivered."""
+        names = [self.dead_letters, *(action.dead_letters for action in self.actions)]
+        return [name for name in names if name is not None]
 
     @property
     def queued(self) -> tuple[ActionSettings, ...]:

@@ -17,9 +17,11 @@ from starlette.responses import Response
 
 from turnlane.errors import (
     EventTooLarge,
+    NoSuchBreaker,
     NoSuchLease,
     NoSuchQueue,
     NoSuchStage,
+    NoSuchStream,
     NotAllowed,
     NotSupported,
     QueueClosed,
@@ -51,6 +53,8 @@ _STATUS: Final[tuple[tuple[type[BaseException], int], ...]] = (
     (NoSuchQueue, 404),
     (NoSuchLease, 404),
     (NoSuchStage, 404),
+    (NoSuchStream, 404),
+    (NoSuchBreaker, 404),
     (QueueExists, 409),
     (NotSupported, 400),
     (TurnlaneError, 400),

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
 from turnlane.errors import SchemaMismatch
-from turnlane.events import BASE_SCHEMA, Block, conform
+from turnlane.events import Block, conform, typed
 
 READ_SCHEMA = (
     "key string, value binary, timestamp timestamp, severity tinyint, source string, "
@@ -26,6 +27,11 @@ _PLACE = ("queue", "partition", "offset", "direct", "payload")
 def read_schema(*, include_headers: bool) -> str:
     """The columns of an event, as DDL."""
     return f"{READ_SCHEMA}, {HEADERS}" if include_headers else READ_SCHEMA
+
+
+def names_read() -> list[str]:
+    """The names of all those columns."""
+    return [field.split()[0] for field in read_schema(include_headers=True).split(", ")]
 
 
 class RowMaker:
@@ -81,28 +87,35 @@ def check_writable(schema: StructType, *, needs_route: bool) -> None:
 
 def as_block(rows: pa.RecordBatch) -> Block:
     """Spark's rows as a queue takes them: base columns of the right type, no place."""
-    arrays: list[pa.Array[Any]] = []
-    fields: list[pa.Field[Any]] = []
-    for name in rows.schema.names:
-        if name in _PLACE:
-            continue
-        column = rows.column(name)
-        if name in BASE_SCHEMA.names:
-            wanted = BASE_SCHEMA.field(name).type
-            column = column if column.type == wanted else pc.cast(column, wanted)
-        arrays.append(column)
-        fields.append(pa.field(name, column.type))
-    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+    return typed(rows, without=_PLACE)
 
 
 def by_route(rows: pa.RecordBatch, column: str) -> Sequence[tuple[str, pa.RecordBatch]]:
     """The rows by the name in a column, or by each of several; one without any is in none."""
-    queues: Any = rows.column(column)
-    index: Any = None
-    if pa.types.is_list(queues.type):
-        index = pc.list_parent_indices(queues)
-        queues = pc.list_flatten(queues)
-    names = [name for name in pc.unique(queues).to_pylist() if name is not None]
-    if index is None:
-        return [(name, rows.filter(pc.equal(queues, name))) for name in names]
-    return [(name, rows.take(index.filter(pc.equal(queues, name)))) for name in names]
+    names, index = _routes(rows, column)
+    return [(name, rows.take(_where(names, name, index))) for name in _each(names)]
+
+
+def routes_of(rows: pa.RecordBatch, column: str) -> dict[str, npt.NDArray[np.bool_]]:
+    """The same as masks: which rows have a name in a column."""
+    names, index = _routes(rows, column)
+    masks = {name: np.zeros(rows.num_rows, dtype=np.bool_) for name in _each(names)}
+    for name, mask in masks.items():
+        mask[np.asarray(_where(names, name, index))] = True
+    return masks
+
+
+def _routes(rows: pa.RecordBatch, column: str) -> tuple[Any, Any]:
+    """All names in a column, and the row of each."""
+    names: Any = rows.column(column)
+    if pa.types.is_list(names.type):
+        return pc.list_flatten(names), pc.list_parent_indices(names)
+    return names, pa.array(np.arange(rows.num_rows))
+
+
+def _where(names: Any, name: str, index: Any) -> Any:  # noqa: ANN401 - columns
+    return index.filter(pc.equal(names, pa.scalar(name)))
+
+
+def _each(names: Any) -> list[str]:  # noqa: ANN401 - a column
+    return [name for name in pc.unique(names).to_pylist() if name is not None]

@@ -13,14 +13,18 @@ from typing import Final
 
 from pyspark.sql.streaming.query import StreamingQuery
 
+from turnlane.spark.suspension import Suspension
+
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE: Final = 1.0
 LAST_PAUSE: Final = 60.0
 """Seconds between attempts, doubling from one to the other."""
-HEALTHY_AFTER: Final = 120.0
-"""A lane that ran so long has recovered: its next pause is a short one again."""
 LOOK_SECONDS: Final = 0.2
+BATCH_SECONDS: Final = 10.0
+"""How long a batch may go on once the lane is to stop: a task stops sending after half of that."""
+PROCESSING: Final = "Processing new data"
+"""What Spark says of a query that is at a batch."""
 
 
 class LaneState(StrEnum):
@@ -44,21 +48,38 @@ class LaneStatus:
     """Why it failed last; ``None`` if it has recovered, or never did."""
     batches: int
     rows: int
+    suspension: Suspension | None = None
+    """What its destination says while it is not to be sent anything; the query itself runs."""
+
+    @property
+    def suspended(self) -> str | None:
+        """Why nothing is sent; ``None`` if things are."""
+        return None if self.suspension is None else self.suspension.why
 
 
 Start = Callable[[str], StreamingQuery]
 """Starts the query; the argument tells this run of the lane from all others."""
 Watch = Callable[[StreamingQuery], None]
 """Called now and then while the query runs, and once when it has ended."""
+HeldUp = Callable[[], Suspension | None]
+"""Says what keeps the lane from sending, if anything does."""
 
 
 class Lane:
     """Runs a query on a thread of its own until it is stopped."""
 
-    def __init__(self, name: str, start: Start, watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        start: Start,
+        watch: Watch | None = None,
+        held_up: HeldUp = lambda: None,
+    ) -> None:
         self.name = name
         self._start = start
         self._watch = watch or (lambda _: None)
+        self._held_up = held_up
+        self._suspension: Suspension | None = None
         self._stop = threading.Event()
         self._query: StreamingQuery | None = None
         self._state = LaneState.STARTING
@@ -73,25 +94,35 @@ class Lane:
         """Begin."""
         self._thread.start()
 
-    def stop(self, timeout: float = 30.0) -> None:
-        """End the query; what it has not committed stays in its queue."""
+    def ask_to_stop(self) -> None:
+        """Have the query end after the batch that is under way. Does not wait."""
         self._stop.set()
+
+    def stop(self, timeout: float = 30.0) -> None:
+        """End the query; what it has not committed within the time stays in its queue."""
+        self._stop.set()
+        self._thread.join(timeout)
         query = self._query
         if query is not None and query.isActive:
             query.stop()
-        self._thread.join(timeout)
 
     @property
     def status(self) -> LaneStatus:
         """How it is."""
         return LaneStatus(
-            self.name, self._state, self._restarts, self._reason, self._batches, self._rows
+            self.name,
+            self._state,
+            self._restarts,
+            self._reason,
+            self._batches,
+            self._rows,
+            self._suspension,
         )
 
     def _run(self) -> None:
         pause = FIRST_PAUSE
         while not self._stop.is_set():
-            started = time.monotonic()
+            batches = self._batches
             try:
                 self._run_once()
             except Exception as error:  # noqa: BLE001 - whatever it is, other lanes run on
@@ -99,8 +130,8 @@ class Lane:
                 log.warning("lane %s failed: %s", self.name, self._reason)
             if self._stop.is_set():
                 break
-            if time.monotonic() - started > HEALTHY_AFTER:
-                pause = FIRST_PAUSE
+            if self._batches > batches:
+                pause = FIRST_PAUSE  # it had recovered: a batch that fails for ever is the first
             self._state = LaneState.WAITING
             self._stop.wait(pause)
             pause = min(2 * pause, LAST_PAUSE)
@@ -114,13 +145,24 @@ class Lane:
             while query.isActive and not self._stop.is_set():
                 self._stop.wait(LOOK_SECONDS)
                 self._look(query)
+            self._let_batch_end(query)
         finally:
+            self._suspension = None
             if query.isActive:
                 query.stop()
         error = query.exception()
         if error is not None:
             raise error
         self._look(query)
+
+    def _let_batch_end(self, query: StreamingQuery) -> None:
+        """What is being sent need not be sent again if it may end, and be committed."""
+        deadline = time.monotonic() + BATCH_SECONDS
+        while query.isActive and query.status["message"] == PROCESSING:
+            if time.monotonic() > deadline:
+                log.warning("lane %s: a batch takes too long and comes again", self.name)
+                return
+            time.sleep(0.01)
 
     def _look(self, query: StreamingQuery) -> None:
         progress = query.lastProgress
@@ -132,6 +174,7 @@ class Lane:
                 self._rows += progress.numInputRows
             self._state = LaneState.RUNNING
             self._reason = None
+        self._suspension = self._held_up()
         self._watch(query)
 
 

@@ -7,15 +7,17 @@ connections are kept for as long as the process lives.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache, partial
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from turnlane.client.remote import Credentials, RemoteNode, StageWriter
+from turnlane.client.keys import nodes_of
+from turnlane.client.remote import Credentials, RemoteNode
 from turnlane.client.url import Url
 from turnlane.errors import TransportDown
 from turnlane.events import Block
@@ -23,6 +25,11 @@ from turnlane.spark.options import SourceOptions
 from turnlane.spark.ranges import Positions
 
 log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+GRACE_SECONDS: Final = 2.0
+"""How much longer than it was asked to wait a node may take before the others go on without it."""
 
 
 class Extent(NamedTuple):
@@ -42,6 +49,9 @@ class Nodes:
             for place, location in zip(url.places, url.locations(), strict=True)
         ]
         self._waiting = ThreadPoolExecutor(len(self._nodes), "turnlane-wait")
+        self._asked: dict[tuple[int, str], Future[Any]] = {}
+        """Questions that are not answered yet: a node that hangs is not asked again meanwhile."""
+        self._away: set[int] = set()
 
     @classmethod
     def of(cls, options: SourceOptions) -> Nodes:
@@ -56,6 +66,9 @@ class Nodes:
         """How many there are."""
         return len(self._nodes)
 
+    def __getitem__(self, number: int) -> RemoteNode:
+        return self._nodes[number]
+
     # ── reading ──────────────────────────────────────────────────────────────────────────────────
 
     def extents(self, queue: str) -> dict[int, Extent]:
@@ -67,29 +80,63 @@ class Nodes:
         """Wait until a node has more than it had; those that are away are left out.
 
         One that answers at once does not keep the others waiting: they are asked again next time.
+        Raises ``TransportDown`` if all are away.
         """
-        extents = self._answers(queue, beyond, 0.0)
+        extents = self._extents(queue, beyond, 0.0)
         if any(extent.end > beyond[node] for node, extent in extents.items()) or not timeout:
             return extents
-        return self._answers(queue, beyond, timeout)
+        return self._extents(queue, beyond, timeout)
 
-    def _answers(self, queue: str, beyond: Positions, timeout: float) -> dict[int, Extent]:
-        asked = {
-            node: self._waiting.submit(self._nodes[node].wait, queue, offset, timeout)
+    def _extents(self, queue: str, beyond: Positions, timeout: float) -> dict[int, Extent]:
+        questions = {
+            node: partial(self._nodes[node].wait, queue, offset, timeout)
             for node, offset in beyond.items()
             if node < self.count
         }
-        extents = {}
+        ends = self.answers(f"wait {queue}", questions, timeout)
+        return {node: Extent(each.low, each.end) for node, each in ends.items()}
+
+    def answers(
+        self, about: str, questions: Mapping[int, Callable[[], Answer]], timeout: float
+    ) -> dict[int, Answer]:
+        """Ask several nodes at once; those that are away are left out.
+
+        A node that has not answered the last question ``about`` something is not asked again: its
+        answer, once it comes, is to the question of then. Raises ``TransportDown`` if all are away.
+        """
+        asked = {node: self._ask(node, about, question) for node, question in questions.items()}
+        wait(asked.values(), None if self.count == 1 else timeout + GRACE_SECONDS)
+        found: dict[int, Answer] = {}
+        trouble = TransportDown("no node answers")
         for node, answer in asked.items():
             try:
-                ends = answer.result()
+                found[node] = answer.result(None if self.count == 1 else 0.0)
+                self._is_back(node)
+            except TimeoutError:
+                self._is_away(node, "it does not answer")
+                continue
             except TransportDown as error:
-                if self.count == 1:
-                    raise
-                log.warning("going on without node %d: %s", node, error)
-            else:
-                extents[node] = Extent(ends.low, ends.end)
-        return extents
+                self._is_away(node, trouble := error)
+            del self._asked[node, about]
+        if not found:
+            raise trouble
+        return found
+
+    def _ask(self, node: int, about: str, question: Callable[[], Answer]) -> Future[Answer]:
+        known = self._asked.get((node, about))
+        if known is None:
+            known = self._asked[node, about] = self._waiting.submit(question)
+        return known
+
+    def _is_away(self, node: int, why: object) -> None:
+        if node not in self._away:
+            self._away.add(node)
+            log.warning("going on without node %d: %s", node, why)
+
+    def _is_back(self, node: int) -> None:
+        if node in self._away:
+            self._away.remove(node)
+            log.warning("node %d is back", node)
 
     def bytes_per_event(self, queue: str) -> float:
         """The average size of an event that waits, at least 1."""
@@ -133,10 +180,6 @@ class Nodes:
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────
 
-    def stage(self, node: int, queue: str, schema: pa.Schema) -> StageWriter:
-        """Begin to stage blocks for a queue."""
-        return self._nodes[node].stage(queue, schema)
-
     def commit(
         self, node: int, stages: Sequence[str], *, writer: str | None = None, epoch: int = 0
     ) -> None:
@@ -149,28 +192,6 @@ class Nodes:
             self._nodes[node].abort(stages)
         except TransportDown as error:
             log.warning("node %d keeps %d stages for now: %s", node, len(stages), error)
-
-    # ── lanes ────────────────────────────────────────────────────────────────────────────────────
-
-    def plan(self, lane: str, run: str, queue: str, start: Positions, end: Positions) -> None:
-        """Tell the nodes what a lane works on, for its sink to commit; also those with nothing."""
-        for node, first in start.items():
-            try:
-                self._nodes[node].plan(lane, run, queue, first, end[node])
-            except TransportDown as error:
-                if end[node] > first:
-                    raise
-                log.warning("node %d did not hear of lane %s: %s", node, lane, error)
-
-    def commit_lane(self, node: int, stages: Sequence[str], lane: str, run: str) -> None:
-        """Publish stages and move the lane's cursor over what it was planned to read."""
-        try:
-            self._nodes[node].commit(stages, lane=lane, run=run)
-        except TransportDown as error:
-            if stages or self.count == 1:
-                raise
-            # It had nothing for this batch, or nothing that passed: its cursor moves with the next.
-            log.warning("node %d did not hear of lane %s: %s", node, lane, error)
 
 
 @cache
@@ -187,7 +208,24 @@ def _first_timestamp(blocks: Iterator[tuple[int, Block]]) -> int | None:
 
 def by_partition(rows: pa.RecordBatch) -> list[tuple[int, pa.RecordBatch]]:
     """Rows by the node that they came from."""
-    numbers = np.asarray(rows.column("partition"))
+    return _by_number(rows, np.asarray(rows.column("partition")))
+
+
+def by_content(rows: pa.RecordBatch, nodes: int) -> list[tuple[int, pa.RecordBatch]]:
+    """Rows by the node that they belong to: by key, as with every producer, else by value.
+
+    So a batch that is written again goes where it went, and is known there.
+    """
+    numbers = nodes_of(rows.column("value"), nodes)
+    if "key" in rows.schema.names:
+        keyed = nodes_of(rows.column("key"), nodes)
+        numbers = np.where(keyed < 0, numbers, keyed)
+    return _by_number(rows, np.maximum(numbers, 0))
+
+
+def _by_number(
+    rows: pa.RecordBatch, numbers: npt.NDArray[np.integer]
+) -> list[tuple[int, pa.RecordBatch]]:
     found = np.unique(numbers)
     if len(found) == 1:
         return [(int(found[0]), rows)]

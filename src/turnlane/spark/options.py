@@ -14,9 +14,12 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
+from turnlane.delivery.settings import Ordering
 from turnlane.errors import ConfigError
 from turnlane.problems import Contradiction, Problem, config_error, did_you_mean
 from turnlane.quantities import Duration, Size
+from turnlane.spark.steps import Step
+from turnlane.spark.suspension import Way
 
 EARLIEST: Final = "earliest"
 LATEST: Final = "latest"
@@ -43,24 +46,12 @@ def _json(value: object) -> object:
 OffsetsOption = Annotated[Offsets, BeforeValidator(_offsets)]
 
 
-class SourceOptions(BaseModel):
-    """What reading and writing have in common."""
+class Options(BaseModel):
+    """Options as Spark has them: texts, their names in camel case."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True
     )
-
-    endpoint: str = Field(
-        default_factory=lambda: os.environ.get("TURNLANE_URL", ""),
-        description="The node, or nodes: `turnlane://host:port[,host:port]`, `turnlanes://` for "
-        "TLS. Default: the environment variable `TURNLANE_URL`.",
-    )
-    token: str | None = Field(default=None, repr=False, description="The bearer token.")
-    token_env: str | None = Field(default=None, description="The environment variable that has it.")
-    token_file: Path | None = Field(default=None, description="The file that has it.")
-    tls_ca: Path | None = Field(default=None, description="The certificates to trust.")
-    tls_cert: Path | None = Field(default=None, description="The client's own certificate.")
-    tls_key: Path | None = Field(default=None, description="Its key.")
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> Self:
@@ -84,6 +75,22 @@ class SourceOptions(BaseModel):
     def names(cls) -> list[str]:
         """The options' names, as they are documented."""
         return [field.alias or name for name, field in cls.model_fields.items()]
+
+
+class SourceOptions(Options):
+    """What reading and writing have in common."""
+
+    endpoint: str = Field(
+        default_factory=lambda: os.environ.get("TURNLANE_URL", ""),
+        description="The node, or nodes: `turnlane://host:port[,host:port]`, `turnlanes://` for "
+        "TLS. Default: the environment variable `TURNLANE_URL`.",
+    )
+    token: str | None = Field(default=None, repr=False, description="The bearer token.")
+    token_env: str | None = Field(default=None, description="The environment variable that has it.")
+    token_file: Path | None = Field(default=None, description="The file that has it.")
+    tls_ca: Path | None = Field(default=None, description="The certificates to trust.")
+    tls_cert: Path | None = Field(default=None, description="The client's own certificate.")
+    tls_key: Path | None = Field(default=None, description="Its key.")
 
     @model_validator(mode="after")
     def _endpoint_given(self) -> Self:
@@ -167,10 +174,24 @@ class ReadOptions(SourceOptions):
         description="Let filters on `offset` and `partition` decide what a batch query reads. "
         "Needs Spark's `spark.sql.python.filterPushdown.enabled`.",
     )
-    poll_timeout: Duration = Field(default=0.5, description="How long a node is asked to wait.")
+    poll_timeout: Duration = Field(default=1.0, description="How long a node is asked to wait.")
     lane: str | None = Field(default=None, description="The lane whose cursor the sink moves.")
     run: str | None = Field(
         default=None, description="Tells this start of a lane from earlier ones."
+    )
+    ways: Annotated[tuple[tuple[Way, ...], ...], BeforeValidator(_json)] = Field(
+        default=(),
+        description="For lanes: what must be free for a batch, as JSON; see `suspension.py`.",
+    )
+    ordering: Ordering = Field(default=Ordering.NONE, description="For lanes: what waits for what.")
+    fresh_share: float = Field(
+        default=0.0, ge=0, le=1, description="For lanes: the share of the newest of a backlog."
+    )
+    probe_events: int = Field(
+        default=1000, ge=1, description="For lanes: the events of a batch that is a probe."
+    )
+    batch_seconds: Duration = Field(
+        default=5.0, gt=0, description="For lanes: how long tasks go on sending."
     )
 
 
@@ -186,13 +207,13 @@ class WriteOptions(SourceOptions):
         description="Makes a streaming write exactly once: a batch that was committed under this "
         "id is not written again. Default: from `checkpointLocation`.",
     )
-    outputs: Annotated[dict[str, dict[str, Any]], BeforeValidator(_json)] = Field(
-        default={},
-        description="For lanes: the outputs that tasks call, by action, as JSON.",
+    steps: Annotated[tuple[Step, ...], BeforeValidator(_json)] = Field(
+        default=(),
+        description="For lanes: what tasks do for each action, as JSON; see `steps.py`.",
     )
     routed: bool = Field(
         default=False,
-        description="Beside `outputs`: whether the column `queue` sends rows on to queues, too.",
+        description="Beside `steps`: whether the column `queue` sends rows on to queues, too.",
     )
     checkpoint_location: str | None = Field(default=None, description="Spark's own.")
     query_name: str | None = Field(default=None, description="Spark's own.")

@@ -8,36 +8,47 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamReader, DataStreamWriter
 
-from turnlane.errors import ConfigError
+from turnlane.errors import ConfigError, RetryLater
 from turnlane.formats.parse_settings import Format
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import MAIN, ActionSettings, LaneSettings, PipelineSettings
-from turnlane.spark.columns import read_schema
+from turnlane.spark.columns import names_read, read_schema
 from turnlane.spark.lane import Lane, LaneStatus, Start
+from turnlane.spark.lane_nodes import Gates, HeldUp
+from turnlane.spark.lane_options import in_json, reading, writing
+from turnlane.spark.needs import wanted_by_main
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.options import WriteOptions
 from turnlane.spark.parsing import parsed
-from turnlane.spark.payloads import with_payload
-from turnlane.spark.routing import routed
+from turnlane.spark.payloads import PAYLOAD, with_payload
+from turnlane.spark.routing import DIRECT, routed
+from turnlane.spark.sink_files import in_few_files, patient
+from turnlane.spark.sinks import check_sink
+from turnlane.spark.steps import Step, step_of_lane, steps_of_main, ways_of
 
 log = logging.getLogger(__name__)
+
+QUERY: Final = {"transform", "sql", "watermark", "with_queues", "output_mode"}
+"""The settings of an action on which the state of its query depends."""
 
 
 class Pipeline:
     """Lanes over the queues of one endpoint.
 
     ``access`` are the options by which ``format("turnlane")`` reaches the nodes: the endpoint, and
-    token and TLS where they are needed.
+    token and TLS where they are needed. ``prepare`` is called before a lane is started, or started
+    again: a node that was away may lack what the lane needs.
     """
 
     def __init__(
@@ -46,8 +57,10 @@ class Pipeline:
         access: Mapping[str, str],
         spark: SparkSession,
         checkpoints: Path,
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
+        self._prepare = prepare
         self._access = dict(access)
         self._spark = spark
         self._checkpoints = checkpoints
@@ -58,7 +71,8 @@ class Pipeline:
     def start(self) -> None:
         """Start every lane. Raises ``ConfigError`` if one of them could never run."""
         self.check()
-        self._lanes = [Lane(MAIN, self._one_by_one(self._start_main))]
+        held_up = self._held_up(steps_of_main(self._settings))
+        self._lanes = [Lane(MAIN, self._one_by_one(self._start_main), held_up=held_up)]
         self._lanes += [self._lane(action) for action in self._settings.queued]
         for lane in self._lanes:
             lane.start()
@@ -66,6 +80,7 @@ class Pipeline:
     def _one_by_one(self, start: Start) -> Start:
         def started(run: str) -> StreamingQuery:
             with self._starting:
+                self._prepare()
                 # Makes the session this thread's active one, in which alone Spark looks for
                 # data sources written in Python.
                 self._spark.createDataFrame([], "nothing string")
@@ -76,7 +91,10 @@ class Pipeline:
     def stop(self, timeout: float = 30.0) -> None:
         """Stop every lane; what is not committed stays in its queue."""
         for lane in self._lanes:
-            lane.stop(timeout)
+            lane.ask_to_stop()
+        deadline = time.monotonic() + timeout
+        for lane in self._lanes:
+            lane.stop(max(0.0, deadline - time.monotonic()))
 
     def status(self) -> list[LaneStatus]:
         """How the lanes are."""
@@ -115,48 +133,60 @@ class Pipeline:
 
     # ── the main lane ────────────────────────────────────────────────────────────────────────────
 
-    def events(self, source: DataFrame) -> DataFrame:
-        """Events as actions see them: parsed and transformed."""
-        return self._transformed(parsed(source, self._settings.parse))
+    def events(self, source: DataFrame, wanted: Collection[str] | None = None) -> DataFrame:
+        """Events as actions see them: parsed, as far as that is ``wanted``, and transformed."""
+        return self._transformed(parsed(source, self._settings.parse, wanted))
 
     def _transformed(self, events: DataFrame) -> DataFrame:
         if self._settings.transform is None:
             return events
         return _called(self._settings.transform, events)
 
-    def routed(self, source: DataFrame) -> DataFrame:
+    def routed(self, source: DataFrame, wanted: Collection[str] | None = None) -> DataFrame:
         """Events with their routes."""
-        return routed(self.events(source), self._settings.actions, self._settings.dead_letters)
+        events = self.events(source, wanted)
+        return routed(events, self._settings.actions, self._settings.dead_letters)
 
     def _start_main(self, run: str) -> StreamingQuery:
-        outputs = {action.name: action.output for action in self._settings.direct}
-        routes = self.routed(self._read(MAIN, MAIN, run, self._settings.lane).load())
-        rows = _storable(with_payload(routes, "json") if outputs else routes)
-        return self._lane_query(rows, MAIN, run, self._settings.lane, outputs)
+        steps = steps_of_main(self._settings)
+        reader = self._read_lane(MAIN, run, self._settings.lane, steps)
+        wanted = wanted_by_main(self._settings)
+        rows = self.routed(reader.load(), wanted)
+        if any(step.output is not None for step in steps):
+            rows = with_payload(rows, "json" if wanted is None else "raw")
+        return self._lane_query(self._stored(rows), MAIN, run, self._settings.lane, steps)
 
     # ── the others ───────────────────────────────────────────────────────────────────────────────
 
     def _lane(self, action: ActionSettings) -> Lane:
         if isinstance(action.output, SparkSinkSettings) or action.is_stateful:
             settling = Settling(Nodes.of(WriteOptions.of(self._access)), action.name)
-            start = self._one_by_one(partial(self._start_durable, action))
+            start = self._one_by_one(partial(self._start_durable, patient(action)))
             # With several queues Spark does not say which is which: their readers settle, later.
             return Lane(action.name, start, None if action.with_queues else settling)
-        return Lane(action.name, self._one_by_one(partial(self._start_stateless, action)))
+        start = self._one_by_one(partial(self._start_stateless, action))
+        return Lane(action.name, start, held_up=self._held_up([step_of_lane(action)]))
+
+    def _held_up(self, steps: Sequence[Step]) -> HeldUp:
+        return HeldUp(Gates(Nodes.of(WriteOptions.of(self._access))), ways_of(steps))
 
     def _start_stateless(self, action: ActionSettings, run: str) -> StreamingQuery:
         """Its cursor in the node is the truth: the checkpoint is thrown away with the run."""
-        events = self._action_events(action, self._read(action.name, action.name, run, action.lane))
-        rows = with_payload(events, getattr(action.output, "format", "json"))
-        return self._lane_query(rows, action.name, run, action.lane, {action.name: action.output})
+        steps = [step_of_lane(action)]
+        reader = self._read_lane(action.name, run, action.lane, steps)
+        events = self._action_events(action, reader)
+        rows = _storable(with_payload(events, _payload_form(action)))
+        return self._lane_query(rows, action.name, run, action.lane, steps)
 
     def _start_durable(self, action: ActionSettings, run: str) -> StreamingQuery:
         """Its checkpoint holds state, or makes the sink exactly once: it stays."""
-        reader = self._read(action.name, None, run, action.lane)
+        del run  # it goes on where the one before has ended
+        reader = self._read(action.name, action.lane)
         rows = self._action_events(action, reader.option("consume", bool(action.with_queues)))
         checkpoint = self._checkpoints / f"{action.name}-{self._fingerprint(action)}"
         if isinstance(action.output, SparkSinkSettings):
-            writer = _to_sink(rows, action.output)
+            check_sink(self._spark, action.output, checkpoint)
+            writer = _to_sink(rows, action)
         else:
             # Spark's own sinks for Python take no updates: each batch is written as one.
             writer = rows.writeStream.foreachBatch(partial(self._deliver, action))
@@ -165,9 +195,8 @@ class Pipeline:
 
     def _deliver(self, action: ActionSettings, rows: DataFrame, batch: int) -> None:
         del batch
-        named = {action.name: action.output.model_dump(mode="json")}
-        options = {**self._access, "outputs": json.dumps(named)}
-        payloads = with_payload(rows, getattr(action.output, "format", "json"))
+        options = {**self._access, "steps": in_json([step_of_lane(action)])}
+        payloads = with_payload(rows, _payload_form(action))
         payloads.write.format("turnlane").options(**options).mode("append").save()
 
     def _action_events(self, action: ActionSettings, reader: DataStreamReader) -> DataFrame:
@@ -184,7 +213,7 @@ class Pipeline:
             events = events.withWatermark("timestamp", f"{action.watermark} seconds")
         events.createOrReplaceTempView("events")
         for name in action.with_queues:
-            other = self._read(name, None, "", action.lane).option("consume", value=True)
+            other = self._read(name, action.lane).option("consume", value=True)
             if any(name == each.name for each in self._settings.queued):
                 other = other.schema(self._stored_schema())
             other.load().createOrReplaceTempView(name)
@@ -193,7 +222,14 @@ class Pipeline:
     def _stored_schema(self) -> Any:  # noqa: ANN401
         """The columns of action queues: those of events once they are parsed and transformed."""
         base = self._spark.createDataFrame([], read_schema(include_headers=True))
-        return _storable(self.events(base)).schema
+        return self._stored(self.events(base)).schema
+
+    def _stored(self, events: DataFrame) -> DataFrame:
+        """Events without columns that no queue keeps: what only filters have read is left out."""
+        if wanted_by_main(self._settings) is None:
+            return _storable(events)
+        kept = {*names_read(), DIRECT, PAYLOAD}
+        return events.select(*(name for name in events.columns if name in kept))
 
     def _restored(self, events: DataFrame) -> DataFrame:
         """Events with the columns that no queue stores made again."""
@@ -202,17 +238,28 @@ class Pipeline:
         return events.withColumn("data", F.try_parse_json(F.col("value").cast("string")))
 
     def _fingerprint(self, action: ActionSettings) -> str:
-        """Another query has other state: a changed one begins anew at the queue's cursor."""
-        parts = [self._settings.parse, action.model_copy(update={"filter": None, "queue": None})]
-        texts = [part.model_dump_json() if part is not None else "" for part in parts]
-        texts.append(self._settings.transform or "")
-        return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:12]
+        """What a checkpoint belongs to; another one begins anew at the queue's cursor.
+
+        A query that remembers things: another query has other state. And the files of a sink, which
+        know their batches by the checkpoint's numbers, so nothing else may give them new ones.
+        """
+        parts: list[Any] = []
+        if isinstance(action.output, SparkSinkSettings):
+            parts += [action.output.format, action.output.place]
+        if action.is_stateful:
+            parse = self._settings.parse
+            parts += [parse and parse.model_dump_json(), self._settings.transform]
+            parts.append(action.model_dump_json(include=QUERY))
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
     # ── reading and writing ──────────────────────────────────────────────────────────────────────
 
-    def _read(
-        self, queue: str, lane: str | None, run: str, settings: LaneSettings
+    def _read_lane(
+        self, lane: str, run: str, settings: LaneSettings, steps: Sequence[Step]
     ) -> DataStreamReader:
+        return self._read(lane, settings).options(**reading(lane, run, settings, steps))
+
+    def _read(self, queue: str, settings: LaneSettings) -> DataStreamReader:
         options = {
             **self._access,
             "queue": queue,
@@ -224,14 +271,7 @@ class Pipeline:
             "workers": str(settings.workers or self._spark.sparkContext.defaultParallelism),
             "workerMinimumEvents": str(settings.worker_minimum_events),
         }
-        if lane is not None:
-            options |= {"lane": lane, "run": run}
         return self._spark.readStream.format("turnlane").options(**options)
-
-    def _to_outputs(self, rows: DataFrame, outputs: Mapping[str, Any]) -> DataStreamWriter:
-        named = {name: settings.model_dump(mode="json") for name, settings in outputs.items()}
-        options = {**self._access, "outputs": json.dumps(named)}
-        return rows.writeStream.format("turnlane").options(**options)
 
     def _lane_query(
         self,
@@ -239,11 +279,10 @@ class Pipeline:
         lane: str,
         run: str,
         settings: LaneSettings,
-        outputs: Mapping[str, Any],
+        steps: Sequence[Step],
     ) -> StreamingQuery:
-        writer = self._to_outputs(rows, outputs).options(
-            lane=lane, run=run, routed=str(lane == MAIN).lower()
-        )
+        options = {**self._access, **writing(lane, run, steps)}
+        writer = rows.writeStream.format("turnlane").options(**options)
         runs = self._checkpoints / "runs" / lane
         shutil.rmtree(runs, ignore_errors=True)
         return self._started(writer, lane, settings, runs / run)
@@ -261,9 +300,22 @@ class Pipeline:
         )
 
 
-def _to_sink(rows: DataFrame, settings: SparkSinkSettings) -> DataStreamWriter:
+def _payload_form(action: ActionSettings) -> str:
+    """What payloads are made of: values as they are only if all the action's outputs want them so.
+
+    Tasks can make raw payloads of others, but not the other way round.
+    """
+    failover = action.delivery.failover
+    outputs = [action.output] if failover is None else [action.output, failover.output]
+    forms = {str(getattr(output, "format", "json")) for output in outputs}
+    return "raw" if forms == {"raw"} else "json"
+
+
+def _to_sink(rows: DataFrame, action: ActionSettings) -> DataStreamWriter:
+    settings = action.output
     if settings.columns:
         rows = rows.selectExpr(*settings.columns)
+    rows = in_few_files(rows, action)
     writer = rows.writeStream.format(settings.format).options(**settings.options)
     if settings.path is not None:
         writer = writer.option("path", settings.path)
@@ -277,6 +329,8 @@ class Settling:
         self._nodes = nodes
         self._queue = queue
         self._settled: dict[int, int] = {}
+        self._late: set[int] = set()
+        """Nodes that it was told of that they have not settled: once is enough."""
 
     def __call__(self, query: StreamingQuery) -> None:
         """Look how far the query has come."""
@@ -287,9 +341,17 @@ class Settling:
                 self._settle(int(node), int(offset))
 
     def _settle(self, node: int, offset: int) -> None:
-        if offset > self._settled.get(node, 0):
+        if offset <= self._settled.get(node, 0):
+            return
+        try:
             self._nodes.settle(node, self._queue, offset)
+        except RetryLater as error:  # tried again with the next look
+            if node not in self._late:
+                log.warning("node %d has not settled %s yet: %s", node, self._queue, error)
+            self._late.add(node)
+        else:
             self._settled[node] = offset
+            self._late.discard(node)
 
 
 def _storable(events: DataFrame) -> DataFrame:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Final
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Filter, InputPartition
@@ -28,6 +28,9 @@ from turnlane.spark.pruning import Bounds, bounds_of
 from turnlane.spark.ranges import Positions, Slice, admitted, sliced
 
 log = logging.getLogger(__name__)
+
+UNHEARD: Final = -1
+"""The position on a node that has been away since the query was made."""
 
 
 class DataLost(Never):
@@ -66,7 +69,7 @@ class QueueReading:
     def _rows(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         maker = RowMaker(self._arrow_schema(), self._options.queue, piece.node)
         blocks = self._nodes().read(piece.node, self._options.queue, piece.first, piece.end)
-        for first, block in _gathered(blocks, self._options.rows_per_batch):
+        for first, block in gathered(blocks, self._options.rows_per_batch):
             yield maker.rows(block, first)
 
     def _arrow_schema(self) -> pa.Schema:
@@ -79,14 +82,15 @@ class QueueReading:
         if wanted == LATEST:
             return {node: extent.end for node, extent in extents.items()}
         assert isinstance(wanted, dict)
-        missing = sorted(extents.keys() - wanted.keys())
-        unknown = sorted(wanted.keys() - extents.keys())
-        if missing or unknown:
-            raise Never(f"{knob}: names nodes {sorted(wanted)}, but there are {sorted(extents)}")
+        self._check_named(wanted, knob, extents)
         return {node: min(max(wanted[node], 0), extents[node].end) for node in extents}
 
+    def _check_named(self, wanted: dict[int, int], knob: str, nodes: Collection[int]) -> None:
+        if wanted.keys() != set(nodes):
+            raise Never(f"{knob}: names nodes {sorted(wanted)}, but there are {sorted(nodes)}")
 
-def _gathered(blocks: Iterator[tuple[int, Block]], rows: int) -> Iterator[tuple[int, Block]]:
+
+def gathered(blocks: Iterator[tuple[int, Block]], rows: int) -> Iterator[tuple[int, Block]]:
     """Consecutive blocks joined up to ``rows``: Spark pays for every batch it is given."""
     held: list[Block] = []
     first = end = 0
@@ -143,8 +147,16 @@ class StreamReader(QueueReading, DataSourceStreamReader, SupportsTriggerAvailabl
         nodes, options = self._nodes(), self._options
         if options.starting_timestamp is not None:
             return _written(nodes.offsets_at(options.queue, options.starting_timestamp))
-        extents = nodes.extents(options.queue)
-        return _written(self._resolved(options.starting_offsets, "startingOffsets", extents))
+        unheard = dict.fromkeys(range(nodes.count), UNHEARD)
+        return _written(unheard | self._begun(nodes.wait(options.queue, unheard, 0.0)))
+
+    def _begun(self, extents: dict[int, Extent]) -> dict[int, int]:
+        """Where reading begins on these nodes."""
+        wanted = self._options.starting_offsets
+        if isinstance(wanted, dict):
+            self._check_named(wanted, "startingOffsets", range(self._nodes().count))
+            wanted = {node: wanted[node] for node in extents}
+        return self._resolved(wanted, "startingOffsets", extents)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         if self._options.max_offsets_per_trigger is not None:
@@ -160,6 +172,10 @@ class StreamReader(QueueReading, DataSourceStreamReader, SupportsTriggerAvailabl
     def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:  # noqa: N802
         at = _read(start)
         extents = self._available(at)
+        heard = {node: each for node, each in extents.items() if at[node] == UNHEARD != each.end}
+        if heard:
+            # A step without events, by which Spark learns where they begin.
+            return _written(at | self._begun(heard))
         self._check_loss(at, extents)
         end = {node: max(at[node], extents[node].end) for node in at}
         self._seen = dict(end)
@@ -216,10 +232,8 @@ class StreamReader(QueueReading, DataSourceStreamReader, SupportsTriggerAvailabl
         return _written(self._seen) if self._seen else None
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
-        first, last = _read(start), _read(end)
-        if self._options.lane is not None and self._options.run is not None:
-            lane, run = self._options.lane, self._options.run
-            self._nodes().plan(lane, run, self._options.queue, first, last)
+        last = _read(end)
+        first = {node: last[node] if at == UNHEARD else at for node, at in _read(start).items()}
         return self._partitions(first, last)
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
@@ -227,8 +241,8 @@ class StreamReader(QueueReading, DataSourceStreamReader, SupportsTriggerAvailabl
         return self._rows(partition.piece)
 
     def commit(self, end: dict[str, int]) -> None:
-        """Spark is through with everything before ``end``. A lane's sink has settled it already."""
-        if not self._options.consume or self._options.lane is not None:
+        """Spark is through with everything before ``end``."""
+        if not self._options.consume:
             return
         for node, offset in _read(end).items():
             try:

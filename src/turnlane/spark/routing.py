@@ -35,7 +35,7 @@ def routed(
                 going = F.expr("false") if matches is None else _all_of(going, ~matches)
             continue
         name = F.lit(action.name)
-        (direct if action.is_direct else queued).append(
+        (direct if action.is_direct or action.tries_direct else queued).append(
             name if matches is None else F.when(matches, name)
         )
     routes = {QUEUE: _present(queued), DIRECT: _present(direct)}

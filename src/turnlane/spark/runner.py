@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pyspark.sql import SparkSession
 
 from turnlane.client.remote import Credentials, RemoteNode
 from turnlane.client.url import Url
-from turnlane.errors import QueueExists
+from turnlane.errors import QueueExists, TransportDown
 from turnlane.pipeline.settings import PipelineSettings
 from turnlane.spark.lane import LaneState, LaneStatus
 from turnlane.spark.options import WriteOptions
@@ -21,7 +22,7 @@ from turnlane.spark.pipeline import Pipeline
 
 log = logging.getLogger(__name__)
 
-Change = tuple[str, LaneState, str | None]
+Change = tuple[str, LaneState, str | None, str | None]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Plan:
 
     def pipeline(self, spark: SparkSession) -> Pipeline:
         """Its lanes, none of them started."""
-        return Pipeline(self.settings, self.access, spark, self.checkpoints)
+        prepare = partial(make_queues, self)
+        return Pipeline(self.settings, self.access, spark, self.checkpoints, prepare)
 
 
 class Runner:
@@ -87,7 +89,7 @@ class Runner:
     def changes(self) -> Iterator[LaneStatus]:
         """The lanes that are no longer as they were when last asked."""
         for each in self.status():
-            now = (each.name, each.state, each.reason)
+            now = (each.name, each.state, each.reason, each.suspended)
             if self._known.get(each.name) != now and not self._is_repeat(each):
                 self._known[each.name] = now
                 yield each
@@ -104,16 +106,25 @@ class Runner:
 
 
 def make_queues(plan: Plan) -> None:
-    """Make the queues that the nodes lack, on each of them.
+    """Make the queues that the nodes lack, on each of them that answers.
 
-    Those that are there stay as they are. Raises what the node raises, and ``TransportDown``.
+    Those that are there stay as they are. Raises what the node raises, and ``TransportDown`` if no
+    node answers.
     """
     options = WriteOptions.of(plan.access)
     credentials = Credentials(options.secret(), options.tls_ca, options.tls_cert, options.tls_key)
     url = Url.parse(options.endpoint)
+    away: list[TransportDown] = []
     for place, location in zip(url.places, url.locations(), strict=True):
         with RemoteNode(place, location, credentials) as node:
-            _make_queues(node, plan.queues)
+            try:
+                _make_queues(node, plan.queues)
+            except TransportDown as error:
+                away.append(error)
+    if len(away) == len(url.places):
+        raise away[0]
+    for trouble in away:
+        log.info("its queues are made later: %s", trouble)
 
 
 def _make_queues(node: RemoteNode, queues: Mapping[str, Mapping[str, Any]]) -> None:

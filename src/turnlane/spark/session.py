@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
+import pyspark
 from pyspark.sql import SparkSession
 
 from turnlane.errors import Never
@@ -53,7 +56,26 @@ def open_session(settings: SparkSettings) -> SparkSession:
     find_java()
     # Without it, workers in a virtual environment do not connect back.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    if settings.master.startswith("local"):
+        use_installed_pyspark()
     builder = SparkSession.builder.master(settings.master).appName(settings.app_name)
     for name, value in {**DEFAULTS, **settings.conf}.items():
         builder = builder.config(name, value)
     return builder.getOrCreate()
+
+
+def use_installed_pyspark() -> None:
+    """Have Spark's Python processes import pyspark from where it is installed.
+
+    Before that Spark lets them look into a zip of the same modules, below its home, which Python
+    compiles anew in every process: nearly a second each time. So Spark gets a home without that
+    zip, unless somebody has given it one. To be called before Java is started.
+    """
+    installed = Path(pyspark.__file__).parent
+    if "SPARK_HOME" in os.environ or not (installed / "jars").is_dir():
+        return
+    home = Path(tempfile.mkdtemp(prefix="turnlane-spark-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    for name in ("bin", "jars"):
+        (home / name).symlink_to(installed / name)
+    os.environ["SPARK_HOME"] = str(home)

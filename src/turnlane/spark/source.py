@@ -14,6 +14,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from turnlane.spark.columns import check_writable, read_schema
+from turnlane.spark.lane_reading import LaneReader
 from turnlane.spark.options import ReadOptions, WriteOptions
 from turnlane.spark.reading import BatchReader, PruningReader, StreamReader
 from turnlane.spark.writing import BatchWriter, StreamWriter
@@ -43,7 +44,9 @@ class TurnlaneSource(DataSource):
         return (PruningReader if options.push_filters else BatchReader)(options, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
-        return StreamReader(self._reading(), schema)
+        options = self._reading()
+        kind = StreamReader if options.lane is None else LaneReader
+        return kind(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001
         del overwrite  # a queue is only ever appended to
@@ -62,6 +65,6 @@ class TurnlaneSource(DataSource):
 
     def _writing(self, schema: StructType) -> WriteOptions:
         options = WriteOptions.of(_with_queue(self.options))
-        if not options.outputs:
+        if not options.steps:
             check_writable(schema, needs_route=options.queue is None)
         return options

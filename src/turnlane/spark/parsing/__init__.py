@@ -6,7 +6,7 @@ null where all went well. No event is dropped here, whatever is in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from pyspark.sql import DataFrame
@@ -27,16 +27,21 @@ def _none(df: DataFrame, settings: ParseSettings) -> DataFrame:
 
 _FORMATS: Final[dict[Format, Callable[[DataFrame, ParseSettings], DataFrame]]] = {
     Format.NONE: _none,
-    Format.SYSLOG: syslog,
     Format.JSON: json,
     Format.OTLP: otlp,
     Format.REGEX: regex,
 }
 
 
-def parsed(df: DataFrame, settings: ParseSettings) -> DataFrame:
+def parsed(
+    df: DataFrame, settings: ParseSettings, wanted: Collection[str] | None = None
+) -> DataFrame:
     """The events with the columns of their format. Works on streams and on tables alike.
 
-    Raises ``ConfigError`` for what only Spark can find wrong with the settings.
+    Columns that are not ``wanted``, where that is known, may be left out: Spark, which would not
+    work them out either, plans each batch anew, and planning syslog costs more than reading a few
+    thousand messages. Raises ``ConfigError`` for what only Spark can find wrong with the settings.
     """
+    if settings.format is Format.SYSLOG:
+        return syslog(df, settings, wanted)
     return _FORMATS[settings.format](df, settings)

@@ -1,7 +1,7 @@
 r"""Syslog as columns: RFC 5424 and RFC 3164 side by side, told apart message by message.
 
 All of it is Spark expressions, so Spark leaves out what no filter and no destination asks for:
-a filter by severity reads five characters. A message of RFC 5424 is cut at its first six spaces;
+a filter by severity reads five bytes. A message of RFC 5424 is cut at its first six spaces;
 only its structured data, if any, and RFC 3164, which has hardly a grammar, meet a regular
 expression, once. That one writes its groups with a separator between them, and the text is cut
 there: a pass for each group would cost many times as much.
@@ -11,6 +11,7 @@ Steps hand on columns that start with ``_``: Spark computes such a column once f
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 from pyspark.sql import Column, DataFrame
@@ -24,6 +25,8 @@ COLUMNS: Final = (
     "structured_data", "message", PARSE_ERROR,
 )  # fmt: skip
 
+_MORE: Final = frozenset(COLUMNS) - {"facility"}
+"""The columns that take more than the priority."""
 _CUT: Final = "\x1f"
 """Stands between groups. None but the last, the message, can hold it."""
 
@@ -66,15 +69,21 @@ _AHEAD_DAYS: Final = 2
 """How far ahead of its arrival a message may be before its year is taken to be the last one."""
 
 
-def syslog(df: DataFrame, settings: ParseSettings) -> DataFrame:
+def syslog(
+    df: DataFrame, settings: ParseSettings, wanted: Collection[str] | None = None
+) -> DataFrame:
     """Add the columns of a syslog message and ``parse_error``; ``severity`` is its ``<PRI>``'s.
 
-    What can be read is in its column even if something else cannot.
+    What can be read is in its column even if something else cannot. If nothing but its ``<PRI>`` is
+    ``wanted``, nothing else is added.
     """
     kept = [name for name in df.columns if name not in (*COLUMNS, "severity")]
-    steps = df.withColumn("_text", F.make_valid_utf8(F.col("value").cast("string")))
-    steps = steps.withColumn("_end", F.instr(F.left("_text", F.lit(5)), ">"))
-    steps = steps.withColumn("_priority", _priority()).withColumn("_modern", _modern())
+    steps = df.withColumn("_head", F.left("value", F.lit(5)).cast("string"))
+    steps = steps.withColumn("_end", F.instr("_head", ">")).withColumn("_priority", _priority())
+    if wanted is not None and _MORE.isdisjoint(wanted):
+        return steps.withColumns(_of_priority()).select(*kept, "severity", "facility")
+    steps = steps.withColumn("_text", F.make_valid_utf8(F.col("value").cast("string")))
+    steps = steps.withColumn("_modern", _modern())
     steps = steps.withColumn("_split", _split()).withColumn("_pieces", _pieces())
     steps = steps.withColumns({"_month": _month(), "_data": _data()})
     steps = steps.withColumn("_time", _time(_suffix(df, settings.time_zone)))
@@ -93,11 +102,11 @@ def syslog(df: DataFrame, settings: ParseSettings) -> DataFrame:
 
 def _priority() -> Column:
     """The number in ``<PRI>``, whatever its size; null without one."""
-    digits = F.substr(F.col("_text"), F.lit(2), F.col("_end") - 2)
+    digits = F.substr(F.col("_head"), F.lit(2), F.col("_end") - 2)
     # A cast takes blanks and signs as well. They come before the digits in ASCII.
     all_digits = (digits >= "0") & (F.right(digits, F.lit(1)) >= "0")
     number = F.when(all_digits, digits.try_cast("smallint"))
-    return F.when(F.startswith("_text", F.lit("<")) & (F.col("_end") > 2), number)
+    return F.when(F.startswith("_head", F.lit("<")) & (F.col("_end") > 2), number)
 
 
 def _modern() -> Column:
@@ -182,12 +191,18 @@ def _data() -> Column:
     return F.when(F.col("_modern"), F.when(nil, _NIL).otherwise(cut_off(rest)))
 
 
-def _columns() -> dict[str, Column]:
+def _of_priority() -> dict[str, Column]:
     priority = F.when(F.col("_priority") <= 191, F.col("_priority"))
     severity = priority.bitwiseAND(F.lit(7)).cast("tinyint")
     return {
         "severity": F.coalesce(severity, F.col("severity")),
         "facility": F.shiftright(priority, 3).cast("tinyint"),
+    }
+
+
+def _columns() -> dict[str, Column]:
+    return {
+        **_of_priority(),
         "version": F.when(F.col("_pieces").isNotNull(), F.col("_modern").cast("tinyint")),
         "time": F.col("_time").try_cast("timestamp"),
         "hostname": _known(_HOSTNAME),

@@ -1,0 +1,81 @@
+"""The nodes that a command is about: those of a configuration, or those at an address."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from turnlane.cli.serve import loaded
+
+if TYPE_CHECKING:
+    from turnlane.client.remote import Credentials, RemoteNode
+    from turnlane.config import Config
+
+OptionalConfig = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", help="The configuration, a YAML file.")
+]
+Endpoint = Annotated[
+    str | None, typer.Option(help="The nodes, turnlane://host:port,…; default: what CONFIG says.")
+]
+TokenEnv = Annotated[
+    str | None, typer.Option(help="Without a CONFIG: the environment variable with the token.")
+]
+TlsCa = Annotated[
+    Path | None, typer.Option(help="Without a CONFIG: the certificates to trust, for TLS.")
+]
+
+
+@contextmanager
+def reached(
+    config: Path | None, endpoint: str | None, token_env: str | None, tls_ca: Path | None
+) -> Iterator[list[RemoteNode]]:
+    """The nodes, by number. Raises ``ConfigError``; calls raise ``TransportDown``."""
+    from turnlane.client.remote import RemoteNode
+    from turnlane.client.url import Url
+
+    where, credentials = _given(config, endpoint, token_env, tls_ca)
+    url = Url.parse(where)
+    with ExitStack() as opened:
+        yield [
+            opened.enter_context(RemoteNode(place, location, credentials))
+            for place, location in zip(url.places, url.locations(), strict=True)
+        ]
+
+
+def _given(
+    config: Path | None, endpoint: str | None, token_env: str | None, tls_ca: Path | None
+) -> tuple[str, Credentials]:
+    from turnlane.client.remote import Credentials
+
+    if config is None:
+        where = endpoint or os.environ.get("TURNLANE_URL")
+        if where is None:
+            raise typer.BadParameter("give a CONFIG, or --endpoint turnlane://host:port")
+        return where, Credentials(_secret(token_env, None), tls_ca)
+    if token_env is not None or tls_ca is not None:
+        raise typer.BadParameter("--token-env and --tls-ca are for --endpoint without a CONFIG")
+    settings = loaded(config)
+    nodes = settings.nodes
+    token = _secret(nodes.token_env, nodes.token_file)
+    credentials = Credentials(token, nodes.tls_ca, nodes.tls_cert, nodes.tls_key)
+    return endpoint or nodes.endpoint or listening(settings), credentials
+
+
+def _secret(variable: str | None, file: Path | None) -> str | None:
+    if variable is not None:
+        found = os.environ.get(variable)
+        if not found:
+            raise typer.BadParameter(f"the environment variable {variable} is not set")
+        return found
+    return None if file is None else file.read_text(encoding="utf-8").strip()
+
+
+def listening(settings: Config) -> str:
+    """Where a configuration's own node is reached."""
+    flight = settings.node.flight
+    return f"turnlane{'' if flight.tls is None else 's'}://{flight.listen}"

@@ -1,0 +1,353 @@
+"""``turnlane table``: queue tables in your databases, made, looked at, and put right."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from turnlane.cli import output
+from turnlane.cli.failure import reported
+from turnlane.cli.moments import moment
+from turnlane.cli.tables import Place, Urls, databases, given, places
+from turnlane.errors import ConfigError, NotSupported
+from turnlane.quantities import format_duration
+
+if TYPE_CHECKING:
+    from turnlane.table import Database
+    from turnlane.table.reshard import Progress
+    from turnlane.table.selection import Selection
+    from turnlane.table.status import Status
+
+table = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Queue tables: queues inside your own databases.",
+)
+
+_STATES: Final = ("to_be_fired", "fired", "acked", "dead")
+_STATUS: Final[list[output.Column]] = [
+    ("queue", "left"),
+    ("shard", "left"),
+    *((state, "right") for state in _STATES),
+    ("due", "right"),
+    ("lag", "right"),
+    ("window", "right"),
+    ("leader", "left"),
+]
+_PEEK: Final[list[output.Column]] = [
+    ("event_id", "right"),
+    ("fires", "left"),
+    ("state", "left"),
+    ("attempts", "right"),
+    ("name", "left"),
+    ("row", "left"),
+]
+
+Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
+State = Annotated[
+    list[str] | None,
+    typer.Option(help="Only those in this state: to_be_fired, fired, acked or dead."),
+]
+Id = Annotated[list[int] | None, typer.Option("--id", help="Only the one with this event_id.")]
+Name = Annotated[list[str] | None, typer.Option(help="Only the one with this event_name.")]
+Key = Annotated[list[str] | None, typer.Option(help="Only those with this key.")]
+Since = Annotated[
+    str | None,
+    typer.Option(help="Only those due since: a time in ISO 8601, 2h for ago, +2h for from now."),
+]
+Until = Annotated[str | None, typer.Option(help="Only those due before; likewise.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+@table.command()
+@reported
+def sql(
+    statement: Annotated[
+        str,
+        typer.Argument(metavar="STATEMENT", help="CREATE QUEUE, DROP QUEUE, SHOW QUEUES; - reads."),
+    ],
+    *,
+    url: Urls = None,
+    only_print: Annotated[
+        bool,
+        typer.Option("--print", help="Do nothing: print the SQL of a CREATE QUEUE, to run it."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a statement about queues, in every database that is named."""
+    text = sys.stdin.read() if statement == "-" else statement
+    with databases(url) as found:
+        if only_print:
+            _say_ddl(_ddl(found[0][1], text), as_json=as_json)
+            return
+        names = [database.sql(text) for _, database in found]
+    shown = [name for name in names[0] if all(name in each for each in names)]
+    for name in shown:
+        if as_json:
+            output.say_json({"queue": name})
+        else:
+            output.say(name)
+
+
+@table.command()
+@reported
+def ddl(queue: Queue, *, url: Urls = None, as_json: Json = False) -> None:
+    """Print the SQL that makes a queue as it is, for a migration tool."""
+    with databases(url) as found:
+        catalog = found[0][1].catalog
+        _say_ddl(catalog.ddl(catalog.definition(queue)), as_json=as_json)
+
+
+@table.command()
+@reported
+def status(
+    queue: Annotated[
+        str | None, typer.Argument(metavar="[QUEUE]", help="The queue; default: all.")
+    ] = None,
+    *,
+    url: Urls = None,
+    as_json: Json = False,
+) -> None:
+    """Show how many events are in which state, how late the first is, and who leads."""
+    with places(url, queue) as found:
+        seen = [(place, place.queue.status()) for place in found]
+    if as_json:
+        for place, each in seen:
+            output.say_json({"queue": place.queue.name, "shard": place.shard, **asdict(each)})
+    elif seen:
+        output.say_table(_STATUS, [_cells(*each) for each in seen], elastic="leader")
+    else:
+        output.say("there are no queues")
+
+
+@table.command()
+@reported
+def peek(
+    queue: Queue,
+    *,
+    url: Urls = None,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many events.")] = 10,
+    state: State = None,
+    event_id: Id = None,
+    name: Name = None,
+    key: Key = None,
+    since: Since = None,
+    until: Until = None,
+    as_json: Json = False,
+) -> None:
+    """Show events, by the time that they are due."""
+    chosen = _selection(state, event_id, name, key, since, until)
+    with places(url, queue) as found:
+        _check_key(found[0], key)
+        rows = [row for place in found for row in place.queue.scan.events(chosen, count)]
+    rows = sorted(rows, key=lambda row: (row["fire_at"], row["event_id"]))[:count]
+    if as_json:
+        for row in rows:
+            output.say_json(_shown(row))
+    elif rows:
+        output.say_table(_PEEK, [_peek_cells(row) for row in rows], elastic="row")
+    else:
+        output.say("there are none")
+
+
+@table.command()
+@reported
+def retry(
+    queue: Queue,
+    *,
+    url: Urls = None,
+    state: State = None,
+    event_id: Id = None,
+    name: Name = None,
+    key: Key = None,
+    since: Since = None,
+    until: Until = None,
+    as_json: Json = False,
+) -> None:
+    """Have dead letters fired again, now; with --state fired, what nobody has acked yet."""
+    chosen = _selection(state or ["dead"], event_id, name, key, since, until)
+    with places(url, queue) as found:
+        _check_key(found[0], key)
+        done = sum(place.queue.retry(place.queue.scan.ids(chosen)) for place in found)
+    _say_done(queue, done, "to be fired again", as_json=as_json)
+
+
+@table.command()
+@reported
+def cancel(
+    queue: Queue,
+    *,
+    url: Urls = None,
+    event_id: Id = None,
+    name: Name = None,
+    key: Key = None,
+    since: Since = None,
+    until: Until = None,
+    everything: Annotated[bool, typer.Option("--all", help="All that are to be fired.")] = False,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Delete events that were not fired; one that is on its way to a receiver may still arrive."""
+    if not everything and not any((event_id, name, key, since, until)):
+        raise ConfigError("--id", "say which events, or --all")
+    chosen = _selection(["to_be_fired"], event_id, name, key, since, until)
+    with places(url, queue) as found:
+        _check_key(found[0], key)
+        ids = [(place, place.queue.scan.ids(chosen)) for place in found]
+        count = sum(len(each) for _, each in ids)
+        if count and not yes and sys.stdin.isatty():
+            typer.confirm(f"Delete {_events(count)} of {queue}?", abort=True, err=True)
+        done = sum(place.queue.cancel(each) for place, each in ids)
+    _say_done(queue, done, "cancelled", as_json=as_json)
+
+
+@table.command()
+@reported
+def reshard(
+    queue: Queue,
+    *,
+    url: Urls = None,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RANGE=URL",
+            help="A new shard, again for more; none: go on with what was begun.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Split or merge shards while events come and fire; if it is killed, run it again."""
+    from turnlane.table.sharded import connect_shards
+
+    with connect_shards(given(url)) as databases_of_it:
+        sharded = databases_of_it.queue(queue)
+        teller = _Teller(as_json=as_json)
+        moved = (
+            sharded.reshard(given(to), teller.tell) if to else sharded.resume_reshard(teller.tell)
+        )
+        shards = sharded.map.shards
+    if moved is None:
+        raise NotSupported("no reshard was interrupted: name the new shards with --to RANGE=URL")
+    if as_json:
+        now = [{"range": str(each.key_range), "url": each.address} for each in shards]
+        output.say_json({"queue": queue, "moved": moved, "shards": now})
+    else:
+        output.say(f"{_events(moved)} moved; the shards of {queue}:")
+        for each in shards:
+            output.say(f"  {each}")
+
+
+class _Teller:
+    """Says when a reshard comes to its next step."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        self._step = ""
+
+    def tell(self, progress: Progress) -> None:
+        if progress.step == self._step:
+            return
+        self._step = progress.step
+        if self._as_json:
+            output.say_json({"step": str(progress.step), "moved": progress.moved})
+        else:
+            output.warn(f"{progress.step}, {_events(progress.moved)} moved so far")
+
+
+# ── choosing ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _selection(
+    states: list[str] | None,
+    ids: list[int] | None,
+    names: list[str] | None,
+    keys: list[str] | None,
+    *due: str | None,
+) -> Selection:
+    from turnlane.table.selection import Selection
+
+    since, until = map(_nanoseconds, ("--since", "--until"), due)
+    for state in states or ():
+        if state not in _STATES:
+            raise ConfigError("--state", f"is one of {', '.join(_STATES)}, not {state!r}")
+    return Selection(
+        states=tuple(states) if states else None,
+        ids=tuple(ids) if ids else None,
+        names=tuple(names) if names else None,
+        keys=tuple(keys) if keys else None,
+        fire_from=since,
+        fire_until=until,
+    )
+
+
+def _check_key(place: Place, keys: list[str] | None) -> None:
+    if keys and place.queue.definition.shard_by is None:
+        raise ConfigError("--key", f"{place.queue.name!r} has no SHARD BY column")
+
+
+def _nanoseconds(option: str, text: str | None) -> int | None:
+    from turnlane.table.queue import nanoseconds
+
+    found = moment(option, text)
+    return None if found is None else nanoseconds(found)
+
+
+# ── words ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _ddl(database: Database, statement: str) -> list[str]:
+    try:
+        return database.ddl(statement)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--print") from None
+
+
+def _say_ddl(statements: list[str], *, as_json: bool) -> None:
+    for statement in statements:
+        if as_json:
+            output.say_json({"statement": statement})
+        else:
+            output.say(f"{statement};\n")
+
+
+def _say_done(queue: str, count: int, what: str, *, as_json: bool) -> None:
+    if as_json:
+        output.say_json({"queue": queue, "events": count})
+    else:
+        output.say(f"{_events(count)} {what}")
+
+
+def _cells(place: Place, status: Status) -> list[str]:
+    counts = [str(status.counts[state]) for state in _STATES]
+    lag = format_duration(round(status.lag, 1)) if status.due else ""
+    leader = status.leader or "nobody"
+    numbers = [str(status.due), lag, str(status.window)]
+    return [place.queue.name, place.shard, *counts, *numbers, leader]
+
+
+def _peek_cells(row: dict[str, Any]) -> list[str]:
+    fires = datetime.fromtimestamp(row["fire_at"] / 1e9, UTC).isoformat(" ", "milliseconds")
+    known = ("fire_at", "event_id", "state", "attempts", "event_name", "keyspace_id", "priority")
+    shown = _shown(row)
+    rest = [
+        f"{name}={value}"
+        for name, value in shown.items()
+        if name not in known and value is not None
+    ]
+    place = [str(row["event_id"]), fires.removesuffix("+00:00"), row["state"]]
+    return [*place, str(row["attempts"]), row["event_name"] or "", " ".join(rest)]
+
+
+def _shown(row: dict[str, Any]) -> dict[str, object]:
+    from turnlane.queues.inspection.rows import plain
+
+    return {name: plain(value) for name, value in row.items()}
+
+
+def _events(count: int) -> str:
+    return f"{count} event{'' if count == 1 else 's'}"

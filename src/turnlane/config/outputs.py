@@ -1,0 +1,53 @@
+"""What is wrong with outputs, seen beside the rest of their actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from turnlane.config.document import Path
+from turnlane.delivery.settings import Ordering
+
+Values = dict[str, Any]
+Wrong = tuple[Path, str]
+
+_OWN_QUEUE: Final = (
+    "notes which offsets were delivered, of which the main queue has many that go elsewhere: give "
+    "the action a queue"
+)
+_NO_EVENTS: Final = "is for events; what sql makes of them has no offset: leave it out"
+_IN_ORDER: Final = (
+    "has the node there drop what comes out of order: set delivery.ordering to strict, or leave "
+    "it out"
+)
+
+
+def wrong_outputs(
+    actions: Sequence[tuple[int, Values]], is_direct: Callable[[Values], bool]
+) -> Iterator[Wrong]:
+    """All that is wrong, with its place."""
+    for at, action in actions:
+        output = action.get("output")
+        path: Path = ("actions", at, "output")
+        if not isinstance(output, dict):
+            continue
+        if output.get("type") == "sql" and output.get("exactly_once") is True:
+            yield from _once((*path, "exactly_once"), action, direct=is_direct(action))
+        if output.get("type") == "queue" and output.get("producer") is not None:
+            yield from _numbered((*path, "producer"), action)
+
+
+def _once(path: Path, action: Values, *, direct: bool) -> Iterator[Wrong]:
+    if direct:
+        yield path, _OWN_QUEUE
+    elif action.get("sql") is not None:
+        yield path, _NO_EVENTS
+
+
+def _numbered(path: Path, action: Values) -> Iterator[Wrong]:
+    delivery = action.get("delivery")
+    ordering = delivery.get("ordering") if isinstance(delivery, dict) else None
+    if ordering != Ordering.STRICT:
+        yield path, _IN_ORDER
+    elif action.get("sql") is not None:
+        yield path, _NO_EVENTS

@@ -1,0 +1,121 @@
+"""Breakers: what all tasks of all executors know together about the destinations of actions.
+
+Tasks come and go, on machines of their own; whether a destination is worth trying is known here,
+so that they act as one: one of them probes, and none sends before the time has come. It is
+forgotten with the process: then a destination that is away is found out again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, NamedTuple
+
+from turnlane.delivery.gate import LocalGate, Permit, Report
+from turnlane.delivery.settings import DeliverySettings
+from turnlane.errors import NoSuchBreaker
+
+TASK_SECONDS: Final = 60.0
+"""A task that has not been heard of for so long has died."""
+
+
+class Activity(NamedTuple):
+    """What tasks are doing at this moment."""
+
+    tasks: int
+    preparing: int
+    sending: int
+
+
+class Asker(NamedTuple):
+    """Who asks for a permit: a task that delivers for an action."""
+
+    action: str
+    queue: str
+    """The queue that its lane reads: who may read it may ask."""
+    task: str
+    settings: DeliverySettings
+    preparing: int = 0
+    sending: int = 0
+    """How much it is doing."""
+
+
+class _Task(NamedTuple):
+    heard: float
+    preparing: int
+    sending: int
+
+
+@dataclass(slots=True)
+class Breaker:
+    """The gate of one action, and who is at work for it."""
+
+    queue: str
+    settings: DeliverySettings
+    gate: LocalGate
+    tasks: dict[str, _Task] = field(default_factory=dict)
+    most_tasks: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"queue": self.queue, **self.activity()._asdict(), **asdict(self.gate.status())}
+
+    def activity(self) -> Activity:
+        """What its tasks are doing."""
+        limit = time.monotonic() - TASK_SECONDS
+        alive = [task for task in list(self.tasks.values()) if task.heard > limit]
+        return Activity(
+            len(alive),
+            sum(task.preparing for task in alive),
+            sum(task.sending for task in alive),
+        )
+
+
+class Breakers:
+    """The breakers of a node, made when they are first asked for. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._breakers: dict[str, Breaker] = {}
+        self._lock = threading.Lock()
+
+    def permit(self, asker: Asker) -> Permit:
+        """What an action's task may send now."""
+        return self._of(asker).gate.permit()
+
+    def report(self, asker: Asker, report: Report) -> None:
+        """A task tells how its sends went."""
+        self._of(asker).gate.report(report)
+
+    def leave(self, asker: Asker) -> None:
+        """A task is through."""
+        self._of(asker).tasks.pop(asker.task, None)
+
+    def _of(self, asker: Asker) -> Breaker:
+        """The breaker of whoever asks; with other settings than before it begins anew."""
+        now = time.monotonic()
+        with self._lock:
+            found = self._breakers.get(asker.action)
+            if found is None or found.settings != asker.settings:
+                found = Breaker(asker.queue, asker.settings, LocalGate(asker.settings))
+                self._breakers[asker.action] = found
+            found.queue = asker.queue
+            found.tasks[asker.task] = _Task(now, asker.preparing, asker.sending)
+            gone = [key for key, task in found.tasks.items() if task.heard < now - TASK_SECONDS]
+            for key in gone:
+                del found.tasks[key]
+            found.most_tasks = max(found.most_tasks, len(found.tasks))
+        return found
+
+    def of(self, action: str) -> Breaker:
+        """The breaker of an action. Raises ``NoSuchBreaker``."""
+        found = self._breakers.get(action)
+        if found is None:
+            known = ", ".join(sorted(self._breakers)) or "none"
+            raise NoSuchBreaker(f"no task has delivered for {action!r} yet; there are: {known}")
+        return found
+
+    def all(self) -> dict[str, Breaker]:
+        """All breakers by action."""
+        with self._lock:
+            return dict(sorted(self._breakers.items()))

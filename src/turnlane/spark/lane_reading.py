@@ -1,0 +1,185 @@
+"""Reading for a lane: what the node says is not settled, batch by batch.
+
+Spark's own offsets are a clock for it, no more: they change when there is something to do. What a
+batch has is agreed with the nodes, and events of which a task could make nothing come again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit
+from pyspark.sql.types import StructType
+
+from turnlane.client.keys import nodes_of
+from turnlane.client.remote import Unsettled
+from turnlane.queues.spans import Span, count_of, hulls, inside
+from turnlane.spark.columns import RowMaker
+from turnlane.spark.lane_nodes import Gates, LaneNodes
+from turnlane.spark.options import ReadOptions
+from turnlane.spark.reading import QueueReading, gathered
+from turnlane.spark.shares import Share, batch_of, shared
+from turnlane.spark.sizing import BatchSize
+from turnlane.spark.suspension import suspension
+
+AGAIN: Final = "again"
+"""The part of an offset that changes when there is nothing new, and something left to do."""
+LARGEST: Final = 10_000_000
+"""The most events of a batch where nobody says how many."""
+
+Offset = dict[str, int]
+
+
+class SharePartition(InputPartition):
+    """A share, as Spark carries it to a task."""
+
+    def __init__(self, share: Share) -> None:
+        super().__init__(tuple(share))
+        self.share = share
+
+
+class LaneReader(QueueReading, DataSourceStreamReader):
+    """A queue as a lane reads it. The driver has one, and each task one for its share."""
+
+    def __init__(self, options: ReadOptions, schema: StructType) -> None:
+        super().__init__(options, schema)
+        assert options.lane is not None
+        assert options.run is not None
+        self._size = BatchSize.at_first(
+            options.probe_events, options.max_offsets_per_trigger or LARGEST, options.batch_seconds
+        )
+        self._batch: dict[int, list[Span]] = {}
+        self._count = 0
+        self._begun: float | None = None
+        """When the last batch was planned, until it is known how it went."""
+        self._waiting_since: float | None = None
+        self._seen: Offset = {}
+
+    def _lane(self) -> LaneNodes:
+        options = self._options
+        assert options.lane is not None
+        assert options.run is not None
+        return LaneNodes(self._nodes(), options.lane, options.run, options.queue)
+
+    # ── in the driver ────────────────────────────────────────────────────────────────────────────
+
+    def initialOffset(self) -> Offset:  # noqa: N802
+        return {AGAIN: 0}
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        return ReadAllAvailable()
+
+    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
+        """Another one than ``start`` if there is a batch to be had; waits a while for one."""
+        del limit  # it is the size of the batch, which is found out
+        options = self._options
+        actions = [way.action for ways in options.ways for way in ways]
+        held_up = suspension(options.ways, Gates(self._nodes()).status(actions))
+        if held_up.wait > 0 or held_up.is_probe:
+            self._begun = None  # of a batch that failed there is nothing to learn about the rate
+        if held_up.wait > 0:
+            time.sleep(min(held_up.wait, options.poll_timeout))
+            return start
+        events = self._events(is_probe=held_up.is_probe)
+        fresh = 0.0 if held_up.is_probe else options.fresh_share
+        found = self._lane().waiting(events, int(events * fresh), options.poll_timeout)
+        self._learn(found)
+        if not self._enough(sum(each.pending for each in found.values())):
+            return start
+        waiting = {node: each.spans for node, each in found.items()}
+        self._batch = batch_of(waiting, events, fresh)
+        self._seen = {str(node): each.end for node, each in found.items()}
+        return self._next(start, found)
+
+    def _events(self, *, is_probe: bool) -> int:
+        return self._options.probe_events if is_probe else self._size.events
+
+    def _learn(self, found: dict[int, Unsettled]) -> None:
+        """How the last batch went, now that it is through."""
+        if self._begun is None:
+            return
+        took = time.monotonic() - self._begun
+        planned = sum(map(count_of, self._batch.values()))
+        kept = sum(each.kept for each in found.values())
+        self._size = self._size.after(planned, min(kept, planned), took)
+        self._begun = None
+
+    def _enough(self, pending: int) -> bool:
+        """Whether there is enough for a batch, or it has been waited for long enough."""
+        if not pending:
+            self._waiting_since = None
+            return False
+        now = time.monotonic()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        options = self._options
+        left = self._waiting_since + options.max_trigger_delay - now
+        if pending < options.min_offsets_per_trigger and left > 0:
+            # Spark asks again at once: not to burn a core while there is too little.
+            time.sleep(min(options.poll_timeout, left))
+            return False
+        self._waiting_since = None
+        return True
+
+    def _next(self, start: Offset, found: dict[int, Unsettled]) -> Offset:
+        """The offset of the batch: how far it goes, and a count if that is no farther."""
+        ends = {
+            str(node): max(start.get(str(node), 0), self._batch[node][-1][1])
+            for node in found
+            if self._batch[node]
+        }
+        following = start | ends
+        return following if following != start else start | {AGAIN: start[AGAIN] + 1}
+
+    def reportLatestOffset(self) -> Offset | None:  # noqa: N802
+        """How far the queue goes: Spark shows the lag."""
+        return self._seen or None
+
+    def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
+        del start, end  # what they stand for was agreed on when the offset was made
+        options = self._options
+        self._count += 1
+        self._begun = time.monotonic()
+        self._batch = self._lane().plan(self._batch, self._count)
+        shares = shared(
+            self._batch,
+            options.ordering,
+            at_most=options.workers or max(2, options.min_partitions),
+            per=options.worker_minimum_events,
+        )
+        return [SharePartition(share) for share in shares]
+
+    def commit(self, end: Offset) -> None:
+        """Nothing: the sink has settled it."""
+
+    # ── in tasks ─────────────────────────────────────────────────────────────────────────────────
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        assert isinstance(partition, SharePartition)
+        return self._shares_rows(partition.share)
+
+    def _shares_rows(self, share: Share) -> Iterator[pa.RecordBatch]:
+        queue, nodes = self._options.queue, self._nodes()
+        maker = RowMaker(self._arrow_schema(), queue, share.node)
+        for hull in hulls(share.spans):
+            blocks = nodes.read(share.node, queue, *hull)
+            for first, block in gathered(blocks, self._options.rows_per_batch):
+                chosen = inside(share.spans, first, block.num_rows)
+                if share.parts > 1:
+                    chosen &= _of_part(block, first, share)
+                rows = maker.rows(block, first)
+                yield rows if chosen.all() else rows.filter(pa.array(chosen))
+
+
+def _of_part(block: pa.RecordBatch, first: int, share: Share) -> Any:  # noqa: ANN401 - a mask
+    """Which rows have a key of this part; those without any are shared by their offsets."""
+    places = np.arange(first, first + block.num_rows) % share.parts
+    if "key" not in block.schema.names:
+        return places == share.part
+    parts = nodes_of(block.column("key"), share.parts)
+    return np.where(parts < 0, places, parts) == share.part

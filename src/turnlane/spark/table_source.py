@@ -1,0 +1,69 @@
+"""``format("turnlane_table")``: a queue table, to be read as it is, and to schedule events in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+)
+from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.types import StructType
+
+from turnlane.spark.table_options import TableOptions, TableReadOptions, TableWriteOptions
+from turnlane.spark.table_reading import PruningTableReader, TableReader
+from turnlane.spark.table_writing import TableBatchWriter, TableStreamWriter
+from turnlane.table.columns import check_names, schema_of
+from turnlane.table.definition import Definition
+
+
+class TurnlaneTableSource(DataSource):
+    """What Spark asks for a reader or a writer."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "turnlane_table"
+
+    def schema(self) -> StructType:
+        return from_arrow_schema(schema_of(_definition(self._reading())))
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        options = self._reading()
+        kind = PruningTableReader if options.push_filters else TableReader
+        return kind(options, schema, _definition(options))
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001
+        del overwrite  # a queue is only ever appended to
+        return TableBatchWriter(self._writing(schema))
+
+    def streamWriter(  # noqa: N802
+        self,
+        schema: StructType,
+        overwrite: bool,  # noqa: FBT001
+    ) -> DataSourceStreamWriter:
+        del overwrite
+        return TableStreamWriter(self._writing(schema))
+
+    def _reading(self) -> TableReadOptions:
+        return TableReadOptions.of(self._given())
+
+    def _writing(self, schema: StructType) -> TableWriteOptions:
+        options = TableWriteOptions.of(self._given())
+        check_names(schema.names, _definition(options))
+        return options
+
+    def _given(self) -> dict[str, Any]:
+        """``load("mails")`` and ``save("mails")`` name the table."""
+        given = dict(self.options)
+        path = given.pop("path", None)
+        if path is not None:
+            given.setdefault("table", path)
+        return given
+
+
+def _definition(options: TableOptions) -> Definition:
+    with options.opened() as spread:
+        return spread.definition

@@ -1,0 +1,261 @@
+"""Are dead letters shown, sent again and thrown away as they are chosen, and never lost?"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.contract.harness import wait_until
+from tests.node.conftest import Serve, Served, values
+from turnlane.cli.app import app
+from turnlane.client.dead_letters import Chosen, DeadLetters
+from turnlane.client.letters import Choice
+from turnlane.delivery.dead_letters import dead_letter_block
+from turnlane.delivery.outcome import DeadLetter
+from turnlane.errors import ConfigError, RetryLater
+from turnlane.events import Block, block_of
+
+PATIENCE = 120.0
+QUEUES: dict[str, dict[str, Any]] = {
+    "main": {},
+    "alerts": {},
+    "alerts.dead": {},
+    "direct.dead": {},
+}
+NOON = datetime(2026, 11, 16, 12, tzinfo=UTC)
+
+
+def letters(numbers: range, reason: str = "Never", hour: int = 0, action: str = "alerts") -> Block:
+    """Dead letters as a lane stages them."""
+    keys = [f"key-{number % 3}" for number in numbers]
+    rows = block_of([b"event %d" % number for number in numbers], keys=keys)
+    letter = DeadLetter(rows, np.arange(len(numbers)), reason, f"refused: {reason}", 1)
+    moment = NOON + timedelta(hours=hour)
+    return dead_letter_block([letter], action, int(moment.timestamp() * 1e9), "v1")
+
+
+def bury(served: Served, block: Block, queue: str = "alerts.dead") -> None:
+    served.node.queue(queue).producer(ack="persisted").publish_block(block)
+
+
+@pytest.fixture
+def dead(serve: Serve) -> Served:
+    """A node with thirty dead letters of one action, of three reasons and hours."""
+    served = serve(QUEUES)
+    for hour, reason in enumerate(("Never", "PayloadTooLarge", "ValueError")):
+        bury(served, letters(range(hour * 10, hour * 10 + 10), reason, hour))
+    return served
+
+
+def run(served: Served, *words: str, given: str | None = None) -> Result:
+    return CliRunner().invoke(app, ["dlq", *words, "--endpoint", served.url], input=given)
+
+
+def objects(result: Result) -> list[dict[str, Any]]:
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def pending(served: Served, queue: str = "alerts.dead") -> int:
+    return served.node.queue(queue).unsettled(1).pending
+
+
+def numbers(served: Served, queue: str) -> list[int]:
+    return [int(value.split()[1]) for value in values(served.node, queue)]
+
+
+def test_they_are_listed_by_action_and_reason(dead: Served) -> None:
+    found = objects(run(dead, "list", "--json"))
+    assert {each["reason"]: each["events"] for each in found} == {
+        "Never": 10,
+        "PayloadTooLarge": 10,
+        "ValueError": 10,
+    }
+    assert {each["action"] for each in found} == {"alerts"}
+    table = run(dead, "list").stdout
+    assert "PayloadTooLarge" in table
+    assert "2026-11-16 13:00:00" in table
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], range(10)),
+        (["--limit", "30"], range(30)),
+        (["--reason", "ValueError"], range(20, 30)),
+        (["--since", "2026-11-16T13:00", "--until", "2026-11-16T14:00"], range(10, 20)),
+        (["--key", "key-1"], range(1, 30, 3)),
+        (["--where", "value LIKE '%5' AND dead_attempts = 1"], range(5, 30, 10)),
+        (["--where", "dead_time >= '2026-11-16T14'", "--limit", "2"], range(20, 22)),
+        (["--reason", "Nobody"], range(0)),
+    ],
+)
+def test_those_are_shown_that_were_asked_for(
+    dead: Served, options: list[str], expected: range
+) -> None:
+    found = objects(run(dead, "show", "alerts", "--json", *options))
+    assert [int(each["value"].split()[1]) for each in found] == list(expected)
+    for each in found:
+        assert (each["dead_action"], each["dead_config"]) == ("alerts", "v1")
+
+
+def test_people_see_why_and_what(dead: Served) -> None:
+    text = run(dead, "show", "alerts", "--limit", "1").stdout
+    assert text.splitlines()[:2] == ["0  2026-11-16 12:00:00  Never", "  refused: Never"]
+    assert "  value: event 0" in text
+    assert run(dead, "show", "alerts", "--reason", "x").stdout == "there are none\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["show", "alrts"], "did you mean alerts"),
+        (["show", "alerts", "--since", "soon"], "--since: is a time such as"),
+        (["show", "alerts", "--where", "level = 1"], "no such column: level"),
+        (["show", "alerts", "--where", "1); DROP TABLE letters; --"], "where"),
+        (["show", "alerts", "--where", "(SELECT load_extension('x'))"], "where"),
+        (["replay", "direct"], "--to: action 'direct' has no queue"),
+        (["replay", "alerts", "--to", "nowhere"], "there is no queue 'nowhere'"),
+    ],
+)
+def test_what_cannot_be_done_is_said(dead: Served, words: list[str], message: str) -> None:
+    result = run(dead, *words)
+    assert result.exit_code != 0
+    assert message in result.output
+    assert pending(dead) == 30
+
+
+class TestReplay:
+    def test_brings_the_events_back_as_they_were(self, dead: Served) -> None:
+        (said,) = objects(run(dead, "replay", "alerts", "--reason", "Never", "--json"))
+        assert said == {"action": "alerts", "to": "alerts", "events": 10}
+        assert numbers(dead, "alerts") == list(range(10))
+        found = dead.node.queue("alerts").read(0, 100)
+        assert found is not None
+        assert not [name for name in found[1].schema.names if name.startswith("dead_")]
+        assert found[1].column("key").to_pylist()[:2] == ["key-0", "key-1"]
+        assert pending(dead) == 20
+        assert run(dead, "replay", "alerts").stdout == (
+            "20 dead letters sent again, into queue alerts\n"
+        )
+        assert numbers(dead, "alerts") == list(range(30))
+
+    def test_takes_no_more_than_it_is_told_and_goes_where_it_is_told(self, dead: Served) -> None:
+        run(dead, "replay", "alerts", "--limit", "7", "--to", "main")
+        assert numbers(dead, "main") == list(range(7))
+        assert pending(dead) == 23
+
+    @pytest.mark.parametrize("limit", [15, 30])
+    def test_of_two_at_once_only_one_sends_an_event(self, dead: Served, limit: int) -> None:
+        """The other one finds that somebody was faster, and changes nothing."""
+        node = dead.client().nodes[0]
+
+        def another_one() -> None:
+            DeadLetters(node, "alerts").replay(Choice(), "alerts", limit, lambda _: None)
+
+        mine = DeadLetters(node, "alerts")
+        chosen = mine.chosen
+        mine.chosen = lambda *given: _after(another_one, chosen(*given))  # type: ignore[method-assign]
+        if limit < 30:
+            with pytest.raises(RetryLater, match="settled by somebody else"):
+                mine.replay(Choice(), "alerts", None, lambda _: None)
+        else:
+            assert mine.replay(Choice(), "alerts", None, lambda _: None) == 0
+        assert sorted(numbers(dead, "alerts")) == list(range(limit))
+        assert len(dead.node.staging) == 0
+
+    def test_killed_half_way_loses_nothing_and_sends_nothing_twice(self, serve: Serve) -> None:
+        served = serve(QUEUES)
+        count = 50_000
+        bury(served, letters(range(count)))
+        command = [sys.executable, "-m", "turnlane", "dlq", "replay", "alerts"]
+        kills = 0
+        for _ in range(3):
+            before = served.node.queue("alerts").end
+            life = subprocess.Popen(
+                [*command, "--endpoint", served.url], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            wait_until(
+                lambda life=life, before=before: (  # type: ignore[misc]
+                    life.poll() is not None or served.node.queue("alerts").end > before
+                ),
+                "a step",
+                PATIENCE,
+            )
+            os.kill(life.pid, signal.SIGKILL)
+            life.communicate()
+            kills += life.returncode == -signal.SIGKILL
+        assert kills, "nothing was killed: this test tests nothing"
+        subprocess.run(
+            [*command, "--endpoint", served.url], check=True, timeout=PATIENCE, capture_output=True
+        )
+        assert Counter(numbers(served, "alerts")) == Counter(range(count))
+        assert pending(served) == 0
+        assert all(queue.stats().ledger.adds_up for queue in served.node.queues().values())
+
+
+def _after(do: Callable[[], None], pieces: Iterator[Chosen]) -> Iterator[Chosen]:
+    """Pieces, with something done between choosing and using them."""
+    for piece in pieces:
+        do()
+        yield piece
+
+
+class TestPurge:
+    def test_asks_first(self, dead: Served) -> None:
+        refused = run(dead, "purge", "alerts", "--key", "key-2", given="n\n")
+        assert refused.exit_code == 1
+        assert "Throw 10 dead letters of alerts away for good (key key-2)?" in refused.output
+        assert pending(dead) == 30
+        assert not dead.node.audit.path.exists()
+
+    def test_throws_away_what_was_chosen_and_writes_it_down(self, dead: Served) -> None:
+        done = run(dead, "purge", "alerts", "--key", "key-2", "--yes")
+        assert done.stdout == "10 dead letters thrown away\n"
+        assert pending(dead) == 20
+        (line,) = dead.node.audit.path.read_text().splitlines()
+        noted = json.loads(line)
+        assert (noted["what"], noted["queue"], noted["events"]) == ("purge", "alerts.dead", 10)
+        assert noted["why"] == "dlq: key key-2"
+        assert noted["time"]
+        ledger = dead.node.queue("alerts.dead").stats().ledger
+        assert (ledger.dead, ledger.pending) == (10, 20)
+        assert run(dead, "purge", "alerts", "--yes", "--json").stdout == (
+            '{"action": "alerts", "events": 20}\n'
+        )
+        assert run(dead, "list").stdout == "there are no dead letters\n"
+
+    def test_nothing_is_thrown_away_that_cannot_be_written_down(self, dead: Served) -> None:
+        dead.node.audit.path.mkdir()
+        result = run(dead, "purge", "alerts", "--yes")
+        assert result.exit_code == 75
+        assert "cannot write audit.jsonl" in result.output
+        assert pending(dead) == 30
+
+
+def test_letters_with_other_columns_stand_side_by_side(serve: Serve) -> None:
+    """As after a change of parsing: what a letter lacks is null."""
+    served = serve(QUEUES)
+    bury(served, letters(range(2)))
+    more = letters(range(2, 4))
+    bury(served, more.append_column("level", more.column("dead_attempts")))
+    found = objects(run(served, "show", "alerts", "--json", "--where", "level IS NULL"))
+    assert [each["value"] for each in found] == ["event 0", "event 1"]
+
+
+def test_a_condition_is_checked_before_anything_is_done(dead: Served) -> None:
+    node = dead.client().nodes[0]
+    with pytest.raises(ConfigError):
+        DeadLetters(node, "alerts").purge(Choice(where="x >"), None, lambda _: None)
+    assert pending(dead) == 30

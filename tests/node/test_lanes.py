@@ -1,0 +1,126 @@
+"""Does a lane's commit settle what was planned, but for what was kept, and only for its run?"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.node.conftest import Serve, Served, values
+from turnlane.client.remote import RemoteNode
+from turnlane.errors import ConfigError, LaneTaken
+from turnlane.events import block_of
+from turnlane.node.commits import Range
+from turnlane.node.lanes import Planned
+from turnlane.queues.contract import Outcome
+
+
+def numbers(count: int) -> list[bytes]:
+    return [b"%d" % number for number in range(count)]
+
+
+@pytest.fixture
+def node(served: Served) -> RemoteNode:
+    served.node.queue("disk").producer(ack="persisted").publish_block(block_of(numbers(10)))
+    return served.client().nodes[0]
+
+
+def staged(node: RemoteNode, *stage_values: bytes) -> str:
+    with node.stage("slow", block_of([]).schema) as stage:
+        stage.write(block_of(list(stage_values)))
+        return stage.finish()
+
+
+def ledger(served: Served) -> Any:
+    return served.node.queue("disk").stats().ledger
+
+
+def test_what_is_kept_stays_and_what_is_dead_is_counted_so(
+    served: Served, node: RemoteNode
+) -> None:
+    node.plan("a", "1", "disk", [(0, 10)])
+    assert node.commit(
+        [staged(node, b"x")], lane="a", run="1", kept=[(2, 4), (9, 10)], dead=[(5, 6)]
+    )
+    assert node.unsettled("disk", 100, lane="a") == ([(2, 4), (9, 10)], 3, 10, 2, 3)
+    assert (ledger(served).delivered, ledger(served).dead, ledger(served).pending) == (6, 1, 3)
+    assert ledger(served).adds_up
+    assert values(served.node, "slow") == [b"x"]
+
+
+def test_what_was_left_over_is_planned_again_and_comes_to_an_end(
+    served: Served, node: RemoteNode
+) -> None:
+    node.plan("a", "1", "disk", [(0, 10)])
+    node.commit(lane="a", run="1", kept=[(0, 10)])
+    assert node.unsettled("disk", 4, lane="a").spans == [(0, 4)]
+    assert node.plan("a", "1", "disk", [(0, 4), (8, 10), (20, 30)]) == [(0, 4), (8, 10)]
+    node.commit(lane="a", run="1", kept=[(1, 2)])
+    assert node.unsettled("disk", 100).spans == [(1, 2), (4, 8)]
+    assert node.plan("a", "1", "disk", [(0, 10)]) == [(1, 2), (4, 8)], "the rest is settled"
+    node.commit(lane="a", run="1")
+    assert node.unsettled("disk", 100).pending == 0
+
+
+def test_a_repeated_commit_changes_nothing(served: Served, node: RemoteNode) -> None:
+    node.plan("a", "1", "disk", [(0, 10)])
+    stage = staged(node, b"x")
+    assert node.commit([stage], lane="a", run="1", kept=[(0, 3)])
+    assert not node.commit([stage], lane="a", run="1", kept=[(0, 3)])
+    assert values(served.node, "slow") == [b"x"]
+    assert node.unsettled("disk", 100).spans == [(0, 3)]
+
+
+def test_a_run_that_is_over_can_commit_no_more(node: RemoteNode) -> None:
+    node.plan("a", "1", "disk", [(0, 10)])
+    node.plan("a", "2", "disk", [(0, 10)])
+    with pytest.raises(LaneTaken):
+        node.commit(lane="a", run="1")
+    with pytest.raises(LaneTaken):
+        node.plan("a", "1", "disk", [(0, 10)])
+    assert node.commit(lane="a", run="2")
+
+
+def test_an_interrupted_commit_keeps_what_it_said_it_would(serve: Serve) -> None:
+    """The file has what is settled, and how: the next start does just that."""
+    first = serve()
+    first.node.queue("disk").producer(ack="persisted").publish_block(block_of(numbers(10)))
+    left = first.node.data / "commits" / f"{'0' * 32}.commit"
+    first.close()
+    ranges = Planned("disk", [(0, 10)]).settled_by([(2, 4)], [(0, 1)])
+    left.write_text(json.dumps({"parts": [], "ranges": ranges, "writer": None, "epoch": 0}))
+    again = serve()
+    assert again.node.queue("disk").unsettled(100).spans == [(2, 4)]
+    assert (ledger(again).delivered, ledger(again).dead) == (7, 1)
+    assert not left.exists()
+
+
+def test_a_commit_may_keep_every_other_event_of_a_large_batch(
+    served: Served, node: RemoteNode
+) -> None:
+    """That is more than other commands may have to say."""
+    node.plan("a", "1", "disk", [(0, 10)])
+    kept = [(offset, offset + 1) for offset in range(0, 200_000, 2)]
+    assert node.commit(lane="a", run="1", kept=kept)
+    assert node.unsettled("disk", 100).pending == 5
+    with pytest.raises(ConfigError, match="bytes long"):
+        node.plan("a", "1", "disk", kept)
+
+
+def test_waiting_for_events_ends_when_some_come(served: Served) -> None:
+    node = served.client().nodes[0]
+    assert node.unsettled("disk", 10, timeout=0.0).spans == []
+    served.node.queue("disk").producer().publish_block(block_of([b"a"]))
+    assert node.unsettled("disk", 10, timeout=300.0).spans == [(0, 1)]
+
+
+def test_dead_offsets_are_those_that_were_planned_and_not_kept() -> None:
+    planned = Planned("q", [(0, 4), (6, 10)])
+    assert planned.settled_by([(1, 2)], [(1, 3), (8, 20)]) == [
+        Range("q", 0, 1),
+        Range("q", 3, 4),
+        Range("q", 6, 8),
+        Range("q", 2, 3, Outcome.DEAD),
+        Range("q", 8, 10, Outcome.DEAD),
+    ]

@@ -1,0 +1,168 @@
+"""A lane without Spark: its reader, tasks and sink, called as Spark calls them, in this process.
+
+What a lane does with bad destinations is the same with and without Spark, but that takes minutes.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql.streaming.datasource import ReadAllAvailable
+from pyspark.sql.types import (
+    BinaryType,
+    ByteType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructType,
+    TimestampType,
+)
+
+from turnlane.pipeline.settings import MAIN, ActionSettings, LaneSettings, PipelineSettings
+from turnlane.spark.lane_nodes import Gates, HeldUp
+from turnlane.spark.lane_options import reading, writing
+from turnlane.spark.lane_reading import LaneReader
+from turnlane.spark.nodes import Nodes
+from turnlane.spark.options import ReadOptions, WriteOptions
+from turnlane.spark.steps import Step, step_of_lane, steps_of_main, ways_of
+from turnlane.spark.suspension import Suspension
+from turnlane.spark.writing import StreamWriter
+
+SCHEMA = (
+    StructType()
+    .add("key", StringType())
+    .add("value", BinaryType())
+    .add("timestamp", TimestampType())
+    .add("severity", ByteType())
+    .add("source", StringType())
+    .add("queue", StringType())
+    .add("partition", IntegerType())
+    .add("offset", LongType())
+)
+Change = Callable[[pa.RecordBatch], pa.RecordBatch]
+
+
+class Loop:
+    """One run of a lane; :meth:`turn` does one batch, if there is one to be had."""
+
+    def __init__(
+        self, url: str, lane: str, settings: LaneSettings, steps: Sequence[Step], change: Change
+    ) -> None:
+        self.lane = lane
+        self.batches: list[int] = []
+        """How many events each has had."""
+        access, run = {"endpoint": url}, uuid.uuid4().hex
+        knobs = {
+            "queue": lane,
+            "maxOffsetsPerTrigger": str(settings.max_events),
+            "workerMinimumEvents": str(settings.worker_minimum_events),
+            "workers": str(settings.workers or 2),
+            "pollTimeout": "50ms",
+        }
+        options = ReadOptions.of({**access, **knobs, **reading(lane, run, settings, steps)})
+        self.reader = LaneReader(options, SCHEMA)
+        self.writer = StreamWriter(WriteOptions.of({**access, **writing(lane, run, steps)}))
+        self._held_up = HeldUp(Gates(Nodes.of(options)), ways_of(steps))
+        self.change = change
+        self._offset = self.reader.initialOffset()
+        self._rows = 0
+
+    def turn(self) -> bool:
+        """Whether there was a batch."""
+        following = self.reader.latestOffset(self._offset, ReadAllAvailable())
+        if following == self._offset:
+            return False
+        parts = self.reader.partitions(self._offset, following)
+        with ThreadPoolExecutor(max(1, len(parts))) as tasks:
+            messages = list(tasks.map(self._task, parts))
+        self.writer.commit(messages, len(self.batches))
+        self._offset = following
+        self.batches.append(self._rows)
+        self._rows = 0
+        return True
+
+    def _task(self, part: Any) -> Any:
+        def rows() -> Any:
+            for block in self.reader.read(part):
+                self._rows += block.num_rows
+                yield self.change(block)
+
+        return self.writer.write(rows())
+
+    def suspension(self) -> Suspension | None:
+        """What people are told."""
+        return self._held_up()
+
+
+class Pipe:
+    """The lanes of a pipeline, each turned by a thread of its own until it is closed."""
+
+    def __init__(
+        self, url: str, *actions: ActionSettings, lane: LaneSettings | None = None
+    ) -> None:
+        settings = PipelineSettings(actions=actions)
+        main = Loop(url, MAIN, lane or LaneSettings(), steps_of_main(settings), _router(actions))
+        self.lanes = {MAIN: main} | {
+            action.name: Loop(url, action.name, action.lane, [step_of_lane(action)], with_payload)
+            for action in settings.queued
+        }
+        self.errors: list[BaseException] = []
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(loop,)) for loop in self.lanes.values()
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        assert not self.errors, self.errors
+
+    def _run(self, loop: Loop) -> None:
+        while not self._stop.is_set():
+            try:
+                loop.turn()
+            except BaseException as error:  # noqa: BLE001 - shown at the end
+                self.errors.append(error)
+                return
+
+
+def with_payload(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Rows as a lane of raw outputs has them."""
+    return rows.append_column("payload", rows.column("value"))
+
+
+def _router(actions: Sequence[ActionSettings]) -> Change:
+    """Routes by the key: what begins with a word goes to the actions that have it as filter."""
+
+    def routed(rows: pa.RecordBatch) -> pa.RecordBatch:
+        words = [str(key).partition("-")[0] for key in rows.column("key").to_pylist()]
+        routes: dict[str, list[list[str]]] = {
+            column: [
+                [each.name for each in actions if each.filter == word and _is(each, column)]
+                for word in words
+            ]
+            for column in ("queue", "direct")
+        }
+        rows = rows.drop_columns(["queue"])
+        for column, names in routes.items():
+            rows = rows.append_column(column, pa.array(names, pa.list_(pa.string())))
+        going = np.array([bool(a or b) for a, b in zip(*routes.values(), strict=True)])
+        return with_payload(rows.filter(pa.array(going)))
+
+    return routed
+
+
+def _is(action: ActionSettings, column: str) -> bool:
+    return (action.is_direct or action.tries_direct) == (column == "direct")

@@ -1,0 +1,171 @@
+"""A real standalone cluster, whose executors are killed: does every event come once?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pyspark
+import pytest
+
+from tests.acceptance.test_node_kill import free_port
+from tests.conftest import skip_or_fail
+from tests.contract.harness import wait_until
+from tests.spark.nodes import Served, numbers, serving
+from tests.spark.program import PATIENCE, Program, children_of
+
+pytestmark = pytest.mark.timeout(900)
+
+EVENTS = 300
+BATCH = 100
+CONFIG = """\
+node: {data: unused}
+transform: slow:slowly
+lane: {max_events: 100, workers: 2, worker_minimum_events: 50}
+actions:
+  - name: held        # a lane that waits for more than ever comes: its queue keeps everything
+    filter: cast(cast(value as string) as int) % 2 = 0
+    queue: disk
+    lane: {min_events: 1000000000, max_age: 1d}
+    output: {type: file, path: held.jsonl}
+spark:
+  conf:
+    spark.executor.memory: 512m
+    spark.driver.bindAddress: 127.0.0.1
+    spark.driver.host: 127.0.0.1
+"""
+SLOW = """\
+from pathlib import Path
+
+PLACE = Path(__file__).parent
+
+
+def slowly(events):
+    place = str(PLACE)
+
+    def each(batches):  # within, so that executors need not find this module
+        import time
+        from pathlib import Path
+
+        for batch in batches:
+            Path(place, "begun-" + batch.column("value")[0].as_py().decode()).touch()
+            time.sleep(2.0)
+            yield batch
+
+    return events.mapInArrow(each, events.schema)
+"""
+"""A transform that says when a task has begun, and gives the test time to kill it."""
+
+
+class Cluster:
+    """A master and two workers on loopback."""
+
+    def __init__(self, place: Path, running: ExitStack) -> None:
+        self._place = place
+        self._running = running
+        taken: set[int] = set()
+        port = free_port(taken)
+        self.master = f"spark://127.0.0.1:{port}"
+        self._start("master.Master", "--port", str(port), "--webui-port", str(free_port(taken)))
+        self._workers = [
+            self._start(
+                *("worker.Worker", "--cores", "1", "--memory", "1g", self.master),
+                *("--webui-port", str(free_port(taken)), "--work-dir", str(place / f"work-{at}")),
+            )
+            for at in range(2)
+        ]
+
+    def _start(self, what: str, *arguments: str) -> subprocess.Popen[bytes]:
+        home = Path(pyspark.__file__).parent
+        command = [str(home / "bin" / "spark-class"), f"org.apache.spark.deploy.{what}"]
+        environment = {
+            **os.environ,
+            "SPARK_HOME": str(home),
+            "SPARK_LOCAL_IP": "127.0.0.1",
+            "SPARK_DAEMON_MEMORY": "256m",
+            "PYSPARK_PYTHON": sys.executable,
+        }
+        log = self._running.enter_context((self._place / "cluster.log").open("ab"))
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", *arguments],
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+        self._running.callback(_end, process)
+        return process
+
+    def executors(self) -> list[int]:
+        """The executors that live, oldest first: a worker starts each as a child of its own."""
+        found = []
+        for worker in self._workers:
+            for child in _descendants(worker.pid):
+                command = Path(f"/proc/{child}/cmdline")
+                if command.exists() and b"CoarseGrainedExecutorBackend" in command.read_bytes():
+                    found.append(child)
+        return sorted(found)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(PATIENCE)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    try:
+        children = children_of(pid)
+    except FileNotFoundError:  # it has ended meanwhile
+        return
+    for child in children:
+        yield child
+        yield from _descendants(child)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    if not (shutil.which("java") or "JAVA_HOME" in os.environ):
+        skip_or_fail("Spark needs Java 17 or later")
+    with ExitStack() as running:
+        yield Cluster(tmp_path, running)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path / "data", {"main": {}}) as served:
+        yield served
+
+
+@pytest.fixture
+def pipeline(cluster: Cluster, node: Served, tmp_path: Path) -> Iterator[Program]:
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    (tmp_path / "slow.py").write_text(SLOW)
+    where = ("--endpoint", node.url, "--master", cluster.master)
+    program = Program(tmp_path, "pipeline", "c.yaml", "--no-reload", *where)
+    yield program
+    program.close()
+
+
+def test_an_executor_that_is_killed_in_the_midst_of_a_batch_loses_and_doubles_nothing(
+    cluster: Cluster, node: Served, pipeline: Program, tmp_path: Path
+) -> None:
+    node.publish("main", numbers(0, EVENTS))
+    wait_until(lambda: node.queue("main").low > 0, "the first batch", PATIENCE)
+    late = [tmp_path / f"begun-{number}" for number in range(BATCH, EVENTS)]
+    wait_until(lambda: any(each.exists() for each in late), "another one to begin", PATIENCE)
+    first = cluster.executors()
+    assert len(first) == 2
+    os.kill(first[0], signal.SIGKILL)
+    wait_until(lambda: node.queue("main").low == EVENTS, "all of them", PATIENCE)
+    wait_until(lambda: bool({*cluster.executors()} - {*first}), "another executor", PATIENCE)
+    expected = [value for value in numbers(0, EVENTS) if int(value) % 2 == 0]
+    assert sorted(node.values("held")) == sorted(expected)
+    pipeline.process.send_signal(signal.SIGTERM)
+    assert pipeline.ended() == 0, pipeline.errors

@@ -1,0 +1,146 @@
+"""Do lanes on real Spark deliver whatever their destinations do?
+
+What they do in every case is tested without Spark, in test_lane_loop.py; here it is all together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from tests.contract.harness import wait_until
+from tests.outputs.web_servers import Reply, served
+from tests.spark.destinations import Destination
+from tests.spark.nodes import Served, serving
+from turnlane.delivery.settings import DeliverySettings
+from turnlane.formats.parse_settings import ParseSettings
+from turnlane.outputs.file import FileSettings
+from turnlane.outputs.http import Form, HttpSettings
+from turnlane.pipeline.settings import ActionSettings, PipelineSettings
+from turnlane.queues.settings import QueueSettings
+from turnlane.spark.lane import LaneState, LaneStatus
+from turnlane.spark.pipeline import Pipeline
+
+PATIENCE = 240.0
+pytestmark = pytest.mark.timeout(900)
+
+SOON = DeliverySettings(backoff=0.05, max_backoff=0.2, breaker_failures=3, breaker_reset=0.3)
+
+
+class World:
+    """The node, the pipeline and its destinations."""
+
+    def __init__(self, node: Served, pipeline: Pipeline, file: Path, **at: Destination) -> None:
+        self.node = node
+        self.pipeline = pipeline
+        self.at = at
+        self._file = file
+
+    def send(self, action: str, count: int, *, start: int = 0) -> list[bytes]:
+        """Publish events for an action."""
+        numbers = range(start, start + count)
+        values = [b"%s %d" % (action.encode(), number) for number in numbers]
+        self.node.publish("main", values, keys=[action] * count)
+        return values
+
+    def lane(self, name: str) -> LaneStatus:
+        return next(each for each in self.pipeline.status() if each.name == name)
+
+    def suspended(self, name: str) -> str:
+        """Why a lane is suspended, once it is."""
+        wait_until(lambda: self.lane(name).suspended is not None, f"{name} suspended", PATIENCE)
+        return str(self.lane(name).suspended)
+
+    def drained(self, *queues: str) -> None:
+        """Wait until nothing is pending in the main queue and these."""
+        for name in ("main", *queues):
+            queue = self.node.queue(name)
+            wait_until(lambda queue=queue: queue.low == queue.end, f"{name} to drain", PATIENCE)  # type: ignore[misc]
+        for each in self.node.node.queues().values():
+            assert each.stats().ledger.adds_up, each.stats().ledger
+
+    def steady(self) -> list[bytes]:
+        return self._file.read_bytes().splitlines() if self._file.exists() else []
+
+
+def queue(name: str) -> QueueSettings:
+    return QueueSettings.of(kind="disk", name=name, path=Path(name))
+
+
+def action(name: str, output: Any, **more: Any) -> ActionSettings:
+    return ActionSettings(name=name, filter=f"key = '{name}'", delivery=SOON, output=output, **more)
+
+
+@pytest.fixture(scope="module")
+def world(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    place = tmp_path_factory.mktemp("delivery")
+    names = ["main", "steady", "plain", "steady.dead", "plain.dead", "direct.dead"]
+    with ExitStack() as opened:
+        node = opened.enter_context(serving(place / "data", {name: {} for name in names}))
+        at = {name: Destination(opened.enter_context(served())) for name in ("plain", "direct")}
+        to = {name: HttpSettings(url=each.url, format=Form.RAW) for name, each in at.items()}
+        file = FileSettings(type="file", path=place / "steady", format="raw")
+        settings = PipelineSettings(
+            parse=ParseSettings.model_validate("none"),
+            actions=(
+                action("steady", file, queue=queue("steady")),
+                action("plain", to["plain"], queue=queue("plain")),
+                action("direct", to["direct"]),
+            ),
+        )
+        pipeline = Pipeline(settings, {"endpoint": node.url}, spark, place / "checkpoints")
+        pipeline.start()
+        opened.callback(pipeline.stop)
+        yield World(node, pipeline, place / "steady", **at)
+
+
+def test_a_destination_that_is_away_gets_everything_when_it_is_back(world: World) -> None:
+    """Meanwhile its query runs on, and so do the other lanes."""
+    plain = world.at["plain"]
+    plain.away()
+    values = world.send("plain", 3000)
+    assert "503" in world.suspended("plain")
+    others = world.send("steady", 100)
+    wait_until(lambda: len(world.steady()) >= 100, "another lane", PATIENCE)
+    assert sorted(world.steady()) == sorted(others)
+    wait_until(lambda: world.lane("plain").state is LaneState.RUNNING, "its batch", PATIENCE)
+    assert world.node.queue("plain").stats().ledger.delivered == 0
+    plain.back()
+    world.drained("plain")
+    assert sorted(set(plain.taken)) == sorted(values)
+    wait_until(lambda: world.lane("plain").suspended is None, "the end of it", PATIENCE)
+
+
+def test_one_poison_in_a_thousand_is_found_and_kept_apart(world: World) -> None:
+    plain = world.at["plain"]
+    world.drained("plain")
+    before, refused = Counter(plain.taken), plain.refused
+    plain.refuse = lambda values: Reply(400, b"no") if b"plain 90617" in values else None
+    values = world.send("plain", 1000, start=90_000)
+    world.drained("plain")
+    plain.back()
+    assert set(Counter(plain.taken) - before) == set(values) - {b"plain 90617"}
+    assert plain.refused - refused <= 2 * 10 + 1
+    assert world.node.values("plain.dead") == [b"plain 90617"]
+    assert world.node.queue("plain").stats().ledger.dead == 1
+
+
+def test_a_direct_action_that_is_away_holds_the_main_lane_up_and_that_is_shown(
+    world: World,
+) -> None:
+    direct = world.at["direct"]
+    direct.away()
+    values = world.send("direct", 10)
+    assert "direct" in world.suspended("main")
+    others = world.send("steady", 5, start=70_000)
+    assert world.node.queue("main").low < world.node.queue("main").end
+    direct.back()
+    world.drained("steady")
+    assert sorted(set(direct.taken)) == sorted(values)
+    assert set(others) <= set(world.steady())

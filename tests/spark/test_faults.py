@@ -1,0 +1,289 @@
+"""Whatever goes wrong in a pipeline: is it said where and why, and is nothing lost?"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from tests.contract.harness import wait_until
+from tests.spark.nodes import Served, numbers, serving
+from turnlane.config import loads
+from turnlane.errors import ConfigError
+from turnlane.formats.parse_settings import ParseSettings
+from turnlane.outputs.file import FileSettings
+from turnlane.outputs.spark import SparkSinkSettings
+from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
+from turnlane.queues.settings import QueueSettings
+from turnlane.spark.lane import LaneState, LaneStatus
+from turnlane.spark.pipeline import Pipeline
+from turnlane.testing import FaultyDisk
+
+PATIENCE = 180.0
+pytestmark = pytest.mark.timeout(600)
+QUEUES = ("main", "taken", "other")
+
+Make = Callable[..., Pipeline]
+
+
+@pytest.fixture
+def disk() -> FaultyDisk:
+    return FaultyDisk()
+
+
+@pytest.fixture
+def node(tmp_path: Path, disk: FaultyDisk) -> Iterator[Served]:
+    with serving(tmp_path / "data", {name: {} for name in QUEUES}, disk=disk) as served:
+        yield served
+        disk.clear()
+        disk.unfill()
+
+
+@pytest.fixture
+def make(spark: SparkSession, node: Served, tmp_path: Path) -> Iterator[Make]:
+    made: list[Pipeline] = []
+
+    def pipeline(*actions: ActionSettings, **settings: Any) -> Pipeline:
+        described = PipelineSettings(parse=ParseSettings(), actions=actions, **settings)
+        made.append(Pipeline(described, {"endpoint": node.url}, spark, tmp_path / "checkpoints"))
+        return made[-1]
+
+    yield pipeline
+    for each in made:
+        each.stop()
+
+
+def action(name: str, output: Any, **settings: Any) -> ActionSettings:
+    queue = QueueSettings.of(kind="disk", name=name, path=Path(name))
+    return ActionSettings(name=name, queue=queue, output=output, **settings)
+
+
+def to_file(path: Path) -> FileSettings:
+    return FileSettings(type="file", path=path)
+
+
+def values(path: Path) -> list[bytes]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return sorted(json.loads(line)["value"].encode() for line in lines)
+
+
+def drained(node: Served, *queues: str) -> Callable[[], bool]:
+    return lambda: all(node.queue(name).low == node.queue(name).end > 0 for name in queues)
+
+
+def lane(pipeline: Pipeline, name: str) -> LaneStatus:
+    return next(status for status in pipeline.status() if status.name == name)
+
+
+def says(pipeline: Pipeline, name: str, what: str) -> Callable[[], bool]:
+    return lambda: what in (lane(pipeline, name).reason or "")
+
+
+# ── a lane that throws ───────────────────────────────────────────────────────────────────────────
+
+
+def cursed(events: DataFrame) -> DataFrame:
+    """Compiles well, and fails at an event."""
+    return events.where(F.expr("if(value = '7', raise_error('seven is cursed'), true)"))
+
+
+def test_a_lane_whose_transform_throws_keeps_its_backlog_and_others_run_on(
+    node: Served, make: Make, tmp_path: Path
+) -> None:
+    healthy = action("other", to_file(tmp_path / "other"))
+    broken = action("taken", to_file(tmp_path / "taken"), transform=f"{__name__}:cursed")
+    pipeline = make(broken, healthy)
+    node.publish("main", numbers(0, 100))
+    pipeline.start()
+    wait_until(drained(node, "main", "other"), "the healthy lanes", PATIENCE)
+    wait_until(says(pipeline, "taken", "seven is cursed"), "the reason", PATIENCE)
+    node.publish("main", numbers(100, 200))
+    wait_until(lambda: node.queue("other").low == 200, "the others to go on", PATIENCE)
+    wait_until(lambda: lane(pipeline, "taken").restarts > 0, "another attempt", PATIENCE)
+    assert values(tmp_path / "other") == sorted(numbers(0, 200))
+    assert (node.queue("taken").low, node.queue("taken").end) == (0, 200)
+    pipeline.stop()
+
+    repaired = make(action("taken", to_file(tmp_path / "taken")), healthy)
+    repaired.start()
+    wait_until(drained(node, "taken"), "the backlog", PATIENCE)
+    assert set(values(tmp_path / "taken")) == {*numbers(0, 200)}
+
+
+def test_a_transform_of_all_events_that_throws_leaves_them_in_the_main_queue(
+    node: Served, make: Make, tmp_path: Path
+) -> None:
+    node.publish("main", numbers(0, 20))
+    taken = action("taken", to_file(tmp_path / "taken"))
+    pipeline = make(taken, transform=f"{__name__}:cursed")
+    pipeline.start()
+    wait_until(says(pipeline, "main", "seven is cursed"), "the reason", PATIENCE)
+    assert lane(pipeline, "main").state is not LaneState.RUNNING
+    pipeline.stop()
+    assert (node.queue("main").low, node.queue("taken").end) == (0, 0)
+
+    make(taken).start()
+    wait_until(drained(node, "main", "taken"), "all of them", PATIENCE)
+    assert values(tmp_path / "taken") == sorted(numbers(0, 20))
+
+
+# ── what can never run ───────────────────────────────────────────────────────────────────────────
+
+CONFIG = """\
+node: {data: data}
+actions:
+  - name: taken
+    queue: disk
+    filter: FILTER
+    output: {type: file, path: taken}
+"""
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("severity <", "c.yaml:5:13: actions[0].filter: [PARSE_SYNTAX_ERROR]"),
+        ("sevrity < 3", "c.yaml:5:13: actions[0].filter: [UNRESOLVED_COLUMN"),
+    ],
+)
+def test_a_filter_that_cannot_be_is_pointed_at_in_the_file(
+    written: str, message: str, spark: SparkSession, tmp_path: Path
+) -> None:
+    config = loads(CONFIG.replace("FILTER", written), "c.yaml", {})
+    settings = config.pipeline()
+    assert settings is not None
+    with pytest.raises(ConfigError) as caught:
+        Pipeline(settings, {"endpoint": "turnlane://127.0.0.1:1"}, spark, tmp_path).start()
+    assert str(config.placed(caught.value)).startswith(message)
+
+
+# ── checkpoints ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_stateless_lane_needs_no_checkpoint(node: Served, make: Make, tmp_path: Path) -> None:
+    """It is deleted while the lane does not run: the node knows where to go on."""
+    taken = action("taken", to_file(tmp_path / "taken"))
+    for first in (0, 100):
+        node.publish("main", numbers(first, first + 100))
+        pipeline = make(taken)
+        pipeline.start()
+        wait_until(drained(node, "main", "taken"), "the lanes", PATIENCE)
+        pipeline.stop()
+        shutil.rmtree(tmp_path / "checkpoints")
+    assert values(tmp_path / "taken") == sorted(numbers(0, 200))
+
+
+def test_files_of_a_spark_sink_go_on_when_the_configuration_changes(
+    spark: SparkSession, node: Served, make: Make, tmp_path: Path
+) -> None:
+    """The numbers of its batches must go on, or Spark would pass over those it thinks it has."""
+    (tmp_path / "files" / "_spark_metadata").mkdir(parents=True)  # a start that failed leaves that
+    for columns in (("value",), ("value", "upper(queue) AS queue")):
+        sink = SparkSinkSettings(
+            type="spark", format="parquet", path=str(tmp_path / "files"), columns=columns
+        )
+        first = node.queue("main").end
+        node.publish("main", numbers(first, first + 100))
+        shorter = f"length(value) < {5 + len(columns)}"
+        pipeline = make(action("taken", sink, filter=shorter, lane=LaneSettings(min_events=1)))
+        pipeline.start()
+        wait_until(drained(node, "main", "taken"), "the lanes", PATIENCE)
+        pipeline.stop()
+    found = spark.read.parquet(str(tmp_path / "files")).collect()
+    assert sorted(bytes(row.value) for row in found) == sorted(numbers(0, 200))
+
+
+def test_a_spark_sink_whose_checkpoint_is_gone_says_so_and_passes_nothing_over(
+    node: Served, make: Make, tmp_path: Path
+) -> None:
+    sink = SparkSinkSettings(type="spark", format="parquet", path=str(tmp_path / "files"))
+    taken = action("taken", sink, lane=LaneSettings(min_events=1))
+    node.publish("main", numbers(0, 100))
+    pipeline = make(taken)
+    pipeline.start()
+    wait_until(drained(node, "main", "taken"), "the lanes", PATIENCE)
+    pipeline.stop()
+    shutil.rmtree(tmp_path / "checkpoints")
+
+    node.publish("main", numbers(100, 200))
+    pipeline = make(taken)
+    pipeline.start()
+    wait_until(says(pipeline, "taken", "_spark_metadata"), "the reason", PATIENCE)
+    wait_until(lambda: node.queue("taken").end == 200, "the main lane", PATIENCE)
+    assert node.queue("taken").low == 100, "its events are kept"
+
+
+COUNT = "SELECT 'all' AS what, count(*) AS events FROM events"
+
+
+def test_a_lane_with_state_begins_anew_if_its_checkpoint_is_gone_or_its_query_another(
+    node: Served, make: Make, tmp_path: Path
+) -> None:
+    """What it had counted is forgotten, as the documentation says, but no event is passed over."""
+
+    def counted(sql: str, path: str, first: int) -> int:
+        node.publish("main", numbers(first, first + 100))
+        output = to_file(tmp_path / path)
+        pipeline = make(action("taken", output, sql=sql, output_mode="complete"))
+        pipeline.start()
+        wait_until(drained(node, "main", "taken"), "the lanes", PATIENCE)
+        pipeline.stop()
+        lines = (tmp_path / path).read_text().splitlines()
+        return int(json.loads(lines[-1])["events"])
+
+    assert counted(COUNT, "one", 0) == 100
+    assert counted(COUNT, "one", 100) == 200, "it goes on where it was"
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert counted(COUNT, "one", 200) == 100, "without its checkpoint, with what waits"
+    assert counted(COUNT.replace("'all'", "'these'"), "one", 300) == 100, "another query, too"
+
+
+# ── a full disk ──────────────────────────────────────────────────────────────────────────────────
+
+
+def full(disk: FaultyDisk, match: str) -> Callable[[], None]:
+    """No room for these files; returns what makes room again."""
+    disk.fail("write", error=errno.ENOSPC, times=None, match=match)
+    return disk.clear
+
+
+def test_a_commit_that_finds_the_nodes_disk_full_waits_for_room(
+    node: Served,
+    make: Make,
+    disk: FaultyDisk,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Full for stages, for the commit's own file, and for the queue once that is written."""
+    pipeline = make(action("taken", to_file(tmp_path / "taken")))
+    node.publish("main", numbers(0, 100))
+    disk.fill()
+    pipeline.start()
+    wait_until(says(pipeline, "main", "No space left"), "the lane to say so", PATIENCE)
+    assert node.queue("main").low == 0
+    disk.unfill()
+    wait_until(lambda: node.queue("taken").low == 100, "room to be used", PATIENCE)
+
+    make_room = full(disk, ".commit")
+    node.publish("main", numbers(100, 200))
+    wait_until(says(pipeline, "main", "cannot commit: No space left"), "to say so", PATIENCE)
+    assert node.queue("main").low == 100
+    make_room()
+    wait_until(lambda: node.queue("taken").low == 200, "room to be used", PATIENCE)
+
+    node.publish("main", numbers(200, 300))
+    make_room = full(disk, ".chunk")
+    wait_until(lambda: "queue taken cannot write" in caplog.text, "the node to say so", PATIENCE)
+    make_room()
+    wait_until(lambda: node.queue("taken").low == 300, "room to be used", PATIENCE)
+    pipeline.stop()
+    assert node.queue("taken").end == 300, "each came once"
+    assert node.queue("main").low == 300
+    assert set(values(tmp_path / "taken")) == {*numbers(0, 300)}

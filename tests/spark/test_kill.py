@@ -1,0 +1,274 @@
+"""kill -9 of driver, node, and both, again and again: does every event get where it should, once?
+
+``turnlane run`` is a process, Spark a second one, the node a third. A producer publishes numbered
+events all the time and remembers how many were persisted. In the end, from queue to queue every
+event has come exactly once; into a file at least once; into Parquet exactly once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+import turnlane
+from tests.acceptance.test_node_kill import free_port
+from tests.conftest import skip_or_fail
+from tests.contract.harness import wait_until
+from tests.spark.program import PATIENCE, Program
+from turnlane.client import Client
+from turnlane.errors import TransportDown
+from turnlane.events import values_of
+
+pytestmark = pytest.mark.timeout(900)
+
+KILLS = ("node", "driver", "node", "both", "driver", "node")
+"""What is killed, in an order that the seed decides."""
+MOST_EVENTS = 1500
+"""How many events at most come between recovery and the next kill."""
+AHEAD = 500
+"""How many events the producer is ahead of its acks at most."""
+
+CONFIG = """\
+node:
+  data: data
+  flight: {listen: "127.0.0.1:PORT"}
+  http: {enabled: false}
+main: {durability: interval}
+parse: {format: json, on_error: dead}
+actions:
+  - name: held        # a lane that waits for more than ever comes: its queue keeps everything
+    filter: data:n::int % 3 = 0
+    queue: disk
+    lane: {min_events: 1000000000, max_age: 1d}
+    output: {type: file, path: held.jsonl}
+  - name: files
+    filter: data:n::int % 2 = 0
+    queue: disk
+    output: {type: file, path: files.jsonl}
+  - name: archive
+    queue: disk
+    lane: {min_events: 1}
+    output: {type: spark, format: parquet, path: archive, columns: [cast(data:n as int) as n]}
+spark: {master: "local[2]"}
+"""
+
+
+def value(number: int) -> bytes:
+    """Every tenth is no JSON: it goes to the dead letters, and nowhere else."""
+    return b"no json %d" % number if is_broken(number) else b'{"n": %d}' % number
+
+
+def is_broken(number: int) -> bool:
+    return number % 10 == 9
+
+
+class Publisher(threading.Thread):
+    """Publishes numbered events until it is told to stop."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(name="publisher")
+        self.url = url
+        self.sent = 0
+        self.told = 0
+        self.heard = threading.Condition()
+        self.ending = threading.Event()
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._publish()
+        except BaseException as error:  # noqa: BLE001 - the test reports it
+            self.failure = error
+
+    def _publish(self) -> None:
+        with turnlane.connect(self.url) as client:
+            queue = client.queue("main", producer_id="publisher", batch_size=50)
+            producer = queue.producer(ack="persisted", on_ack=self._hear)
+            while not self.ending.is_set():
+                producer.publish(value(self.sent))
+                self.sent += 1
+                with self.heard:
+                    self.heard.wait_for(self._may_go_on)
+            assert producer.flush(PATIENCE)
+
+    def _may_go_on(self) -> bool:
+        return self.sent - self.told < AHEAD or self.ending.is_set()
+
+    def _hear(self, ack: turnlane.Ack) -> None:
+        with self.heard:
+            self.told += ack.count
+            self.heard.notify()
+
+    def end(self) -> None:
+        self.ending.set()
+        with self.heard:
+            self.heard.notify()
+        self.join(PATIENCE)
+
+
+class Victim:
+    """``turnlane run``, one life after the other at the same address."""
+
+    def __init__(self, place: Path) -> None:
+        port = free_port(set())
+        self.place = place
+        self.url = f"turnlane://127.0.0.1:{port}"
+        (place / "c.yaml").write_text(CONFIG.replace("PORT", str(port)))
+        self.client = turnlane.connect(self.url)
+        self.lives: list[Program] = []
+        self.live()
+
+    def live(self) -> None:
+        self.lives.append(Program(self.place, "run", "c.yaml", "--no-reload"))
+
+    def kill(self, what: str) -> None:
+        program = self.lives[-1]
+        node = self.node()
+        if what in {"node", "both"}:
+            os.kill(node, signal.SIGKILL)
+        if what in {"driver", "both"}:
+            program.kill()
+            self.live()
+
+    def node(self) -> int:
+        """The node that runs now: it may be up and not yet told of."""
+        wait_until(lambda: Path(f"/proc/{self._told_of()}").exists(), "the node", PATIENCE)
+        return self._told_of()
+
+    def _told_of(self) -> int:
+        ready = [each["pid"] for each in self.lives[-1].hear() if each.get("state") == "ready"]
+        return int(ready[-1]) if ready else -1
+
+    def stop(self) -> int:
+        self.lives[-1].process.send_signal(signal.SIGTERM)
+        return self.lives[-1].ended()
+
+    def close(self) -> None:
+        self.client.close()
+        for program in self.lives:
+            program.close()
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Victim]:
+    if not (shutil.which("java") or "JAVA_HOME" in os.environ):
+        skip_or_fail("Spark needs Java 17 or later")
+    victim = Victim(tmp_path)
+    yield victim
+    victim.close()
+
+
+@pytest.fixture
+def publisher(victim: Victim) -> Iterator[Publisher]:
+    publisher = Publisher(victim.url)
+    publisher.start()
+    yield publisher
+    publisher.end()
+
+
+def test_every_event_comes_once_whatever_is_killed(
+    victim: Victim, publisher: Publisher, tmp_path: Path
+) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")  # noqa: T201 - to repeat a run that failed
+    chance = random.Random(seed)
+    for what in chance.sample(KILLS, len(KILLS)):
+        wait_for_events(publisher, 1)
+        wait_for_progress(victim)
+        wait_for_events(publisher, chance.randrange(MOST_EVENTS))
+        victim.kill(what)
+    wait_for_progress(victim)
+    publisher.end()
+    assert publisher.failure is None
+    assert publisher.told == publisher.sent
+    for queue in ("main", "files", "archive"):
+        wait_until(lambda q=queue: is_empty(victim.client, q), f"{queue} to drain", PATIENCE)  # type: ignore[misc]
+    check(victim, publisher.sent)
+    assert victim.stop() == 0, victim.lives[-1].errors
+
+
+def wait_for_progress(victim: Victim) -> None:
+    """Until the main lane has committed something to the node that there is now."""
+    wait_until(lambda: end_of_held(victim) is not None, "a node", PATIENCE)
+    before = end_of_held(victim) or 0
+    wait_until(lambda: (end_of_held(victim, before) or 0) > before, "the main lane", PATIENCE)
+
+
+def end_of_held(victim: Victim, beyond: int = -1) -> int | None:
+    """Asked gently, for others need the processor; ``None`` while there is no node."""
+    program = victim.lives[-1]
+    assert program.process.poll() is None, program.errors
+    try:
+        return victim.client.wait("held", beyond, 1.0).end
+    except TransportDown:
+        threading.Event().wait(0.2)
+        return None
+
+
+def wait_for_events(publisher: Publisher, count: int) -> None:
+    wanted = publisher.told + count
+
+    def heard() -> bool:
+        assert publisher.failure is None, publisher.failure
+        return publisher.told >= wanted
+
+    wait_until(heard, "events to be persisted", PATIENCE)
+
+
+def is_empty(client: Client, queue: str) -> bool:
+    ends = client.wait(queue, client.wait(queue, -1, 0.0).end, 0.2)
+    return ends.low == ends.end
+
+
+def check(victim: Victim, sent: int) -> None:
+    """The oracle."""
+    whole = [number for number in range(sent) if not is_broken(number)]
+    ledgers = {name: each["ledger"] for name, each in victim.client.stats().items()}
+    assert all(ledger["adds_up"] for ledger in ledgers.values()), ledgers
+
+    held = [json.loads(each)["n"] for each in contents(victim.client, "held")]
+    assert sorted(held) == [number for number in whole if number % 3 == 0]
+    broken = contents(victim.client, "main.dead")
+    assert sorted(broken) == sorted(value(number) for number in filter(is_broken, range(sent)))
+
+    even = [number for number in whole if number % 2 == 0]
+    lines = (victim.place / "files.jsonl").read_text().splitlines()
+    assert {json.loads(json.loads(line)["value"])["n"] for line in lines} == set(even)
+    assert in_and_out(ledgers["files"]) == len(even), "into its queue each came once"
+
+    assert sorted(archived(victim.place / "archive")) == whole
+    assert in_and_out(ledgers["archive"]) == len(whole)
+    assert in_and_out(ledgers["main"]) == sent
+
+
+def in_and_out(ledger: dict[str, Any]) -> int:
+    """The events that a queue took and did not lose to a kill before anybody was told of them."""
+    total: int = ledger["delivered"] + ledger["dead"] + ledger["pending"]
+    return total
+
+
+def contents(client: Client, queue: str) -> list[bytes]:
+    return values_of([block for _, block in client.read(queue)])
+
+
+def archived(place: Path) -> list[int]:
+    """What Spark's own log of the sink says is there: leftovers of batches that failed are not."""
+    entries: dict[str, Path] = {}
+    for batch in (place / "_spark_metadata").iterdir():
+        if batch.name.startswith("."):
+            continue
+        for line in batch.read_text().splitlines()[1:]:
+            path = Path(json.loads(line)["path"].removeprefix("file://"))
+            entries[path.name] = path
+    tables = [pq.read_table(path, columns=["n"]) for path in entries.values()]
+    return [int(row["n"]) for table in tables for row in table.to_pylist()]

@@ -1,0 +1,353 @@
+"""Do lanes deliver whatever their destinations do? Real nodes, real servers, but no Spark."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from tests.contract.harness import wait_until
+from tests.outputs.web_servers import Reply, served
+from tests.spark.destinations import Destination
+from tests.spark.loop import Pipe, with_payload
+from tests.spark.nodes import Served, serving
+from turnlane.delivery.settings import DeliverySettings, FailoverSettings
+from turnlane.errors import LaneTaken
+from turnlane.node.flight import FlightPlane
+from turnlane.outputs.file import FileSettings
+from turnlane.outputs.http import Form, HttpSettings
+from turnlane.pipeline.settings import ActionSettings, LaneSettings
+from turnlane.queues.settings import QueueSettings
+from turnlane.serving.rights import Authority
+
+PATIENCE = 60.0
+SOON = {"backoff": 0.05, "max_backoff": 0.2, "breaker_failures": 3, "breaker_reset": 0.3}
+
+
+class World:
+    """A node, and whatever a test wants there."""
+
+    def __init__(self, node: Served, place: Path, opened: ExitStack) -> None:
+        self.node = node
+        self.place = place
+        self._opened = opened
+
+    def destination(self) -> Destination:
+        return Destination(self._opened.enter_context(served()))
+
+    def send(self, word: str, count: int, start: int = 0) -> list[bytes]:
+        """Publish events to be routed by a word."""
+        numbers = range(start, start + count)
+        values = [b"%s %d" % (word.encode(), number) for number in numbers]
+        self.node.publish("main", values, keys=[f"{word}-{number % 3}" for number in numbers])
+        return values
+
+    def drained(self, *queues: str) -> None:
+        for name in ("main", *queues):
+            queue = self.node.queue(name)
+            wait_until(lambda queue=queue: queue.low == queue.end, f"{name} to drain", PATIENCE)  # type: ignore[misc]
+        for each in self.node.node.queues().values():
+            assert each.stats().ledger.adds_up, each.stats().ledger
+
+    def file(self, name: str) -> list[bytes]:
+        path = self.place / name
+        return path.read_bytes().splitlines() if path.exists() else []
+
+    def ledger(self, queue: str) -> Any:
+        return self.node.queue(queue).stats().ledger
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    names = ["a", "b", "c"]
+    queues = ["main", *names, *(f"{name}.dead" for name in names)]
+    with ExitStack() as opened:
+        node = opened.enter_context(serving(tmp_path / "data", {name: {} for name in queues}))
+        yield World(node, tmp_path, opened)
+
+
+def http(name: str, at: Destination, *, queued: bool = True, **more: Any) -> ActionSettings:
+    """An action that posts events with its name, or with the word given as filter."""
+    delivery = DeliverySettings.model_validate(SOON | more.pop("delivery", {}))
+    queue = QueueSettings.of(kind="disk", name=name, path=Path(name)) if queued else None
+    output = HttpSettings(url=at.url, format=Form.RAW, timeout=20.0)
+    settings = {"filter": name, **more}
+    return ActionSettings(name=name, queue=queue, delivery=delivery, output=output, **settings)
+
+
+def file(world: World, name: str, *, queued: bool = False, **more: Any) -> ActionSettings:
+    queue = QueueSettings.of(kind="disk", name=name, path=Path(name)) if queued else None
+    output = FileSettings(type="file", path=world.place / name, format="raw")
+    settings = {"filter": name, **more}
+    return ActionSettings(name=name, queue=queue, output=output, **settings)
+
+
+def each_once(taken: list[bytes], values: list[bytes]) -> None:
+    assert Counter(taken) == Counter(values)
+
+
+def test_a_destination_that_is_away_gets_everything_when_it_is_back(world: World) -> None:
+    """Meanwhile one probe at a time goes, the reason is shown, and another lane runs on."""
+    away = world.destination()
+    away.away()
+    values = world.send("a", 5000)
+    action = http("a", away, delivery={"max_time": 0.1})
+    with Pipe(world.node.url, action, file(world, "b", queued=True)) as pipe:
+        lane = pipe.lanes["a"]
+        wait_until(lambda: lane.suspension() is not None, "the reason to be shown", PATIENCE)
+        found = lane.suspension()
+        assert found is not None
+        assert "a: RetryLater" in str(found.why)
+        refused = away.refused
+        away.most = 0
+        each_other = world.send("b", 100)
+        wait_until(lambda: len(world.file("b")) == 100, "another lane", PATIENCE)
+        assert sorted(world.file("b")) == sorted(each_other)
+        wait_until(lambda: away.refused >= refused + 3, "probes", PATIENCE)
+        assert away.most == 1, "one probe at a time"
+        assert lane.batches[-1] <= 1000, "of one request"
+        assert world.ledger("a").delivered == 0
+        away.back()
+        world.drained("a")
+    each_once(away.taken, values)
+
+
+def test_a_flapping_destination_loses_nothing(world: World) -> None:
+    flapping = world.destination()
+    turn = iter(range(1_000_000))
+    flapping.refuse = lambda _: Reply(500) if next(turn) % 3 == 1 else None
+    values = world.send("a", 8000)
+    with Pipe(world.node.url, http("a", flapping, delivery={"batch_events": 100})):
+        world.drained("a")
+    each_once(flapping.taken, values)
+    assert world.ledger("a").delivered == 8000
+
+
+def test_poison_is_found_and_kept_apart_with_its_reason(world: World) -> None:
+    picky = world.destination()
+    poison = {b"a 17", b"a 617", b"a 618"}
+    picky.refuse = lambda values: Reply(400, b"no") if poison & set(values) else None
+    values = world.send("a", 1000)
+    with Pipe(world.node.url, http("a", picky)):
+        world.drained("a")
+    each_once(picky.taken, [value for value in values if value not in poison])
+    assert set(world.node.values("a.dead")) == poison
+    assert (world.ledger("a").delivered, world.ledger("a").dead) == (997, 3)
+    found = world.node.queue("a.dead").read(0, 10)
+    assert found is not None
+    letter = next(each for each in found[1].to_pylist() if each["value"] == b"a 617")
+    assert letter["key"] == "a-2"
+    assert (letter["dead_action"], letter["dead_reason"]) == ("a", "Never")
+    assert "HTTP 400: no" in letter["dead_error"]
+    assert not {"payload", "queue", "offset", "partition", "direct"} & set(letter)
+
+
+def test_a_destination_is_left_alone_for_as_long_as_it_says(world: World) -> None:
+    busy = world.destination()
+    asked: list[float] = []
+
+    def refuse(_: list[bytes]) -> Reply | None:
+        asked.append(time.monotonic())
+        return Reply(429, headers={"Retry-After": "2"}) if len(asked) <= 2 else None
+
+    busy.refuse = refuse
+    values = world.send("a", 50)
+    with Pipe(world.node.url, http("a", busy, delivery={"max_attempts": 1})):
+        world.drained("a")
+    each_once(busy.taken, values)
+    assert asked[1] - asked[0] >= 2
+    assert asked[2] - asked[1] >= 2
+    assert world.node.values("a.dead") == [], "what may be retried is never given up"
+
+
+@pytest.mark.parametrize("ordering", ["strict", "key"])
+def test_order_is_kept_over_failures(world: World, ordering: str) -> None:
+    slow = world.destination()
+    turn = iter(range(1_000_000))
+    slow.refuse = lambda _: Reply(503) if next(turn) % 4 == 2 else None
+    values = world.send("a", 90)
+    lane = LaneSettings(worker_minimum_events=20)
+    delivery = {"ordering": ordering, "batch_events": 5}
+    with Pipe(world.node.url, http("a", slow, delivery=delivery, lane=lane)):
+        world.drained("a")
+    each_once(slow.taken, values)
+    if ordering == "strict":
+        assert slow.taken == values
+    for key in range(3):
+        mine = [value for value in slow.taken if int(value.split()[1]) % 3 == key]
+        assert mine == values[key::3]
+
+
+def test_a_second_output_takes_over_until_the_first_is_back(world: World) -> None:
+    first = world.destination()
+    first.away()
+    second = FileSettings(type="file", path=world.place / "second", format="raw")
+    failover = FailoverSettings(output=second, after=0.5)
+    values = world.send("a", 200)
+    with Pipe(world.node.url, http("a", first, delivery={"failover": failover})):
+        world.drained("a")
+        assert sorted(world.file("second")) == sorted(values)
+        first.back()
+        status = world.node.node.breakers.of("a").gate.status
+        more: list[bytes] = []
+        while status().state != "closed":  # until one of these is the probe
+            more += world.send("a", 1, start=1000 + len(more))
+            world.drained("a")
+        last = world.send("a", 10, start=5000)
+        world.drained("a")
+    assert set(last) <= set(first.taken)
+    each_once(first.taken + world.file("second"), values + more + last)
+
+
+def test_fresh_events_do_not_wait_for_the_end_of_a_backlog(world: World) -> None:
+    slow = world.destination()
+    values = world.send("a", 3000)
+    fresh: list[bytes] = []
+    hurried = threading.Event()
+
+    def refuse(given: list[bytes]) -> None:
+        if not fresh and len(slow.taken) > 500:
+            fresh.extend(world.send("a", 20, start=9000))
+        if fresh and set(fresh) & set(given) and len(slow.taken) < 2500:
+            hurried.set()
+
+    slow.refuse = refuse
+    lane = LaneSettings(max_events=200, workers=1)
+    with Pipe(
+        world.node.url,
+        http("a", slow, delivery={"batch_events": 20, "concurrency": 1}, lane=lane),
+        lane=LaneSettings(max_events=10_000),
+    ):
+        world.drained("a")
+    each_once(slow.taken, values + fresh)
+    assert hurried.is_set(), "fresh events went before the backlog was through"
+
+
+def test_what_is_tried_at_once_goes_into_its_queue_if_that_fails(world: World) -> None:
+    tried = world.destination()
+    values = world.send("a", 50)
+    with Pipe(world.node.url, http("a", tried, delivery={"mode": "try_direct"})):
+        world.drained("a")
+        assert world.node.queue("a").end == 0, "the queue was not needed"
+        each_once(tried.taken, values)
+        tried.away()
+        more = world.send("a", 50, start=50)
+        wait_until(lambda: world.node.queue("a").end == 50, "the queue to take it", PATIENCE)
+        world.drained()
+        tried.back()
+        world.drained("a")
+    each_once(tried.taken, values + more)
+
+
+def test_one_action_stands_in_for_another_that_is_suspended(world: World) -> None:
+    first = world.destination()
+    values = world.send("a", 20)
+    instead = file(world, "b", filter="a", delivery=DeliverySettings(only_when_suspended=True))
+    with Pipe(world.node.url, http("a", first, queued=False), instead):
+        world.drained()
+        each_once(first.taken, values)
+        assert world.file("b") == []
+        first.away()
+        more = world.send("a", 20, start=20)
+        world.drained()
+        each_once(world.file("b"), more)
+        first.back()
+
+
+def test_a_queue_stands_in_for_an_action_that_is_suspended(world: World) -> None:
+    first = world.destination()
+    first.away()
+    values = world.send("a", 20)
+    settings = DeliverySettings(only_when_suspended=True)
+    spare = file(world, "b", queued=True, filter="a", delivery=settings)
+    with Pipe(world.node.url, http("a", first, queued=False), spare):
+        world.drained("b")
+    each_once(world.file("b"), values)
+    assert world.node.queue("b").end == 20
+
+
+def test_a_direct_action_holds_up_what_it_cannot_deliver_and_nothing_else(world: World) -> None:
+    """An event that it refuses for ever is a dead letter; others get where they belong, once."""
+    blocking = world.destination()
+    blocking.away()
+    values = world.send("a", 30)
+    copies = file(world, "b", queued=True, filter="a")
+    with Pipe(world.node.url, http("a", blocking, queued=False), copies) as pipe:
+        main = pipe.lanes["main"]
+        wait_until(lambda: main.suspension() is not None, "suspension", PATIENCE)
+        assert world.node.queue("b").end == 0, "nothing of an event before all direct ones have it"
+        blocking.refuse = lambda given: Reply(400) if b"a 7" in given else None
+        world.drained("b")
+    each_once(blocking.taken, [value for value in values if value != b"a 7"])
+    each_once(world.file("b"), values)
+    assert world.node.values("a.dead") == [b"a 7"]
+    assert world.ledger("main").dead == 1
+
+
+def test_a_slow_destination_makes_small_batches(world: World) -> None:
+    slow = world.destination()
+
+    def refuse(_: list[bytes]) -> None:
+        time.sleep(0.05)
+
+    slow.refuse = refuse
+    values = world.send("a", 600)
+    settings = {"max_time": 0.3, "batch_events": 10, "concurrency": 1}
+    with Pipe(world.node.url, http("a", slow, delivery=settings)) as pipe:
+        world.drained("a")
+    each_once(slow.taken, values)
+    assert pipe.lanes["a"].batches[1] < 600
+
+
+def test_a_run_that_is_superseded_settles_nothing_more(world: World) -> None:
+    """As after a driver was thought dead: another one has done its batch meanwhile."""
+    taken = world.destination()
+    action = http("a", taken)
+    world.node.publish("a", [b"a 0"], keys=["a-0"])
+    late, other = Pipe(world.node.url, action).lanes["a"], Pipe(world.node.url, action).lanes["a"]
+
+    def meanwhile(rows: pa.RecordBatch) -> pa.RecordBatch:
+        assert other.turn()
+        return with_payload(rows)
+
+    late.change = meanwhile
+    with pytest.raises(LaneTaken, match="started anew"):
+        late.turn()
+    assert world.ledger("a").delivered == 1
+    assert Counter(taken.taken) == {b"a 0": 2}, "to a destination it may come twice"
+
+
+def test_of_two_nodes_one_that_is_away_delays_only_its_own(tmp_path: Path) -> None:
+    """Its events come, each once, when it is back; the breaker moves to the other meanwhile."""
+    queues: dict[str, dict[str, Any]] = {name: {} for name in ("main", "a", "a.dead")}
+    with ExitStack() as opened:
+        nodes = [opened.enter_context(serving(tmp_path / name, queues)) for name in "xy"]
+        at = Destination(opened.enter_context(served()))
+        url = ",".join([nodes[0].url, nodes[1].url.removeprefix("turnlane://")])
+        loop = Pipe(url, http("a", at)).lanes["a"]
+        for number, node in enumerate(nodes):
+            node.publish("a", [b"%d" % number] * 10, keys=["a-0"] * 10)
+        while loop.turn():
+            pass
+        assert Counter(at.taken) == {b"0": 10, b"1": 10}
+        place = nodes[0].plane.address
+        nodes[0].plane.stop(1.0)
+        for number, node in enumerate(nodes):
+            node.publish("a", [b"again %d" % number] * 10, keys=["a-0"] * 10)
+        wait_until(lambda: loop.turn() and b"again 1" in at.taken, "the other one", PATIENCE)
+        assert b"again 0" not in at.taken
+        back = FlightPlane(nodes[0].node, Authority(()), place)
+        back.start()
+        opened.callback(back.stop, 1.0)
+        wait_until(lambda: loop.turn() and b"again 0" in at.taken, "the one", PATIENCE)
+        while loop.turn():
+            pass
+        assert Counter(at.taken) == dict.fromkeys([b"0", b"1", b"again 0", b"again 1"], 10)
+        assert all(node.queue("a").low == 20 for node in nodes)

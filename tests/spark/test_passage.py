@@ -1,0 +1,122 @@
+"""Which action gets which rows, and what becomes of those that it cannot deliver now?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from turnlane.delivery.outcome import DeadLetter, Outcome
+from turnlane.events import Block
+from turnlane.spark.passage import Mask, Passed, passed
+from turnlane.spark.steps import Step
+
+ROWS = pa.RecordBatch.from_pydict({"number": list(range(6))})
+
+
+class Destinations:
+    """Actions that take what they are told to, and remember what they were asked."""
+
+    def __init__(self, *, away: dict[str, set[int]], dead: dict[str, set[int]]) -> None:
+        self._away = away
+        self._dead = dead
+        self.asked: dict[str, list[int]] = {}
+
+    def deliver(self, step: Step, rows: Block) -> Outcome:
+        numbers: list[Any] = rows.column("number").to_pylist()
+        self.asked.setdefault(step.action, []).extend(numbers)
+        away, dead = self._away.get(step.action, set()), self._dead.get(step.action, set())
+        kept = [at for at, number in enumerate(numbers) if number in away]
+        gone = np.array([at for at, number in enumerate(numbers) if number in dead], dtype=np.int64)
+        letters = [DeadLetter(rows.take(gone), gone, "Never", "no", 1)] if len(gone) else []
+        delivered = len(numbers) - len(kept) - len(gone)
+        return Outcome(delivered, np.array(kept, dtype=np.int64), letters)
+
+
+def step(
+    name: str, *, output: bool = True, queue: str | None = None, instead: bool = False
+) -> Step:
+    return Step(
+        action=name,
+        reads="main",
+        output={"type": "test"} if output else None,
+        queue=queue,
+        only_when_suspended=instead,
+    )
+
+
+def sent(
+    *steps: Step,
+    routes: dict[str, set[int]] | None = None,
+    away: dict[str, set[int]] | None = None,
+    dead: dict[str, set[int]] | None = None,
+) -> tuple[Passed, dict[str, list[int]]]:
+    """Send all rows through the steps; returns what became of them, and who was asked."""
+    everything = set(range(ROWS.num_rows))
+    masks = {
+        each.action: np.isin(np.arange(6), list((routes or {}).get(each.action, everything)))
+        for each in steps
+    }
+    destinations = Destinations(away=away or {}, dead=dead or {})
+    return passed(ROWS, steps, masks, destinations.deliver), destinations.asked
+
+
+def where(mask: Mask) -> list[int]:
+    found: list[int] = np.flatnonzero(mask).tolist()
+    return found
+
+
+def test_everybody_gets_what_is_routed_to_them() -> None:
+    result, asked = sent(step("a"), step("b"), routes={"a": {0, 1}, "b": {1, 5}})
+    assert asked == {"a": [0, 1], "b": [1, 5]}
+    assert not result.held.any()
+
+
+def test_an_event_that_one_action_cannot_deliver_comes_again_as_a_whole() -> None:
+    """Later actions are not even asked; earlier ones had it."""
+    result, asked = sent(step("a"), step("b"), step("c"), away={"b": {2}})
+    assert where(result.held) == [2]
+    assert asked == {"a": [0, 1, 2, 3, 4, 5], "b": [0, 1, 2, 3, 4, 5], "c": [0, 1, 3, 4, 5]}
+
+
+def test_what_is_tried_directly_goes_into_its_queue_instead() -> None:
+    result, _ = sent(step("a", queue="a"), step("b"), away={"a": {1, 2}, "b": {2}})
+    assert where(result.held) == [2]
+    assert where(result.queued["a"]) == [1, 2], "which of these goes is known when all are through"
+
+
+def test_an_action_stands_in_for_the_one_before() -> None:
+    result, asked = sent(step("a"), step("b", instead=True), away={"a": {1, 2, 3}, "b": {3}})
+    assert asked["b"] == [1, 2, 3]
+    assert where(result.held) == [3]
+
+
+def test_who_stands_in_takes_only_what_its_filter_says() -> None:
+    routes = {"a": {0, 1, 2}, "b": {2, 3}}
+    result, asked = sent(step("a"), step("b", instead=True), routes=routes, away={"a": {1, 2}})
+    assert asked["b"] == [2]
+    assert where(result.held) == [1]
+
+
+def test_a_queue_stands_in_too() -> None:
+    steps = [step("a"), step("b", output=False, queue="b", instead=True)]
+    result, asked = sent(*steps, away={"a": {4}})
+    assert "b" not in asked
+    assert not result.held.any()
+    assert where(result.queued["b"]) == [4]
+
+
+def test_what_who_stands_in_leaves_goes_into_the_queue_of_the_first() -> None:
+    steps = [step("a", queue="a"), step("b", instead=True)]
+    result, _ = sent(*steps, away={"a": {1, 2}, "b": {2}})
+    assert where(result.queued["a"]) == [2]
+    assert not result.held.any()
+
+
+def test_the_dead_are_known_by_their_rows_unless_they_come_again() -> None:
+    routes = {"a": {1, 3, 5}}
+    result, _ = sent(step("a"), step("b"), routes=routes, dead={"a": {3, 5}}, away={"b": {5}})
+    (buried,) = result.buried
+    assert buried.rows.tolist() == [3, 5]
+    assert where(result.dead) == [3]
