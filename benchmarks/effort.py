@@ -20,8 +20,15 @@ class Effort:
 
     @property
     def rounds(self) -> int:
-        """Turns of every contestant."""
+        """Turns of every contestant; in a test, which only wants to see it run, one."""
+        if self.scale < 0.1:
+            return 1
         return 3 if self.quick else 5
+
+    @property
+    def few_rounds(self) -> int:
+        """Turns where no figure comes of it, only a line of a table."""
+        return 1 if self.quick else self.rounds
 
     def events(self, quick: int, full: int | None = None) -> int:
         """A number of events, in whole hundreds; without ``full``, four times as many there."""

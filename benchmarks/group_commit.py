@@ -15,6 +15,8 @@ from benchmarks.outcome import Cell, Outcome, Table, figure
 from benchmarks.peers import PersistFileAutosave, PersistSqlite, SyncedFile
 
 PRODUCERS = (1, 8, 64)
+FIGURED = 100
+"""The size of event that the figures are about."""
 
 
 def synced_puts(
@@ -72,15 +74,16 @@ def run(effort: Effort) -> Outcome:
                 _name(kind, producers): partial(synced_puts, effort, kind, producers, seconds, size)
                 for kind, producers in entrants
             },
-            effort.rounds,
+            effort.rounds if size == FIGURED else effort.few_rounds,
         )
-        for size in (100, 1_000)
+        for size in (FIGURED, 1_000)
     }
     rows = {
-        name: [Cell.of(Series(found[size][name])) for size in (100, 1_000)] for name in found[100]
+        name: [Cell.of(Series(found[size][name])) for size in (FIGURED, 1_000)]
+        for name in found[FIGURED]
     }
-    own = {count: Series(found[100][_name(AlwaysDisk, count)]) for count in PRODUCERS}
-    peer = Series(found[100][_name(PersistFileAutosave, 1)])
+    own = {count: Series(found[FIGURED][_name(AlwaysDisk, count)]) for count in PRODUCERS}
+    peer = Series(found[FIGURED][_name(PersistFileAutosave, 1)])
     how = "100-byte events one by one, `always`: 64 blocking producers / 1 blocking producer"
     synced = (
         "the synced comparison: `always`, 1 blocking producer, against persist-queue's file queue "

@@ -18,6 +18,9 @@ _WORDS = (  # noqa: SIM905 - as a list it would fill a page
 ).split()
 _SERVICES = ("checkout", "gateway", "inventory", "mailer", "search", "sessions")
 _LEVELS = ("DEBUG", "INFO", "INFO", "INFO", "WARN", "ERROR")
+_HEADER = b"<%d>1 2026-08-14T09:00:00Z host app - - - "
+_PRIORITIES = {b"DEBUG": 135, b"INFO": 134, b"WARN": 132, b"ERROR": 131}
+"""Facility local0 and the severity that syslog has for the level."""
 
 
 @cache
@@ -44,6 +47,12 @@ def _line(chance: random.Random, number: int, size: int) -> bytes:
 def log_lines(count: int, size: int) -> list[bytes]:
     """``count`` lines of exactly ``size`` bytes."""
     return list(islice(cycle(_pool(size)), count))
+
+
+def syslog_messages(count: int, size: int) -> list[bytes]:
+    """``count`` lines of exactly ``size`` bytes as messages of RFC 5424, severe as they say."""
+    lines = log_lines(count, size - len(_HEADER % 134))
+    return [_HEADER % _PRIORITIES[line.split(b" ", 2)[1]] + line for line in lines]
 
 
 def in_blocks(lines: list[bytes], events: int) -> list[list[bytes]]:

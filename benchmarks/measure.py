@@ -67,3 +67,8 @@ def alternate(
         for name in names[shift:] + names[:shift]:
             results[name].append(contestants[name]())
     return results
+
+
+def percentile(ordered: Sequence[float], part: float) -> float:
+    """The value that ``part`` of the ordered ones are below."""
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]

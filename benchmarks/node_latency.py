@@ -9,7 +9,7 @@ from collections import deque
 import turnlane
 from benchmarks.effort import Effort
 from benchmarks.lines import log_lines
-from benchmarks.measure import Series
+from benchmarks.measure import Series, percentile
 from benchmarks.outcome import Cell, Outcome, Table, figure
 from benchmarks.served import Served, served
 
@@ -62,7 +62,7 @@ def run(effort: Effort) -> Outcome:
     rows = {}
     p99 = {}
     for rate, rounds in found.items():
-        half, most = ([_at(each, part) for each in rounds] for part in (0.5, 0.99))
+        half, most = ([percentile(each, part) for each in rounds] for part in (0.5, 0.99))
         p99[rate] = Series(most)
         rows[f"{rate:,} a second"] = [Cell.of(Series(half)), Cell.of(Series(most))]
     how = (
@@ -71,7 +71,3 @@ def run(effort: Effort) -> Outcome:
     )
     table = Table("From publish to persisted", "ms", ("p50", "p99"), rows)
     return Outcome([figure("persisted_p99_ms", p99[10_000], how, unit="ms", at_most=20.0)], [table])
-
-
-def _at(ordered: list[float], part: float) -> float:
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]

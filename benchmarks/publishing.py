@@ -147,12 +147,16 @@ def run(effort: Effort) -> Outcome:
     ready = _compare(effort, blocks, (Memory, Disk))
     given = _compare(effort, blocks_from_bytes, (Memory, Disk, BareFile, Sqlite))
     threads = _compare(
-        effort, from_threads, (Memory, Disk, StandardQueue, PersistFile, PersistSqlite, Sqlite)
+        effort,
+        from_threads,
+        (Memory, Disk, StandardQueue, PersistFile, PersistSqlite, Sqlite),
+        figured=(),
     )
     read = _compare(
         effort,
         reading,
         (Memory, Disk, DiskValues, StandardQueue, PersistFile, PersistSqlite, Sqlite),
+        figured=(),
     )
     outcome.tables += [
         _table("Publish one by one, one thread", singles, _SAFE),
@@ -181,11 +185,17 @@ _READ = (
 )
 
 
-def _compare(effort: Effort, measurement: Measurement, kinds: Sequence[Kind]) -> dict[str, Timings]:
+def _compare(
+    effort: Effort,
+    measurement: Measurement,
+    kinds: Sequence[Kind],
+    *,
+    figured: Sequence[str] = ("100 B",),
+) -> dict[str, Timings]:
     return {
         name: alternate(
             {kind.label: partial(measurement, effort, kind, size) for kind in kinds},
-            effort.rounds,
+            effort.rounds if name in figured else effort.few_rounds,
         )
         for name, size in SIZES.items()
     }

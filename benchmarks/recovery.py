@@ -73,8 +73,8 @@ def run(effort: Effort) -> Outcome:
         for name, size in sizes.items():
             fill(directory / name, size)
         after = {
-            way: _openings(effort, directory, kill=kill)
-            for way, kill in (("kill -9", True), ("a clean close", False))
+            "kill -9": _openings(directory, 2 * effort.rounds - 1, kill=True),
+            "a clean close": _openings(directory, 2 * effort.few_rounds - 1, kill=False),
         }
     rows = {
         f"after {way}": [Cell.of(series.map(lambda each: each * 1e3)) for series in found.values()]
@@ -95,9 +95,9 @@ def run(effort: Effort) -> Outcome:
     )
 
 
-def _openings(effort: Effort, directory: Path, *, kill: bool) -> dict[str, Series]:
+def _openings(directory: Path, rounds: int, *, kill: bool) -> dict[str, Series]:
     contestants = {name: partial(opening, directory / name, kill=kill) for name in SIZES}
     for measure in contestants.values():
         measure()  # the first finds a directory that was left in another way
-    found = alternate(contestants, 2 * effort.rounds - 1)
+    found = alternate(contestants, rounds)
     return {name: Series(times) for name, times in found.items()}

@@ -20,7 +20,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.outcome import Figure, Outcome, Table
 from benchmarks.plots import draw
 
-MODULES = {"queues": "Queues", "node": "The node"}
+MODULES = {"queues": "Queues", "node": "The node", "spark": "The pipeline on Spark"}
 """The benchmark modules, and the titles of their chapters."""
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +40,7 @@ nothing fails for being slow.
 def main() -> None:
     """Measure, draw, write."""
     parser = argparse.ArgumentParser(description="Run all benchmarks, write docs/benchmarks.md.")
-    parser.add_argument("--quick", action="store_true", help="less than a minute a module")
+    parser.add_argument("--quick", action="store_true", help="a minute or two a module")
     options = parser.parse_args()
     outcomes = {name: measured(name, quick=options.quick) for name in MODULES}
     IMAGES.mkdir(exist_ok=True)

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+CONFIG = "node.yaml"
+"""The file that the node was given, in its directory."""
+
 
 @dataclass(frozen=True)
 class Served:
@@ -35,9 +38,13 @@ def served(
     directory: Path,
     queues: Mapping[str, Mapping[str, Any]],
     inputs: list[dict[str, Any]] | None = None,
+    pipeline: Mapping[str, Any] | None = None,
 ) -> Iterator[Served]:
-    """Run ``turnlane serve`` with these queues; at the end it is stopped in order."""
-    config = directory / "node.yaml"
+    """Run ``turnlane serve`` with these queues; at the end it is stopped in order.
+
+    ``pipeline`` are further sections of the configuration, whose queues it has, too.
+    """
+    config = directory / CONFIG
     values = {
         "node": {
             "data": str(directory / "data"),
@@ -46,6 +53,7 @@ def served(
         },
         "queues": queues,
         "inputs": inputs or [],
+        **(pipeline or {}),
     }
     config.write_text(json.dumps(values))  # which is YAML, too
     command = [sys.executable, "-m", "turnlane", "serve", str(config), "--json"]

@@ -9,7 +9,11 @@ TurnlaneError
 │   ├── StorageFailed      the disk did not read or write; what it held is still there
 │   ├── DirectoryLocked    another process holds the queue's directory
 │   ├── AddressTaken       another process listens there; names the knob
-│   └── TransportDown      the node cannot be reached
+│   ├── TransportDown      the node cannot be reached
+│   ├── DatabaseDown       the database does not answer; what was committed is still there
+│   ├── DatabaseReadOnly   the database takes no writes now
+│   ├── LeadLost           another manager leads; this one changed nothing
+│   └── ReshardUnderWay    the queue table's shards are being changed in another way
 ├── Never                  the same call will fail again
 │   ├── EventsLost         accepted events could not be written before the queue was closed
 │   ├── QueueClosed        the queue takes or gives no more events
@@ -19,11 +23,15 @@ TurnlaneError
 │   ├── NoSuchQueue        the node has no queue of this name
 │   ├── QueueExists        the node has a queue of this name, with other settings
 │   ├── NoSuchLease        the lease was settled before, or has run out
+│   ├── NoSuchStream       the receiver's stream is over; its events fire elsewhere
 │   ├── NoSuchStage        the staged blocks were committed, given up, or never finished
+│   ├── NoSuchBreaker      no task has delivered for an action of this name
 │   ├── LaneTaken          the lane was started anew elsewhere: this run of it is over
 │   ├── NotAllowed         the token, or the lack of one, does not give the right to do that
 │   ├── NotSupported       this kind of queue does not do that
 │   ├── ConfigError        a setting is wrong; names the knob
+│   ├── SyntaxFault        a statement cannot be read; says where
+│   ├── NameTaken          an event of this name is in the queue table
 │   ├── NotAQueue          the directory holds no queue that can be read
 │   └── DirectoryUnusable  the directory cannot be written
 ├── PartlyDelivered        the destination took some events of a block; says which it did not
@@ -90,6 +98,22 @@ class TransportDown(RetryLater):
     """The node at the far end cannot be reached."""
 
 
+class DatabaseDown(RetryLater):
+    """The database does not answer, or ended the connection. What was committed is there."""
+
+
+class DatabaseReadOnly(RetryLater):
+    """The database takes no writes: a replica, or one that is being moved."""
+
+
+class LeadLost(RetryLater):
+    """Another manager leads the shard; the write of this one was refused, and changed nothing."""
+
+
+class ReshardUnderWay(RetryLater):
+    """Another reshard of the queue is not finished: resume that one first."""
+
+
 class Never(TurnlaneError):
     """The same call will fail again; do not retry it."""
 
@@ -126,8 +150,16 @@ class NoSuchLease(Never):
     """The lease was settled before, or it ran out and its events went to another consumer."""
 
 
+class NoSuchStream(Never):
+    """The stream of a queue table's receiver is over: what it did not ack fires elsewhere."""
+
+
 class NoSuchStage(Never):
     """The staged blocks were committed or given up before, or were never finished."""
+
+
+class NoSuchBreaker(Never):
+    """No task has delivered for an action of this name since the node was started."""
 
 
 class LaneTaken(Never):
@@ -151,6 +183,19 @@ class ConfigError(Never):
     def __init__(self, knob: str, message: str) -> None:
         super().__init__(f"{knob}: {message}")
         self.knob = knob
+
+
+class SyntaxFault(Never):
+    """A statement cannot be read; ``line`` and ``column`` count from 1."""
+
+    def __init__(self, message: str, line: int, column: int) -> None:
+        super().__init__(f"{line}:{column}: {message}")
+        self.line = line
+        self.column = column
+
+
+class NameTaken(Never):
+    """An event of this name is in the queue table already: it is not enqueued again."""
 
 
 class NotAQueue(Never):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -161,6 +161,22 @@ def conform(block: Block, schema: pa.Schema = BASE_SCHEMA) -> Block:
         if field.name not in known:
             arrays.append(block.column(field.name))
             fields.append(field)
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+
+
+def typed(block: Block, without: Collection[str] = ()) -> Block:
+    """The block with base columns of the right type, whoever made it, and some columns left out."""
+    arrays: list[pa.Array[Any]] = []
+    fields: list[pa.Field[Any]] = []
+    for name in block.schema.names:
+        if name in without:
+            continue
+        column = block.column(name)
+        if name in BASE_SCHEMA.names:
+            wanted = BASE_SCHEMA.field(name).type
+            column = column if column.type == wanted else pc.cast(column, wanted)
+        arrays.append(column)
+        fields.append(pa.field(name, column.type))
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
 

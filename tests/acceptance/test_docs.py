@@ -3,7 +3,8 @@
 A ```python block runs in one session with the other blocks of its file, in order, in an empty
 directory; a ```console block runs what stands after ``$ ``. What must be printed follows: in a
 ```text or ```output block after the program, or within the console block. ``…`` stands for
-anything. A block that cannot run says why: ```python title="no-run: needs a node", which the
+anything. A ```yaml block whose title is the name of a file is written to that file. A block that
+cannot run says why: ```python title="no-run: needs a node", which the
 built pages show as its title. A page that names ``$TURNLANE_URL`` has a node with a disk queue
 ``orders`` there.
 """
@@ -37,6 +38,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"", "console", "json", "output", "python", "sh", "sql", "text", "toml", "yaml"}
 SETUP_COMMANDS = ("git clone ", "cd ", "make ", "pip install ", "python3 -m venv ", ". ")
 FENCE = re.compile(r"(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`]*)")
+TITLED = re.compile(r'yaml title="([\w.-]+\.yaml)"')
 NO_RUN = re.compile(r'(python|console) title="no-run: [^"]{8,}"')
 
 SESSION = """
@@ -50,6 +52,10 @@ for step in json.load(sys.stdin):
         with contextlib.redirect_stdout(printed):
             exec(code, names)
         output = printed.getvalue()
+    elif step["language"] == "yaml":
+        with open(step["file"], "w") as file:
+            file.write(step["code"])
+        output = ""
     else:
         run = subprocess.run(
             step["code"], shell=True, text=True, check=False,
@@ -88,6 +94,7 @@ class Step:
     code: str
     line: int
     expected: str | None
+    file: str | None = None
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -113,6 +120,8 @@ def steps_of(page: Path) -> Iterator[Step]:
     """What there is to run on a page."""
     blocks = blocks_of(page)
     for block, after in zip(blocks, [*blocks[1:], None], strict=False):
+        if file := TITLED.fullmatch(block.info):
+            yield Step(page.name, "yaml", block.text, block.line, None, file[1])
         if not block.runs:
             continue
         printed = after.text if after and after.language in {"text", "output"} else None
@@ -221,7 +230,8 @@ def test_every_public_name_is_in_the_api_reference() -> None:
 
 def test_the_api_reference_has_every_error() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
-    tree = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+    kinds = (kind for kind in vars(errors).values() if isinstance(kind, type))
+    tree = {kind.__name__ for kind in kinds if issubclass(kind, errors.TurnlaneError)}
     rows = set(re.findall(r"^\| (?:– )?`(\w+)`", page, re.MULTILINE))
     assert tree <= rows
 

@@ -1,0 +1,124 @@
+"""Adaptive concurrency beside fixed numbers, on servers whose capacity changes.
+
+A server can do so many things at a time, first 4, then 16, then 2. One kind lets the rest wait; for
+it any number is good that is large enough. The other kind thrashes: asked for twice as much, it
+takes four times as long, so every number but the right one costs a lot. Each contestant delivers
+without a break while the capacity changes; what counts is how many events the server has got in
+each stretch, the time included that it takes to find out.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Literal
+
+from benchmarks.delivery_engine import blocks_of, http_output
+from benchmarks.effort import Effort
+from benchmarks.http_server import HttpServer
+from benchmarks.measure import Series, alternate
+from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
+from turnlane.delivery.engine import Engine
+from turnlane.delivery.gate import LocalGate
+from turnlane.delivery.settings import DeliverySettings
+from turnlane.events import Block
+
+PLATEAUS = (4, 16, 2)
+SERVICE_SECONDS = 0.03
+BATCH = 10
+FIXED = (1, 2, 4, 8, 16, 32)
+ADAPTIVE: Literal["adaptive"] = "adaptive"
+KINDS = {"": (1.0, "lets the rest wait"), "_thrashing": (2.0, "thrashes")}
+"""By the ending of their figures' names: how much longer things take, and in words."""
+
+Rates = tuple[float, ...]
+"""Events a second, on each plateau."""
+
+
+def rates(
+    server: HttpServer, concurrency: Literal["adaptive"] | int, seconds: float, thrash: float
+) -> Rates:
+    """Deliver over all plateaus, each so long."""
+    settings = DeliverySettings(concurrency=concurrency, batch_events=BATCH, max_time=3600)
+    over = threading.Event()
+    output = http_output(server.url)
+    with output, Engine(output, settings, LocalGate(settings)) as engine:
+        lane = threading.Thread(target=lambda: list(engine.run(_endless(over))))
+        server.control(slots=PLATEAUS[0], seconds=SERVICE_SECONDS, thrash=thrash)
+        lane.start()
+        found = tuple(_plateau(server, slots, seconds) for slots in PLATEAUS)
+        over.set()
+        engine.stop()
+        lane.join()
+    return found
+
+
+def _plateau(server: HttpServer, slots: int, seconds: float) -> float:
+    server.control(slots=slots, seconds=SERVICE_SECONDS)
+    started = time.monotonic()
+    time.sleep(seconds)
+    # One event at least: in a very short run none may have come, and ratios are taken of this.
+    return max(1.0, float(server.counts()["events"])) / (time.monotonic() - started)
+
+
+def _endless(over: threading.Event) -> Iterator[Block]:
+    (block,) = blocks_of(1000)
+    while not over.is_set():
+        yield block
+
+
+def run(effort: Effort, server: HttpServer) -> Outcome:
+    """Adaptive, and every fixed number, on both kinds of server."""
+    outcome = Outcome()
+    names: dict[str, Literal["adaptive"] | int] = {ADAPTIVE: ADAPTIVE}
+    names |= {f"fixed: {number}": number for number in FIXED}
+    for ending, (thrash, words) in KINDS.items():
+        found = alternate(
+            {
+                name: partial(rates, server, each, max(0.1, effort.seconds(2.0, 8.0)), thrash)
+                for name, each in names.items()
+            },
+            1 if effort.quick else 3,
+        )
+        outcome.add(Outcome(_figures(found, ending, words), [_table(found, words)]))
+    server.control(slots=0, seconds=0, thrash=1)
+    return outcome
+
+
+def _figures(found: dict[str, list[Rates]], ending: str, words: str) -> list[Figure]:
+    own = found[ADAPTIVE]
+    others = [each for name, each in found.items() if name != ADAPTIVE]
+    against: dict[str, list[float]] = {"best": [], "worst": []}
+    for turn, mine in enumerate(own):
+        for name, choose in (("best", max), ("worst", min)):
+            its = [choose(each[turn][at] for each in others) for at in range(len(PLATEAUS))]
+            against[name].append(min(map(operator.truediv, mine, its)))
+    where = (
+        f"a server for {', '.join(map(str, PLATEAUS))} requests at a time in turn, which {words}: "
+    )
+    return [
+        figure(
+            f"adaptive_vs_{name}{ending}",
+            Series(values),
+            f"{where}adaptive / the {name} fixed number, on the stretch where it does worst",
+            unit="×",
+            at_least={"best": 0.9, "worst": 1.3}[name],
+        )
+        for name, values in against.items()
+    ]
+
+
+def _table(found: dict[str, list[Rates]], words: str) -> Table:
+    return Table(
+        f"A server whose capacity changes, and which {words}",
+        "events/s",
+        [f"{slots} at a time" for slots in PLATEAUS],
+        {
+            name: [Cell.of(Series([turn[at] for turn in turns])) for at in range(len(PLATEAUS))]
+            for name, turns in found.items()
+        },
+        f"{BATCH} events in a request, {SERVICE_SECONDS * 1000:.0f} ms each.",
+    )

@@ -1,0 +1,150 @@
+"""The delivery engine by itself, with the output ``http``, beside a bare loop of urllib3.
+
+Both post the same events in the same batches, at the same concurrency, to the same server. The bare
+loop has the bodies ready and does nothing but post them: it is the limit. The engine gets blocks,
+makes the bodies and keeps account of every event.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pyarrow as pa
+import urllib3
+
+from benchmarks.effort import Effort
+from benchmarks.http_server import HttpServer
+from benchmarks.lines import log_lines
+from benchmarks.measure import Series, alternate, undisturbed
+from benchmarks.outcome import Cell, Outcome, Table, figure
+from turnlane.delivery.engine import Engine
+from turnlane.delivery.gate import LocalGate
+from turnlane.delivery.settings import DeliverySettings
+from turnlane.events import Block
+from turnlane.outputs.contract import Output, OutputSettings
+from turnlane.outputs.discard import DiscardOutput
+from turnlane.outputs.http import Form, HttpOutput, HttpSettings
+
+SIZE = 200
+BATCH = 1000
+BLOCK = 10_000
+CONCURRENCY = 4
+BARE, ENGINE = "urllib3 in a loop", "turnlane's engine"
+
+
+def blocks_of(events: int) -> list[Block]:
+    """Events as a lane hands them to its engine."""
+    payloads = pa.array(log_lines(BLOCK, SIZE), pa.binary())
+    whole = [
+        pa.RecordBatch.from_arrays(
+            [payloads, pa.array(range(first, first + BLOCK), pa.int64())], ["payload", "offset"]
+        )
+        for first in range(0, events, BLOCK)
+    ]
+    rest = events % BLOCK
+    return [*whole[:-1], whole[-1].slice(0, rest)] if rest else whole
+
+
+def bodies_of(events: int) -> list[bytes]:
+    """The same events in bodies of a batch each."""
+    lines = log_lines(BLOCK, SIZE)
+    made = [
+        b"".join(b"%s\n" % line for line in lines[at : at + BATCH]) for at in range(0, BLOCK, BATCH)
+    ]
+    count = -(-events // BATCH)
+    return [made[number % len(made)] for number in range(count)]
+
+
+def bare(url: str, bodies: Sequence[bytes], concurrency: int) -> float:
+    """Seconds that it takes to post these bodies, so many at a time."""
+    left: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    for body in bodies:
+        left.put(body)
+    http = urllib3.PoolManager(maxsize=concurrency)
+    headers = {"Content-Type": "text/plain"}
+
+    def post() -> None:
+        while True:
+            try:
+                body = left.get_nowait()
+            except queue.Empty:
+                return
+            answer = http.request("POST", url, body=body, headers=headers, retries=False)
+            assert answer.status == 200
+
+    threads = [threading.Thread(target=post) for _ in range(concurrency)]
+    started = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - started
+
+
+def http_output(url: str) -> HttpOutput:
+    """The output, set up as the bare loop is."""
+    return HttpOutput(HttpSettings(url=url, format=Form.RAW))
+
+
+def delivered(output: Output, settings: DeliverySettings, blocks: Sequence[Block]) -> float:
+    """Seconds that the engine takes for these blocks."""
+    with output, Engine(output, settings, LocalGate(settings)) as engine:
+        started = time.perf_counter()
+        count = sum(outcome.delivered for outcome in engine.run(blocks))
+        seconds = time.perf_counter() - started
+    assert count == sum(block.num_rows for block in blocks)
+    return seconds
+
+
+def run(effort: Effort, server: HttpServer) -> Outcome:
+    """The engine beside the bare loop, and what it costs per batch."""
+    events = effort.events(200_000, 1_000_000)
+    blocks, bodies = blocks_of(events), bodies_of(events)
+    settings = DeliverySettings(concurrency=CONCURRENCY, batch_events=BATCH, max_time=600)
+    contestants: dict[str, Callable[[], float]] = {
+        BARE: partial(bare, server.url, bodies, CONCURRENCY),
+        ENGINE: lambda: delivered(http_output(server.url), settings, blocks),
+    }
+    server.control(slots=0)
+    with undisturbed():
+        times = {name: Series(each) for name, each in alternate(contestants, effort.rounds).items()}
+        overhead = Series([_overhead(settings, blocks) for _ in range(effort.rounds)])
+    rates = {name: each.map(lambda seconds: events / seconds) for name, each in times.items()}
+    return Outcome(
+        [
+            figure(
+                "engine_vs_bare",
+                rates[ENGINE].over(rates[BARE]),
+                f"events of {SIZE} bytes, {BATCH} in a request, {CONCURRENCY} requests at a time: "
+                "the engine with the output http / urllib3 with bodies ready-made, in a loop",
+                unit="×",
+                at_least=0.8,
+            ),
+            figure(
+                "engine_overhead_us",
+                overhead,
+                f"the engine with an output that does nothing: time per batch of {BATCH}",
+                unit="µs",
+                at_most=500,
+            ),
+        ],
+        [
+            Table(
+                "Posting batches to an HTTP server",
+                "events/s",
+                (f"{SIZE} B",),
+                {name: [Cell.of(each)] for name, each in rates.items()},
+                "Without Spark and without a queue: blocks in memory.",
+            )
+        ],
+    )
+
+
+def _overhead(settings: DeliverySettings, blocks: Sequence[Block]) -> float:
+    batches = sum(-(-block.num_rows // BATCH) for block in blocks)
+    nowhere = DiscardOutput(OutputSettings(type="discard"))
+    return delivered(nowhere, settings, blocks) / batches * 1e6

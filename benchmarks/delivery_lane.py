@@ -1,0 +1,248 @@
+"""A lane's backlog after an outage, on Spark: how fast it drains, and how soon at full rate.
+
+Events are published while the destination is away, so that they wait in the action's queue on disk;
+then the destination comes back. What is timed begins with the first event that arrives there, which
+is the breaker's probe, and ends with the last. Beside it: urllib3 in a loop that has the bodies
+ready, with as many requests at a time; and rsyslogd, whose disk-assisted queue was filled in the
+same way, forwarding over TCP (Debian has no omhttp), beside turnlane's output ``syslog``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+import turnlane
+from benchmarks import rsyslog
+from benchmarks.delivery_engine import BATCH, CONCURRENCY, SIZE, bare, bodies_of
+from benchmarks.effort import Effort
+from benchmarks.http_server import BUCKET, HttpServer
+from benchmarks.lines import log_lines, syslog_messages
+from benchmarks.measure import Series, alternate
+from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
+from benchmarks.piped import MASTER, Piped, piped, wait_until
+from benchmarks.sender import Sender
+from turnlane.events import block_of
+
+ACTION = "away"
+LANE, BARE, FORWARD, RSYSLOG = (
+    "turnlane, output http",
+    "urllib3 in a loop",
+    "turnlane, output syslog",
+    "rsyslogd, omfwd",
+)
+FULL = 0.9
+"""The share of the usual rate that counts as full."""
+WINDOW = 0.5
+"""The rate is that of so many seconds."""
+
+_RECEIVER = """
+import json, selectors, socket, sys, time
+port, wanted = map(int, sys.argv[1:])
+chosen = selectors.DefaultSelector()
+listener = socket.create_server(("127.0.0.1", port))
+chosen.register(listener, selectors.EVENT_READ)
+print("ready", flush=True)
+count, first = 0, None
+while count < wanted:
+    for key, _ in chosen.select():
+        if key.fileobj is listener:
+            chosen.register(listener.accept()[0], selectors.EVENT_READ)
+            continue
+        data = key.fileobj.recv(1 << 20)
+        if not data:
+            chosen.unregister(key.fileobj)
+            continue
+        first = first or time.monotonic()
+        count += data.count(b"\\n")
+print(json.dumps({"events": count, "seconds": time.monotonic() - first}), flush=True)
+"""
+"""Counts lines on any number of connections until it has so many."""
+
+
+def _sections(output: dict[str, Any]) -> dict[str, Any]:
+    """One action with a queue on disk. Probes come soon, so that nobody waits long for a round."""
+    delivery = {
+        "concurrency": CONCURRENCY // 2,  # of each of two tasks
+        "batch_events": BATCH,
+        "backoff": "200ms",
+        "max_backoff": "500ms",
+        "breaker_failures": 2,
+        "breaker_reset": "500ms",
+    }
+    action = {"name": ACTION, "queue": {"kind": "disk"}, "delivery": delivery, "output": output}
+    return {"main": {"kind": "disk"}, "actions": [action]}
+
+
+def _fill(running: Piped, values: list[bytes], events: int) -> None:
+    """Publish events and wait until all of them are in the action's queue."""
+    with turnlane.connect(running.node.flight) as client:
+        with client.queue("main") as queue, queue.producer() as producer:
+            block = block_of(values)
+            for first in range(0, events, len(values)):
+                producer.publish_block(block.slice(0, min(len(values), events - first)))
+        wait_until(lambda: client.stats(ACTION)[ACTION]["ledger"]["pending"] >= events, "a backlog")
+
+
+def drain_http(
+    effort: Effort, spark: SparkSession, server: HttpServer, events: int
+) -> tuple[float, float]:
+    """Events a second out of the backlog, and seconds from the probe to the full rate."""
+    output = {"type": "http", "url": server.url, "format": "raw"}
+    server.control(slots=0, down=1)
+    with effort.place() as place, piped(spark, place, _sections(output)) as running:
+        _fill(running, log_lines(10_000, SIZE), events)
+        wait_until(lambda: server.counts()["refused"] > 0, "a refusal")
+        server.control(down=0)
+        wait_until(lambda: server.counts()["events"] >= events, "the backlog at its destination")
+        counts = server.counts()
+    return events / (counts["last"] - counts["first"]), seconds_to_full(counts)
+
+
+def seconds_to_full(counts: dict[str, Any]) -> float:
+    """From the first event to the first moment at which the rate was the usual one.
+
+    What is usual is seen while the second half of the events arrives.
+    """
+    first, last = int(counts["first"] / BUCKET), int(counts["last"] / BUCKET)
+    arrived = dict(map(tuple, counts["timeline"]))
+    buckets = [arrived.get(at, 0) for at in range(first, last + 1)]
+    width = max(1, int(min(WINDOW, (last - first) * BUCKET / 4) / BUCKET))
+    sums = [sum(buckets[at : at + width]) for at in range(max(1, len(buckets) - width))]
+    half = sum(buckets) / 2
+    middle = next(at for at, so_far in enumerate(accumulate(buckets)) if so_far >= half)
+    usual = statistics.median(sums[min(middle, len(sums) - 1) :])
+    full = next(at for at, each in enumerate(sums) if each >= FULL * usual)
+    return max(full * BUCKET, BUCKET)
+
+
+def drain_syslog(effort: Effort, spark: SparkSession, events: int) -> float:
+    """Events a second out of the backlog, over TCP."""
+    port = _free_port()
+    output = {
+        "type": "syslog",
+        "address": f"127.0.0.1:{port}",
+        "format": "raw",
+        "framing": "newline",
+    }
+    with effort.place() as place, piped(spark, place, _sections(output)) as running:
+        _fill(running, syslog_messages(10_000, SIZE - 1), events)
+        return _received(port, events)
+
+
+def drain_rsyslog(effort: Effort, events: int) -> float:
+    """The same, by rsyslogd."""
+    port = _free_port()
+    rules = (
+        f'action(type="omfwd" target="127.0.0.1" port="{port}" protocol="tcp" template="raw" '
+        'action.resumeRetryCount="-1" action.resumeInterval="1")'
+    )
+    with (
+        effort.place() as place,
+        rsyslog.running(place, rsyslog.ASSISTED, rules) as into,
+        contextlib.closing(_sender(place, into, events)) as sender,
+    ):
+        sender.send()
+        return _received(port, sender.events)
+
+
+def _sender(place: Path, port: int, events: int) -> Sender:
+    return Sender(place, port, syslog_messages(10_000, SIZE - 1), events)
+
+
+def _received(port: int, events: int) -> float:
+    """Listen until so many lines have come: lines a second."""
+    command = [sys.executable, "-c", _RECEIVER, str(port), str(events)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as receiver:
+        try:
+            assert receiver.stdout is not None
+            receiver.stdout.readline()
+            counts = json.loads(receiver.stdout.readline())
+        finally:
+            receiver.kill()
+    return float(counts["events"] / counts["seconds"])
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def run(effort: Effort, spark: SparkSession, server: HttpServer) -> Outcome:
+    """Lanes, the bare loop, and rsyslogd if it is installed."""
+    events = effort.events(200_000, 1_000_000)
+    recoveries: list[float] = []
+
+    def lane() -> float:
+        rate, seconds = drain_http(effort, spark, server, events)
+        recoveries.append(seconds)
+        return rate
+
+    def loop() -> float:
+        server.control(slots=0, down=0)
+        return events / bare(server.url, bodies_of(events), CONCURRENCY)
+
+    contestants: dict[str, Callable[[], float]] = {
+        LANE: lane,
+        BARE: loop,
+        FORWARD: partial(drain_syslog, effort, spark, events),
+    }
+    if rsyslog.program() is not None:
+        contestants[RSYSLOG] = partial(drain_rsyslog, effort, events)
+    if effort.scale >= 1:
+        lane()  # Java compiles what runs often
+        recoveries.clear()
+    rounds = 1 if effort.quick else 3
+    found = {name: Series(rates) for name, rates in alternate(contestants, rounds).items()}
+    remarks = [] if RSYSLOG in found else ["rsyslogd is not installed: nothing to compare with."]
+    return Outcome(list(_figures(found, Series(recoveries))), [_table(found, events)], remarks)
+
+
+def _figures(found: dict[str, Series], recoveries: Series) -> Iterator[Figure]:
+    yield figure(
+        "drain_vs_bare",
+        found[LANE].over(found[BARE]),
+        f"a backlog on disk through a lane on Spark ({MASTER}) with the output http / urllib3 with "
+        f"bodies ready-made, in a loop; {BATCH} events of {SIZE} bytes in a request, "
+        f"{CONCURRENCY} requests at a time",
+        unit="×",
+        at_least=0.8,
+    )
+    if RSYSLOG in found:
+        yield figure(
+            "drain_vs_rsyslog",
+            found[FORWARD].over(found[RSYSLOG]),
+            f"a backlog on disk through a lane on Spark ({MASTER}) with the output syslog over TCP "
+            "/ rsyslogd's disk-assisted queue with omfwd over TCP",
+            unit="×",
+            at_least=1,
+        )
+    yield figure(
+        "recovery_to_full_s",
+        recoveries,
+        f"from the probe's success until {FULL:.0%} of the usual rate, over {WINDOW} s",
+        unit="s",
+        at_most=2,
+    )
+
+
+def _table(found: dict[str, Series], events: int) -> Table:
+    return Table(
+        "A backlog after an outage",
+        "events/s",
+        (f"{SIZE} B",),
+        {name: [Cell.of(series)] for name, series in found.items()},
+        f"{events:,} events, from the first that arrives to the last.",
+    )

@@ -1,0 +1,77 @@
+"""What a pipeline costs that has nothing to do."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]  # has none
+from pyspark.sql import SparkSession
+
+import turnlane
+from benchmarks.effort import Effort
+from benchmarks.lines import syslog_messages
+from benchmarks.measure import Series
+from benchmarks.outcome import Cell, Outcome, Table, figure
+from benchmarks.piped import Piped, piped, wait_until
+from benchmarks.spark_lanes import actions
+
+LANES = 5
+SETTLE_SECONDS = 5.0
+"""Until Java has compiled what the first batches have made it run."""
+
+
+def cpu_seconds() -> dict[str, float]:
+    """What this process, Java, Spark's Python processes and the node have used so far."""
+    found = {"driver": 0.0, "Java": 0.0, "Python workers": 0.0, "node": 0.0}
+    this = psutil.Process()
+    for each in (this, *this.children(recursive=True)):
+        try:
+            times, command = each.cpu_times(), each.cmdline()
+        except psutil.Error:  # it has ended
+            continue
+        found[_part(each.pid == this.pid, command)] += times.user + times.system
+    return found
+
+
+def _part(is_this: bool, command: list[str]) -> str:  # noqa: FBT001
+    if is_this:
+        return "driver"
+    if command and command[0].endswith("java"):
+        return "Java"
+    return "node" if "turnlane" in command else "Python workers"
+
+
+def sections(place: Path) -> dict[str, Any]:
+    """Lanes to files beside the main one."""
+    paths = [place / f"out-{number}" for number in range(1, LANES)]
+    return {"main": {}, "parse": "syslog", "actions": actions(paths)}
+
+
+def settle(running: Piped, seconds: float) -> None:
+    """Have every lane do a batch, then leave them alone for a while."""
+    with turnlane.connect(running.node.flight) as client:
+        client.queue("main").producer(ack="persisted").publish(syslog_messages(1, 99)[0])
+    wait_until(lambda: all(each.batches for each in running.runner.status()), "a batch of each")
+    time.sleep(seconds)
+
+
+def run(effort: Effort, spark: SparkSession) -> Outcome:
+    """CPU time over some seconds."""
+    seconds = effort.seconds(8, 30)
+    with effort.place() as place, piped(spark, place, sections(place)) as running:
+        settle(running, effort.seconds(SETTLE_SECONDS, 2 * SETTLE_SECONDS))
+        before = cpu_seconds()
+        time.sleep(seconds)
+        used = {name: 100 * (now - before[name]) / seconds for name, now in cpu_seconds().items()}
+    total = Series([sum(used.values())])
+    how = (
+        f"CPU time of all processes of a pipeline of {LANES} lanes that has nothing to do, over "
+        f"{seconds:.0f} s, in percent of one core"
+    )
+    rows = {name: [Cell.of(Series([each]))] for name, each in used.items()}
+    return Outcome(
+        [figure("idle_cpu_percent", total, how, unit="%", at_most=10)],
+        [Table(f"{LANES} idle lanes", "% of one core", ("CPU",), rows)],
+    )

@@ -1,0 +1,105 @@
+"""What lanes cost, and what a lane whose destination is dead costs the others."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+import turnlane
+from benchmarks.effort import Effort
+from benchmarks.lines import syslog_messages
+from benchmarks.measure import Series, alternate
+from benchmarks.node_flight import BLOCK, flight_speed
+from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
+from benchmarks.piped import Piped, piped, size_of, wait_until
+
+SIZE = 100
+COUNTS = (1, 2, 4, 8)
+HEALTHY = 2
+
+
+def actions(paths: list[Path]) -> list[dict[str, Any]]:
+    """A lane for each file; every event goes into all of them."""
+    return [
+        {
+            "name": f"lane-{number}",
+            "queue": "disk",
+            "output": {"type": "file", "path": str(path), "format": "raw"},
+        }
+        for number, path in enumerate(paths, start=1)
+    ]
+
+
+def dead_action(place: Path) -> dict[str, Any]:
+    """A lane whose output fails for ever: a file below a file. It gets a sixth of the events."""
+    obstacle = place / "obstacle"
+    obstacle.touch()
+    output = {"type": "file", "path": str(obstacle / "never"), "format": "raw"}
+    return {"name": "dead", "filter": "severity <= 3", "queue": "disk", "output": output}
+
+
+def drain(running: Piped, paths: list[Path], events: int) -> float:
+    """Events a second from the first published until all are in every file."""
+    lines = syslog_messages(min(events, BLOCK), SIZE - 1)
+    blocks = [turnlane.block_of(lines)] * max(1, events // len(lines))
+    sent = len(lines) * len(blocks)
+    expected = {path: size_of(path) + sent * SIZE for path in paths}
+    started = time.perf_counter()
+    flight_speed(running.node, blocks)
+    wait_until(lambda: all(size_of(path) >= expected[path] for path in paths), "lines in files")
+    return sent / (time.perf_counter() - started)
+
+
+def rate(effort: Effort, spark: SparkSession, lanes: int, *, dead: bool = False) -> float:
+    """Events a second through so many lanes, after a batch that does not count."""
+    events = effort.events(300_000, 1_000_000)
+    with effort.place() as place:
+        paths = [place / f"out-{number}" for number in range(lanes)]
+        every = actions(paths) + ([dead_action(place)] if dead else [])
+        with piped(spark, place, {"main": {}, "parse": "syslog", "actions": every}) as running:
+            drain(running, paths, events // 3)
+            return drain(running, paths, events)
+
+
+def run(effort: Effort, spark: SparkSession) -> Outcome:
+    """One turn for each number of lanes; with and without a dead one, several."""
+    # A test wants to see that it works, not eight lanes start.
+    counts = COUNTS if effort.scale == 1 else COUNTS[:2]
+    single = {count: rate(effort, spark, count) for count in counts}
+    turns = {
+        name: partial(rate, effort, spark, HEALTHY, dead=dead)
+        for name, dead in (("alone", False), ("beside", True))
+    }
+    found = {name: Series(rates) for name, rates in alternate(turns, effort.rounds).items()}
+    return Outcome([_loss(found)], [_lanes_table(single), _dead_table(found)])
+
+
+def _loss(found: dict[str, Series]) -> Figure:
+    loss = found["beside"].over(found["alone"]).map(lambda ratio: 100 * (1 - ratio))
+    how = (
+        f"throughput that {HEALTHY} lanes to files lose to a third one, of a sixth of the events, "
+        "whose output fails for ever, against the same pipeline without it"
+    )
+    return figure("dead_lane_loss_percent", loss, how, unit="%", at_most=5)
+
+
+def _lanes_table(single: dict[int, float]) -> Table:
+    rows = {
+        f"{count} lane{'s' if count > 1 else ''}": [
+            Cell.of(Series([each])),
+            Cell.of(Series([each * count])),
+        ]
+        for count, each in single.items()
+    }
+    note = "Every event goes through the main lane and into every lane's queue and file."
+    return Table("The cost of lanes", "", ("events/s", "lines/s"), rows, note)
+
+
+def _dead_table(found: dict[str, Series]) -> Table:
+    names = {"alone": f"{HEALTHY} lanes", "beside": f"{HEALTHY} lanes and a dead one"}
+    rows = {names[name]: [Cell.of(series)] for name, series in found.items()}
+    return Table("Beside a dead lane", "events/s", ("100 B",), rows)

@@ -1,0 +1,149 @@
+"""``format("turnlane")`` as a stream, beside Spark's own file streams over the same events.
+
+Each stream reads all there is in batches of equal size, keeps the half that a filter lets through,
+and gives it to Spark's sink that throws rows away. A batch's time is what Spark says of it; the
+first batch of a query, which starts everything, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyspark.sql import DataFrame, SparkSession
+
+from benchmarks.effort import Effort
+from benchmarks.lines import log_lines
+from benchmarks.measure import Series, alternate
+from benchmarks.node_flight import BLOCK, flight_speed
+from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
+from benchmarks.piped import MASTER
+from benchmarks.served import Served, served
+from turnlane.events import Block, block_of
+
+OURS, PARQUET, JSON = "turnlane", "Parquet files", "JSON lines"
+FILES = 4
+"""Files of a batch: two for each core."""
+SCHEMA = "value string, timestamp timestamp, severity tinyint, source string"
+FILTER = "severity < 4"
+
+Open = Callable[[], DataFrame]
+
+
+def written_parquet(place: Path, blocks: Sequence[Block]) -> None:
+    """A file for each block."""
+    place.mkdir()
+    for number, block in enumerate(blocks):
+        pq.write_table(pa.table(_columns(block)), place / f"{number:05}.parquet")
+
+
+def written_json(spark: SparkSession, parquet: Path, place: Path) -> None:
+    """The same files as JSON, written by Spark."""
+    for path in sorted(parquet.iterdir()):
+        made = spark.read.parquet(str(path)).coalesce(1)
+        made.write.json(str(place / path.stem))
+
+
+def _columns(block: Block) -> dict[str, pa.Array]:  # type: ignore[type-arg]
+    names = [part.split()[0] for part in SCHEMA.split(", ")]
+    columns = {name: block.column(name) for name in names}
+    return {**columns, "value": columns["value"].cast(pa.string())}
+
+
+def opened_queue(spark: SparkSession, node: Served, batch: int) -> DataFrame:
+    """The queue, which keeps its events."""
+    options = {
+        "endpoint": node.flight,
+        "queue": "main",
+        "consume": "false",
+        "maxOffsetsPerTrigger": str(batch),
+    }
+    return spark.readStream.format("turnlane").options(**options).load()
+
+
+def opened_files(spark: SparkSession, form: str, path: str) -> DataFrame:
+    """A folder, so many files at a time."""
+    reader = spark.readStream.format(form).schema(SCHEMA).option("maxFilesPerTrigger", FILES)
+    return reader.load(path)
+
+
+def rate(open_stream: Open, place: Path) -> float:
+    """Events a second of all batches but the first."""
+    writer = open_stream().where(FILTER).writeStream.format("noop")
+    query = writer.trigger(availableNow=True).option("checkpointLocation", str(place)).start()
+    query.awaitTermination()
+    batches = [each for each in query.recentProgress if each.numInputRows][1:]
+    seconds = sum(each.durationMs["triggerExecution"] for each in batches) / 1000
+    return sum(each.numInputRows for each in batches) / seconds
+
+
+def measured(effort: Effort, open_stream: Open) -> float:
+    """One turn, with a checkpoint of its own."""
+    with effort.place() as place:
+        return rate(open_stream, place / "checkpoint")
+
+
+def events(effort: Effort) -> list[Block]:
+    """A block for each file."""
+    batch = effort.events(800_000, 1_600_000)
+    count = batch * (4 if effort.quick else 6)
+    lines = log_lines(batch // FILES, 100)
+    severities = [number % 8 for number in range(len(lines))]
+    block = block_of(lines, severities=severities, sources=["10.0.0.1"] * len(lines))
+    return [block] * (count // len(lines))
+
+
+def run(effort: Effort, spark: SparkSession) -> Outcome:
+    """All three in turns, after a turn of each that does not count."""
+    blocks = events(effort)
+    batch = blocks[0].num_rows * FILES
+    with effort.place() as place, served(place, {"main": {}}) as node:
+        parquet, json = place / "parquet", place / "json"
+        pieces = [part for block in blocks for part in _pieces(block)]
+        flight_speed(node, pieces)
+        written_parquet(parquet, blocks)
+        written_json(spark, parquet, json)
+        streams: dict[str, Open] = {
+            OURS: partial(opened_queue, spark, node, batch),
+            PARQUET: partial(opened_files, spark, "parquet", str(parquet)),
+            JSON: partial(opened_files, spark, "json", str(json / "*")),
+        }
+        turns = {name: partial(measured, effort, stream) for name, stream in streams.items()}
+        alternate(turns, 1)
+        found = {name: Series(rates) for name, rates in alternate(turns, effort.rounds).items()}
+    return Outcome(_figures(found, batch), [_table(found, batch)])
+
+
+def _pieces(block: Block) -> list[Block]:
+    return [block.slice(at, BLOCK) for at in range(0, block.num_rows, BLOCK)]
+
+
+def _figures(found: dict[str, Series], batch: int) -> list[Figure]:
+    how = (
+        f"100-byte events, batches of {batch:,}, filter, noop, Spark on {MASTER}: "
+        '`format("turnlane")` from a node\'s disk queue / '
+    )
+    bounds = {PARQUET: ("parquet", 2), JSON: ("json", 3)}
+    return [
+        figure(
+            f"source_vs_{short}",
+            found[OURS].over(found[name]),
+            f"{how}Spark's own stream of {name}",
+            unit="×",
+            at_least=least,
+        )
+        for name, (short, least) in bounds.items()
+    ]
+
+
+def _table(found: dict[str, Series], batch: int) -> Table:
+    return Table(
+        "Streams into Spark",
+        "events/s",
+        ("100 B",),
+        {name: [Cell.of(series)] for name, series in found.items()},
+        f"Batches of {batch:,} events, filtered, to Spark's sink `noop`.",
+    )

@@ -1,0 +1,29 @@
+"""Queue tables: events with a time to fire, in the transactions of your own database."""
+
+from __future__ import annotations
+
+from turnlane.table.event import TableEvent
+from turnlane.table.keyspace import KeyRange, keyspace_id
+from turnlane.table.manager import Manager
+from turnlane.table.queue import Database, TableQueue, connect
+from turnlane.table.receiver import Receiver
+from turnlane.table.settings import TableSettings
+from turnlane.table.sharded import ShardedDatabase, ShardedQueue, connect_shards
+from turnlane.table.shards import Shard, ShardMap
+
+__all__ = [
+    "Database",
+    "KeyRange",
+    "Manager",
+    "Receiver",
+    "Shard",
+    "ShardMap",
+    "ShardedDatabase",
+    "ShardedQueue",
+    "TableEvent",
+    "TableQueue",
+    "TableSettings",
+    "connect",
+    "connect_shards",
+    "keyspace_id",
+]

@@ -1,0 +1,96 @@
+"""The catalog: which queues a database has."""
+
+from __future__ import annotations
+
+from turnlane.closing import Closing
+from turnlane.errors import NoSuchQueue, QueueExists
+from turnlane.table.definition import Definition
+from turnlane.table.grammar import parse_definition
+from turnlane.table.sql.dialect import Dialect
+from turnlane.table.sql.session import Execute, Session
+
+
+class Catalog(Closing):
+    """The queues of one database. Safe to use from any thread; every call asks the database."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self.dialect = dialect
+        self._session = Session(dialect)
+        self._prepared = False
+
+    def close(self) -> None:
+        self._session.close()
+
+    def ddl(self, definition: Definition) -> list[str]:
+        """The statements that :meth:`create` runs, for a migration tool."""
+        name = definition.name.replace("'", "''")
+        text = str(definition).replace("'", "''")
+        if self.dialect.name == "mysql":  # where a backslash in a text is an escape
+            name, text = name.replace("\\", "\\\\"), text.replace("\\", "\\\\")
+        return [
+            *self.dialect.bookkeeping(),
+            *self.dialect.table(definition),
+            f"INSERT INTO turnlane_queue (name, definition) VALUES ('{name}', '{text}')",
+            f"INSERT INTO turnlane_lease (queue) VALUES ('{name}')",
+        ]
+
+    def create(self, definition: Definition, *, if_not_exists: bool = False) -> bool:
+        """Make a queue; false if it was there. Raises ``QueueExists``.
+
+        On MySQL, which commits every DDL statement by itself, a failure half-way leaves a table
+        that no catalog knows; :meth:`drop` removes it.
+        """
+        self._prepare()
+        if definition.name in self.names():
+            if if_not_exists:
+                return False
+            raise QueueExists(f"there is a queue {definition.name!r} in this database")
+        statements = self.ddl(definition)[len(self.dialect.bookkeeping()) :]
+
+        def work(execute: Execute) -> None:
+            for statement in statements:
+                execute(statement.replace("%", self.dialect.percent))
+
+        self._session.transact(work)
+        return True
+
+    def drop(self, name: str, *, if_exists: bool = False) -> bool:
+        """Delete a queue and everything in it; false if there was none. Raises ``NoSuchQueue``."""
+        self._prepare()
+        found = name in self.names()
+        if not found and not if_exists:
+            raise NoSuchQueue(f"there is no queue {name!r} in this database")
+
+        def work(execute: Execute) -> None:
+            mark = self.dialect.mark
+            execute(f"DELETE FROM turnlane_queue WHERE name = {mark}", (name,))
+            execute(f"DELETE FROM turnlane_lease WHERE queue = {mark}", (name,))
+            if found:
+                execute(f"DROP TABLE IF EXISTS {self.dialect.identifier(name)}")
+
+        self._session.transact(work)
+        return found
+
+    def names(self) -> list[str]:
+        """The names of all queues."""
+        return [definition.name for definition in self.definitions()]
+
+    def definitions(self) -> list[Definition]:
+        """All queues, by name."""
+        self._prepare()
+        rows = self._session.query("SELECT definition FROM turnlane_queue ORDER BY name")
+        return [parse_definition(row[0]) for row in rows]
+
+    def definition(self, name: str) -> Definition:
+        """The queue of this name. Raises ``NoSuchQueue``."""
+        for definition in self.definitions():
+            if definition.name == name:
+                return definition
+        raise NoSuchQueue(f"there is no queue {name!r} in this database")
+
+    def _prepare(self) -> None:
+        """Make turnlane's own tables, once."""
+        if not self._prepared:
+            for statement in self.dialect.bookkeeping():
+                self._session.change(statement.replace("%", self.dialect.percent))
+            self._prepared = True

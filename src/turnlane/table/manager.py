@@ -1,0 +1,325 @@
+"""The manager: fires the events of one queue table on one shard, while it holds the lead.
+
+Any number of managers may run for a table; one leads, the others wait for its lease to end. A
+manager is one thread with one connection: everything it knows about events is owned by that thread,
+and others talk to it through an inbox.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from turnlane.clock import SYSTEM_CLOCK, Clock
+from turnlane.closing import Closing
+from turnlane.errors import DatabaseDown, DatabaseReadOnly, LeadLost, QueueClosed, RetryLater
+from turnlane.table.event import COLUMNS, TableEvent
+from turnlane.table.lead import Lead
+from turnlane.table.places import Counts, Place
+from turnlane.table.receiver import Receiver
+from turnlane.table.reign import Reign
+from turnlane.table.settling import Waiter
+from turnlane.table.sql.dialect import Row
+from turnlane.table.store import Store
+
+log = logging.getLogger(__name__)
+
+LOOK = 0.005
+"""Seconds between looks at the inbox while events are out: a wake-up for each ack would cost more
+than the ack."""
+
+MANY = 256
+"""Acks that are worth a wake-up in any case."""
+
+LONGEST_WAIT = 1.0
+
+
+class Manager(Closing):
+    """One shard's manager of one queue table. Call :meth:`start`, or :meth:`run_once` by hand."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock = SYSTEM_CLOCK,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self.store = store
+        self.positions: Mapping[str, int] = {
+            name: at for at, name in enumerate(store.definition.names, start=len(COLUMNS))
+        }
+        self.counts = Counts()
+        self.lost_acks = 0
+        """Acks that were taken and will not be stored: their events fire again elsewhere."""
+        self._clock = clock
+        self._chance = chance
+        self._lead = Lead(store, store.definition.settings.lease, clock)
+        self._reign: Reign | None = None
+        self._places: dict[Receiver, Place] = {}
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._acks: deque[TableEvent] = deque()
+        self._enough = 1
+        self._wake = threading.Event()
+        self._poked = False
+        self._closed = self._ended = False
+        self._watch: Closing | None = None
+        self._thread: threading.Thread | None = None
+
+    # ── from any thread ──────────────────────────────────────────────────────────────────────────
+
+    @property
+    def fires(self) -> bool:
+        """Whether this manager leads, and the database takes its writes."""
+        return self._lead.fires
+
+    def start(self) -> None:
+        """Run on a thread until :meth:`close`."""
+        self._watch = self.store.dialect.watch(self.store.definition.name, self._poke)
+        name = f"turnlane-manager-{self.store.definition.name}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def attach(self, receiver: Receiver) -> None:
+        """Send events to the receiver."""
+        receiver.attached(self)
+        self._tell(lambda: self._attach(receiver))
+
+    def detach(self, receiver: Receiver) -> None:
+        """Send no more events to the receiver; those that it has fire elsewhere."""
+        self._tell(lambda: self._detach(receiver))
+
+    def ack(self, events: list[TableEvent]) -> None:
+        """Take acks; they are stored together with others, soon."""
+        self._acks.extend(events)
+        if len(self._acks) >= self._enough:
+            self._wake.set()
+
+    def ack_ids(self, ids: Sequence[int]) -> None:
+        """Take acks by id; those of events that were never fired change nothing."""
+        self._tell(lambda: self._leading(lambda reign: reign.landing.ack_ids(ids)))
+
+    def nack(self, events: list[TableEvent], delay: float | None, error: str | None) -> None:
+        """Have events fired again."""
+        self._tell(lambda: self._leading(lambda reign: reign.landing.nack(events, delay, error)))
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all acks taken so far are stored or lost; false if the time is over.
+
+        :attr:`lost_acks` says which; ``LeadLost`` is raised if they are lost while it waits.
+        """
+        waiter = Waiter()
+        self._tell(lambda: self._await_acks(waiter))
+        return waiter.wait(timeout)
+
+    def enqueue(self, rows: Sequence[Mapping[str, Any]], timeout: float | None = None) -> bool:
+        """Store events in a transaction of the manager's own; false if the time is over.
+
+        Those that are due at once are written as fired and sent off, with no way through the table.
+        After the time is over they may still be stored: name events that must not be there twice.
+        """
+        self.store.check_columns(rows)
+        waiter = Waiter()
+        self._tell(lambda: self._enqueue(rows, waiter))
+        return waiter.wait(timeout)
+
+    def sweep(self) -> None:
+        """Look through the table soon, for rows that others changed."""
+        self._tell(lambda: self._leading(lambda reign: reign.reader.sweep_soon()))
+
+    def close(self) -> None:
+        """Store what acks there are, give the lead back, stop."""
+        self._closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._watch is not None:
+            self._watch.close()
+        self._end()
+
+    # ── on the manager's thread ──────────────────────────────────────────────────────────────────
+
+    def run_once(self) -> float:
+        """Do what is due; returns in how many seconds there is more to do."""
+        try:
+            self._step()
+        except LeadLost as error:
+            self._lose(error)
+        except (DatabaseDown, DatabaseReadOnly) as error:
+            log.warning("queue %s: %s", self.store.definition.name, error)
+            self._lead.hold_up()
+            if self._reign is not None:
+                self._reign.reader.sweep_soon()
+            return LOOK * 20
+        return self._pause()
+
+    def _step(self) -> None:
+        self._lead.keep()
+        if self._reign is None and not self._take_lead():
+            self._read_inbox()
+            return
+        reign = self._reign
+        assert reign is not None
+        if self._poked:
+            self._poked = False
+            reign.reader.poke()
+        self._take_acks(reign)
+        self._read_inbox()
+        reign.step(list(self._places.values()))
+
+    def _take_lead(self) -> bool:
+        if self._clock.monotonic() < self._lead.next_time() or not self._lead.take():
+            return False
+        log.info("leading queue %s", self.store.definition.name)
+        reign = Reign(
+            self.store, self._lead, self, self.counts, clock=self._clock, chance=self._chance
+        )
+        reign.begin()
+        for place in self._places.values():
+            place.load = 0
+        self._reign = reign
+        return True
+
+    def _lose(self, error: LeadLost) -> None:
+        log.warning("queue %s: %s", self.store.definition.name, error)
+        self.counts.lost_leads += 1
+        self._lead.lose()
+        reign, self._reign = self._reign, None
+        if reign is not None:
+            self.lost_acks += len(reign.stock.settling)
+            reign.landing.abandon(error)
+        self._drop_acks()
+
+    def _pause(self) -> float:
+        reign = self._reign
+        if reign is None:
+            when = self._lead.next_time()
+        else:
+            when = reign.next_time(list(self._places.values()))
+            out = len(reign.stock.flights)
+            self._enough = max(1, min(MANY, out // 2))
+            if out:
+                when = min(when, self._clock.monotonic() + LOOK)
+        return min(LONGEST_WAIT, max(0.0, when - self._clock.monotonic()))
+
+    def _take_acks(self, reign: Reign) -> None:
+        """All acks that came before anything that is in the inbox now, and perhaps more."""
+        taken = []
+        while self._acks:
+            taken.append(self._acks.popleft())
+        if taken:
+            reign.landing.ack(taken)
+
+    def _read_inbox(self) -> None:
+        for _ in range(len(self._inbox)):
+            message = self._inbox.popleft()
+            try:
+                message()
+            except RetryLater:
+                self._inbox.appendleft(message)  # the database failed: it is done again
+                raise
+
+    def _leading(self, action: Callable[[Reign], None]) -> None:
+        if self._reign is not None:
+            action(self._reign)
+
+    def _attach(self, receiver: Receiver) -> None:
+        if receiver not in self._places:
+            self._places[receiver] = Place(
+                receiver.prefetch, key_range=receiver.key_range, receiver=receiver
+            )
+            self._leading(lambda reign: reign.reader.sweep_soon())
+
+    def _detach(self, receiver: Receiver) -> None:
+        place = self._places.pop(receiver, None)
+        reign = self._reign
+        if place is not None and reign is not None:
+            self._take_acks(reign)
+            reign.landing.detach(place)
+
+    def _drop_acks(self) -> None:
+        self.lost_acks += len(self._acks)
+        self._acks.clear()
+
+    def _await_acks(self, waiter: Waiter) -> None:
+        if self._reign is None:
+            self._drop_acks()
+            waiter.tell()
+        else:
+            self._take_acks(self._reign)
+            self._reign.stock.settling.wait(waiter)
+
+    def _enqueue(self, rows: Sequence[Mapping[str, Any]], waiter: Waiter) -> None:
+        try:
+            self._fire_or_insert(rows)
+        except LeadLost:
+            raise
+        except Exception as error:  # noqa: BLE001 - it is told to whoever enqueued
+            waiter.tell(error)
+        else:
+            waiter.tell()
+
+    def _fire_or_insert(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        columns = tuple(rows[0]) if rows else ()
+        at_once = all(
+            tuple(row) == columns and "fire_at" not in row and "after_group" not in row
+            for row in rows
+        )
+        values: list[Row] = [tuple(row.values()) for row in rows]
+        places = list(self._places.values())
+        reign = self._reign
+        if at_once and reign is not None and reign.firing.fire_new(columns, values, places):
+            return
+        self.store.insert(rows)
+        self._poked = True
+
+    # ── the thread ───────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                pause = self.run_once()
+            except Exception:
+                # Not one of ours: what is in memory may be wrong. Begin anew from the table.
+                log.exception("queue %s: the manager starts anew", self.store.definition.name)
+                self._lose(LeadLost("the manager failed"))
+                pause = LONGEST_WAIT
+            self._wake.wait(pause)
+            self._wake.clear()
+
+    def _end(self) -> None:
+        try:
+            if self._reign is not None:
+                self._take_acks(self._reign)
+                self._reign.landing.finish()
+            self._lead.give_up()
+        except (DatabaseDown, DatabaseReadOnly, LeadLost) as error:
+            log.warning("queue %s: not closed in order: %s", self.store.definition.name, error)
+        if self._reign is not None:
+            self.lost_acks += len(self._reign.stock.settling)
+            self._reign.landing.abandon(QueueClosed("the manager is closed"))
+            self._reign = None
+        self._ended = True
+        self._read_rest()
+        for receiver in list(self._places):
+            receiver.left(self)
+        self.store.close()
+
+    def _read_rest(self) -> None:
+        """Nobody waits for a manager that is closed."""
+        while self._inbox:
+            with contextlib.suppress(IndexError):  # another thread took the last one
+                self._inbox.popleft()()
+
+    def _tell(self, message: Callable[[], None]) -> None:
+        self._inbox.append(message)
+        self._wake.set()
+        if self._ended:
+            self._read_rest()
+
+    def _poke(self) -> None:
+        self._poked = True
+        self._wake.set()

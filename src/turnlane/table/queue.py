@@ -1,0 +1,205 @@
+"""Queue tables as their users have them: a database, and the queues in it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from turnlane.closing import Closing
+from turnlane.table.catalog import Catalog
+from turnlane.table.definition import Definition
+from turnlane.table.grammar import CreateQueue, DropQueue, parse
+from turnlane.table.keyspace import KeyRange
+from turnlane.table.manager import Manager
+from turnlane.table.receiver import PREFETCH, Receiver
+from turnlane.table.scan import Scan
+from turnlane.table.sql.dialect import Connection, Dialect
+from turnlane.table.status import Status, status_of
+from turnlane.table.store import Store
+from turnlane.table.url import dialect_of
+
+
+class TableQueue(Closing):
+    """A queue table in one database. Safe to use from any thread."""
+
+    def __init__(self, dialect: Dialect, definition: Definition) -> None:
+        self.definition = definition
+        self._dialect = dialect
+        self._store = Store(dialect, definition)
+        self._manager: Manager | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        return self.definition.name
+
+    def enqueue(
+        self,
+        connection: Connection,
+        row: Mapping[str, Any],
+        *,
+        at: datetime | int | None = None,
+        delay: float | None = None,
+        name: str | None = None,
+        priority: int = 0,
+        group: str | None = None,
+        after_group: str | None = None,
+    ) -> int:
+        """Insert an event in the transaction that ``connection`` is in; returns its ``event_id``.
+
+        It fires once that transaction has committed: at once, ``at`` a time (with a time zone, or
+        in nanoseconds since the epoch), or ``delay`` seconds from now. ``name`` is unique in the
+        table. An event of a ``group`` counts towards its end; one ``after_group`` fires when every
+        member of that group is acked. Nothing is committed here.
+        """
+        values = dict(row)
+        given = {
+            "fire_at": None if at is None else nanoseconds(at),
+            "event_name": name,
+            "priority": priority or None,
+            "event_group": group,
+            "after_group": after_group,
+        }
+        values.update({key: value for key, value in given.items() if value is not None})
+        if delay is not None and "fire_at" in values:
+            raise ValueError("give a time or a delay, not both")
+        return self._store.enqueue(connection, values, delay)
+
+    def enqueue_many(self, connection: Connection, rows: Iterable[Mapping[str, Any]]) -> int:
+        """Insert many events at once, in the transaction of ``connection``; returns how many.
+
+        A row may also set ``fire_at`` (nanoseconds), ``event_name``, ``priority``,
+        ``event_group`` and ``after_group``.
+        """
+        return self._store.enqueue_many(connection, rows)
+
+    def put(self, rows: Sequence[Mapping[str, Any]], timeout: float | None = None) -> bool:
+        """Store events in a transaction of the manager's own; false if the time is over.
+
+        The quickest way to a receiver in this process: what is due at once is written as fired.
+        """
+        return self.manager().enqueue(rows, timeout)
+
+    def insert(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Insert events in one transaction of their own; as :meth:`enqueue_many` has them."""
+        self._store.insert(rows)
+
+    def receive(self, key_range: str = "-", prefetch: int = PREFETCH) -> Receiver:
+        """A receiver of the events in a key range; starts a manager in this process.
+
+        Events come while that manager leads: one of all processes that serve the table does.
+        """
+        receiver = Receiver(KeyRange.parse(key_range), prefetch)
+        self.manager().attach(receiver)
+        return receiver
+
+    def ack(self, connection: Connection, ids: Sequence[int]) -> int:
+        """Ack events in the transaction that ``connection`` is in; returns how many it settles."""
+        return self._store.ack_in(connection, ids)
+
+    def manager(self) -> Manager:
+        """This process's manager of the table, started if it is not."""
+        with self._lock:
+            if self._manager is None:
+                self._manager = Manager(Store(self._dialect, self.definition))
+                self._manager.start()
+            return self._manager
+
+    def counts(self) -> dict[str, int]:
+        """How many events are in each state."""
+        return self._store.counts()
+
+    def status(self) -> Status:
+        """What waits, how late it is, and who leads."""
+        return status_of(self._store)
+
+    @property
+    def scan(self) -> Scan:
+        """Reads the table as it is, beside its manager."""
+        return Scan(self._dialect, self.definition)
+
+    def peek(self, state: str = "to_be_fired", limit: int = 10) -> list[dict[str, Any]]:
+        """The first events in a state, by fire time."""
+        return self._store.peek(state, limit)
+
+    def retry(self, ids: Sequence[int] | None = None) -> int:
+        """Have all dead letters fired again, or some events, dead or fired; returns how many."""
+        return self._changed(self._store.retry_dead(ids))
+
+    def cancel(self, ids: Sequence[int]) -> int:
+        """Delete events that were not fired; returns how many."""
+        return self._store.cancel(ids)
+
+    def close(self) -> None:
+        """Stop the manager, if one runs here. The table stays."""
+        with self._lock:
+            manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.close()
+        self._store.close()
+
+    def _changed(self, count: int) -> int:
+        if count and self._manager is not None:
+            self._manager.sweep()
+        return count
+
+
+class Database(Closing):
+    """A database with queue tables. Safe to use from any thread."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self.dialect = dialect
+        self.catalog = Catalog(dialect)
+        self._queues: list[TableQueue] = []
+
+    def sql(self, statement: str) -> list[str]:
+        """Run ``CREATE QUEUE``, ``DROP QUEUE`` or ``SHOW QUEUES``; returns the names concerned."""
+        parsed = parse(statement)
+        if isinstance(parsed, CreateQueue):
+            self.catalog.create(parsed.definition, if_not_exists=parsed.if_not_exists)
+            return [parsed.definition.name]
+        if isinstance(parsed, DropQueue):
+            self.catalog.drop(parsed.name, if_exists=parsed.if_exists)
+            return [parsed.name]
+        return self.catalog.names()
+
+    def ddl(self, statement: str) -> list[str]:
+        """What a ``CREATE QUEUE`` would run, for a migration tool."""
+        parsed = parse(statement)
+        if not isinstance(parsed, CreateQueue):
+            raise ValueError("only CREATE QUEUE has statements to show")  # noqa: TRY004 - a text
+        return self.catalog.ddl(parsed.definition)
+
+    def queue(self, name: str) -> TableQueue:
+        """The queue of this name. Raises ``NoSuchQueue``."""
+        queue = TableQueue(self.dialect, self.catalog.definition(name))
+        self._queues.append(queue)
+        return queue
+
+    def connect(self) -> Connection:
+        """A new connection of the driver's; every statement commits, unless you begin first."""
+        return self.dialect.connect()
+
+    def close(self) -> None:
+        """Close all queues that were opened here."""
+        for queue in self._queues:
+            queue.close()
+        self.catalog.close()
+
+
+def connect(url: str) -> Database:
+    """The queue tables of the database at ``url``; see :func:`turnlane.table.url.dialect_of`."""
+    return Database(dialect_of(url))
+
+
+def nanoseconds(moment: datetime | int) -> int:
+    """Nanoseconds since the epoch; a ``datetime`` must say its time zone."""
+    if isinstance(moment, int):
+        return moment
+    if moment.tzinfo is None:
+        raise ValueError("a time without a time zone means another moment elsewhere")
+    whole = int(moment.replace(microsecond=0).timestamp())
+    return (whole * 1_000_000 + moment.microsecond) * 1_000

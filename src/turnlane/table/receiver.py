@@ -1,0 +1,176 @@
+"""Receivers: who gets the events of a queue table."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from turnlane.closing import Closing
+from turnlane.errors import LeadLost, QueueClosed
+from turnlane.table.event import Home, TableEvent
+from turnlane.table.keyspace import EVERYTHING, KeyRange
+
+PREFETCH = 1_000
+"""Events that a receiver may have and not have settled."""
+
+LOOK = 0.05
+"""Seconds between looks at whether events that are held up may be given out."""
+
+
+class Source(Protocol):
+    """A manager, as its receivers see it."""
+
+    lost_acks: int
+    """Acks that it took and will not store."""
+
+    @property
+    def fires(self) -> bool:
+        """Whether its events may be given out."""
+
+    def detach(self, receiver: Receiver) -> None:
+        """Stop sending events to the receiver."""
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all acks taken so far are stored."""
+
+
+class Receiver(Closing):
+    """Takes events from one manager, or from those of several shards. Safe to use from any thread.
+
+    Iterate over it for one event at a time, or call :meth:`take` for several. An event counts as
+    received when one of them returns it; what only waits here goes back when its time is over.
+    """
+
+    def __init__(self, key_range: KeyRange = EVERYTHING, prefetch: int = PREFETCH) -> None:
+        if prefetch < 1:
+            raise ValueError("prefetch must be at least 1")
+        self.key_range = key_range
+        self.prefetch = prefetch
+        self._sources: list[Source] = []
+        self._gone: list[Source] = []
+        """Managers that are closed: what they did not store must not be taken for stored."""
+        self._lost: dict[int, int] = {}
+        """Lost acks of each manager, as far as somebody was told."""
+        self._waiting: deque[tuple[Source, TableEvent]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more events."""
+        return self._closed
+
+    def take(self, most: int | None = None, timeout: float | None = None) -> list[TableEvent]:
+        """Take up to ``most`` events, at least one; none if none came in time.
+
+        Raises ``QueueClosed`` once the receiver is closed.
+        """
+        limit = self.prefetch if most is None else most
+        until = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise QueueClosed("the receiver is closed")
+                taken = self._pop(limit)
+                left = None if until is None else until - time.monotonic()
+                if taken or (left is not None and left <= 0):
+                    return taken
+                # Held up events are not announced again: look now and then.
+                held_up = LOOK if self._waiting else None
+                waits = [each for each in (left, held_up) if each is not None]
+                self._changed.wait(min(waits, default=None))
+
+    def __iter__(self) -> Iterator[TableEvent]:
+        """Events, one by one, until the receiver is closed."""
+        while True:
+            try:
+                taken = self.take(1)
+            except QueueClosed:
+                return
+            yield from taken
+
+    def ack(self, events: Sequence[TableEvent]) -> None:
+        """Settle several events at once; as :meth:`TableEvent.ack`."""
+        by_home: dict[Home, list[TableEvent]] = {}
+        for event in events:
+            by_home.setdefault(event.home, []).append(event)
+        for home, mine in by_home.items():
+            home.ack(mine)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until the acks so far are stored, on every shard; false if the time is over.
+
+        Raises ``LeadLost`` if a manager lost the lead before: the events fire again elsewhere.
+        """
+        sources = [*self._sources, *self._gone]
+        stored = [source.flush(timeout) for source in sources]
+        lost = [source for source in sources if self._has_lost(source)]
+        if lost:
+            raise LeadLost("acks were not stored: their events fire again elsewhere")
+        return all(stored)
+
+    def _has_lost(self, source: Source) -> bool:
+        told = self._lost.get(id(source), 0)
+        self._lost[id(source)] = source.lost_acks
+        return source.lost_acks > told
+
+    def close(self) -> None:
+        """Take no more events; those that were not settled fire elsewhere."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        for source in list(self._sources):
+            source.detach(self)
+
+    # ── for managers ─────────────────────────────────────────────────────────────────────────────
+
+    def attached(self, source: Source) -> None:
+        """A manager will send events."""
+        self._lost[id(source)] = source.lost_acks
+        self._sources.append(source)
+
+    def left(self, source: Source) -> None:
+        """A manager will send no more; after the last one the receiver is closed."""
+        with self._changed:
+            if source in self._sources:
+                self._sources.remove(source)
+                self._gone.append(source)
+            over = not self._sources
+        if over:
+            self.close()
+
+    def offer(self, source: Source, events: list[TableEvent]) -> None:
+        """Take events in."""
+        with self._changed:
+            self._waiting.extend([(source, event) for event in events])
+            self._changed.notify_all()
+
+    def revoke(self, events: set[TableEvent]) -> set[TableEvent]:
+        """Give back those of the events that nobody has received; returns them."""
+        with self._changed:
+            found = {event for _, event in self._waiting if event in events}
+            if found:
+                kept = [pair for pair in self._waiting if pair[1] not in found]
+                self._waiting = deque(kept)
+            return found
+
+    def _pop(self, most: int) -> list[TableEvent]:
+        """Events whose manager may fire them at this moment."""
+        taken: list[TableEvent] = []
+        fires: dict[int, bool] = {}
+        held_up: list[tuple[Source, TableEvent]] = []
+        while self._waiting and len(taken) < most:
+            source, event = self._waiting.popleft()
+            if id(source) not in fires:
+                fires[id(source)] = source.fires
+            if fires[id(source)]:
+                taken.append(event)
+            else:
+                held_up.append((source, event))
+        self._waiting.extendleft(reversed(held_up))
+        return taken

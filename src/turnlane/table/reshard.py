@@ -1,0 +1,201 @@
+"""Resharding: shards are split or merged while events come and fire.
+
+1. *Begin*: the plan, which is the map to come, is kept in every database. One plan at a time.
+2. *Prepare*: the new shards get their tables. Nobody may lead there yet.
+3. *Ahead*: events that are due later than any manager looks, and acked ones, are moved. The old
+   shards go on firing.
+4. *Switch*: the new map is kept everywhere, and clients follow it within seconds. The old shards
+   are shut: their managers have a moment to leave in order, then their fencing token is taken.
+5. *Drain*: whatever is left is moved. The new shards fire meanwhile, or afterwards if the queue
+   keeps an order.
+6. *End*: the plan is struck off. The old shards are *retired*: what a client with an old map still
+   inserts there is moved on, by every process that runs managers of the queue.
+
+Each step may be repeated, so a reshard that was killed anywhere is resumed by running it again.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from turnlane.errors import ConfigError, ReshardUnderWay
+from turnlane.table.mover import Mover
+from turnlane.table.settings import Ordering
+from turnlane.table.shard_store import BATCH, ShardStore, Take
+from turnlane.table.shards import Shard, ShardMap
+from turnlane.table.sites import Sites
+
+log = logging.getLogger(__name__)
+
+MARGIN: float = 10.0
+"""Seconds beyond a manager's window from which on it surely has no event in memory."""
+
+GRACE: float = 3.0
+"""Seconds that managers of old shards have to leave in order."""
+
+LOOK: float = 0.05
+
+
+class Step(enum.StrEnum):
+    """Where a reshard is."""
+
+    PREPARE = "prepare"
+    AHEAD = "ahead"
+    SWITCH = "switch"
+    DRAIN = "drain"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a reshard has come."""
+
+    step: Step
+    moved: int
+    """Events moved so far by this run of it."""
+
+
+Tell = Callable[[Progress], None]
+
+
+class Resharder:
+    """One reshard, from its plan to its end. Run it again if it was interrupted."""
+
+    def __init__(
+        self, sites: Sites, plan: ShardMap, tell: Tell = lambda _: None, grace: float = GRACE
+    ) -> None:
+        self.plan = plan
+        self._sites = sites
+        self._tell = tell
+        self._grace = grace
+        self._moved = 0
+
+    @classmethod
+    def begin(
+        cls, sites: Sites, current: ShardMap, targets: Sequence[Shard], tell: Tell = lambda _: None
+    ) -> Resharder:
+        """Plan a reshard: ``targets`` take the place of the shards that have their keys.
+
+        The same targets again resume it. Raises ``ConfigError`` if the ranges do not fit, and
+        ``ReshardUnderWay`` if another reshard is not finished.
+        """
+        if sites.definition.shard_by is None:
+            raise ConfigError("shards", "the queue has no SHARD BY column to choose one by")
+        sites.learn(shard.url for shard in targets)
+        found = planned(sites, current)
+        if found is not None:
+            if not {shard.address for shard in targets} <= {s.address for s in found.shards}:
+                raise ReshardUnderWay("another reshard is not finished; resume it first")
+            return cls(sites, found, tell)
+        if set(targets) <= set(current.shards):
+            return cls(sites, current, tell)  # it was finished, and nobody heard of it
+        plan = current.resharded(targets)
+        made = cls(sites, plan, tell)
+        made._make_known(current)  # in one order: of two plans, one is refused at once
+        return made
+
+    @classmethod
+    def resume(
+        cls, sites: Sites, current: ShardMap, tell: Tell = lambda _: None
+    ) -> Resharder | None:
+        """The reshard that was interrupted, if there is one."""
+        found = planned(sites, current)
+        return None if found is None else cls(sites, found, tell)
+
+    def run(self) -> int:
+        """Carry it out, whatever of it was done before; how many events were moved."""
+        before = self._before()
+        if before is None:
+            return 0  # it was finished before
+        sources = [shard for shard in before.shards if shard not in self.plan.shards]
+        targets = [shard for shard in self.plan.shards if shard not in before.shards]
+        self._make_known(before)
+        self._prepare(targets)
+        self._move_ahead(sources)
+        self._switch(before, sources, targets)
+        self._drain(sources, targets)
+        for store in self._stores(before.shards):
+            store.end_plan()
+        self._say(Step.DONE)
+        return self._moved
+
+    def _make_known(self, before: ShardMap) -> None:
+        for store in self._stores(before.shards):
+            newest = store.newest_map()
+            if newest is None or newest.version < self.plan.version:
+                store.keep_map(before)
+                store.set_plan(self.plan)
+
+    def _before(self) -> ShardMap | None:
+        """The map that the plan began with: an old shard still has it."""
+        for shard in (*self.plan.retired, *self.plan.shards):
+            store = self._sites.store(shard)
+            if store.plan() is not None:
+                return store.map_of(self.plan.version - 1)
+        return None
+
+    def _prepare(self, targets: Sequence[Shard]) -> None:
+        self._say(Step.PREPARE)
+        for shard in targets:
+            self._sites.create(shard)
+            store = self._sites.store(shard)
+            newest = store.newest_map()
+            if newest is None or newest.version < self.plan.version:
+                store.shut()
+
+    def _move_ahead(self, sources: Sequence[Shard]) -> None:
+        window = self._sites.definition.settings.window + MARGIN
+        for shard in sources:
+            mover, store = Mover(self._sites, shard), self._sites.store(shard)
+            for what in (Take.FAR, Take.HISTORY):
+                while True:
+                    far = () if what is Take.HISTORY else (store.now() + round(window * 1e9),)
+                    count = mover.move(what, self.plan.version, *far)
+                    self._say(Step.AHEAD, count)
+                    if count < BATCH:  # more may come for ever
+                        break
+
+    def _switch(self, before: ShardMap, sources: Sequence[Shard], targets: Sequence[Shard]) -> None:
+        self._say(Step.SWITCH)
+        others = [shard for shard in before.shards if shard not in sources]
+        # The new shards first: who hears of them from an old one finds everything in its place.
+        for store in self._stores((*targets, *others, *before.retired, *sources)):
+            store.keep_map(self.plan)
+        until = time.monotonic() + self._grace
+        for store in self._stores(sources):
+            while store.is_led() and time.monotonic() < until:
+                time.sleep(LOOK)  # a lease that is given back announces itself to nobody
+            store.shut()
+        if self._sites.definition.settings.ordering is Ordering.NONE:
+            self._open(targets)
+
+    def _drain(self, sources: Sequence[Shard], targets: Sequence[Shard]) -> None:
+        self._say(Step.DRAIN)
+        for shard in sources:
+            self._say(Step.DRAIN, Mover(self._sites, shard).drain(self.plan.version))
+        self._open(targets)
+
+    def _open(self, targets: Sequence[Shard]) -> None:
+        for store in self._stores(targets):
+            store.open()
+
+    def _stores(self, shards: Iterable[Shard]) -> list[ShardStore]:
+        return [self._sites.store(shard) for shard in shards]
+
+    def _say(self, step: Step, moved: int = 0) -> None:
+        self._moved += moved
+        log.debug("reshard of %s: %s, %d moved", self._sites.definition.name, step, self._moved)
+        self._tell(Progress(step, self._moved))
+
+
+def planned(sites: Sites, current: ShardMap) -> ShardMap | None:
+    """The map that an unfinished reshard leads to."""
+    for shard in (*current.shards, *current.retired):
+        plan = sites.store(shard).plan()
+        if plan is not None:
+            return plan
+    return None

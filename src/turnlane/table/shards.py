@@ -1,0 +1,143 @@
+"""Shards: which database has which part of the key space. Pure.
+
+A map has a version and is never changed: a reshard makes the next one. Every database of a queue
+keeps all maps, so that whoever knows one of them finds the newest.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+from urllib.parse import urlsplit, urlunsplit
+
+from turnlane.errors import ConfigError
+from turnlane.table.keyspace import EVERYTHING, SHIFT, SPACE, KeyRange
+
+Given = tuple[str, str]
+"""A shard as people give it: an address and a key range."""
+
+
+def address_of(url: str) -> str:
+    """An address without its password: how a database is known to others."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}@{host}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A database that has the events of a key range."""
+
+    url: str = field(repr=False, compare=False)
+    key_range: KeyRange = EVERYTHING
+    address: str = field(init=False)
+    """Its address without the password; no two shards of a queue have the same."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "address", address_of(self.url))
+
+    @classmethod
+    def of(cls, given: Shard | Given) -> Shard:
+        """A shard from an address and a range as text. Raises ``ConfigError``."""
+        if isinstance(given, Shard):
+            return given
+        url, key_range = given
+        try:
+            return cls(url, KeyRange.parse(key_range))
+        except ValueError as error:
+            raise ConfigError("range", str(error)) from None
+
+    def __str__(self) -> str:
+        return f"{self.key_range} at {self.address}"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMap:
+    """All shards of a queue, by key range; the whole key space, each key once."""
+
+    shards: tuple[Shard, ...]
+    retired: tuple[Shard, ...] = ()
+    """Shards that were split or merged: nobody fires there, and what still comes is moved on."""
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "shards", tuple(sorted(self.shards, key=lambda each: each.key_range.start))
+        )
+        self._check_ranges()
+        addresses = [shard.address for shard in (*self.shards, *self.retired)]
+        for address in addresses:
+            if addresses.count(address) > 1:
+                raise ConfigError("shards", f"{address} stands there twice")
+
+    def _check_ranges(self) -> None:
+        reached = 0
+        for shard in self.shards:
+            start, end = shard.key_range.start, shard.key_range.end
+            if start > reached:
+                raise ConfigError("shards", f"no shard has the keys {KeyRange(reached, start)}")
+            if start < reached:
+                twice = KeyRange(start, min(reached, end))
+                raise ConfigError("shards", f"more than one shard has the keys {twice}")
+            reached = end
+        if reached < SPACE:
+            raise ConfigError("shards", f"no shard has the keys {KeyRange(reached, SPACE)}")
+
+    @classmethod
+    def of(cls, given: Iterable[Shard | Given]) -> Self:
+        """A first map. Raises ``ConfigError`` unless it has every key exactly once."""
+        return cls(tuple(map(Shard.of, given)))
+
+    def shard_of(self, keyspace_id: int) -> Shard:
+        """The shard that has a key, by its id as it is stored."""
+        starts = [shard.key_range.start for shard in self.shards]
+        return self.shards[bisect_right(starts, keyspace_id + SHIFT) - 1]
+
+    def resharded(self, targets: Sequence[Shard]) -> ShardMap:
+        """The next map: ``targets`` take the place of the shards that have their keys now.
+
+        Raises ``ConfigError`` unless they have all keys of those shards, and no others.
+        """
+        sources = self.sources_of(targets)
+        kept = [shard for shard in self.shards if shard not in sources]
+        return ShardMap((*kept, *targets), (*self.retired, *sources), self.version + 1)
+
+    def sources_of(self, targets: Sequence[Shard]) -> list[Shard]:
+        """The shards whose keys the targets take over."""
+        return [
+            shard
+            for shard in self.shards
+            if any(shard.key_range.overlaps(target.key_range) for target in targets)
+        ]
+
+    # ── as it is kept ────────────────────────────────────────────────────────────────────────────
+
+    def to_json(self) -> str:
+        """The map as databases keep it: without passwords."""
+        return json.dumps(
+            {
+                "version": self.version,
+                "shards": [_written(shard) for shard in self.shards],
+                "retired": [_written(shard) for shard in self.retired],
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """A map from what :meth:`to_json` wrote."""
+        values = json.loads(text)
+        shards, retired = (tuple(map(_read, values[part])) for part in ("shards", "retired"))
+        return cls(shards, retired, values["version"])
+
+
+def _written(shard: Shard) -> dict[str, str]:
+    return {"url": shard.address, "range": str(shard.key_range)}
+
+
+def _read(values: dict[str, Any]) -> Shard:
+    return Shard(values["url"], KeyRange.parse(values["range"]))

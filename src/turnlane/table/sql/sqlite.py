@@ -1,0 +1,190 @@
+"""SQLite: one file, one host, one writer at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from turnlane.closing import Closing
+from turnlane.table.definition import Definition
+from turnlane.table.keyspace import keyspace_id
+from turnlane.table.settings import Layout
+from turnlane.table.sql.dialect import (
+    Connection,
+    Dialect,
+    Failure,
+    Row,
+    Verdict,
+    declared,
+    states,
+)
+
+BUSY_MS = 5_000
+"""How long a writer waits for another before it counts as a transient failure."""
+
+LOOK_SECONDS = 0.005
+"""Between two looks at the file's change counter, which cost microseconds and no statement."""
+
+
+class Sqlite(Dialect):
+    """A database file; write-ahead logging, so that readers and the writer do not wait."""
+
+    name = "sqlite"
+    mark = "?"
+    percent = "%"
+    now = "(CAST(ROUND((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000000)"
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    @property
+    def error(self) -> type[Exception]:
+        return sqlite3.Error
+
+    def connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self._path, timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False
+        )
+        connection.create_function("turnlane_keyspace_id", 1, keyspace_id, deterministic=True)
+        # A file that cannot be written keeps the mode it has; reading it still works.
+        with contextlib.suppress(sqlite3.OperationalError):
+            connection.execute("PRAGMA journal_mode = WAL")
+        return connection
+
+    @contextlib.contextmanager
+    def transaction(self, connection: sqlite3.Connection) -> Iterator[None]:
+        # IMMEDIATE: a transaction that begins by reading cannot wait for its turn to write.
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+
+    def failure(self, error: Exception) -> Failure:
+        code = getattr(error, "sqlite_errorcode", None)
+        primary = None if code is None else code & 0xFF
+        if primary in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
+            return Failure.TRANSIENT
+        if primary == sqlite3.SQLITE_READONLY:
+            return Failure.READ_ONLY
+        if primary in {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL}:
+            return Failure.DISCONNECTED
+        if code == sqlite3.SQLITE_CONSTRAINT_UNIQUE and "event_name" in str(error):
+            return Failure.NAME_TAKEN
+        return Failure.OTHER
+
+    def bookkeeping(self) -> list[str]:
+        return [
+            (
+                "CREATE TABLE IF NOT EXISTS turnlane_queue ("
+                "name TEXT PRIMARY KEY, definition TEXT NOT NULL)"
+            ),
+            (
+                "CREATE TABLE IF NOT EXISTS turnlane_lease ("
+                "queue TEXT PRIMARY KEY, owner TEXT, token INTEGER NOT NULL DEFAULT 0, "
+                "expires_at INTEGER NOT NULL DEFAULT 0, listening INTEGER NOT NULL DEFAULT 0)"
+            ),
+        ]
+
+    def table(self, definition: Definition) -> list[str]:
+        """Rows lie by ``event_id`` in either layout; the layout decides about the index."""
+        table, by_time = self.bare(definition.name), self.bare(f"{definition.name}_fire_at")
+        lines = [
+            "event_id INTEGER PRIMARY KEY AUTOINCREMENT",
+            f"fire_at INTEGER NOT NULL DEFAULT {self.now}",
+            f"state TEXT NOT NULL DEFAULT 'to_be_fired' CHECK (state IN ({states()}))",
+            "attempts INTEGER NOT NULL DEFAULT 0",
+            "priority INTEGER NOT NULL DEFAULT 0",
+            "keyspace_id INTEGER",
+            "event_name TEXT",
+            "event_group TEXT",
+            "after_group TEXT",
+            "last_error TEXT",
+            *map(self.own_columns, definition.columns),
+        ]
+        partial = [
+            ("name", "event_name", "UNIQUE "),
+            ("group", "event_group", ""),
+            ("after", "after_group", ""),
+        ]
+        statements = [
+            f"CREATE TABLE {table} (\n{declared(lines)}\n)",
+            f"CREATE INDEX {by_time} ON {table} (fire_at, event_id)",
+        ]
+        if definition.settings.layout is Layout.KEYSPACE:
+            index = self.bare(definition.name + "_keyspace")
+            statements.append(f"CREATE INDEX {index} ON {table} (keyspace_id, event_id)")
+        statements += [
+            f"CREATE {unique}INDEX {self.bare(f'{definition.name}_{short}')} "
+            f"ON {table} ({column}) WHERE {column} IS NOT NULL"
+            for short, column, unique in partial
+        ]
+        return statements
+
+    def ids(self, ids: Sequence[int]) -> tuple[str, tuple[Any, ...]]:
+        return "IN (SELECT value FROM json_each(?))", (json.dumps(list(ids)),)
+
+    def put_back(self, table: str, verdicts: Sequence[Verdict]) -> tuple[str, tuple[Any, ...]]:
+        fields = ("event_id", "state", "delay", "more", "error")
+        columns = ", ".join(f"value ->> {at} AS {name}" for at, name in enumerate(fields))
+        return (
+            (
+                f"UPDATE {table} SET state = r.state, attempts = attempts + r.more, "
+                f"fire_at = CASE r.state WHEN 'dead' THEN fire_at ELSE {self.now} + r.delay END, "
+                "last_error = r.error "
+                f"FROM (SELECT {columns} FROM json_each(?)) AS r "
+                f"WHERE {table}.event_id = r.event_id AND {table}.state IN ('to_be_fired', 'fired')"
+            ),
+            (json.dumps(verdicts),),
+        )
+
+    def insert_many(
+        self, connection: Connection, table: str, columns: Sequence[str], rows: Iterable[Row]
+    ) -> None:
+        names = ", ".join(map(self.bare, columns))
+        marks = ", ".join("?" * len(columns))
+        connection.executemany(f"INSERT INTO {self.bare(table)} ({names}) VALUES ({marks})", rows)
+
+    def keyspace(self, definition: Definition) -> str:
+        key = "fire_at" if definition.shard_by is None else self.bare(definition.shard_by)
+        return f"turnlane_keyspace_id({key})"
+
+    def identifier(self, name: str) -> str:
+        return self.bare(name)
+
+    def watch(self, queue: str, poke: Callable[[], None]) -> Closing:  # noqa: ARG002 - a file
+        return _Watch(self.connect, poke)
+
+
+class _Watch(Closing):
+    """Looks at the counter that every commit of another connection moves."""
+
+    def __init__(self, connect: Callable[[], sqlite3.Connection], poke: Callable[[], None]) -> None:
+        self._connect = connect
+        self._poke = poke
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="turnlane-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        with contextlib.closing(self._connect()) as connection:
+            seen = None
+            while not self._over.wait(LOOK_SECONDS):
+                try:
+                    version = connection.execute("PRAGMA data_version").fetchone()
+                except sqlite3.Error:
+                    continue  # the manager's own statements say what is wrong; polling goes on
+                if version != seen:
+                    seen = version
+                    self._poke()

@@ -1,0 +1,174 @@
+"""The SQL of a queue table, each statement by its name.
+
+They are the same for all databases but for what :class:`Dialect` fills in: the clock, the locks,
+the sign for a parameter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Final, Self
+
+from turnlane.table.definition import Definition
+from turnlane.table.event import COLUMNS
+from turnlane.table.sql.dialect import Dialect
+
+_FENCED: Final = "EXISTS (SELECT 1 FROM turnlane_lease WHERE queue = %s AND token = %s)"
+_PENDING: Final = "state = 'to_be_fired' AND after_group IS NULL"
+_STANDING: Final = "state IN ('to_be_fired', 'fired')"
+_HOLDING: Final = (
+    "WITH fence AS MATERIALIZED ("
+    "SELECT token FROM turnlane_lease WHERE queue = %s AND token = %s {share}), settled AS ("
+)
+_HELD: Final = "EXISTS (SELECT 1 FROM fence)) SELECT token FROM fence"
+"""Around a statement: nothing happens, and nothing is returned, unless the lease row is held."""
+
+_PLAIN: Final = {
+    # the lease
+    "lease": "SELECT owner, token, expires_at, {now} FROM turnlane_lease WHERE queue = %s {lock}",
+    "take": "UPDATE turnlane_lease SET owner = %s, token = token + 1, expires_at = %s, "
+    "listening = 0 WHERE queue = %s",
+    "renew": "UPDATE turnlane_lease SET expires_at = {now} + %s WHERE queue = %s AND token = %s",
+    "expiry": "SELECT expires_at FROM turnlane_lease WHERE queue = %s",
+    "release": "UPDATE turnlane_lease SET owner = NULL, expires_at = 0, listening = 0 "
+    "WHERE queue = %s AND token = %s",
+    "listen": "UPDATE turnlane_lease SET listening = %s WHERE queue = %s AND token = %s",
+    "fence": "SELECT token FROM turnlane_lease WHERE queue = %s AND token = %s {share}",
+    # what the manager reads
+    "last_id": "SELECT COALESCE(MAX(event_id), 0) FROM {table}",
+    "read_new": "SELECT {columns} FROM {table} {by_id} "
+    f"WHERE event_id > %s AND state = 'to_be_fired' AND {_FENCED} ORDER BY event_id LIMIT %s",
+    # The first condition is for databases that find no range in the second. Bounds are parameters:
+    # a clock that moves while a statement runs is no bound for an index.
+    "read_due": "SELECT {columns} FROM {table} {by_time} "
+    "WHERE fire_at >= %s AND (fire_at, event_id) > (%s, %s) AND fire_at <= %s "
+    f"AND {_PENDING} AND {_FENCED} ORDER BY fire_at, event_id LIMIT %s",
+    "read_retried": "SELECT {columns} FROM {table} "
+    f"WHERE {_STANDING} AND attempts > 0 AND {_FENCED}",
+    "old_fired": "SELECT event_id, attempts FROM {table} {by_time} "
+    "WHERE fire_at >= %s AND fire_at <= %s AND state = 'fired' "
+    "ORDER BY fire_at, event_id LIMIT %s",
+    "old_acked": "SELECT event_id FROM {table} {by_time} WHERE fire_at <= %s AND state = 'acked' "
+    "ORDER BY fire_at, event_id LIMIT %s",
+    # groups: the members are looked up first, because MySQL updates no table that it reads
+    "waiting_groups": "SELECT DISTINCT after_group FROM {table} "
+    f"WHERE after_group IS NOT NULL AND {_STANDING}",
+    "release_group": "UPDATE {table} SET after_group = NULL, fire_at = "
+    "CASE WHEN fire_at > {now} THEN fire_at ELSE {now} END "
+    f"WHERE after_group = %s AND {_STANDING} AND NOT EXISTS (SELECT 1 FROM "
+    "(SELECT event_id FROM {table} WHERE event_group = %s AND state <> 'acked' LIMIT 1) AS member)",
+    # what people ask
+    "counts": "SELECT state, COUNT(*) FROM {table} GROUP BY state",
+    "retry_all": "UPDATE {table} SET state = 'to_be_fired', attempts = 0, fire_at = {now} "
+    "WHERE state = 'dead'",
+    "peek": "SELECT {peeked} FROM {table} WHERE state = %s ORDER BY fire_at, event_id LIMIT %s",
+}
+
+_BY_IDS: Final = {
+    "read_ids": "SELECT {columns} FROM {rows} "
+    f"WHERE event_id {{ids}} AND state = 'to_be_fired' AND {_FENCED}",
+    "standing": f"SELECT event_id FROM {{rows}} WHERE event_id {{ids}} AND {_STANDING}",
+    "lock_standing": f"SELECT event_id FROM {{rows}} WHERE event_id {{ids}} AND {_STANDING} "
+    "{lock}",
+    # A row that somebody moved into the future must not fire now.
+    "lock_due": "SELECT event_id FROM {rows} WHERE event_id {ids} AND fire_at <= {now} "
+    f"AND {_PENDING} {{lock}}",
+    "mark": "UPDATE {rows} SET state = 'fired', attempts = attempts + 1 WHERE event_id {ids}",
+    "mark_returning": "UPDATE {rows} SET state = 'fired', attempts = attempts + 1 "
+    f"WHERE event_id {{ids}} AND fire_at <= {{now}} AND {_PENDING} RETURNING event_id",
+    "ack_delete": "{delete} WHERE event_id {ids}",
+    "ack_keep": "UPDATE {rows} SET state = 'acked' WHERE event_id {ids} AND state <> 'acked'",
+    "fenced_ack_delete": f"{_HOLDING}{{delete}} WHERE event_id {{ids}} AND {_HELD}",
+    "fenced_ack_keep": f"{_HOLDING}UPDATE {{rows}} SET state = 'acked' "
+    f"WHERE event_id {{ids}} AND state <> 'acked' AND {_HELD}",
+    "fired_before": "SELECT event_id, event_group FROM {rows} "
+    "WHERE event_id {ids} AND (state IN ('fired', 'dead') OR attempts > 0) AND state <> 'acked'",
+    "delete": "{delete} WHERE event_id {ids} AND state = 'acked'",
+    # What was only fired keeps its attempts: a late ack of it is still good. MySQL sets columns in
+    # their order here.
+    "retry": "UPDATE {rows} SET fire_at = {now}, "
+    "attempts = CASE state WHEN 'dead' THEN 0 ELSE attempts END, state = 'to_be_fired' "
+    "WHERE event_id {ids} AND state IN ('dead', 'fired')",
+    "cancel": "{delete} WHERE event_id {ids} AND state = 'to_be_fired'",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ByIds:
+    """A statement about events by their ids; the condition stands between its halves."""
+
+    before: str
+    after: str
+
+    def where(self, condition: str) -> str:
+        """The whole statement."""
+        return f"{self.before}{condition}{self.after}"
+
+
+@dataclass(frozen=True, slots=True)
+class Statements:
+    """All statements about one queue, its names filled in."""
+
+    table: str
+    lease: str
+    take: str
+    renew: str
+    expiry: str
+    release: str
+    listen: str
+    fence: str
+    last_id: str
+    read_new: str
+    read_due: str
+    read_retried: str
+    old_fired: str
+    old_acked: str
+    waiting_groups: str
+    release_group: str
+    counts: str
+    retry_all: str
+    peek: str
+    read_ids: ByIds
+    standing: ByIds
+    lock_standing: ByIds
+    lock_due: ByIds
+    mark: ByIds
+    mark_returning: ByIds
+    ack_delete: ByIds
+    ack_keep: ByIds
+    fenced_ack_delete: ByIds
+    fenced_ack_keep: ByIds
+    fired_before: ByIds
+    delete: ByIds
+    retry: ByIds
+    cancel: ByIds
+
+    @classmethod
+    def of(cls, dialect: Dialect, definition: Definition) -> Self:
+        """The statements in the words of a database."""
+        own = [dialect.identifier(name) for name in definition.names]
+        by_time, by_id = dialect.hints(definition)
+        table = dialect.identifier(definition.name)
+        names = {
+            "table": table,
+            "by_time": by_time,
+            "by_id": by_id,
+            "rows": f"{table} {by_id}",
+            "delete": _delete(table, by_id),
+            "columns": ", ".join([*COLUMNS, *own]),
+            "peeked": ", ".join([*COLUMNS, "last_error", *own]),
+        }
+        made: dict[str, Any] = {"table": table}
+        for name, template in _PLAIN.items():
+            made[name] = dialect.sql(template, **names)
+        for name, template in _BY_IDS.items():
+            # Cut before the names are filled in: a queue may be called {ids}.
+            before, after = template.split("{ids}")
+            made[name] = ByIds(dialect.sql(before, **names), dialect.sql(after, **names))
+        assert made.keys() == {field.name for field in fields(cls)}
+        return cls(**made)
+
+
+def _delete(table: str, hint: str) -> str:
+    """The beginning of a DELETE; an index can be named only in the form for several tables."""
+    return f"DELETE {table} FROM {table} {hint}" if hint else f"DELETE FROM {table}"

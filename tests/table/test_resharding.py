@@ -1,0 +1,470 @@
+"""Resharding: nothing is lost, nothing acked comes again, whoever dies when."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from tests.table.mortal import Killed
+from tests.table.servers import PostgresServer
+from tests.table.shard_site import OPTIONS, ShardOracle, ShardSite, sqlite_site, sqlite_url
+from tests.table.site import PATIENCE, eventually, take
+from turnlane import table
+from turnlane.errors import LeadLost, ReshardUnderWay
+from turnlane.table.keyspace import KeyRange, keyspace_id
+from turnlane.table.mover import Mover
+from turnlane.table.reshard import Progress, Resharder, Step
+from turnlane.table.shard_store import ShardStore, Take
+from turnlane.table.shards import Shard, ShardMap
+from turnlane.table.sites import Sites
+
+RESHARDER = Path(__file__).with_name("resharder.py")
+
+STEPS = (
+    "newest_map",
+    "keep_map",
+    "set_plan",
+    "plan",
+    "shut",
+    "open",
+    "take",
+    "first_batch",
+    "arrive",
+    "strike",
+    "map_of",
+    "is_led",
+    "end_plan",
+)
+
+
+class MortalShardStore(ShardStore):
+    """Dies before or after one call of one operation, counted over all stores of a process."""
+
+    fatal = ""
+    after = False
+    calls = 0
+    survive = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        kind = MortalShardStore
+        if name not in STEPS or name != kind.fatal:
+            return found
+
+        def dying(*arguments: Any) -> Any:
+            kind.calls += 1
+            if kind.calls <= kind.survive:
+                return found(*arguments)
+            if kind.after:
+                found(*arguments)
+            raise Killed
+
+        return dying
+
+
+class MortalSites(Sites):
+    """Sites whose stores die."""
+
+    def store(self, shard: Shard) -> ShardStore:
+        with self._lock:
+            if shard.address not in self._stores:
+                self._stores[shard.address] = MortalShardStore(self.dialect(shard), self.definition)
+            return self._stores[shard.address]
+
+
+def split(directory: Path) -> list[Shard]:
+    return [Shard.of((sqlite_url(directory, each), each)) for each in ("-40", "40-80")]
+
+
+def fill(queue: table.ShardedQueue, label: str, count: int) -> set[str]:
+    """Events that are due now, soon, and far beyond any window."""
+    now = time.time_ns()
+    rows = [
+        {"user_id": at, "payload": f"{label} {at}", "fire_at": now + (at % 3 == 2) * 10**11 * 9}
+        for at in range(count)
+    ]
+    queue.put(rows)
+    return {str(row["payload"]) for row in rows}
+
+
+def hurry(site: ShardSite, shards: ShardMap) -> None:
+    """Have everything due now."""
+    for shard in shards.shards:
+        later = f"state = 'to_be_fired' AND fire_at > {time.time_ns()}"
+        site.execute(shard.url, f"UPDATE {site.name} SET fire_at = {time.time_ns()} WHERE {later}")
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("operation", STEPS)
+def test_a_reshard_killed_at_every_step_is_resumed(
+    tmp_path: Path, operation: str, after: bool
+) -> None:
+    """Killed at the first call of an operation, then at the second one, … until it gets through."""
+    with sqlite_site(tmp_path, "-80", "80-") as site:
+        queue = site.queue()
+        expected = fill(queue, "before", 60)
+        MortalShardStore.fatal, MortalShardStore.after = operation, after
+        sites, deaths = site.sites(), 0
+        while reshard_until_killed(sites, ShardMap.of(site.shards), split(tmp_path), deaths):
+            deaths += 1
+            assert deaths < 60
+        assert deaths
+        queue.refresh()
+        assert queue.map.version == 1
+        expected |= fill(queue, "after", 10)
+        hurry(site, queue.map)
+        with queue.receive() as receiver:
+            oracle = ShardOracle()
+            oracle.drain(receiver, expected)
+            assert set(oracle.received.values()) == {1}
+        assert site.rows(site.shards[0][0]) == 0
+
+
+def reshard_until_killed(
+    sites: Sites, shards: ShardMap, targets: list[Shard], survive: int
+) -> bool:
+    """Whether it died."""
+    MortalShardStore.calls, MortalShardStore.survive = 0, survive
+    definition = sites.definition
+    with MortalSites(definition, [shard.url for shard in shards.shards]) as mortal:
+        try:
+            Resharder.begin(mortal, mortal.newest(shards), targets).run()
+        except Killed:
+            return True
+    return False
+
+
+def test_a_split_and_a_merge_under_load(tmp_path: Path) -> None:
+    """Events come and fire all the while, through clients with old maps and with new ones."""
+    with sqlite_site(tmp_path, "-80", "80-") as site:
+        queue, oracle, expected = site.queue(), ShardOracle(), set[str]()
+        with Load(site, expected), queue.receive() as receiver, Eater(oracle, receiver):
+            for targets in (split(tmp_path), [(sqlite_url(tmp_path, "all"), "-")]):
+                site.queue().reshard(targets)
+                count = len(oracle.confirmed)
+                eventually(lambda count=count: len(oracle.confirmed) > count + 50)
+        queue.refresh()
+        assert [str(shard.key_range) for shard in queue.map.shards] == ["-"]
+        assert len(queue.map.retired) == 4
+        with queue.receive() as receiver:
+            oracle.drain(receiver, expected)
+
+
+class Load:
+    """Inserts events by plain SQL into the first shards, and by a client that follows the map."""
+
+    def __init__(self, site: ShardSite, expected: set[str]) -> None:
+        self._site = site
+        self._expected = expected
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        site, queue, at = self._site, self._site.queue(), 0
+        old = ShardMap.of(site.shards)
+        while not self._over.wait(0.005):
+            at += 1
+            url = old.shard_of(keyspace_id(at)).url
+            site.execute(
+                url, f"INSERT INTO {site.name} (user_id, payload) VALUES ({at}, 'old {at}')"
+            )
+            queue.put([{"user_id": at, "payload": f"new {at}"}])
+            self._expected |= {f"old {at}", f"new {at}"}
+
+
+class Eater:
+    """Receives on a thread."""
+
+    def __init__(self, oracle: ShardOracle, receiver: table.Receiver) -> None:
+        self._oracle = oracle
+        self._receiver = receiver
+        self._over = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            while not self._over.is_set():
+                self._oracle.take(self._receiver)
+        except BaseException as error:
+            self._failure = error
+
+
+def test_a_resharder_killed_again_and_again_under_load(tmp_path: Path) -> None:
+    """kill -9 at random moments; one that is let live finishes."""
+    with sqlite_site(tmp_path, "-80", "80-") as site:
+        queue, oracle = site.queue(), ShardOracle()
+        expected = fill(queue, "first", 6_000)
+        targets = [(shard.url, str(shard.key_range)) for shard in split(tmp_path)]
+        arguments = [site.name, json.dumps(site.shards), json.dumps(targets)]
+        chance = random.Random(7)
+        with Load(site, expected), queue.receive() as receiver, Eater(oracle, receiver):
+            for _ in range(4):
+                kill_after(arguments, chance.randrange(1, 8))
+            assert kill_after(arguments, 10**6) == 0
+            queue.refresh()
+        assert queue.map.version == 1
+        hurry(site, queue.map)
+        with queue.receive() as receiver:
+            oracle.drain(receiver, expected)
+
+
+def kill_after(arguments: list[str], lines: int) -> int:
+    """Run the resharder, and kill it once it has said so many lines."""
+    with subprocess.Popen(
+        [sys.executable, str(RESHARDER), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for _, _line in zip(range(lines), process.stdout, strict=False):
+            pass
+        if process.poll() is None and lines < 10**6:
+            process.kill()
+        _, errors = process.communicate(timeout=PATIENCE)
+        assert process.returncode in (0, -9), errors
+        return process.returncode
+
+
+@pytest.fixture
+def postgres_shards(postgres: PostgresServer) -> Iterator[list[str]]:
+    """Addresses of empty databases."""
+    names = [f"shard_{at}" for at in range(3)]
+    with psycopg.connect(postgres.url, autocommit=True) as connection:
+        for name in names:
+            connection.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)".encode())
+            connection.execute(f"CREATE DATABASE {name}".encode())
+    base, _, query = postgres.url.partition("?")
+    root = base.rpartition("/")[0]
+    yield [f"{root}/{name}?{query}" for name in names]
+
+
+def test_a_split_on_postgresql_under_load(postgres_shards: list[str]) -> None:
+    first, *others = postgres_shards
+    with ShardSite([(first, "-")]) as site:
+        queue, oracle = site.queue(), ShardOracle()
+        expected = fill(queue, "first", 3_000)
+        targets = list(zip(others, ("-80", "80-"), strict=True))
+        with Load(site, expected), queue.receive() as receiver, Eater(oracle, receiver):
+            steps: list[Progress] = []
+            moved = site.queue().reshard(targets, steps.append)
+            assert moved >= 1_000
+            eventually(lambda: queue.map.version == 1)
+        assert [step.step for step in steps if step.step is Step.DONE] == [Step.DONE]
+        hurry(site, queue.map)
+        with queue.receive() as receiver:
+            oracle.drain(receiver, expected)
+        for url, key_range in targets:
+            wanted = KeyRange.parse(key_range)
+            ids = site.execute(url, f"SELECT keyspace_id FROM {site.name}")
+            assert all(wanted.contains(row[0]) for row in ids)
+
+
+def test_a_retired_shard_s_late_rows_are_moved_on(tmp_path: Path) -> None:
+    """Through two reshards, with nobody but a plain INSERT into the very first shard."""
+    with sqlite_site(tmp_path, "-") as site:
+        site.queue().reshard(
+            [(sqlite_url(tmp_path, "a"), "-80"), (sqlite_url(tmp_path, "b"), "80-")]
+        )
+        site.queue().reshard([(sqlite_url(tmp_path, "c"), "-")])
+        first = site.shards[0][0]
+        with site.queue().receive() as receiver:
+            site.execute(first, f"INSERT INTO {site.name} (user_id, payload) VALUES (1, 'late')")
+            (event,) = take(receiver, 1)
+            assert event["payload"] == "late"
+            event.ack()
+            assert receiver.flush(PATIENCE)
+        assert site.rows(first) == 0
+
+
+def test_an_event_is_delivered_by_the_map_it_was_taken_by(tmp_path: Path) -> None:
+    """Or one that had arrived before a crash would come a second time, by a newer map."""
+    with sqlite_site(tmp_path, "-") as site:
+        queue, sites = site.queue(), site.sites()
+        (source,) = queue.map.shards
+        first = Shard.of((sqlite_url(tmp_path, "a"), "-"))
+        queue.reshard([first])
+        site.execute(source.url, f"INSERT INTO {site.name} (user_id, payload) VALUES (1, 'one')")
+        store = sites.store(source)
+        assert store.take(Take.PLAIN, 1) == 1
+        batch = store.first_batch()
+        assert batch is not None
+        assert sites.store(first).arrive(store.id, batch.number, batch.rows)
+        # Killed here, before it was struck off.
+        last = (sqlite_url(tmp_path, "b"), "-")
+        queue.reshard([last])
+        Mover(sites, source).drain(2)
+        assert [site.rows(each) for each in (source.url, first.url, last[0])] == [0, 0, 1]
+
+
+def test_what_was_acked_stays_acked(tmp_path: Path) -> None:
+    with sqlite_site(tmp_path, "-", options=f"{OPTIONS}, retention = 1h") as site:
+        queue = site.queue()
+        queue.put([{"user_id": at, "payload": f"p{at}"} for at in range(50)])
+        with queue.receive() as receiver:
+            events = take(receiver, 50)
+            receiver.ack(events[:30])
+            assert receiver.flush(PATIENCE)
+        queue.reshard([(sqlite_url(tmp_path, "a"), "-80"), (sqlite_url(tmp_path, "b"), "80-")])
+        assert queue.counts()["acked"] == 30
+        acked = {event["payload"] for event in events[:30]}
+        with queue.receive() as receiver:
+            rest = {event["payload"] for event in take(receiver, 20)}
+            assert len(rest) == 20
+            assert not rest & acked
+            assert receiver.take(timeout=0.3) == []
+
+
+def test_the_old_manager_can_confirm_nothing_after_the_switch(tmp_path: Path) -> None:
+    """An ack that comes when its event was moved is refused; the event fires again."""
+    with sqlite_site(tmp_path, "-") as site:
+        old, sites = site.queue(), site.sites()
+        old.put([{"user_id": 1, "payload": "one"}])
+        (source,) = old.map.shards
+        target = Shard.of((sqlite_url(tmp_path, "a"), "-"))
+        with old.receive() as receiver:
+            (event,) = take(receiver, 1)
+            Resharder(sites, Resharder.begin(sites, old.map, [target]).plan, grace=0.0).run()
+            event.ack()
+            with pytest.raises(LeadLost):
+                receiver.flush(PATIENCE)
+            oracle = ShardOracle()
+            oracle.drain(receiver, {"one"})  # from the new shard, by the same receiver
+
+
+def test_near_events_are_not_taken_while_a_manager_may_have_them(tmp_path: Path) -> None:
+    with sqlite_site(tmp_path, "-") as site:
+        queue, sites = site.queue(), site.sites()
+        fill(queue, "x", 9)
+        store = sites.store(queue.map.shards[0])
+        with pytest.raises(LeadLost, match="not shut"):
+            store.take(Take.PLAIN, 1)
+        assert store.take(Take.FAR, 1, store.now() + 10**11) == 3
+        assert site.rows(site.shards[0][0]) == 6
+
+
+def test_a_shard_that_is_shut_is_led_by_nobody(tmp_path: Path) -> None:
+    with sqlite_site(tmp_path, "-") as site:
+        queue, sites = site.queue(), site.sites()
+        (shard,) = queue.map.shards
+        store = sites.store(shard)
+        store.shut()
+        queue.put([{"user_id": 1, "payload": "one"}])
+        with queue.receive() as receiver:
+            assert receiver.take(timeout=0.5) == []
+            store.open()
+            assert take(receiver, 1)[0]["payload"] == "one"
+
+
+def test_order_by_key_holds_through_a_reshard(tmp_path: Path) -> None:
+    options = f"{OPTIONS}, ordering = key"
+    with sqlite_site(tmp_path, "-", options=options) as site:
+        queue = site.queue()
+        queue.put([{"user_id": at % 5, "payload": f"{at % 5} {at:03}"} for at in range(60)])
+        seen: dict[str, list[str]] = {}
+        with queue.receive() as receiver:
+            for at in range(60):
+                if at == 20:
+                    site.queue().reshard(
+                        [(sqlite_url(tmp_path, "a"), "-80"), (sqlite_url(tmp_path, "b"), "80-")]
+                    )
+                (event,) = take(receiver, 1)
+                key, number = event["payload"].split()
+                if number not in seen.setdefault(key, []):
+                    seen[key].append(number)
+                event.ack()
+                try:
+                    receiver.flush(PATIENCE)
+                except LeadLost:
+                    continue
+                if sum(map(len, seen.values())) == 60:
+                    break
+        assert all(numbers == sorted(numbers) for numbers in seen.values())
+
+
+def test_a_group_ends_after_its_last_member_wherever_they_are(tmp_path: Path) -> None:
+    with sqlite_site(tmp_path, "-") as site:
+        queue = site.queue()
+        with queue.transaction(1) as transaction:
+            for at in range(3):
+                transaction.enqueue({"user_id": 1, "payload": f"m{at}"}, group="g", delay=900.0)
+            transaction.enqueue({"user_id": 1, "payload": "end"}, after_group="g")
+        queue.reshard([(sqlite_url(tmp_path, "a"), "-80"), (sqlite_url(tmp_path, "b"), "80-")])
+        with queue.receive() as receiver:
+            assert receiver.take(timeout=0.5) == []
+            for shard in queue.map.shards:
+                site.execute(
+                    shard.url,
+                    f"UPDATE {site.name} SET fire_at = {time.time_ns()} WHERE event_group = 'g'",
+                )
+            order = []
+            for _ in range(4):
+                (event,) = take(receiver, 1)
+                order.append(event["payload"])
+                event.ack()
+                assert receiver.flush(PATIENCE)
+        assert order[3] == "end"
+        assert set(order[:3]) == {"m0", "m1", "m2"}
+
+
+def test_merged_shards_may_have_had_the_same_name_for_two_events(tmp_path: Path) -> None:
+    with sqlite_site(tmp_path, "-80", "80-") as site:
+        queue = site.queue()
+        keys = {queue.map.shard_of(keyspace_id(key)).address: key for key in range(50)}
+        for key in keys.values():
+            queue.put([{"user_id": key, "payload": f"p{key}", "event_name": "same"}])
+        queue.reshard([(sqlite_url(tmp_path, "all"), "-")])
+        with queue.receive() as receiver:
+            ShardOracle().drain(receiver, {f"p{key}" for key in keys.values()})
+
+
+def test_one_reshard_at_a_time(tmp_path: Path) -> None:
+    with sqlite_site(tmp_path, "-80", "80-") as site:
+        sites, shards = site.sites(), ShardMap.of(site.shards)
+        Resharder.begin(sites, shards, split(tmp_path))
+        other = Shard.of((sqlite_url(tmp_path, "z"), "80-"))
+        with pytest.raises(ReshardUnderWay):
+            Resharder.begin(sites, shards, [other])
+        queue = site.queue()
+        assert queue.resume_reshard() is not None
+        assert queue.resume_reshard() is None
+        assert queue.reshard([other]) == 0
+        assert [str(each.key_range) for each in queue.map.shards] == ["-40", "40-80", "80-"]
+
+
+def test_a_client_with_old_settings_finds_the_new_shards(tmp_path: Path) -> None:
+    with sqlite_site(tmp_path, "-") as site:
+        site.queue().reshard(
+            [(sqlite_url(tmp_path, "a"), "-80"), (sqlite_url(tmp_path, "b"), "80-")]
+        )
+        late = site.queue()
+        assert [str(shard.key_range) for shard in late.map.shards] == ["-80", "80-"]
+        late.put([{"user_id": at, "payload": f"p{at}"} for at in range(20)])
+        assert site.rows(site.shards[0][0]) == 0

@@ -1,0 +1,196 @@
+"""Queues with several shards: whose keys lie where, and who gets them."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from tests.table.shard_site import ShardOracle, sqlite_site, sqlite_url
+from tests.table.site import PATIENCE, eventually, take
+from turnlane import table
+from turnlane.errors import ConfigError, LeadLost
+from turnlane.table.keyspace import KeyRange, keyspace_id
+from turnlane.table.shards import Shard, ShardMap, address_of
+
+
+def key_in(key_range: str) -> int:
+    """The first number whose hash lies in a range."""
+    wanted = KeyRange.parse(key_range)
+    return next(key for key in range(10_000) if wanted.contains(keyspace_id(key)))
+
+
+@pytest.mark.parametrize(
+    ("ranges", "wrong"),
+    [
+        (["-80"], "no shard has the keys 80-"),
+        (["-40", "80-"], "no shard has the keys 40-80"),
+        (["-80", "40-"], "more than one shard has the keys 40-80"),
+        (["40-80", "80-"], "no shard has the keys -40"),
+        (["-"] * 2, "more than one shard has the keys -"),
+        ([], "no shard has the keys -"),
+        (["-8"], "'-8' is not a key range"),
+    ],
+)
+def test_a_map_has_every_key_exactly_once(ranges: list[str], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        ShardMap.of([(f"sqlite:///{at}.db", each) for at, each in enumerate(ranges)])
+
+
+def test_no_two_shards_share_a_database() -> None:
+    with pytest.raises(ConfigError, match="stands there twice"):
+        ShardMap.of([("sqlite:///a.db", "-80"), ("sqlite:///a.db", "80-")])
+
+
+def test_every_key_has_its_shard() -> None:
+    shards = ShardMap.of([("sqlite:///b.db", "80-"), ("sqlite:///a.db", "-80")])
+    for key in range(1000):
+        found = shards.shard_of(keyspace_id(key))
+        assert found.key_range.contains(keyspace_id(key))
+    assert {shards.shard_of(keyspace_id(key)).url for key in range(20)} == {
+        "sqlite:///a.db",
+        "sqlite:///b.db",
+    }
+
+
+def test_a_map_is_kept_without_passwords() -> None:
+    url = "postgresql://app:secret@db.example:5432/shop?sslmode=require"
+    shards = ShardMap.of([(url, "-")])
+    assert "secret" not in shards.to_json() + repr(shards) + str(shards.shards[0])
+    assert address_of(url) == "postgresql://app@db.example:5432/shop?sslmode=require"
+    assert ShardMap.from_json(shards.to_json()) == shards
+
+
+def test_a_reshard_takes_whole_shards() -> None:
+    shards = ShardMap.of([("sqlite:///a.db", "-80"), ("sqlite:///b.db", "80-")])
+    split = shards.resharded(
+        [Shard.of(("sqlite:///c.db", "-40")), Shard.of(("sqlite:///d.db", "40-80"))]
+    )
+    assert [str(shard.key_range) for shard in split.shards] == ["-40", "40-80", "80-"]
+    assert [shard.url for shard in split.retired] == ["sqlite:///a.db"]
+    assert split.version == 1
+    with pytest.raises(ConfigError, match="no shard has the keys 40-80"):
+        shards.resharded([Shard.of(("sqlite:///c.db", "-40"))])
+    with pytest.raises(ConfigError, match="twice"):
+        shards.resharded([Shard.of(("sqlite:///b.db", "-80"))])
+
+
+def test_events_lie_where_their_keys_belong(tmp_path: Path) -> None:
+    with sqlite_site(tmp_path, "-40", "40-80", "80-") as site:
+        queue = site.queue()
+        assert queue.put({"user_id": key, "payload": f"p{key}"} for key in range(200)) == 200
+        for url, key_range in site.shards:
+            wanted = KeyRange.parse(key_range)
+            keys = {row[0] for row in site.execute(url, f"SELECT user_id FROM {site.name}")}
+            assert keys == {key for key in range(200) if wanted.contains(keyspace_id(key))}
+        assert queue.counts()["to_be_fired"] == 200
+
+
+def test_an_event_commits_with_what_is_written_in_its_shard(tmp_path: Path) -> None:
+    with sqlite_site(tmp_path, "-80", "80-") as site:
+        queue = site.queue()
+        low, high = key_in("-80"), key_in("80-")
+        site.execute(site.shards[0][0], "CREATE TABLE orders (customer BIGINT)")
+        with queue.transaction(low) as transaction:
+            transaction.connection.execute(f"INSERT INTO orders VALUES ({low})")
+            transaction.enqueue({"user_id": low, "payload": "kept"})
+            with pytest.raises(ValueError, match="does not lie in shard -80"):
+                transaction.enqueue({"user_id": high, "payload": "elsewhere"})
+        with contextlib.suppress(RuntimeError), queue.transaction(low) as transaction:
+            transaction.connection.execute(f"INSERT INTO orders VALUES ({low})")
+            transaction.enqueue({"user_id": low, "payload": "rolled back"})
+            raise RuntimeError
+        assert site.execute(site.shards[0][0], "SELECT COUNT(*) FROM orders") == [(1,)]
+        with queue.receive() as receiver:
+            (event,) = take(receiver, 1)
+            assert event["payload"] == "kept"
+            event.ack()
+            assert receiver.flush(PATIENCE)
+        assert queue.counts()["to_be_fired"] == 0
+
+
+def test_a_receiver_s_range_may_cut_across_shards(tmp_path: Path) -> None:
+    with sqlite_site(tmp_path, "-40", "40-80", "80-") as site:
+        queue = site.queue()
+        queue.put({"user_id": key, "payload": f"p{key}"} for key in range(300))
+        middle = KeyRange.parse("20-c0")
+        inside = {f"p{key}" for key in range(300) if middle.contains(keyspace_id(key))}
+        with queue.receive("20-c0") as cutting, queue.receive("-20") as low:
+            got = {event["payload"] for event in take(cutting, len(inside))}
+            assert got == inside
+            assert cutting.take(timeout=0.2) == []
+            below = KeyRange.parse("-20")
+            rest = {f"p{key}" for key in range(300) if below.contains(keyspace_id(key))}
+            assert {event["payload"] for event in take(low, len(rest))} == rest
+
+
+def test_a_row_in_the_wrong_shard_is_received_all_the_same(tmp_path: Path) -> None:
+    with sqlite_site(tmp_path, "-80", "80-") as site:
+        high = key_in("80-")
+        wrong = site.shards[0][0]
+        site.execute(wrong, f"INSERT INTO {site.name} (user_id, payload) VALUES ({high}, 'lost?')")
+        with site.queue().receive("80-") as receiver:
+            assert take(receiver, 1)[0]["payload"] == "lost?"
+
+
+def test_two_processes_share_the_shards(tmp_path: Path) -> None:
+    """Each leads some of the shards; an ack is confirmed by the one that leads, and no other."""
+    with sqlite_site(tmp_path, "-80", "80-") as site:
+        first, second = site.queue(), site.queue()
+        low, high = (shard for shard in first.map.shards)
+        first.queue(low).manager()
+        second.queue(high).manager()
+        eventually(lambda: first.queue(low).manager().fires)
+        eventually(lambda: second.queue(high).manager().fires)
+        oracle = ShardOracle()
+        with first.receive() as one, second.receive() as two:
+            first.put({"user_id": key, "payload": f"p{key}"} for key in range(100))
+            expected = {f"p{key}" for key in range(100)}
+
+            def all_confirmed() -> bool:
+                oracle.take(one, 0.02)
+                oracle.take(two, 0.02)
+                return oracle.confirmed == expected
+
+            eventually(all_confirmed)
+            assert set(oracle.received.values()) == {1}
+
+
+def test_an_ack_that_was_lost_with_the_lead_is_not_confirmed_later(tmp_path: Path) -> None:
+    """Also when the same manager leads again before anybody asks."""
+    with sqlite_site(tmp_path, "-") as site:
+        queue = site.queue()
+        queue.put([{"user_id": 1, "payload": "once"}])
+        with queue.receive() as receiver:
+            (shard,) = queue.map.shards
+            manager = queue.queue(shard).manager()
+            (event,) = take(receiver, 1)
+            token = f"UPDATE turnlane_lease SET token = token + 1 WHERE queue = '{site.name}'"
+            site.execute(shard.url, f"{token.replace('token + 1', 'token + 1, expires_at = 0')}")
+            event.ack()
+            eventually(lambda: manager.counts.lost_leads == 1)
+            eventually(lambda: manager.fires)
+            with pytest.raises(LeadLost):
+                receiver.flush(PATIENCE)
+            (again,) = take(receiver, 1)
+            again.ack()
+            assert receiver.flush(PATIENCE)
+
+
+def test_a_queue_without_a_key_cannot_be_sharded(tmp_path: Path) -> None:
+    shards = [(sqlite_url(tmp_path, "a"), "-80"), (sqlite_url(tmp_path, "b"), "80-")]
+    with table.connect_shards(shards) as database:
+        database.sql("CREATE QUEUE plain (payload TEXT)")
+        assert database.sql("SHOW QUEUES") == ["plain"]
+        with pytest.raises(ConfigError, match="SHARD BY"):
+            database.queue("plain")
+
+
+def test_shards_must_agree_on_the_queue(tmp_path: Path) -> None:
+    shards = [(sqlite_url(tmp_path, "a"), "-80"), (sqlite_url(tmp_path, "b"), "80-")]
+    with table.connect(shards[0][0]) as one, table.connect(shards[1][0]) as other:
+        one.sql("CREATE QUEUE q (k BIGINT) SHARD BY (k)")
+        other.sql("CREATE QUEUE q (k TEXT) SHARD BY (k)")
+    with table.connect_shards(shards) as database, pytest.raises(ConfigError, match="not the same"):
+        database.queue("q")
