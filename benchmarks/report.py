@@ -20,7 +20,12 @@ from benchmarks.machine import describe_machine
 from benchmarks.outcome import Figure, Outcome, Table
 from benchmarks.plots import draw
 
-MODULES = {"queues": "Queues", "node": "The node", "spark": "The pipeline on Spark"}
+MODULES = {
+    "queues": "Queues",
+    "node": "The node",
+    "spark": "The pipeline on Spark",
+    "table": "Queue tables",
+}
 """The benchmark modules, and the titles of their chapters."""
 
 ROOT = Path(__file__).parents[1]

@@ -22,17 +22,30 @@ SETTLE_SECONDS = 5.0
 """Until Java has compiled what the first batches have made it run."""
 
 
-def cpu_seconds() -> dict[str, float]:
-    """What this process, Java, Spark's Python processes and the node have used so far."""
-    found = {"driver": 0.0, "Java": 0.0, "Python workers": 0.0, "node": 0.0}
+PARTS = ("driver", "Java", "Python workers", "node")
+
+
+def cpu_seconds() -> dict[int, tuple[str, float]]:
+    """By process: which part of the pipeline it is, and what it has used so far."""
+    found = {}
     this = psutil.Process()
     for each in (this, *this.children(recursive=True)):
         try:
             times, command = each.cpu_times(), each.cmdline()
         except psutil.Error:  # it has ended
             continue
-        found[_part(each.pid == this.pid, command)] += times.user + times.system
+        found[each.pid] = _part(each.pid == this.pid, command), times.user + times.system
     return found
+
+
+def used_between(
+    before: dict[int, tuple[str, float]], after: dict[int, tuple[str, float]]
+) -> dict[str, float]:
+    """Seconds by part. A process that has ended meanwhile, an idle worker say, is left out."""
+    used = dict.fromkeys(PARTS, 0.0)
+    for pid, (part, seconds) in after.items():
+        used[part] += seconds - before.get(pid, (part, 0.0))[1]
+    return used
 
 
 def _part(is_this: bool, command: list[str]) -> str:  # noqa: FBT001
@@ -64,7 +77,8 @@ def run(effort: Effort, spark: SparkSession) -> Outcome:
         settle(running, effort.seconds(SETTLE_SECONDS, 2 * SETTLE_SECONDS))
         before = cpu_seconds()
         time.sleep(seconds)
-        used = {name: 100 * (now - before[name]) / seconds for name, now in cpu_seconds().items()}
+        spent = used_between(before, cpu_seconds())
+    used = {part: 100 * each / seconds for part, each in spent.items()}
     total = Series([sum(used.values())])
     how = (
         f"CPU time of all processes of a pipeline of {LANES} lanes that has nothing to do, over "

@@ -21,6 +21,7 @@ from turnlane.inputs.contract import Input, InputSettings
 from turnlane.node.flight import FlightPlane
 from turnlane.node.http import HttpPlane
 from turnlane.node.node import Node
+from turnlane.node.tables import Tables
 from turnlane.serving.rights import Authority
 from turnlane.serving.tls import TlsSettings
 
@@ -51,6 +52,7 @@ class Service(Closing):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.planes: dict[str, FlightPlane | HttpPlane] = {}
+        self.tables = Tables()
         self.inputs: dict[str, Input] = {}
         self._counted: list[Input] = []
         """The same inputs, as the metrics look at them; grows while they are started."""
@@ -72,6 +74,7 @@ class Service(Closing):
         with contextlib.ExitStack() as started:
             authority = check(self.config)
             self.node = started.enter_context(Node(self.config.node.data, self.config.knobs()))
+            self.tables = started.enter_context(Tables(self.config.tables))
             started.callback(self._stop_parts, 0.0)
             self._start_planes(authority)
             for settings in self.config.inputs:
@@ -101,12 +104,18 @@ class Service(Closing):
                 settings.http,
                 inputs=self._counted,
                 waiting_for=lambda: self._starting,
+                tables=self.tables,
             )
             self._start_plane("http", http)
         if settings.flight.enabled:
             flight = settings.flight
             plane = FlightPlane(
-                self.node, authority, flight.listen, flight.tls, max_calls=flight.max_calls
+                self.node,
+                authority,
+                flight.listen,
+                flight.tls,
+                max_calls=flight.max_calls,
+                tables=self.tables,
             )
             self._start_plane("flight", plane)
 
@@ -182,7 +191,9 @@ class Service(Closing):
         planes = {name: plane.stop for name, plane in self.planes.items()}
         orderly = self._stop_together(inputs, timeout * _SHARE_OF_INPUTS)
         left = max(0.0, deadline - time.monotonic())
-        return self._stop_together(planes, left) and orderly
+        orderly = self._stop_together(planes, left) and orderly
+        left = max(0.0, deadline - time.monotonic())
+        return self._stop_together({"tables": lambda _: self.tables.close()}, left) and orderly
 
     def _stop_together(self, stops: Mapping[str, Callable[[float], None]], timeout: float) -> bool:
         """Call all at the same time; whoever takes too long is left to itself, and named."""

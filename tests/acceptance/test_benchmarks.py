@@ -45,12 +45,21 @@ SPARK = {
     "idle_cpu_percent",
     "dead_lane_loss_percent",
 }
-PROGRAMS = {"node": ("rsyslogd", "wrk"), "spark": ("java", "rsyslogd")}
+TABLE = {
+    "vs_pgqueuer",
+    "vs_procrastinate",
+    "vs_skip_locked",
+    "lag_p99_ms",
+    "idle_statements_per_s",
+    "statements_per_event",
+    "churn_ratio",
+}
+PROGRAMS = {"node": ("rsyslogd", "wrk"), "spark": ("java", "rsyslogd"), "table": ("mariadbd",)}
 
 
 @pytest.mark.timeout(900)  # with Spark it takes a minute, many if the machine has much to do
 @pytest.mark.parametrize(
-    ("module", "names"), [("queues", QUEUES), ("node", NODE), ("spark", SPARK)]
+    ("module", "names"), [("queues", QUEUES), ("node", NODE), ("spark", SPARK), ("table", TABLE)]
 )
 def test_a_module_names_its_figures(module: str, names: set[str], tmp_path: Path) -> None:
     for program in PROGRAMS.get(module, ()):

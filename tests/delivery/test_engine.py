@@ -21,6 +21,8 @@ from tests.delivery.harness import (
 from turnlane.delivery.breaker import Allowed, State
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.gate import LocalGate, Permit, Report
+from turnlane.delivery.in_flight import IN_FLIGHT
+from turnlane.delivery.liaison import Liaison
 from turnlane.errors import (
     Never,
     PartlyDelivered,
@@ -173,6 +175,24 @@ def test_a_preparation_that_may_go_better_later_is_tried_again(pipelined: bool) 
     assert outcome.delivered == 10
 
 
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_what_cannot_be_prepared_now_is_said_and_left_alone_for_a_while(pipelined: bool) -> None:
+    """Somebody has to mend the settings: they must hear of it, and it is no use to hurry."""
+    clock = ManualClock()
+    settings = settings_of(breaker_failures=2, pipelined=pipelined, **LONG)
+    gate = LocalGate(settings, clock=clock)
+    output = FaultyOutput(prepare_fault=lambda _: RetryLater("there is no column"))
+    for state in (State.CLOSED, State.OPEN, State.OPEN):
+        (outcome,) = run(output, settings, [block_of_offsets(0, 50)], gate)
+        assert len(outcome.kept) == 50
+        status = gate.status()
+        assert (status.state, status.error) == (state, "RetryLater: there is no column")
+        assert status.wait > 1
+        clock.advance(700)
+    assert gate.look().allowed is Allowed.PROBE, "the probe came back"
+    assert output.sends == 0
+
+
 def test_an_unknown_error_is_tried_so_often_and_then_only_the_culprit_is_dead() -> None:
     output = FaultyOutput(lambda block: OSError("odd") if 7 in offsets_of(block) else None)
     (outcome,) = run(output, settings_of(max_attempts=4), [block_of_offsets(0, 100)])
@@ -231,6 +251,27 @@ def test_the_breaker_opens_and_one_probe_decides() -> None:
     assert gate.status().state is State.CLOSED
 
 
+def test_late_answers_do_not_speak_for_the_probe() -> None:
+    clock = ManualClock()
+    settings = settings_of(breaker_failures=1, **LONG)
+    gate = LocalGate(settings, clock=clock)
+    liaison = Liaison(gate, clock)
+    for _ in range(3):
+        assert liaison.may_send(limit=10, in_flight=0)
+        assert liaison.sending() is None
+    liaison.failed(None, RetryLater("down"))
+    clock.advance(60)
+    assert liaison.may_send(limit=10, in_flight=2)
+    probe = liaison.sending()
+    assert probe is not None
+    for _ in range(2):  # those that were under way when the breaker opened
+        liaison.answered(None, 0.1)
+    liaison.failed(probe, RetryLater("still down"))
+    status = gate.status()
+    assert (status.state, status.failures, status.opened) == (State.OPEN, 2, 1)
+    assert status.totals["sends"] == 4
+
+
 def test_a_probe_that_had_nothing_to_send_is_released() -> None:
     clock = ManualClock()
     settings = settings_of(breaker_failures=1, **LONG)
@@ -281,6 +322,15 @@ def test_a_rate_below_a_batch_makes_batches_smaller() -> None:
     assert max(block.num_rows for block in output.taken) == 50
 
 
+def test_a_rate_needs_no_more_time_than_a_task_has() -> None:
+    output = FaultyOutput()
+    settings = settings_of(rate_limit=20, max_time=0.9)
+    deadline = time.monotonic() + PATIENCE
+    while not output.taken and time.monotonic() < deadline:
+        run(output, settings, [block_of_offsets(0, 60)])
+    assert output.taken, "a second's worth never comes together in less than a second"
+
+
 def test_all_engines_of_a_process_share_its_limit() -> None:
     output = FaultyOutput(lambda _: time.sleep(0.005))
     settings = settings_of(batch_events=10, concurrency=8, max_in_flight=3)
@@ -297,6 +347,19 @@ def test_all_engines_of_a_process_share_its_limit() -> None:
         each.join(PATIENCE)
     assert outcomes == [500] * 3
     assert output.most_in_flight == 3
+
+
+def test_a_send_that_gets_no_thread_is_not_counted_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = len(IN_FLIGHT)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError):
+        run(FaultyOutput(), settings_of(pipelined=False), [block_of_offsets(0, 5)])
+    assert len(IN_FLIGHT) == before
 
 
 def test_sends_go_side_by_side_up_to_the_limit() -> None:

@@ -25,6 +25,7 @@ PAGE = Path(__file__).parents[2] / "docs/delivery.md"
         ({"ordering": "random"}, "strict"),
         ({"batch_size": 10}, "batch_size"),
         ({"max_time": 0}, "max_time"),
+        ({"rate_limit": 0.1}, "max_time leaves no time"),
     ],
 )
 def test_what_cannot_be_is_refused(knobs: dict[str, Any], words: str) -> None:

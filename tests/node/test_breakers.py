@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 from pydantic import SecretStr
+from typer.testing import CliRunner
 
 from tests.contract.harness import wait_until
 from tests.node.conftest import Serve, Served
 from tests.node.http_harness import Served as HttpServed
 from tests.node.http_harness import served as served_over_http
+from turnlane.cli.app import app
 from turnlane.client.gate import RemoteGate
 from turnlane.delivery.breaker import Allowed, State
 from turnlane.delivery.gate import Permit, Report
@@ -141,6 +144,23 @@ def test_only_those_who_may_read_its_queue_see_and_change_a_breaker(serve: Serve
         with pytest.raises(NotAllowed):
             node.reset_breaker("alerts")
     assert boss.reset_breaker("alerts")["failures"] == 0
+
+
+def test_the_command_line_lists_and_resets(served: Served) -> None:
+    def run(*words: str) -> str:
+        result = CliRunner().invoke(app, ["breaker", *words, "--endpoint", served.url])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    assert run("list") == "no task has delivered anything yet\n"
+    opened(served, PATIENT)
+    (line,) = run("list").splitlines()[1:]
+    assert line.split()[:3] == ["alerts", "open", "2"]
+    assert line.endswith("refused")
+    (found,) = [json.loads(each) for each in run("list", "--json").splitlines()]
+    assert (found["action"], found["state"]) == ("alerts", "open")
+    assert run("reset", "alerts") == "alerts: closed\n"
+    assert json.loads(run("list", "--json"))["state"] == "closed"
 
 
 class TestOverHttp:

@@ -63,6 +63,16 @@ def test_letters_wait_in_memory_until_there_is_room(full: Served) -> None:
     assert adds_up(full)
 
 
+def test_letters_wait_also_if_the_commit_settles_nothing(full: Served) -> None:
+    node = full.client().nodes[0]
+    with node.stage("alerts.dead", block_of([]).schema, 100) as stage:
+        stage.write(block_of([b"new"]))
+        stage_id = stage.finish()
+    node.commit([stage_id])
+    assert full.node.commits.overflow.events() == {"alerts.dead": 1}
+    assert len(full.node.staging) == 0
+
+
 def test_beyond_their_bound_the_oldest_are_dropped_and_counted(full: Served) -> None:
     node = full.client().nodes[0]
     committed(node, 0, 6, spare=8)

@@ -277,6 +277,13 @@ def test_rows_that_sql_made_have_no_place() -> None:
         output.prepare(block)
 
 
+def test_rows_of_one_event_are_not_taken_for_one_that_comes_again() -> None:
+    block = handed(numbered(0, 3), offset=pa.array([0, 1, 1]))
+    output = Bench("sqlite:///a.db").output(exactly_once=True, columns={"note": "value"})
+    with output, pytest.raises(RetryLater, match=r"several rows of one event.*exactly_once"):
+        output.prepare(block)
+
+
 @given(st.lists(st.integers(0, 60), max_size=40), st.lists(st.integers(0, 60), max_size=40))
 def test_runs_and_what_is_in_none(some: list[int], others: list[int]) -> None:
     known = Ranges(runs_of(np.array(others, dtype=np.int64)))

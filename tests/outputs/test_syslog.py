@@ -227,6 +227,11 @@ def test_a_peer_that_is_away_is_tried_again_later() -> None:
         send(output, b"one")
 
 
+def test_an_address_that_udp_cannot_use_now_is_tried_again_later() -> None:
+    with made("255.255.255.255:514", protocol="udp") as output, pytest.raises(RetryLater):
+        output.check()
+
+
 def test_udp_hears_of_a_port_where_nobody_listens() -> None:
     with made(f"127.0.0.1:{free_port()}", protocol="udp") as output:
 

@@ -22,6 +22,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "exactly_once": True,
     },
     "syslog": {"address": "[::1]:514", "protocol": "udp", "columns": {"message": "payload"}},
+    "table": {
+        "shards": [
+            {"url": "sqlite:///a.db", "range": "-80"},
+            {"url": "sqlite:///b.db", "range": "80-"},
+        ],
+        "table": "t",
+        "columns": {"fire_at": "timestamp"},
+        "delay": "90s",
+        "password_file": "secret",
+    },
 }
 
 

@@ -164,6 +164,14 @@ class TestSuspension:
         assert suspension(lane, late) == Suspension(0.0)
         assert suspension(lane, {"a": breaker(wait=1.0)}) == Suspension(1.0)
 
+    def test_a_second_output_waits_for_its_own_first(self) -> None:
+        lane = [[way("a"), way("b"), way("b.failover", after=60.0)]]
+        away = {"a": breaker("open", 30.0, open_for=500.0)}
+        early = away | {"b": breaker("open", 30.0, open_for=5.0)}
+        assert suspension(lane, early) == Suspension(30.0, why="a: refused")
+        late = away | {"b": breaker("open", 30.0, open_for=60.0)}
+        assert suspension(lane, late) == Suspension(0.0)
+
 
 class TestSteps:
     def test_ways_are_those_without_which_a_lane_cannot_go_on(self) -> None:

@@ -131,6 +131,35 @@ def test_every_action_gets_what_its_filter_says(
     assert totals == {0: 100, 1: 100}
 
 
+def test_outputs_that_take_values_get_them_by_any_filter(
+    node: Served, make: Make, tmp_path: Path
+) -> None:
+    """Nothing but the filters reads what parsing makes: queues keep the events alone."""
+    raw = {
+        name: FileSettings(type="file", path=tmp_path / name, format="raw")
+        for name in ("alerts", "archive", "direct")
+    }
+    by_name = "app_name = 'app' AND severity <= 5"
+    pipeline = make(
+        ActionSettings(
+            name="alerts", filter="severity <= 3", queue=queue("alerts"), output=raw["alerts"]
+        ),
+        ActionSettings(
+            name="archive", filter=by_name, queue=queue("archive"), output=raw["archive"]
+        ),
+        ActionSettings(name="direct", filter="facility = 1", output=raw["direct"]),
+    )
+    sent = messages(0, 80)
+    node.publish("main", sent)
+    pipeline.start()
+    wait_until(drained(node, "main", "alerts", "archive"), "all lanes", PATIENCE)
+    pipeline.stop()
+    for name, most in (("alerts", 3), ("archive", 5), ("direct", 7)):
+        lines = (tmp_path / name).read_bytes().splitlines()
+        assert sorted(lines) == sorted(each for at, each in enumerate(sent) if at % 8 <= most)
+    assert "app_name" not in node.queue("archive").types
+
+
 def test_what_does_not_parse_is_kept_apart_and_json_is_known_in_lanes(
     node: Served, make: Make, tmp_path: Path
 ) -> None:

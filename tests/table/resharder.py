@@ -7,15 +7,18 @@ import os
 import sys
 
 from turnlane import table
+from turnlane.table.reshard import Progress
 
 
 def main() -> None:
     name, shards, targets = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
     with table.connect_shards([tuple(each) for each in shards]) as database:
-        database.queue(name).reshard(
-            [tuple(each) for each in targets],
-            lambda progress: os.write(1, f"{progress.step} {progress.moved}\n".encode()) and None,
-        )
+        database.queue(name).reshard([tuple(each) for each in targets], say)
+
+
+def say(progress: Progress) -> None:
+    """A whole line at once."""
+    os.write(1, f"{progress.step} {progress.moved}\n".encode())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 
 from tests.table.site import PATIENCE, Site, eventually, payloads, settle, take
 from turnlane.errors import NameTaken, NoSuchQueue, QueueClosed, QueueExists
+from turnlane.table import collector, firing
 from turnlane.table.keyspace import KeyRange, keyspace_id
 
 NOBODY = {"to_be_fired": 0, "fired": 0, "acked": 0, "dead": 0}
@@ -194,7 +195,7 @@ def test_a_nack_comes_back_after_its_delay(site: Site) -> None:
 
 
 def test_what_is_not_acked_in_time_is_fired_again(site: Site) -> None:
-    queue = site.queue(ack_timeout="200ms")
+    queue = site.queue(ack_timeout="500ms")
     site.fill(queue, 3)
     with queue.receive() as receiver:
         first = take(receiver, 3)
@@ -300,8 +301,11 @@ def test_a_queue_in_order_fires_one_event_after_the_other(site: Site) -> None:
     assert seen == [f"p{at}" for at in range(8)]
 
 
-def test_an_event_fires_once_when_its_group_is_done(site: Site) -> None:
-    queue = site.queue(ack_timeout="4s")
+def test_an_event_fires_once_when_its_group_is_done(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collector, "SECONDS", 0.2)
+    queue = site.queue(ack_timeout="60s")
     with site.transaction() as connection:
         for at in range(3):
             queue.enqueue(connection, {"payload": f"m{at}"}, group="g")
@@ -335,19 +339,21 @@ def test_what_comes_through_the_manager_is_written_as_fired(site: Site) -> None:
     assert queue.counts() == {**NOBODY, "to_be_fired": 1}
 
 
-def test_an_event_that_is_cancelled_or_moved_does_not_fire(site: Site) -> None:
-    queue = site.queue()
+def test_an_event_that_is_cancelled_or_moved_does_not_fire(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(firing, "FRESH", 0.0)
+    queue = site.queue(max_concurrency=1, ack_timeout="60s")
     with site.transaction() as connection:
-        cancelled = queue.enqueue(connection, {"payload": "cancelled"}, delay=1.5)
-        moved = queue.enqueue(connection, {"payload": "moved"}, delay=1.5)
-        queue.enqueue(connection, {"payload": "stays"}, delay=1.6)
-        queue.enqueue(connection, {"payload": "now"})
+        names = ("first", "cancelled", "moved", "stays")
+        ids = [queue.enqueue(connection, {"payload": name}) for name in names]
     with queue.receive() as receiver:
-        settle(receiver, take(receiver, 1))  # all of them are in the window by now
-        assert queue.cancel([cancelled]) == 1
+        (first,) = take(receiver, 1)  # the others wait in the window behind it
+        assert queue.cancel([ids[1]]) == 1
         site.execute(
-            f"UPDATE {queue.name} SET fire_at = fire_at + 3600000000000 WHERE event_id = {moved}"
+            f"UPDATE {queue.name} SET fire_at = fire_at + {3600 * 10**9} WHERE event_id = {ids[2]}"
         )
+        settle(receiver, [first])
         events = take(receiver, 1)
         assert payloads(events) == ["stays"]
         settle(receiver, events)
@@ -406,7 +412,7 @@ def _acked(event: object) -> object:
 def test_hostile_names_are_only_names(site: Site, name: str) -> None:
     column = f"{name} col"
     quoted, column_quoted = (f'"{each.replace(chr(34), chr(34) * 2)}"' for each in (name, column))
-    site.database.sql(f"CREATE QUEUE {quoted} ({column_quoted} TEXT) WITH (lease = 2s)")
+    site.database.sql(f"CREATE QUEUE {quoted} ({column_quoted} TEXT) WITH (backoff = 10ms)")
     try:
         assert name in site.database.sql("SHOW QUEUES")
         with site.database.queue(name) as queue:

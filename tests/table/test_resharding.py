@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import uuid
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 
 from tests.table.mortal import Killed
-from tests.table.servers import PostgresServer
 from tests.table.shard_site import OPTIONS, ShardOracle, ShardSite, sqlite_site, sqlite_url
 from tests.table.site import PATIENCE, eventually, take
 from turnlane import table
@@ -27,6 +26,7 @@ from turnlane.table.reshard import Progress, Resharder, Step
 from turnlane.table.shard_store import ShardStore, Take
 from turnlane.table.shards import Shard, ShardMap
 from turnlane.table.sites import Sites
+from turnlane.table.url import dialect_of
 
 RESHARDER = Path(__file__).with_name("resharder.py")
 
@@ -121,13 +121,16 @@ def test_a_reshard_killed_at_every_step_is_resumed(
         assert deaths
         queue.refresh()
         assert queue.map.version == 1
-        expected |= fill(queue, "after", 10)
-        hurry(site, queue.map)
-        with queue.receive() as receiver:
-            oracle = ShardOracle()
-            oracle.drain(receiver, expected)
-            assert set(oracle.received.values()) == {1}
+        stored = [
+            payload
+            for shard in queue.map.shards
+            for (payload,) in site.execute(shard.url, f"SELECT payload FROM {site.name}")
+        ]
+        assert sorted(stored) == sorted(expected)  # each of them, once
         assert site.rows(site.shards[0][0]) == 0
+        for shard in queue.map.shards:
+            lease = f"SELECT owner FROM turnlane_lease WHERE queue = '{site.name}'"
+            assert site.execute(shard.url, lease) == [(None,)]
 
 
 def reshard_until_killed(
@@ -149,15 +152,18 @@ def test_a_split_and_a_merge_under_load(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-80", "80-") as site:
         queue, oracle, expected = site.queue(), ShardOracle(), set[str]()
         with Load(site, expected), queue.receive() as receiver, Eater(oracle, receiver):
-            for targets in (split(tmp_path), [(sqlite_url(tmp_path, "all"), "-")]):
+            for targets in (split(tmp_path), [Shard.of((sqlite_url(tmp_path, "all"), "-"))]):
                 site.queue().reshard(targets)
-                count = len(oracle.confirmed)
-                eventually(lambda count=count: len(oracle.confirmed) > count + 50)
+                confirmed_beyond(oracle, len(oracle.confirmed) + 50)
         queue.refresh()
         assert [str(shard.key_range) for shard in queue.map.shards] == ["-"]
         assert len(queue.map.retired) == 4
         with queue.receive() as receiver:
             oracle.drain(receiver, expected)
+
+
+def confirmed_beyond(oracle: ShardOracle, count: int) -> None:
+    eventually(lambda: len(oracle.confirmed) > count)
 
 
 class Load:
@@ -212,7 +218,7 @@ class Eater:
         try:
             while not self._over.is_set():
                 self._oracle.take(self._receiver)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised when the test ends
             self._failure = error
 
 
@@ -253,21 +259,21 @@ def kill_after(arguments: list[str], lines: int) -> int:
         return process.returncode
 
 
-@pytest.fixture
-def postgres_shards(postgres: PostgresServer) -> Iterator[list[str]]:
-    """Addresses of empty databases."""
-    names = [f"shard_{at}" for at in range(3)]
-    with psycopg.connect(postgres.url, autocommit=True) as connection:
+@pytest.fixture(params=["postgres", "mariadb"])
+def served_shards(request: pytest.FixtureRequest) -> list[str]:
+    """Addresses of empty databases on a server."""
+    server = request.getfixturevalue(request.param)
+    names = [f"shard_{uuid.uuid4().hex[:8]}" for _ in range(3)]
+    with contextlib.closing(dialect_of(server.url).connect()) as connection:
         for name in names:
-            connection.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)".encode())
-            connection.execute(f"CREATE DATABASE {name}".encode())
-    base, _, query = postgres.url.partition("?")
+            connection.cursor().execute(f"CREATE DATABASE {name}")
+    base, mark, query = server.url.partition("?")
     root = base.rpartition("/")[0]
-    yield [f"{root}/{name}?{query}" for name in names]
+    return [f"{root}/{name}{mark}{query}" for name in names]
 
 
-def test_a_split_on_postgresql_under_load(postgres_shards: list[str]) -> None:
-    first, *others = postgres_shards
+def test_a_split_under_load_on_a_server(served_shards: list[str]) -> None:
+    first, *others = served_shards
     with ShardSite([(first, "-")]) as site:
         queue, oracle = site.queue(), ShardOracle()
         expected = fill(queue, "first", 3_000)
@@ -347,7 +353,6 @@ def test_the_old_manager_can_confirm_nothing_after_the_switch(tmp_path: Path) ->
     with sqlite_site(tmp_path, "-") as site:
         old, sites = site.queue(), site.sites()
         old.put([{"user_id": 1, "payload": "one"}])
-        (source,) = old.map.shards
         target = Shard.of((sqlite_url(tmp_path, "a"), "-"))
         with old.receive() as receiver:
             (event,) = take(receiver, 1)
@@ -468,3 +473,31 @@ def test_a_client_with_old_settings_finds_the_new_shards(tmp_path: Path) -> None
         assert [str(shard.key_range) for shard in late.map.shards] == ["-80", "80-"]
         late.put([{"user_id": at, "payload": f"p{at}"} for at in range(20)])
         assert site.rows(site.shards[0][0]) == 0
+
+
+def test_a_retired_shard_is_forgotten_and_deleted(tmp_path: Path) -> None:
+    with sqlite_site(tmp_path, "-80", "80-") as site:
+        queue = site.queue()
+        queue.reshard(split(tmp_path))
+        old = site.shards[0][0]
+        site.execute(old, f"INSERT INTO {site.name} (user_id, payload) VALUES (1, 'last')")
+        assert [shard.url for shard in queue.forget_retired()] == [old]
+        assert queue.map.retired == ()
+        assert site.rows(old) == 0
+        Path(old.removeprefix("sqlite:///")).unlink()
+        with queue.receive() as receiver:
+            assert take(receiver, 1)[0]["payload"] == "last"
+        queue.reshard([(sqlite_url(tmp_path, "all"), "-")])
+        assert [str(shard.key_range) for shard in queue.map.shards] == ["-"]
+
+
+def test_a_database_that_is_gone_hides_no_newer_map(tmp_path: Path) -> None:
+    with sqlite_site(tmp_path, "-80", "80-") as site:
+        queue = site.queue()
+        site.queue().reshard(split(tmp_path))
+        Path(site.shards[0][0].removeprefix("sqlite:///")).unlink()
+        later = table.ShardedQueue(site.sites(), ShardMap.of(site.shards))
+        assert later.map.version == 1
+        later.close()
+        queue.refresh()
+        assert queue.map.version == 1

@@ -14,6 +14,7 @@ import pyarrow as pa
 from turnlane.client.leased import Keeper
 from turnlane.client.remote import Credentials, Ends, RemoteNode, StageWriter
 from turnlane.client.spread import SpreadQueue
+from turnlane.client.table import RemoteTable
 from turnlane.client.transport import FlightTransport
 from turnlane.client.url import Url
 from turnlane.clock import SYSTEM_CLOCK, Clock
@@ -104,6 +105,10 @@ class Client(Closing):
         queue: Queue = queues[0] if len(queues) == 1 else SpreadQueue(queues)
         self._queues = [each for each in self._queues if not _is_closed(each)] + [queue]
         return queue
+
+    def table(self, name: str) -> RemoteTable:
+        """A queue table that the nodes serve, to receive its events."""
+        return RemoteTable(self.nodes, name)
 
     def _transport(self, node: RemoteNode, queue: str) -> FlightTransport:
         keeper = self._keepers[node.place]

@@ -31,7 +31,7 @@ def wrong_outputs(
         path: Path = ("actions", at, "output")
         if not isinstance(output, dict):
             continue
-        if output.get("type") == "sql" and output.get("exactly_once") is True:
+        if output.get("type") in {"sql", "table"} and output.get("exactly_once") is True:
             yield from _once((*path, "exactly_once"), action, direct=is_direct(action))
         if output.get("type") == "queue" and output.get("producer") is not None:
             yield from _numbered((*path, "producer"), action)

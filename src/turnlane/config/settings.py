@@ -31,6 +31,7 @@ from turnlane.errors import ConfigError
 from turnlane.formats.parse_settings import ParseSettings
 from turnlane.inputs import registry
 from turnlane.inputs.contract import InputSettings
+from turnlane.node.table_settings import ServedTableSettings
 from turnlane.pipeline.cases import Case
 from turnlane.pipeline.settings import (
     MAIN,
@@ -157,6 +158,9 @@ class Config(Section):
         {}, description="The node's queues by name; `kind` is `disk` if it is not given."
     )
     inputs: tuple[AnyInput, ...] = Field((), description="How events come in.")
+    tables: dict[str, ServedTableSettings] = Field(
+        {}, description="Queue tables, by name, that the node serves to receivers elsewhere."
+    )
     main: QueueSettings | None = Field(
         default=None, description="The main queue, `main`: all events of the pipeline wait here."
     )
@@ -215,7 +219,7 @@ class Config(Section):
             return ()
         return [with_queue(each) for each in actions] if isinstance(actions, list) else actions
 
-    @field_validator("parse", "lane", "nodes", "spark", mode="before")
+    @field_validator("parse", "lane", "nodes", "spark", "tables", mode="before")
     @classmethod
     def _sectioned(cls, section: object) -> object:
         return {} if section is None else section

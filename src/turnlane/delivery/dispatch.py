@@ -49,7 +49,6 @@ class Dispatch:
         *,
         clock: Clock,
         chance: Callable[[], float],
-        share: float,
         grace: float,
     ) -> None:
         self.mailbox: Mailbox = queue.SimpleQueue()
@@ -63,7 +62,7 @@ class Dispatch:
         self._deadline = now + settings.max_time
         self._over_at: float | None = None
         """Once stopping: when sends that have not ended are given up."""
-        self._bucket = Bucket(settings.rate_limit * share, now) if settings.rate_limit else None
+        self._bucket = _bucket_of(settings, now)
         most = settings.batch_events
         self._cutter = Cutter(settings, min(most, int(self._bucket.size)) if self._bucket else most)
         self._liaison = Liaison(gate, clock)
@@ -224,7 +223,10 @@ class Dispatch:
             piece.payload, piece.prepared = message.payload, message.count
             heapq.heappush(self._ready, piece)
         else:
-            self._follow(piece, judge_prepare(piece, message.count, message.error))
+            judgement = judge_prepare(piece, message.count, message.error)
+            if judgement.news is News.FAILED:
+                self._liaison.failed(self._liaison.unused_probe, message.error)
+            self._follow(piece, judgement)
 
     def _take_sent(self, message: Sent) -> None:
         send, error = message.send, message.error
@@ -233,8 +235,9 @@ class Dispatch:
         self._in_flight.remove(send)
         piece, token = send.piece, send.token
         if message.unprepared and error is not None:
-            self._liaison.unsaid(token)
-            self._follow(piece, judge_prepare(piece, send.count, error))
+            judgement = judge_prepare(piece, send.count, error)
+            self._tell(judgement, token, message.seconds)
+            self._follow(piece, judgement)
             return
         if piece.retries:
             self._liaison.retried(error)
@@ -334,3 +337,10 @@ class Dispatch:
         for piece in idle:
             self._note_unknown(piece)
             piece.settle(Fate.KEPT)
+
+
+def _bucket_of(settings: DeliverySettings, now: float) -> Bucket | None:
+    """Full after half a task's time at the latest: what it holds has to go in one."""
+    if settings.rate_limit is None:
+        return None
+    return Bucket(settings.rate_limit, now, min(1.0, settings.max_time / 2))

@@ -21,14 +21,13 @@ from turnlane.delivery.workshop import Destination, Stop, Workshop
 from turnlane.events import Block
 
 GRACE: Final = 30.0
-"""How long sends under way may take once a run is to end. Outputs' own timeouts are shorter."""
+"""How long sends under way may take once a run is to end. To be more than an output's timeout."""
 
 
 class Engine(Closing):
     """Delivers blocks to an output, one run at a time.
 
-    The output is the caller's to close, after the engine. ``share`` is this engine's part of the
-    action's rate limit, where several deliver side by side. ``grace`` is how long sends under way
+    The output is the caller's to close, after the engine. ``grace`` is how long sends under way
     may take once a run is to end: those that take longer are given up, and their events kept.
     """
 
@@ -40,14 +39,12 @@ class Engine(Closing):
         *,
         clock: Clock = SYSTEM_CLOCK,
         chance: Callable[[], float] = random.random,
-        share: float = 1.0,
         grace: float = GRACE,
     ) -> None:
         self._settings = settings
         self._gate = gate
         self._clock = clock
         self._chance = chance
-        self._share = share
         self._grace = grace
         self._workshop = Workshop(output, clock)
         self._lock = threading.Lock()
@@ -70,7 +67,6 @@ class Engine(Closing):
             self._gate,
             clock=self._clock,
             chance=self._chance,
-            share=self._share,
             grace=self._grace,
         )
         with self._lock:

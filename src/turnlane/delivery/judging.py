@@ -15,7 +15,7 @@ from turnlane.errors import Bug, PartlyDelivered
 
 
 class News(enum.Enum):
-    """What an attempt tells about the destination."""
+    """What an attempt tells about whether others are worth it."""
 
     ANSWERED = "answered"
     FAILED = "failed"
@@ -36,9 +36,12 @@ class Judgement:
 
 
 def judge_prepare(piece: Piece, count: int, error: BaseException) -> Judgement:
-    """The first ``count`` rows could not be prepared. The destination has not heard of them."""
+    """The first ``count`` rows could not be prepared. The destination has not heard of them.
+
+    What may be prepared later waits for somebody, as it does for a destination that is away.
+    """
     if verdict_on_prepare(error) is Verdict.LATER:
-        return Judgement(News.NOTHING, later=piece, error=error)
+        return Judgement(News.FAILED, later=piece, error=error)
     _refuse(piece, count, error)
     return Judgement(News.NOTHING, onward=_rest(piece))
 

@@ -51,12 +51,18 @@ class Liaison:
         self._probing = self.permit.probe is not None
         return self.permit.probe
 
+    @property
+    def unused_probe(self) -> str | None:
+        """The token of a probe that is ours to send and has not been sent."""
+        return None if self._probing else self.permit.probe
+
     def answered(self, token: str | None, seconds: float) -> None:
         """The destination answered, if only to refuse what it was sent."""
         self._counts["successes"] += 1
         late = self._latency
         self._latency = seconds if late is None else late + WEIGHT * (seconds - late)
-        if token is not None or self._failing:
+        # While there is a probe to report on, nothing else may be told with it.
+        if token is not None or self._failing or self.permit.probe is not None:
             self._failing = False
             self._report(token)
             self._ask(token)

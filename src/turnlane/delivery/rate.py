@@ -4,15 +4,15 @@ from __future__ import annotations
 
 
 class Bucket:
-    """Fills with ``rate`` tokens a second, up to one second's worth. It begins empty.
+    """Fills with ``rate`` tokens a second, up to ``seconds``' worth. It begins empty.
 
     An event costs a token. Since it begins empty, one bucket after another gives no more than one
     bucket would.
     """
 
-    def __init__(self, rate: float, now: float) -> None:
+    def __init__(self, rate: float, now: float, seconds: float = 1.0) -> None:
         self.rate = rate
-        self.size = max(1.0, rate)
+        self.size = max(1.0, rate * seconds)
         """The most events that can go at once."""
         self._tokens = 0.0
         self._at = now

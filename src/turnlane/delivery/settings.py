@@ -126,4 +126,7 @@ class DeliverySettings(_Part):
             raise ValueError("min_concurrency is more than max_concurrency")
         if self.backoff > self.max_backoff:
             raise ValueError("backoff is more than max_backoff")
+        if self.rate_limit is not None and self.rate_limit * self.max_time < 2:
+            # A task begins with nothing in hand: the next one would wait from the beginning.
+            raise ValueError("max_time leaves no time for two events at rate_limit")
         return self

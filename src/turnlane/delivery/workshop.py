@@ -107,7 +107,11 @@ class Workshop(Closing):
             IN_FLIGHT.give_back()
             mailbox.put(message)
 
-        self._senders.do(job)
+        try:
+            self._senders.do(job)
+        except BaseException:
+            IN_FLIGHT.give_back()
+            raise
 
     def close(self) -> None:
         """Let the threads end, each after what it is doing."""

@@ -27,7 +27,8 @@ NOTHING = Strung(pa.py_buffer(b""), np.zeros(0, dtype=np.int64))
 
 def large(texts: Any) -> Any:  # noqa: ANN401
     """The column as bytes that may be of any length; null is empty."""
-    return pc.fill_null(texts.cast(pa.large_binary()), _EMPTY)
+    whole = texts.cast(pa.large_binary())
+    return pc.fill_null(whole, _EMPTY) if whole.null_count else whole
 
 
 def joined(*parts: Any) -> Any:  # noqa: ANN401

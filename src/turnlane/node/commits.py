@@ -166,6 +166,7 @@ class Commits:
             try:
                 plan = self._planned(commit)
                 if not (plan.parts or plan.ranges or plan.writer):
+                    self._spare(commit, plan)
                     return True
                 self._take_step(plan, path)
             except BaseException:

@@ -18,7 +18,7 @@ from pyarrow import flight
 from turnlane.errors import LeadLost, QueueClosed
 from turnlane.events import Block
 from turnlane.node.flight_commands import Receive, Settle, parsed
-from turnlane.node.table_stream import TableStream, block_of
+from turnlane.node.table_stream import TableStream
 from turnlane.node.tables import Tables
 from turnlane.table.keyspace import KeyRange
 
@@ -80,9 +80,8 @@ class ReceiveStream:
                 if self._is_stopping():
                     self._tell(ended="the node is stopping")
                     return
-                first, events = self._stream.take(LOOK_SECONDS)
-                if events:
-                    self._send(first, block_of(self._stream.schema, events))
+                for first, block in self._stream.take(LOOK_SECONDS):
+                    self._send(first, block)
         except QueueClosed:
             self._tell(ended="the table is served no more")
         except pa.ArrowException as error:

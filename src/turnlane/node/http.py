@@ -17,9 +17,12 @@ from turnlane.node.http_breakers import BreakerRoutes
 from turnlane.node.http_consume import ConsumeRoutes
 from turnlane.node.http_publish import PublishRoutes
 from turnlane.node.http_requests import Requests, json_response, token_of
+from turnlane.node.http_tables import TableRoutes
 from turnlane.node.metrics import CONTENT_TYPE, CountedInput, NodeCollector
 from turnlane.node.node import Node
 from turnlane.node.openapi import document
+from turnlane.node.table_metrics import TableCollector
+from turnlane.node.tables import Tables
 from turnlane.queues.stored import StoredQueue
 from turnlane.serving.address import Address
 from turnlane.serving.body import PROBLEM_HANDLERS, RETRY_AFTER
@@ -42,12 +45,15 @@ class HttpPlane(Closing):
         *,
         inputs: Sequence[CountedInput] = (),
         waiting_for: Callable[[], str | None] = lambda: None,
+        tables: Tables | None = None,
     ) -> None:
         self._node = node
+        self._tables = tables or Tables()
         self._waiting_for = waiting_for
         self._requests = Requests(node, authority, settings)
         self._metrics = CollectorRegistry()
         self._metrics.register(NodeCollector(node, inputs))
+        self._metrics.register(TableCollector(self._tables))
         self._server = WebServer(self._app(), settings, "http")
 
     @property
@@ -76,6 +82,7 @@ class HttpPlane(Closing):
     def _app(self) -> Starlette:
         parts = (PublishRoutes, ConsumeRoutes, AdminRoutes, BreakerRoutes)
         routes = [route for part in parts for route in part(self._requests).routes()]
+        routes += TableRoutes(self._requests, self._tables).routes()
         own = (
             ("/healthz", self._healthz),
             ("/readyz", self._readyz),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Final
 
+from turnlane.node.openapi_parts import NOTHING, Json, header, ok, problem, problems, query
 from turnlane.node.openapi_schemas import KEPT, PROBLEM, SCHEMAS, duration, ref, whole
-
-Json = dict[str, Any]
+from turnlane.node.openapi_tables import table_paths
 
 _QUEUE: Final[Json] = {
     "name": "queue",
@@ -33,49 +33,6 @@ _ACTION: Final[Json] = {
     "schema": {"type": "string", "minLength": 1},
 }
 
-_PROBLEMS: Final = {
-    "400": "The request is wrong; `detail` names the place. Nothing has happened.",
-    "401": "A token is needed, or the one given is unknown or has expired.",
-    "403": "The token does not give the right to do that.",
-    "404": "There is no such queue, lease or breaker.",
-    "409": "There is a queue of this name with other settings.",
-    "413": "An event, or the request, is larger than can ever be taken.",
-    "415": "The body's encoding is not known; use gzip, deflate or none.",
-    "429": "The queue is full. Nothing was taken; try again later.",
-    "503": "The disk is failing, the node is closing, or an ack did not come in time. Try later.",
-}
-
-
-def _query(name: str, description: str, schema: Json) -> Json:
-    return {"name": name, "in": "query", "description": description, "schema": schema}
-
-
-def _header(name: str, description: str, schema: Json) -> Json:
-    return {"name": name, "in": "header", "description": description, "schema": schema}
-
-
-def _problems(*statuses: str) -> Json:
-    return {status: _problem(status) for status in statuses}
-
-
-def _problem(status: str) -> Json:
-    answer: Json = {
-        "description": _PROBLEMS[status],
-        "content": {"application/problem+json": {"schema": ref("Problem")}},
-    }
-    if status in ("429", "503"):
-        schema = {"type": "integer", "minimum": 1}
-        words = "Seconds after which to try again."
-        answer["headers"] = {"Retry-After": {"description": words, "schema": schema}}
-    return answer
-
-
-def _ok(description: str, schema: Json) -> Json:
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
-
-
-_NOTHING: Final[Json] = {"description": "Done."}
-
 
 def _publish() -> Json:
     raw: Json = {"schema": {}}
@@ -84,27 +41,27 @@ def _publish() -> Json:
         "summary": "Publish events: all of the request, or none.",
         "tags": ["events"],
         "parameters": [
-            _query(
+            query(
                 "ack",
                 "How far the events must have come before the answer. Default: persisted for disk "
                 "queues, accepted for the others.",
                 {"type": "string", "enum": ["accepted", "persisted", "delivered"]},
             ),
-            _query("timeout", "How long to wait for room and ack; at most 60s.", duration("10s")),
-            _query("key", "A raw event's key. Not with JSON.", {"type": "string"}),
-            _query("source", "A raw event's source. Not with JSON.", {"type": "string"}),
-            _query("severity", "A raw event's severity. Not with JSON.", whole(0, 7)),
-            _query(
+            query("timeout", "How long to wait for room and ack; at most 60s.", duration("10s")),
+            query("key", "A raw event's key. Not with JSON.", {"type": "string"}),
+            query("source", "A raw event's source. Not with JSON.", {"type": "string"}),
+            query("severity", "A raw event's severity. Not with JSON.", whole(0, 7)),
+            query(
                 "timestamp",
                 "A raw event's time: ISO 8601 with a zone, or microseconds. Not with JSON.",
                 {"type": "string", "examples": ["2026-01-31T12:00:00Z"]},
             ),
-            _header(
+            header(
                 "Producer-Id",
                 "Together with Sequence: what the queue has from this producer is not taken twice.",
                 {"type": "string", "minLength": 1, "maxLength": 256},
             ),
-            _header(
+            header(
                 "Sequence",
                 "The number of the first event among all that the producer ever published.",
                 whole(0, 2**62),
@@ -127,8 +84,8 @@ def _publish() -> Json:
             },
         },
         "responses": {
-            "200": _ok("The events have come as far as asked.", ref("Published")),
-            **_problems("400", "401", "403", "404", "413", "415", "429", "503"),
+            "200": ok("The events have come as far as asked.", ref("Published")),
+            **problems("400", "401", "403", "404", "413", "415", "429", "503"),
         },
     }
 
@@ -139,14 +96,14 @@ def _take() -> Json:
         "summary": "Take the next events under a lease; they come back if it runs out.",
         "tags": ["events"],
         "parameters": [
-            _query("max_events", "The most events to take.", whole(1, 10_000) | {"default": 100}),
-            _query("wait", "How long to wait for events; at most 60s.", duration("0s")),
-            _query("lease", "How long they are yours: 100ms to 1h.", duration("30s")),
+            query("max_events", "The most events to take.", whole(1, 10_000) | {"default": 100}),
+            query("wait", "How long to wait for events; at most 60s.", duration("0s")),
+            query("lease", "How long they are yours: 100ms to 1h.", duration("30s")),
         ],
         "responses": {
-            "200": _ok("Events, to be settled under `/leases/{lease}`.", ref("Leased")),
+            "200": ok("Events, to be settled under `/leases/{lease}`.", ref("Leased")),
             "204": {"description": "There was nothing to take in the time allowed."},
-            **_problems("400", "401", "403", "404", "503"),
+            **problems("400", "401", "403", "404", "503"),
         },
     }
 
@@ -157,12 +114,12 @@ def _peek() -> Json:
         "summary": "Look at unsettled events without taking them.",
         "tags": ["events"],
         "parameters": [
-            _query("first", "The offset to begin at.", whole(0) | {"default": 0}),
-            _query("max", "The most events to show.", whole(1, 10_000) | {"default": 100}),
+            query("first", "The offset to begin at.", whole(0) | {"default": 0}),
+            query("max", "The most events to show.", whole(1, 10_000) | {"default": 100}),
         ],
         "responses": {
-            "200": _ok("The events from there on.", ref("Peeked")),
-            **_problems("400", "401", "403", "404", "503"),
+            "200": ok("The events from there on.", ref("Peeked")),
+            **problems("400", "401", "403", "404", "503"),
         },
     }
 
@@ -177,8 +134,8 @@ def _settle() -> Json:
             "content": {"application/json": {"schema": ref("Range")}},
         },
         "responses": {
-            "200": _ok("The range is settled.", ref("Ends")),
-            **_problems("400", "401", "403", "404", "413", "415", "503"),
+            "200": ok("The range is settled.", ref("Ends")),
+            **problems("400", "401", "403", "404", "413", "415", "503"),
         },
     }
 
@@ -192,13 +149,13 @@ _VERBS: Final = {
 
 
 def _lease(verb: str) -> Json:
-    longer = _query("lease", "How long, 100ms to 1h; default: as before.", duration(None))
+    longer = query("lease", "How long, 100ms to 1h; default: as before.", duration(None))
     return {
         "operationId": verb,
         "summary": _VERBS[verb],
         "tags": ["leases"],
         "parameters": [longer] if verb == "extend" else [],
-        "responses": {"204": _NOTHING, **_problems("400", "401", "403", "404", "503")},
+        "responses": {"204": NOTHING, **problems("400", "401", "403", "404", "503")},
     }
 
 
@@ -207,7 +164,7 @@ def _queues() -> Json:
         "operationId": "queues",
         "summary": "All queues that the token has a right on.",
         "tags": ["queues"],
-        "responses": {"200": _ok("The queues.", ref("Queues")), **_problems("400", "401", "503")},
+        "responses": {"200": ok("The queues.", ref("Queues")), **problems("400", "401", "503")},
     }
 
 
@@ -217,8 +174,8 @@ def _queue() -> Json:
         "summary": "A queue's settings, positions and counts.",
         "tags": ["queues"],
         "responses": {
-            "200": _ok("The queue.", ref("Queue")),
-            **_problems("400", "401", "403", "404", "503"),
+            "200": ok("The queue.", ref("Queue")),
+            **problems("400", "401", "403", "404", "503"),
         },
     }
 
@@ -234,9 +191,9 @@ def _make() -> Json:
             "content": {"application/json": {"schema": ref("Knobs")}},
         },
         "responses": {
-            "200": _ok("It was there.", ref("Queue")),
-            "201": _ok("It was made.", ref("Queue")),
-            **_problems("400", "401", "403", "409", "413", "415", "503"),
+            "200": ok("It was there.", ref("Queue")),
+            "201": ok("It was made.", ref("Queue")),
+            **problems("400", "401", "403", "409", "413", "415", "503"),
         },
     }
 
@@ -246,7 +203,7 @@ def _drop() -> Json:
         "operationId": "drop",
         "summary": "Drop a queue that was made at run time, with everything in it.",
         "tags": ["queues"],
-        "responses": {"204": _NOTHING, **_problems("400", "401", "403", "404", "503")},
+        "responses": {"204": NOTHING, **problems("400", "401", "403", "404", "503")},
     }
 
 
@@ -256,8 +213,8 @@ def _breakers() -> Json:
         "summary": "The circuit breakers of actions.",
         "tags": ["actions"],
         "responses": {
-            "200": _ok("Those whose queues the token may read.", ref("Breakers")),
-            **_problems("400", "401", "503"),
+            "200": ok("Those whose queues the token may read.", ref("Breakers")),
+            **problems("400", "401", "503"),
         },
     }
 
@@ -268,17 +225,17 @@ def _reset() -> Json:
         "summary": "Close the breaker of an action: its destination is back.",
         "tags": ["actions"],
         "responses": {
-            "200": _ok("It is closed.", ref("Breaker")),
-            **_problems("400", "401", "403", "404", "503"),
+            "200": ok("It is closed.", ref("Breaker")),
+            **problems("400", "401", "403", "404", "503"),
         },
     }
 
 
 def _about(name: str, summary: str, *, not_ready: bool = False) -> Json:
-    responses: Json = {"200": _ok("Yes.", ref("Status"))}
+    responses: Json = {"200": ok("Yes.", ref("Status"))}
     if not_ready:
-        responses["503"] = _ok("No; `reasons` say why.", ref("Status")) | {
-            "headers": _problem("503")["headers"]
+        responses["503"] = ok("No; `reasons` say why.", ref("Status")) | {
+            "headers": problem("503")["headers"]
         }
     return {
         "operationId": name,
@@ -299,7 +256,7 @@ def _metrics() -> Json:
                 "description": "The metrics.",
                 "content": {"text/plain": {"schema": {"type": "string"}}},
             },
-            **_problems("401", "403", "503"),
+            **problems("401", "403", "503"),
         },
     }
 
@@ -310,7 +267,7 @@ def _openapi() -> Json:
         "summary": "This document.",
         "tags": ["node"],
         "security": [],
-        "responses": {"200": _ok("OpenAPI 3.1.", {"type": "object"})},
+        "responses": {"200": ok("OpenAPI 3.1.", {"type": "object"})},
     }
 
 
@@ -324,6 +281,7 @@ def _paths() -> Json:
         "/queues/{queue}/settle": of_queue | {"post": _settle()},
         "/breakers": {"get": _breakers()},
         "/breakers/{action}/reset": {"parameters": [_ACTION], "post": _reset()},
+        **table_paths(),
         "/healthz": {"get": _about("healthz", "Whether the process is alive.")},
         "/readyz": {"get": _about("readyz", "Whether the node takes events.", not_ready=True)},
         "/metrics": {"get": _metrics()},

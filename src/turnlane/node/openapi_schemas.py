@@ -116,6 +116,12 @@ def _knobs() -> Json:
 
 
 _EVENTS: Final[Json] = {"type": "array", "items": ref("Event")}
+_NUMBERS: Final[Json] = {
+    "type": "array",
+    "description": "Numbers of events, or pairs of a first one and the one after the last.",
+    "items": {"anyOf": [_COUNT, {"type": "array", "items": _COUNT, "minItems": 2, "maxItems": 2}]},
+    "examples": [[0, 1, [5, 9]]],
+}
 
 PROBLEM: Final = _object(
     ("title", "status", "detail", "error"),
@@ -185,6 +191,39 @@ SCHEMAS: Final[Json] = {
     "Breakers": _object(
         ("breakers",),
         {"breakers": {"type": "object", "additionalProperties": ref("Breaker")}},
+    ),
+    "Tables": _object(
+        ("tables",),
+        {
+            "tables": {
+                "type": "array",
+                "items": _object(
+                    ("name", "open", "shards"),
+                    {
+                        "name": _TEXT,
+                        "open": {"type": "boolean", "description": "Whether it was reached."},
+                        "shards": {"type": "array", "items": ref("Shard")},
+                    },
+                ),
+            }
+        },
+    ),
+    "Shard": _object(
+        ("range", "leads"),
+        {
+            "range": _TEXT | {"description": "The key range."},
+            "leads": {"type": "boolean", "description": "Whether this node fires its events."},
+        },
+    ),
+    "Acked": _object(("events",), {"events": _NUMBERS}),
+    "Nacked": _object(
+        ("events",),
+        {
+            "events": _NUMBERS,
+            "delay": _optional({"type": "number", "minimum": 0})
+            | {"description": "Seconds until they fire again; default: their backoff."},
+            "error": _optional(_TEXT) | {"description": "Why, to be kept with them."},
+        },
     ),
     "Status": _object(
         ("status",),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 from turnlane.errors import ConfigError
 from turnlane.problems import Contradiction, Problem
 from turnlane.table.shards import ShardMap
 from turnlane.table.url import EXAMPLES
+
+
+def _text(value: object) -> object:
+    """YAML takes -80 for a number."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 class ShardSettings(BaseModel):
@@ -18,7 +23,9 @@ class ShardSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: SecretStr = Field(description=f"The database: {EXAMPLES}.")
-    range: str = Field("-", description="The key range that it has.", examples=["-80", "80-"])
+    range: Annotated[str, BeforeValidator(_text)] = Field(
+        "-", description="The key range that it has.", examples=["-80", "80-"]
+    )
 
 
 class ServedTableSettings(BaseModel):

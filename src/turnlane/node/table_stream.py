@@ -7,7 +7,7 @@ number. A receiver that does not settle gets no more than ``prefetch`` events.
 from __future__ import annotations
 
 import base64
-import json
+import logging
 import threading
 import uuid
 from collections.abc import Iterable, Sequence
@@ -16,25 +16,16 @@ from typing import Any, Final
 import pyarrow as pa
 
 from turnlane.closing import Closing
+from turnlane.events import Block
+from turnlane.table.columns import block_of, type_of
 from turnlane.table.definition import Definition
 from turnlane.table.event import COLUMNS, TableEvent
 from turnlane.table.receiver import Receiver
 
+log = logging.getLogger(__name__)
+
 MESSAGE: Final = 1_000
 """Events to a message at most."""
-
-_KINDS: Final = {
-    "BIGINT": pa.int64(),
-    "INT": pa.int64(),
-    "INTEGER": pa.int64(),
-    "SMALLINT": pa.int64(),
-    "BOOLEAN": pa.bool_(),
-    "REAL": pa.float64(),
-    "DOUBLE": pa.float64(),
-    "BLOB": pa.binary(),
-    "BYTEA": pa.binary(),
-}
-"""What is not here goes as text: numbers of many digits, times, JSON, UUIDs."""
 
 Spans = Iterable[tuple[int, int]]
 
@@ -52,8 +43,8 @@ class TableStream(Closing):
         self._next = 0
         self._changed = threading.Condition()
 
-    def take(self, timeout: float) -> tuple[int, list[TableEvent]]:
-        """The next events and the number of the first; none if none came in time.
+    def take(self, timeout: float) -> list[tuple[int, Block]]:
+        """The next events, with the number of each block's first; none if none came in time.
 
         Raises ``QueueClosed`` when the table is served no more.
         """
@@ -65,7 +56,7 @@ class TableStream(Closing):
             first = self._next
             self._next += len(events)
             self._events.update(enumerate(events, first))
-        return first, events
+        return self._blocks(first, events) if events else []
 
     def ack(self, spans: Spans) -> None:
         """Settle events by their numbers; those that were settled before change nothing."""
@@ -87,6 +78,21 @@ class TableStream(Closing):
     def _room(self) -> int:
         return self._receiver.prefetch - len(self._events)
 
+    def _blocks(self, first: int, events: Sequence[TableEvent]) -> list[tuple[int, Block]]:
+        try:
+            return [(first, block_of([event.row for event in events], self.schema))]
+        except (pa.ArrowException, ValueError, TypeError, ArithmeticError) as error:
+            if len(events) > 1:
+                return [
+                    found
+                    for at, event in enumerate(events, first)
+                    for found in self._blocks(at, [event])
+                ]
+            # SQLite takes a word for a number; it can be sent to nobody, and ends as a dead letter.
+            log.warning("table %s, event %d: %s", self.table, events[0].id, error)
+            self.nack([(first, first + 1)], None, f"cannot be sent: {error}")
+            return []
+
     def _settled(self, spans: Spans) -> list[TableEvent]:
         found: list[TableEvent] = []
         with self._changed:
@@ -106,40 +112,20 @@ def schema_of(definition: Definition) -> pa.Schema:
     """The fields of a table's events: turnlane's own, then the user's."""
     text = {"event_group", "after_group"}
     own = [pa.field(name, pa.string() if name in text else pa.int64()) for name in COLUMNS]
-    users = [
-        pa.field(column.name, _KINDS.get(column.type, pa.string())) for column in definition.columns
-    ]
+    users = [pa.field(column.name, type_of(column)) for column in definition.columns]
     return pa.schema([*own, *users])
 
 
-def block_of(schema: pa.Schema, events: Sequence[TableEvent]) -> pa.RecordBatch:
-    """Events as Arrow has them."""
-    columns = zip(*(event.row for event in events), strict=True)
-    arrays = [
-        pa.array([_valued(each, field.type) for each in values], field.type)
-        for field, values in zip(schema, columns, strict=True)
-    ]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-
-def rows_of(schema: pa.Schema, events: Sequence[TableEvent]) -> list[list[Any]]:
+def rows_of(block: Block) -> list[list[Any]]:
     """Events as JSON has them; bytes in base64."""
-    kinds = [field.type for field in schema]
-    return [
-        [_in_json(_valued(value, kind)) for value, kind in zip(event.row, kinds, strict=True)]
-        for event in events
+    columns = [
+        [_in_base64(each) for each in column.to_pylist()]
+        if pa.types.is_binary(column.type)
+        else column.to_pylist()
+        for column in block.columns
     ]
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
-def _valued(value: Any, kind: pa.DataType) -> Any:  # noqa: ANN401 - whatever a column holds
-    if value is None or isinstance(value, str):
-        return value if not pa.types.is_binary(kind) or value is None else value.encode()
-    if pa.types.is_string(kind):
-        return json.dumps(value) if isinstance(value, dict | list) else str(value)
-    if pa.types.is_boolean(kind):
-        return bool(value)
-    return bytes(value) if pa.types.is_binary(kind) else value
-
-
-def _in_json(value: Any) -> Any:  # noqa: ANN401 - whatever a column holds
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
+def _in_base64(value: bytes | None) -> str | None:
+    return None if value is None else base64.b64encode(value).decode()

@@ -114,7 +114,9 @@ class Tables(Closing):
             )
         return found
 
-    def __len__(self) -> int:
+    @property
+    def streams(self) -> int:
+        """How many receivers elsewhere there are."""
         return len(self._streams)
 
     def close(self) -> None:

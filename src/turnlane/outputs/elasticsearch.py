@@ -16,7 +16,7 @@ from turnlane.errors import PartlyDelivered, RetryLater, TurnlaneError
 from turnlane.events import Block
 from turnlane.formats.texts import joined, large, strung
 from turnlane.outputs.contract import OutputSettings
-from turnlane.outputs.identity import lasting_ids
+from turnlane.outputs.identity import check_distinct, lasting_ids
 from turnlane.outputs.templates import Template, TemplateText, for_json
 from turnlane.outputs.web import (
     BaseAddress,
@@ -87,6 +87,8 @@ class ElasticsearchOutput(WebOutput):
 
     def prepare(self, block: Block) -> Prepared:
         """One bulk request: for each event a line that says what to do, and its document."""
+        if self._id is None:
+            check_distinct(block, "give documents an id of their own, with `id`")
         requests = [self._request(block, np.arange(block.num_rows))] if block.num_rows else []
         return Prepared(block.num_rows, requests)
 

@@ -129,13 +129,16 @@ class HttpOutput(WebOutput):
     def _targets(self, block: Block) -> Iterator[tuple[Rows, str, Headers]]:
         """Where which rows go, and with which headers."""
         every: Rows = np.arange(block.num_rows)
+        where, fixed = self._url.constant, self.headers()
+        if where is not None and len(fixed) == len(self._headers) and not self.settings.one_by_one:
+            if block.num_rows:
+                yield every, where, fixed
+            return
         columns = [self._url.fill(block, for_url)]
         columns += [each.fill(block, for_header) for each in self._headers.values()]
         names = list(self._headers)
         if self.settings.one_by_one:
             groups = [every[at : at + 1] for at in range(block.num_rows)]
-        elif self._url.constant is not None and len(self.headers()) == len(self._headers):
-            groups = [every] if block.num_rows else []
         else:
             groups = _groups(columns)
         for rows in groups:

@@ -8,6 +8,7 @@ import google_crc32c
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from turnlane.errors import RetryLater
 from turnlane.events import Block
 from turnlane.pipeline.settings import MAIN
 
@@ -37,6 +38,16 @@ def lasting_ids(block: Block) -> pa.Array[Any] | None:
     if ids is None or not _has_times(block):
         return ids
     return _joined(ids, pc.strftime(block.column(_TIME), "%Y-%m-%dT%H:%M:%SZ"), "-")
+
+
+def check_distinct(block: Block, advice: str) -> None:
+    """Raise ``RetryLater`` if rows have the same id: a transform makes several of one event.
+
+    Where the id says whether a row is there already, all but the first would be lost.
+    """
+    ids = ids_of(block)
+    if ids is not None and len(pc.unique(ids)) < len(ids):
+        raise RetryLater(f"a transform makes several rows of one event, with one id: {advice}")
 
 
 def key_of(block: Block, body: pa.Buffer | bytes) -> str | None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 
 from turnlane.closing import Closing
-from turnlane.errors import RetryLater, TurnlaneError
-from turnlane.outputs.sql_delivered import TABLE, Delivered, not_in
-from turnlane.outputs.sql_rows import Offsets, Rows, Stream
+from turnlane.errors import TurnlaneError
+from turnlane.outputs.sql_delivered import Delivered
+from turnlane.outputs.sql_notes import Notes
+from turnlane.outputs.sql_rows import Rows
 from turnlane.outputs.tls import ClientTls
 
 log = logging.getLogger(__name__)
@@ -44,8 +43,7 @@ class Database(Closing):
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self._delivered: Delivered | None = None
-        self._ready: set[Stream] = set()
+        self._notes: Notes | None = None
         with self._understood():
             self.connect()
             try:
@@ -99,61 +97,26 @@ class Database(Closing):
         """Write all rows in one transaction, but for those that were written before."""
         with self._understood():
             if rows.places:
-                self._get_ready(rows)
+                self._noted().get_ready(rows.places)
             with self._transaction():
                 fresh = self._fresh(rows) if rows.places else rows.columns
                 if fresh.num_rows:
                     self.insert(fresh)
 
-    def _get_ready(self, rows: Rows) -> None:
-        """Have the table of what was delivered, and a row in it to lock for each stream."""
-        if self._delivered is None:
+    def _noted(self) -> Notes:
+        if self._notes is None:
             name = self.target.delivered_as
             assert name is not None
             delivered = Delivered(name, self.quoted, self.execute)
-            self._ensure(delivered.is_there, delivered.create)
-            self._delivered = delivered
-        for stream in rows.places.keys() - self._ready:
-            is_ready = partial(self._delivered.is_ready, stream)
-            self._ensure(is_ready, partial(self._delivered.make_ready, stream))
-            self._ready.add(stream)
-
-    def _ensure(self, is_there: Callable[[], bool], make: Callable[[], None]) -> None:
-        """Make something, unless it is there, or another makes it at the same time."""
-        if self._holds(is_there):
-            return
-        try:
-            with self._transaction():
-                make()
-        except Exception:
-            if not self._holds(is_there):
-                raise
-
-    def _holds(self, is_there: Callable[[], bool]) -> bool:
-        try:
-            with self._transaction():
-                return is_there()
-        except Exception as error:  # noqa: BLE001 - making it will tell, and fail if it has to
-            log.debug("%s: %s", self.target.table, error)
-            return False
+            self._notes = Notes(delivered, self._transaction, self.lock_suffix)
+        return self._notes
 
     def _fresh(self, rows: Rows) -> pa.RecordBatch:
         """The rows that are not in the table yet, noted as delivered from now on."""
-        delivered = self._delivered
-        assert delivered is not None
-        wanted: list[Offsets] = []
-        for stream, (numbers, offsets) in sorted(rows.places.items()):
-            if not delivered.lock(stream, self.lock_suffix):
-                self._ready.clear()
-                raise RetryLater(f"somebody has emptied {TABLE}: once more, from the beginning")
-            known = delivered.touching(stream, offsets)
-            fresh = not_in(offsets, known)
-            wanted.append(numbers[fresh])
-            delivered.note(stream, offsets, known)
-        chosen: Offsets = np.sort(np.concatenate(wanted))
-        if len(chosen) == rows.columns.num_rows:
-            return rows.columns
+        chosen = self._noted().fresh(rows.places)
         repeated = rows.columns.num_rows - len(chosen)
+        if not repeated:
+            return rows.columns
         log.info("%s: %d events were delivered before", self.target.table, repeated)
         return rows.columns.take(chosen)
 

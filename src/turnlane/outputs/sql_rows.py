@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from turnlane.errors import Never, RetryLater
 from turnlane.events import Block
-from turnlane.outputs.identity import ids_of
+from turnlane.outputs.identity import check_distinct, ids_of
 
 EVENT_ID: Final = "event_id"
 """A source that is there without a column: which event it is."""
@@ -120,6 +120,7 @@ def _places(block: Block) -> dict[Stream, tuple[Offsets, Offsets]]:
     names = block.schema.names
     if not {"queue", "partition", "offset"} <= set(names):
         raise RetryLater("exactly_once: these events come from no queue; sql made them")
+    check_distinct(block, "they cannot be written exactly_once")
     offsets = block.column("offset").to_numpy().astype(np.int64)
     partitions = block.column("partition").to_numpy()
     queues: Any = block.column("queue").dictionary_encode()

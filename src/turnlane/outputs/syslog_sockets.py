@@ -128,9 +128,13 @@ class DatagramSocket:
             )[0]
             self._socket = socket.socket(family, kind, proto)
         except OSError as error:
-            raise RetryLater(f"{address}: {error.strerror or error}") from error
+            raise self._failed(error) from error
         self._socket.settimeout(limits.send)
-        self._socket.connect(place)
+        try:
+            self._socket.connect(place)
+        except OSError as error:
+            self._socket.close()
+            raise self._failed(error) from error
 
     @property
     def is_open(self) -> bool:
@@ -146,11 +150,14 @@ class DatagramSocket:
                 self._socket.send(data[first:end])
             except OSError as error:
                 if error.errno != errno.EMSGSIZE:
-                    raise RetryLater(f"{self._address}: {error.strerror or error}") from error
+                    raise self._failed(error) from error
                 failures[row] = Never(f"{end - first} bytes do not fit into a datagram")
             first = end
         if failures:
             raise PartlyDelivered(failures)
+
+    def _failed(self, error: OSError) -> RetryLater:
+        return RetryLater(f"{self._address}: {error.strerror or error}")
 
     def close(self) -> None:
         """Let go."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import urllib3
@@ -28,6 +29,7 @@ from turnlane.outputs.web_answers import Answer, shown
 _CONNECTIONS: Final = 64
 """Idle ones that are kept; more senders than that make connections of their own."""
 _PIECE: Final = 1 << 16
+_NO_RETRIES: Final = urllib3.Retry(total=False, redirect=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,11 @@ class WebClient(Closing):
         try:
             response = self._pool().urlopen(
                 method,
-                parse_url(url).request_uri,
+                _target(url),
                 body=body,
                 headers=headers,  # type: ignore[arg-type]  # bytes are taken as they are
                 timeout=urllib3.Timeout(total=self._limits.total),
-                retries=False,
+                retries=_NO_RETRIES,
                 redirect=False,
                 preload_content=False,
             )
@@ -126,6 +128,12 @@ class WebClient(Closing):
         with self._making:
             if self._made is not None:
                 self._made.close()
+
+
+@lru_cache(maxsize=64)
+def _target(url: str) -> str:
+    """What is asked of the server: most requests go to the same address."""
+    return parse_url(url).request_uri
 
 
 def _place(server: Url) -> dict[str, Any]:

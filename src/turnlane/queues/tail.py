@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -102,18 +103,21 @@ class Tail:
         """
         if end > self.open.first:
             self.seal()
-        parts: deque[Portion] = deque()
-        for portion in self._sealed:
-            for cut in (first, end):
-                if portion.first < cut < portion.end:
-                    parts.append(portion.head(cut - portion.first))
-            parts.append(portion)
-        self._sealed = parts
+        sealed = self._sealed
         events = size = 0
-        for part in parts:
-            if part.charged and first <= part.first and part.end <= end:
+        at = bisect_right(sealed, first, key=lambda portion: portion.end)
+        while at < len(sealed) and sealed[at].first < end:
+            portion = sealed[at]
+            if portion.first < first:
+                sealed.insert(at, portion.head(first - portion.first))
+                at += 1
+            if portion.end > end:
+                sealed.insert(at, portion.head(end - portion.first))
+            part = sealed[at]
+            if part.charged:
                 part.charged = False
                 events, size = events + len(part), size + part.size
+            at += 1
         return events, size
 
     def forget_below(self, offset: int) -> None:

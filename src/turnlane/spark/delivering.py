@@ -15,13 +15,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from turnlane.delivery.engine import Engine
+from turnlane.delivery.engine import GRACE, Engine
 from turnlane.delivery.outcome import DeadLetter, Outcome
 from turnlane.delivery.settings import FailoverSettings, Ordering
 from turnlane.errors import RetryLater
 from turnlane.events import Block
 from turnlane.outputs import registry
-from turnlane.outputs.contract import Output
+from turnlane.outputs.contract import Output, OutputSettings
 from turnlane.spark.lane_nodes import Gates, open_for
 from turnlane.spark.steps import FAILOVER, Step
 
@@ -54,31 +54,43 @@ class Delivery:
 
         for outcome in self._engine.run(handed()):
             block = taken.popleft()
-            yield block, self._failed_over(block, outcome)
+            final = self._failed_over(block, outcome)
+            self._order.note(block, final.kept)
+            yield block, final
 
     def deliver(self, rows: Block) -> Outcome:
         """Deliver some of the task's rows: those before have had their chance."""
         tried = self._order.allowed(rows)
-        if time.monotonic() > self._until or not len(tried):
+        if self._is_late or not len(tried):
             return Outcome(0, np.arange(rows.num_rows))
         part = rows if len(tried) == rows.num_rows else rows.take(tried)
         ((_, outcome),) = self.run([part])
-        self._order.note(part, outcome.kept)
         return _of_all(outcome, tried, rows.num_rows)
+
+    @property
+    def _is_late(self) -> bool:
+        return time.monotonic() > self._until
 
     # ── the second output ────────────────────────────────────────────────────────────────────────
 
     def _failed_over(self, block: Block, outcome: Outcome) -> Outcome:
         failover = self._step.delivery.failover
-        if failover is None or not len(outcome.kept) or not self._is_away(failover):
+        if failover is None or not len(outcome.kept) or self._is_late:
             return outcome
-        if self._second is None:
-            self._second = self._made(f"{self._step.action}.{FAILOVER}", _plain(failover.output))
-        rest = _handed(block.take(outcome.kept), self._step, _plain(failover.output))
-        second = self._second.deliver(rest)
+        rest = block.take(outcome.kept)
+        tried = self._order.allowed(rest)
+        if not len(tried) or not self._is_away(failover):
+            return outcome
+        second = _of_all(self._by_second(rest.take(tried), failover), tried, rest.num_rows)
         dead = [_renumbered(letter, outcome.kept) for letter in second.dead]
         kept = outcome.kept[second.kept]
         return Outcome(outcome.delivered + second.delivered, kept, [*outcome.dead, *dead])
+
+    def _by_second(self, rows: Block, failover: FailoverSettings) -> Outcome:
+        output = _plain(failover.output)
+        if self._second is None:
+            self._second = self._made(f"{self._step.action}.{FAILOVER}", output)
+        return self._second.deliver(_handed(rows, self._step, output))
 
     def _is_away(self, failover: FailoverSettings) -> bool:
         action = self._step.action
@@ -94,7 +106,14 @@ class Delivery:
         counted = Counted(output)
         gate = self._gates.gate(name, self._step.reads, self._step.delivery, counted.doing)
         self._opened.enter_context(gate)
-        return self._opened.enter_context(Engine(counted, self._step.delivery, gate))
+        engine = Engine(counted, self._step.delivery, gate, grace=_grace_of(output.settings))
+        return self._opened.enter_context(engine)
+
+
+def _grace_of(settings: OutputSettings) -> float:
+    """How long a send may take: what its output allows. Given up sooner, it would come for ever."""
+    limits = (getattr(settings, knob, 0.0) for knob in ("connect_timeout", "timeout"))
+    return max(GRACE, sum(limits))
 
 
 class Counted:

@@ -24,6 +24,7 @@ from turnlane.formats.parse_settings import Format
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import MAIN, ActionSettings, LaneSettings, PipelineSettings
 from turnlane.spark.columns import names_read, read_schema
+from turnlane.spark.hollows import filled
 from turnlane.spark.lane import Lane, LaneStatus, Start
 from turnlane.spark.lane_nodes import Gates, HeldUp
 from turnlane.spark.lane_options import in_json, reading, writing
@@ -197,7 +198,7 @@ class Pipeline:
         del batch
         options = {**self._access, "steps": in_json([step_of_lane(action)])}
         payloads = with_payload(rows, _payload_form(action))
-        payloads.write.format("turnlane").options(**options).mode("append").save()
+        filled(payloads).write.format("turnlane").options(**options).mode("append").save()
 
     def _action_events(self, action: ActionSettings, reader: DataStreamReader) -> DataFrame:
         events = self._restored(reader.schema(self._stored_schema()).load())
@@ -282,7 +283,7 @@ class Pipeline:
         steps: Sequence[Step],
     ) -> StreamingQuery:
         options = {**self._access, **writing(lane, run, steps)}
-        writer = rows.writeStream.format("turnlane").options(**options)
+        writer = filled(rows).writeStream.format("turnlane").options(**options)
         runs = self._checkpoints / "runs" / lane
         shutil.rmtree(runs, ignore_errors=True)
         return self._started(writer, lane, settings, runs / run)

@@ -21,7 +21,7 @@ class Way(BaseModel):
 
     action: str
     after: float = 0.0
-    """Taken only once the breaker of the first way has been open for so long."""
+    """Taken only once the breaker of the way before has been open for so long."""
 
 
 Ways = Sequence[Way]
@@ -49,21 +49,21 @@ def suspension(lane: Sequence[Ways], breakers: Breakers) -> Suspension:
 
 
 def _of_ways(ways: Ways, breakers: Breakers) -> Suspension:
-    first = breakers.get(ways[0].action, {})
-    waits = [_wait(way, first, breakers.get(way.action, {})) for way in ways]
-    wait = min(waits)
-    free = [way for way, each in zip(ways, waits, strict=True) if each <= 0]
-    is_probe = bool(free) and all(_is_open(breakers.get(way.action, {})) for way in free)
+    own = [breakers.get(way.action, {}) for way in ways]
+    waits = [_wait(*each) for each in zip(ways, own, [own[0], *own], strict=False)]
+    wait, first = min(waits), own[0]
+    free = [breaker for breaker, each in zip(own, waits, strict=True) if each <= 0]
+    is_probe = bool(free) and all(map(_is_open, free))
     if not _is_open(first) or (free and not is_probe):
         return Suspension(wait)
     return Suspension(wait, is_probe, f"{ways[0].action}: {first.get('error') or 'unknown'}")
 
 
-def _wait(way: Way, first: Mapping[str, Any], own: Mapping[str, Any]) -> float:
+def _wait(way: Way, own: Mapping[str, Any], before: Mapping[str, Any]) -> float:
     wait = float(own.get("wait", 0.0))
     if way.after <= 0:
         return wait
-    since = first.get("open_for")
+    since = before.get("open_for")
     return max(wait, float("inf") if since is None else way.after - since)
 
 

@@ -16,7 +16,7 @@ from pyspark.sql.types import StructType
 from turnlane.spark.table_options import TableOptions, TableReadOptions, TableWriteOptions
 from turnlane.spark.table_reading import PruningTableReader, TableReader
 from turnlane.spark.table_writing import TableBatchWriter, TableStreamWriter
-from turnlane.table.columns import check_names, schema_of
+from turnlane.table.columns import check_columns, schema_of
 from turnlane.table.definition import Definition
 
 
@@ -52,7 +52,7 @@ class TurnlaneTableSource(DataSource):
 
     def _writing(self, schema: StructType) -> TableWriteOptions:
         options = TableWriteOptions.of(self._given())
-        check_names(schema.names, _definition(options))
+        check_columns(schema.names, _definition(options))
         return options
 
     def _given(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from turnlane.events import Block
 from turnlane.queues.spans import Span, spans_of
 from turnlane.spark.columns import by_route, routes_of
 from turnlane.spark.delivering import Delivery
+from turnlane.spark.hollows import emptied
 from turnlane.spark.lane_nodes import Gates, LaneCommit
 from turnlane.spark.nodes import Nodes, by_partition
 from turnlane.spark.options import WriteOptions
@@ -62,7 +63,7 @@ class Task:
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Staged:
         """Write everything."""
-        filled = (rows for rows in batches if rows.num_rows)
+        filled = (emptied(rows) for rows in batches if rows.num_rows)
         if not self._options.steps:
             for rows in filled:
                 self._queue(rows)

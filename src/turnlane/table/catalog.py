@@ -31,7 +31,11 @@ class Catalog(Closing):
             *self.dialect.bookkeeping(),
             *self.dialect.table(definition),
             f"INSERT INTO turnlane_queue (name, definition) VALUES ('{name}', '{text}')",
-            f"INSERT INTO turnlane_lease (queue) VALUES ('{name}')",
+            # A queue that is made anew has tokens above all that its managers had before.
+            (
+                "INSERT INTO turnlane_lease (queue, token) "
+                f"VALUES ('{name}', {self.dialect.now} / 1000)"
+            ),
         ]
 
     def create(self, definition: Definition, *, if_not_exists: bool = False) -> bool:

@@ -2,7 +2,8 @@
 
 Fired events that no manager remembers (the one that fired them is gone) are given their retry;
 acked ones are deleted when their retention is over, a few at a time; events that wait for a group
-whose last member was acked by plain SQL are let go.
+whose last member was acked by plain SQL are let go; so are those that wait in order behind one that
+somebody settled in the table.
 """
 
 from __future__ import annotations
@@ -66,9 +67,16 @@ class Collector:
         purged = self._store.purge(token, database_now - self._retention)
         self.purged += purged
         released = self._store.release_groups(token)
+        self._free_keys(database_now)
         more = more or purged == BATCH
         self._next = now + (BEHIND if more else self._every)
         return released > 0
+
+    def _free_keys(self, database_now: int) -> None:
+        """Let no key wait for a retry that somebody acked or cancelled in the table."""
+        away = self._stock.away()
+        if away:
+            self._stock.gone(set(away) - self._store.standing(away), database_now)
 
     def _collect(self, now: float, database_now: int) -> bool:
         if now < self._patient_until:

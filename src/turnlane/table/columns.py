@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Final
 
@@ -71,13 +71,15 @@ def block_of(rows: Sequence[Row], schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _read(field: pa.Field[Any], values: Iterable[Any]) -> pa.Array[Any]:
+    found: pa.Array[Any]
     if field.name == "fire_at" and pa.types.is_timestamp(field.type):
-        found: pa.Array[Any] = pa.array([each // NANOSECONDS for each in values]).cast(TIME)
+        found = pa.array([each // NANOSECONDS for each in values], pa.int64()).cast(TIME)
         return found
     convert = _READERS.get(_kind(field.type))
     if convert is not None:
         values = [None if each is None else convert(each) for each in values]
-    return pa.array(values, field.type)
+    found = pa.array(values, field.type)
+    return found
 
 
 def _kind(type_: pa.DataType) -> str:
@@ -111,13 +113,16 @@ _READERS: Final[Mapping[str, Callable[[Any], object]]] = {
 # ── into the table ───────────────────────────────────────────────────────────────────────────────
 
 
-def check_names(names: Iterable[str], definition: Definition) -> None:
-    """Raise ``SchemaMismatch`` for a column that an insert cannot set."""
+def check_columns(names: Collection[str], definition: Definition) -> None:
+    """Raise ``SchemaMismatch`` for a column that an insert cannot set, or has to and does not."""
     allowed = (*ENQUEUED, *definition.names)
     for name in names:
         if name not in allowed:
             there = ", ".join(allowed)
             raise SchemaMismatch(f"{definition.name!r} takes no column {name!r}; it takes {there}")
+    for column in definition.columns:
+        if column.required and column.name not in names:
+            raise SchemaMismatch(f"{definition.name!r}: column {column.name!r} needs a value")
 
 
 def fitted(batch: pa.RecordBatch, definition: Definition) -> pa.RecordBatch:
@@ -126,7 +131,7 @@ def fitted(batch: pa.RecordBatch, definition: Definition) -> pa.RecordBatch:
     Fire times may be times, texts in ISO 8601, or nanoseconds since the epoch. Raises
     ``SchemaMismatch`` if a value does not fit its column.
     """
-    check_names(batch.schema.names, definition)
+    check_columns(batch.schema.names, definition)
     schema = schema_of(definition)
     arrays = []
     for name in batch.schema.names:

@@ -15,7 +15,14 @@ from turnlane.table.sql.dialect import Row
 
 FRESH = 1.0
 """Seconds. An event whose row was read so recently, under the lease, fires on the strength of that;
-an older one is marked in the table first, which notices what others did to its row."""
+an older one is marked in the table first, which notices what others did to its row. So is one that
+was fired before: who got it then may ack it at any moment."""
+
+CROWDED = 0.02
+"""Seconds until another try when all receivers that are wanted are full and others are not."""
+
+AGAIN = 50_000_000
+"""Nanoseconds until another try with an event that could not be marked now."""
 
 
 class Firing:
@@ -27,6 +34,7 @@ class Firing:
         self._cautious = 0 if realm.lead.clean else realm.settings.window_events
         """So many events more are marked before they fire: the last leader may have died of one,
         and an attempt that is not written down does not count."""
+        self._not_before = float("-inf")
 
     def next_time(self, places: Sequence[Place], now: float) -> float:
         """When to fire again; monotonic."""
@@ -35,7 +43,7 @@ class Firing:
             return float("inf")
         database_now = realm.now()
         if realm.stock.window.has_due(database_now) and self._allowed(places) > 0:
-            return now + self._pace.wait(now)
+            return max(self._not_before, now + self._pace.wait(now))
         due = realm.stock.window.next_time()
         return float("inf") if due is None else now + max(0, due - database_now) / 1e9
 
@@ -44,18 +52,31 @@ class Firing:
         realm = self._realm
         window = realm.stock.window
         now = realm.clock.monotonic()
-        if not window.has_due(realm.now()) or not self._still_fires():
+        if now < self._not_before or not window.has_due(realm.now()) or not self._still_fires():
             return
+        fired_before = realm.counts.fired
+        left: list[TableEvent] = []
+        try:
+            while self._fire_some(places, now, left):
+                pass  # a receiver that is full holds up nobody whose events come after its own
+        finally:
+            window.put_back(left)
+        if left and realm.counts.fired == fired_before:
+            self._not_before = now + CROWDED
+
+    def _fire_some(self, places: Sequence[Place], now: float, left: list[TableEvent]) -> bool:
+        """Fire the next that are due, put those without room into ``left``; whether to go on."""
+        realm = self._realm
         allowed = self._pace.allowed(max(0, self._allowed(places)), now)
-        due = window.take(allowed, realm.now())
+        due = realm.stock.window.take(allowed, realm.now())
         if realm.stock.order is not None:
             due = realm.stock.order.admit(due)
         decided = assign(due, places, self._key)
-        window.put_back(decided.left)
-        # Found again when a receiver comes for them.
-        realm.stock.over(decided.homeless, realm.now())
+        left += decided.left
+        realm.stock.pass_over(decided.homeless, realm.now())
         fired = self._hand_out(decided, now)
         self._pace.give_back(allowed - fired)
+        return bool(decided.left) and realm.lead.fires
 
     def fire_new(
         self, columns: Sequence[str], rows: Sequence[Row], places: Sequence[Place]
@@ -75,12 +96,12 @@ class Firing:
         ):
             return False
         granted = self._pace.allowed(len(rows), now)
+        self._pace.give_back(granted)
         if granted < len(rows):
-            self._pace.give_back(granted)
             return False
         ids = realm.store.insert_fired(realm.token, columns, rows)
-        events = self._written(columns, ids, rows, now)
-        self._hand_out(assign(events, places, self._key), now)
+        # They are stored, whatever happens now; fire() sends them off in this step.
+        realm.stock.window.add(self._written(columns, ids, rows, now), realm.now())
         return True
 
     def _allowed(self, places: Sequence[Place]) -> int:
@@ -122,6 +143,7 @@ class Firing:
         self._realm.stock.flights.add(events, now)
         place.load += len(events)
         self._realm.counts.fired += len(events)
+        self._realm.counts.fire_lag.add(events, self._realm.now())
         place.receiver.offer(self._realm.court, events)
 
     def _written(
@@ -145,18 +167,34 @@ class Firing:
         stale = [
             event
             for event in events
-            if event.read_at < now - FRESH or (cautious and not event.marked)
+            if event.read_at < now - FRESH or ((cautious or event.attempts) and not event.marked)
         ]
         if not stale:
             return set()
         try:
             standing = self._mark(stale)
+            unmarked = {event for event in stale if event.id not in standing}
+            if unmarked:
+                self._look_again(unmarked)
         except BaseException:
             self._realm.stock.window.put_back(events)
             raise
-        gone = {event for event in stale if event.id not in standing}
-        self._realm.stock.over(gone, self._realm.now())
-        return gone
+        return unmarked
+
+    def _look_again(self, events: set[TableEvent]) -> None:
+        """Find out why events could not be marked: they are gone, moved, not quite due, or locked.
+
+        By its own clock the database may be a moment behind what is thought here.
+        """
+        realm = self._realm
+        rows = realm.store.read_ids(realm.token, [event.id for event in events])
+        there = {row[0] for row in rows}
+        now, horizon = realm.now(), realm.horizon()
+        realm.stock.over([event for event in events if event.id not in there], now)
+        again = [TableEvent(row, realm.court, 0.0) for row in rows if row[1] <= horizon]
+        realm.stock.window.add(
+            [event.moved(max(event.fire_at, now + AGAIN), 0) for event in again], now
+        )
 
     def _mark(self, events: list[TableEvent]) -> set[int]:
         """Mark rows as fired; returns the ids of those that are not settled."""

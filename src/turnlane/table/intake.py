@@ -12,7 +12,12 @@ class Intake:
 
     def __init__(self, realm: Realm) -> None:
         self._realm = realm
-        self.reader = Reader(realm.store, realm.settings, realm.store.dialect.idle_poll)
+        self.reader = Reader(
+            realm.store,
+            realm.settings,
+            realm.store.dialect.idle_poll,
+            realm.stock.take_passed_over,
+        )
         self._listening = False
 
     def read(self, now: float) -> None:
@@ -28,13 +33,13 @@ class Intake:
             for row in realm.stock.unknown(rows)
             if row[1] <= horizon
         ]
+        free = [event for event in fresh if event.after_group is None]
+        realm.stock.window.add(free, realm.now())
         waiting = {group for event in fresh if (group := event.after_group) is not None}
         if waiting:
-            fresh = [event for event in fresh if event.after_group is None]
             # Their groups may be done already; then the sweep finds them.
             realm.store.ack(realm.token, (), waiting)
             self.reader.sweep_soon()
-        realm.stock.window.add(fresh, realm.now())
 
     def next_time(self) -> float:
         """When to read again; monotonic."""

@@ -44,6 +44,7 @@ class Landing:
                     elsewhere.append(out)  # it was fired again in the meantime
         self._stock.settling.ack(events, self._realm.clock.monotonic())
         self._stock.over(landed, self._realm.now())
+        self._realm.counts.ack_lag.add(landed, self._realm.now())
         self._revoke(elsewhere)
 
     def ack_ids(self, ids: Sequence[int]) -> None:
@@ -66,10 +67,7 @@ class Landing:
         """A receiver is gone: what it never took goes back, what it had is fired again."""
         held = [event for event in self._stock.flights if event.seat is place]
         waiting = self._revoke(held)
-        for event in waiting:
-            self._land(event.id)
-        again = [event.moved(event.fire_at, 0) for event in waiting]
-        self._stock.window.add(again, self._realm.now())
+        self._offer_again(waiting)
         self._retry([e for e in held if e not in waiting], 0.0, "the receiver went away")
 
     # ── what time says ───────────────────────────────────────────────────────────────────────────
@@ -84,8 +82,12 @@ class Landing:
         """See to events that are out for a while."""
         late = self._stock.flights.late(now)
         if late:
-            self._revoke(late)
-            self._retry(late, None, LATE)
+            waiting = self._revoke(late)
+            for event in waiting:
+                if isinstance(event.seat, Place):
+                    event.seat.stall()
+            self._offer_again(waiting)
+            self._retry([event for event in late if event not in waiting], None, LATE)
         unseen = self._stock.flights.unseen(now)
         if unseen:
             self._look_at_rows(unseen)
@@ -108,8 +110,7 @@ class Landing:
         self._store_acks()
         events = list(self._stock.flights)
         waiting = self._revoke(events)
-        for event in waiting:
-            self._land(event.id)
+        self._offer_again(waiting)
         self._retry([event for event in events if event not in waiting], None, "the manager closed")
 
     def abandon(self, error: TurnlaneError) -> None:
@@ -131,10 +132,9 @@ class Landing:
         return event
 
     def _forget(self, event: TableEvent) -> None:
-        """Let an event that waits for its retry fire no more."""
-        if event.id in self._stock.window:
-            self._stock.window.discard(event.id)
-            self._stock.over([event], self._realm.now())
+        """Let an event that waits for its retry, here or in the table, fire no more."""
+        self._stock.window.discard(event.id)
+        self._stock.over([event], self._realm.now())
 
     def _was_fired(self, event_id: int) -> bool:
         """Whether an event that is not out may have been; the table knows it for certain."""
@@ -154,11 +154,27 @@ class Landing:
         standing = marked | (store.standing(others) if others else set())
         settled = [event for event in events if event.id not in standing]
         for event in events:
-            event.marked = True
+            event.marked = event.marked or event.id in marked
         for event in settled:
             self._land(event.id)
+        self._revoke(settled)
         self._stock.over(settled, self._realm.now())
         self._realm.counts.acked += len(settled)
+
+    def _offer_again(self, events: set[TableEvent]) -> None:
+        """Have events that nobody took go to another receiver: it was no attempt."""
+        marked = {event.id for event in events if event.marked}
+        unmarked = self._realm.store.unmark(self._realm.token, list(marked)) if marked else set()
+        held = self._held(marked - unmarked)
+        now = self._realm.now()
+        for event in events:
+            if event.id in held:
+                continue
+            self._land(event.id)
+            if event.marked and event.id not in unmarked:
+                self._stock.over([event], now)
+            else:
+                self._stock.window.add([event.moved(event.fire_at, 0)], now)
 
     def _retry(self, events: list[TableEvent], delay: float | None, error: str) -> None:
         """Put events back into the table, to fire again or as dead letters."""
@@ -171,8 +187,11 @@ class Landing:
             for event in events
         }
         standing = self._realm.store.put_back(self._realm.token, list(verdicts.values()))
+        held = self._held(set(verdicts) - standing)
         counts, now, horizon = self._realm.counts, self._realm.now(), self._realm.horizon()
         for event in events:
+            if event.id in held:
+                continue
             self._land(event.id)
             verdict = verdicts[event.id]
             if event.id not in standing or verdict.state == "dead":
@@ -183,6 +202,10 @@ class Landing:
             again = event.moved(now + verdict.delay + LATER, 1)
             if again.fire_at <= horizon:
                 self._stock.window.add([again], now)
+
+    def _held(self, ids: set[int]) -> set[int]:
+        """Those that could not be changed because somebody else is about to: they stay out."""
+        return self._realm.store.standing(list(ids)) if ids else set()
 
     def _revoke(self, events: Iterable[TableEvent]) -> set[TableEvent]:
         """Take back from the receivers what nobody has taken there yet."""

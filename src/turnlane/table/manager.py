@@ -76,6 +76,23 @@ class Manager(Closing):
         """Whether this manager leads, and the database takes its writes."""
         return self._lead.fires
 
+    @property
+    def waiting(self) -> int:
+        """How many events wait in memory."""
+        reign = self._reign
+        return 0 if reign is None else len(reign.stock.window)
+
+    @property
+    def in_flight(self) -> int:
+        """How many events are fired and not settled."""
+        reign = self._reign
+        return 0 if reign is None else len(reign.stock.flights)
+
+    @property
+    def receivers(self) -> int:
+        """How many receivers it sends events to."""
+        return len(self._places)
+
     def start(self) -> None:
         """Run on a thread until :meth:`close`."""
         self._watch = self.store.dialect.watch(self.store.definition.name, self._poke)

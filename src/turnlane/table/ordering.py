@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Container, Hashable, Iterable
 
 from turnlane.table.event import TableEvent
 
@@ -42,8 +42,24 @@ class Order:
     def settled(self, event: TableEvent) -> TableEvent | None:
         """An event is over; returns the one that may fire next."""
         key = self._key(event)
-        if self._out.get(key) != event.id:
-            return None
+        return self._next(key) if self._out.get(key) == event.id else None
+
+    def retried(self, event: TableEvent) -> None:
+        """An event that was fired before and is not settled: its key is busy."""
+        self._out.setdefault(self._key(event), event.id)
+
+    @property
+    def out(self) -> Collection[int]:
+        """The ids of the events that keep a key busy."""
+        return self._out.values()
+
+    def gone(self, ids: Container[int]) -> list[TableEvent]:
+        """Events that kept keys busy are not there any more; returns those that may fire next."""
+        keys = [key for key, event_id in self._out.items() if event_id in ids]
+        return [event for event in map(self._next, keys) if event is not None]
+
+    def _next(self, key: Hashable) -> TableEvent | None:
+        """Free a key; returns the first that waits for it."""
         del self._out[key]
         line = self._waiting.get(key)
         if not line:
@@ -53,7 +69,3 @@ class Order:
         if not line:
             del self._waiting[key]
         return following
-
-    def retried(self, event: TableEvent) -> None:
-        """An event that was fired before and is not settled: its key is busy."""
-        self._out.setdefault(self._key(event), event.id)

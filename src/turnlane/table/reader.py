@@ -8,6 +8,7 @@ what somebody edited by hand, and after a downtime everything, page by page.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from turnlane.table.gaps import Gaps
@@ -42,8 +43,16 @@ GAP_POLLS: Final = (0.02, 1.0)
 class Reader:
     """Where the manager is in the table. Times are passed in: monotonic, and the database's."""
 
-    def __init__(self, store: Store, settings: TableSettings, slow_poll: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        settings: TableSettings,
+        slow_poll: float,
+        passed_over: Callable[[], int],
+    ) -> None:
         self._store = store
+        self._passed_over = passed_over
+        """Says from which fire time on events were read and left there."""
         self._ahead = round(settings.window * 1e9)
         self._every = min(SWEEP_SECONDS, settings.window / 3)
         self._slow_poll = slow_poll
@@ -91,7 +100,7 @@ class Reader:
         return min(self._next_poll, self._next_sweep, self._next_gaps)
 
     def _start_sweep(self, now: float, database_now: int) -> None:
-        self._position = (database_now - RECENT, -1)
+        self._position = (min(database_now - RECENT, self._passed_over()), -1)
         if now >= self._next_full:
             self._position = FIRST
             self._next_full = now + FULL_SWEEP_SECONDS

@@ -57,6 +57,10 @@ class Receiver(Closing):
         self._waiting: deque[tuple[Source, TableEvent]] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self.asked = 0
+        """How often events were asked for."""
+        self.asks = 0
+        """How many wait for events at this moment."""
 
     @property
     def closed(self) -> bool:
@@ -71,17 +75,25 @@ class Receiver(Closing):
         limit = self.prefetch if most is None else most
         until = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            while True:
-                if self._closed:
-                    raise QueueClosed("the receiver is closed")
-                taken = self._pop(limit)
-                left = None if until is None else until - time.monotonic()
-                if taken or (left is not None and left <= 0):
-                    return taken
-                # Held up events are not announced again: look now and then.
-                held_up = LOOK if self._waiting else None
-                waits = [each for each in (left, held_up) if each is not None]
-                self._changed.wait(min(waits, default=None))
+            self.asked += 1
+            self.asks += 1
+            try:
+                return self._await(limit, until)
+            finally:
+                self.asks -= 1
+
+    def _await(self, limit: int, until: float | None) -> list[TableEvent]:
+        while True:
+            if self._closed:
+                raise QueueClosed("the receiver is closed")
+            taken = self._pop(limit)
+            left = None if until is None else until - time.monotonic()
+            if taken or (left is not None and left <= 0):
+                return taken
+            # Held up events are not announced again: look now and then.
+            held_up = LOOK if self._waiting else None
+            waits = [each for each in (left, held_up) if each is not None]
+            self._changed.wait(min(waits, default=None))
 
     def __iter__(self) -> Iterator[TableEvent]:
         """Events, one by one, until the receiver is closed."""

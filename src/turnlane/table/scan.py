@@ -6,7 +6,7 @@ A scan takes no lock and no part in firing: whoever manages the table does not n
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Final
 
 from turnlane.table.definition import OWN_COLUMNS, Definition
@@ -34,7 +34,7 @@ class Scan:
         *,
         first: int | None = None,
         size: int = PAGE,
-    ) -> Iterator[list[Row]]:
+    ) -> Generator[list[Row], None, None]:
         """The rows, as they are at one moment, some at a time.
 
         Only the ``first`` so many by fire time, if that is given; otherwise all, in any order.

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from turnlane.closing import Closing
-from turnlane.errors import ConfigError, DatabaseDown, DatabaseReadOnly, LeadLost
+from turnlane.errors import ConfigError, DatabaseDown, DatabaseReadOnly, LeadLost, ReshardUnderWay
 from turnlane.table.definition import Definition
 from turnlane.table.keyspace import KeyRange, keyspace_id
 from turnlane.table.manager import Manager
 from turnlane.table.mover import Mover
 from turnlane.table.queue import Database, TableQueue
 from turnlane.table.receiver import PREFETCH, Receiver
-from turnlane.table.reshard import Progress, Resharder
+from turnlane.table.reshard import Progress, Resharder, planned
 from turnlane.table.shards import Given, Shard, ShardMap
 from turnlane.table.sites import Sites
 from turnlane.table.sql.dialect import Connection
@@ -165,6 +166,24 @@ class ShardedQueue(Closing):
         self.refresh()
         return moved
 
+    def forget_retired(self) -> list[Shard]:
+        """Let go of the retired shards, so that their databases can be deleted; returns them.
+
+        What is still there is moved on first. Make sure that nobody inserts there any more.
+        """
+        self.refresh()
+        if planned(self._sites, self._map) is not None:
+            raise ReshardUnderWay("a reshard is not finished; resume it first")
+        retired = self._map.retired
+        for shard in retired:
+            self._sites.store(shard).shut()
+            Mover(self._sites, shard).drain(self._map.version)
+        following = ShardMap(self._map.shards, version=self._map.version + 1)
+        for shard in (*retired, *self._map.shards):
+            self._sites.store(shard).keep_map(following)
+        self.refresh()
+        return list(retired)
+
     def refresh(self) -> None:
         """Look whether there is a newer map, and follow it."""
         newest = self._sites.newest(self._map)
@@ -216,27 +235,29 @@ class ShardedQueue(Closing):
 
     def _follow(self) -> None:
         while not self._over.wait(REFRESH):
-            try:
-                self.refresh()
-                if self._managing:
-                    self._move_on()
-            except (DatabaseDown, DatabaseReadOnly, LeadLost) as error:
-                log.warning("queue %s: %s", self.name, error)
-            except Exception:
-                # Whatever a driver raises: shards that were reached before are still served.
-                log.exception("queue %s: following the shards failed", self.name)
+            self._try(self.refresh)
+            for shard in self._map.retired if self._managing else ():
+                self._try(functools.partial(self._move_on, shard))
 
-    def _move_on(self) -> None:
-        """Move what old clients inserted into retired shards, and finish what nobody finishes."""
-        for shard in self._map.retired:
-            store = self._sites.store(shard)
-            if store.is_led():
-                continue  # its manager is about to notice
-            store.shut()
-            plan = store.plan()
-            if plan is not None:
-                Resharder(self._sites, plan).run()
-            Mover(self._sites, shard).drain(self._map.version)
+    def _try(self, step: Callable[[], None]) -> None:
+        """Another second is another chance, and one shard's trouble is no other's."""
+        try:
+            step()
+        except (DatabaseDown, DatabaseReadOnly, LeadLost) as error:
+            log.warning("queue %s: %s", self.name, error)
+        except Exception:  # whatever a driver raises
+            log.exception("queue %s: following the shards failed", self.name)
+
+    def _move_on(self, shard: Shard) -> None:
+        """Move what old clients insert into a retired shard, and finish what nobody finishes."""
+        store = self._sites.store(shard)
+        if store.is_led():
+            return  # its manager is about to notice
+        store.shut()
+        plan = store.plan()
+        if plan is not None:
+            Resharder(self._sites, plan).run()
+        Mover(self._sites, shard).drain(self._map.version)
 
 
 class ShardedDatabase(Closing):

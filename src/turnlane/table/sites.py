@@ -54,20 +54,21 @@ class Sites(Closing):
             catalog.create(self.definition, if_not_exists=True)
 
     def newest(self, known: ShardMap) -> ShardMap:
-        """The newest map that any database knows; those that are away are not asked.
+        """The newest map that any database knows; those that do not answer are passed over.
 
-        Raises ``DatabaseDown`` if all of them are.
+        Raises what the first of them says, usually ``DatabaseDown``, if none answers.
         """
         newest, asked = known, set[str]()
-        failures: list[DatabaseDown] = []
+        failures: list[Exception] = []
         while waiting := [
             shard for shard in (*newest.shards, *newest.retired) if shard.address not in asked
         ]:
             for shard in waiting:
                 asked.add(shard.address)
+                store = self.store(shard)
                 try:
-                    found = self.store(shard).newest_map()
-                except DatabaseDown as error:
+                    found = store.newest_map()
+                except (DatabaseDown, store.dialect.error) as error:
                     log.debug("shard %s was not asked: %s", shard, error)
                     failures.append(error)
                     continue

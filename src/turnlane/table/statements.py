@@ -51,8 +51,9 @@ _PLAIN: Final = {
     "old_acked": "SELECT event_id FROM {table} {by_time} WHERE fire_at <= %s AND state = 'acked' "
     "ORDER BY fire_at, event_id LIMIT %s",
     # groups: the members are looked up first, because MySQL updates no table that it reads
-    "waiting_groups": "SELECT DISTINCT after_group FROM {table} "
-    f"WHERE after_group IS NOT NULL AND {_STANDING}",
+    "done_groups": "SELECT DISTINCT w.after_group FROM {table} AS w "
+    "WHERE w.after_group IS NOT NULL AND w.state IN ('to_be_fired', 'fired') AND NOT EXISTS ("
+    "SELECT 1 FROM {table} AS m WHERE m.event_group = w.after_group AND m.state <> 'acked')",
     "release_group": "UPDATE {table} SET after_group = NULL, fire_at = "
     "CASE WHEN fire_at > {now} THEN fire_at ELSE {now} END "
     f"WHERE after_group = %s AND {_STANDING} AND NOT EXISTS (SELECT 1 FROM "
@@ -68,14 +69,17 @@ _BY_IDS: Final = {
     "read_ids": "SELECT {columns} FROM {rows} "
     f"WHERE event_id {{ids}} AND state = 'to_be_fired' AND {_FENCED}",
     "standing": f"SELECT event_id FROM {{rows}} WHERE event_id {{ids}} AND {_STANDING}",
+    # These wait for nobody: a user's transaction may hold a row, to ack it, for minutes.
     "lock_standing": f"SELECT event_id FROM {{rows}} WHERE event_id {{ids}} AND {_STANDING} "
-    "{lock}",
+    "{lock_free}",
     # A row that somebody moved into the future must not fire now.
     "lock_due": "SELECT event_id FROM {rows} WHERE event_id {ids} AND fire_at <= {now} "
-    f"AND {_PENDING} {{lock}}",
+    f"AND {_PENDING} {{lock_free}}",
+    "lock_fired": "SELECT event_id FROM {rows} WHERE event_id {ids} AND state = 'fired' "
+    "{lock_free}",
     "mark": "UPDATE {rows} SET state = 'fired', attempts = attempts + 1 WHERE event_id {ids}",
-    "mark_returning": "UPDATE {rows} SET state = 'fired', attempts = attempts + 1 "
-    f"WHERE event_id {{ids}} AND fire_at <= {{now}} AND {_PENDING} RETURNING event_id",
+    "unmark": "UPDATE {rows} SET state = 'to_be_fired', attempts = attempts - 1 "
+    "WHERE event_id {ids}",
     "ack_delete": "{delete} WHERE event_id {ids}",
     "ack_keep": "UPDATE {rows} SET state = 'acked' WHERE event_id {ids} AND state <> 'acked'",
     "fenced_ack_delete": f"{_HOLDING}{{delete}} WHERE event_id {{ids}} AND {_HELD}",
@@ -123,7 +127,7 @@ class Statements:
     read_retried: str
     old_fired: str
     old_acked: str
-    waiting_groups: str
+    done_groups: str
     release_group: str
     counts: str
     retry_all: str
@@ -132,8 +136,9 @@ class Statements:
     standing: ByIds
     lock_standing: ByIds
     lock_due: ByIds
+    lock_fired: ByIds
     mark: ByIds
-    mark_returning: ByIds
+    unmark: ByIds
     ack_delete: ByIds
     ack_keep: ByIds
     fenced_ack_delete: ByIds

@@ -29,7 +29,7 @@ class Status:
     leader: str | None
     """Who holds the lease; ``None`` if its time is over."""
     term: int
-    """The lease's token: how often the lead was taken."""
+    """The lease's token: it grows whenever the lead is taken."""
     lease: float
     """Seconds until it ends unless it is renewed."""
 

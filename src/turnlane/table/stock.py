@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
+from typing import Final
 
 from turnlane.table.definition import Definition
 from turnlane.table.event import TableEvent
@@ -17,6 +18,9 @@ LOOK_AFTER = 1.0
 """Seconds after which the row of a fired event is marked, or looked at again. Most events are
 acked before, and cost no mark at all."""
 
+NEVER: Final = 2**63 - 1
+"""The last fire time there is."""
+
 
 class Stock:
     """What waits, what is out, and what is settled but not stored yet."""
@@ -27,6 +31,7 @@ class Stock:
         self.flights = Flights(timeout, min(LOOK_AFTER, timeout / 3))
         self.settling = Settling()
         self.order = _order(definition)
+        self._passed_over = NEVER
 
     def knows(self, event_id: int) -> bool:
         """Whether a row that was read is in memory already."""
@@ -52,6 +57,27 @@ class Stock:
             return
         following = map(self.order.settled, events)
         self.window.add([event for event in following if event is not None], now)
+
+    def away(self) -> list[int]:
+        """Events that keep others waiting and are not in memory: their retries are far off."""
+        out = () if self.order is None else self.order.out
+        return [event_id for event_id in out if not self.knows(event_id)]
+
+    def gone(self, ids: Container[int], now: int) -> None:
+        """Events that were away are settled: what waited behind them may go."""
+        if self.order is not None:
+            self.window.add(self.order.gone(ids), now)
+
+    def pass_over(self, events: Iterable[TableEvent], now: int) -> None:
+        """Forget events for which there is no receiver; they are found again when one comes."""
+        dropped = list(events)
+        self._passed_over = min([event.fire_at for event in dropped] + [self._passed_over])
+        self.over(dropped, now)
+
+    def take_passed_over(self) -> int:
+        """The first fire time of such events, for who looks for them again from there on."""
+        first, self._passed_over = self._passed_over, NEVER
+        return first
 
 
 def _order(definition: Definition) -> Order | None:

@@ -8,6 +8,7 @@ from is read under the same condition.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
@@ -17,7 +18,7 @@ from turnlane.errors import LeadLost, NoSuchQueue
 from turnlane.table.definition import ENQUEUED, Definition
 from turnlane.table.event import COLUMNS
 from turnlane.table.sql.dialect import STATES, Connection, Dialect, Row, Verdict
-from turnlane.table.sql.session import Execute, Executed, Session
+from turnlane.table.sql.session import Execute, Executed, Session, understood
 from turnlane.table.statements import ByIds, Statements
 
 T = TypeVar("T")
@@ -132,16 +133,15 @@ class Store(Closing):
     # ── what the manager writes ──────────────────────────────────────────────────────────────────
 
     def mark(self, token: int, ids: Sequence[int]) -> set[int]:
-        """Mark due events as fired; returns those that were still to be fired."""
+        """Mark due events as fired; returns those that were still to be fired.
 
-        def work(execute: Execute) -> set[int]:
-            self._fence(execute, token)
-            marked: set[int] = set()
-            for batch in _batches(ids):
-                marked.update(self._mark(execute, batch))
-            return marked
+        Not one that somebody is about to change: it can be marked later, if it is still there.
+        """
+        return self._mark(token, ids, self._sql.lock_due, self._sql.mark)
 
-        return self.session.transact(work)
+    def unmark(self, token: int, ids: Sequence[int]) -> set[int]:
+        """Marked events were not received: they are to be fired as before. Returns which."""
+        return self._mark(token, ids, self._sql.lock_fired, self._sql.unmark)
 
     def ack(self, token: int, ids: Sequence[int], groups: Iterable[str] = ()) -> None:
         """Settle events, and let go of what waited for the last of their groups."""
@@ -179,17 +179,21 @@ class Store(Closing):
         return sorted(groups)
 
     def put_back(self, token: int, verdicts: Sequence[Verdict]) -> set[int]:
-        """Apply verdicts; returns the ids of those events that were not settled."""
+        """Apply verdicts; returns the ids of those events that were not settled.
+
+        Not of one that somebody is about to change: nothing was done to it.
+        """
 
         def work(execute: Execute) -> set[int]:
             self._fence(execute, token)
             standing: set[int] = set()
             for batch in _batches(verdicts):
-                ids = [verdict[0] for verdict in batch]
-                found = self._run(execute, self._sql.lock_standing, ids).rows()
-                standing.update(row[0] for row in found)
-                statement, parameters = self.dialect.put_back(self._sql.table, batch)
-                execute(statement, parameters)
+                ids = [verdict.event_id for verdict in batch]
+                free = {row[0] for row in self._run(execute, self._sql.lock_standing, ids).rows()}
+                if free:
+                    applied = [verdict for verdict in batch if verdict.event_id in free]
+                    execute(*self.dialect.put_back(self._sql.table, applied))
+                standing |= free
             return standing
 
         return self.session.transact(work)
@@ -217,7 +221,7 @@ class Store(Closing):
 
         def work(execute: Execute) -> int:
             self._fence(execute, token)
-            groups = execute(self._sql.waiting_groups).rows()
+            groups = execute(self._sql.done_groups).rows()
             return sum(
                 execute(self._sql.release_group, (group, group)).count for (group,) in groups
             )
@@ -269,12 +273,12 @@ class Store(Closing):
 
     def insert(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Insert events in a transaction of the store's own."""
-        connection = self.dialect.connect()
-        try:
-            with self.dialect.transaction(connection):
-                self.enqueue_many(connection, rows)
-        finally:
-            connection.close()
+        with (
+            understood(self.dialect),
+            contextlib.closing(self.dialect.connect()) as connection,
+            self.dialect.transaction(connection),
+        ):
+            self.enqueue_many(connection, rows)
 
     def check_columns(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Raise ``ValueError`` for a column that an insert cannot set."""
@@ -323,13 +327,18 @@ class Store(Closing):
             if not self.session.write(statement.where(condition), (self._name, token, *parameters)):
                 raise LeadLost(f"another manager leads {self._name!r}")
 
-    def _mark(self, execute: Execute, ids: Sequence[int]) -> list[int]:
-        if self.dialect.returning:
-            return [row[0] for row in self._run(execute, self._sql.mark_returning, ids).rows()]
-        due = [row[0] for row in self._run(execute, self._sql.lock_due, ids).rows()]
-        if due:
-            self._run(execute, self._sql.mark, due)
-        return due
+    def _mark(self, token: int, ids: Sequence[int], lock: ByIds, change: ByIds) -> set[int]:
+        def work(execute: Execute) -> set[int]:
+            self._fence(execute, token)
+            changed: set[int] = set()
+            for batch in _batches(ids):
+                locked = [row[0] for row in self._run(execute, lock, batch).rows()]
+                if locked:
+                    self._run(execute, change, locked)
+                changed.update(locked)
+            return changed
+
+        return self.session.transact(work)
 
     def _new_ids(self, execute: Execute, executed: Executed, count: int) -> list[int]:
         """The ids of rows just inserted: databases give them out in the order of the rows."""

@@ -31,7 +31,7 @@ def rows(piece: Slice) -> Iterator[dict[str, object]]:
     for offset, values in zip(piece.offsets.tolist(), zip(*columns, strict=True), strict=True):
         row: dict[str, object] = {OFFSET: offset, SETTLED: piece.settled}
         for name, value in zip(names, values, strict=True):
-            _put(row, name, value)
+            put(row, name, value)
         yield row
 
 
@@ -56,7 +56,8 @@ def _times(column: pa.Array[Any], kind: pa.TimestampType[Any, Any]) -> list[str 
     ]
 
 
-def _put(row: dict[str, object], name: str, value: object) -> None:
+def put(row: dict[str, object], name: str, value: object) -> None:
+    """Put a value into an object as JSON can have it; bytes that are no text under another name."""
     if isinstance(value, bytes):
         try:
             row[name] = value.decode()

@@ -61,6 +61,8 @@ class Dialect(abc.ABC):
     """Ends a SELECT whose rows nobody may change before this transaction is over."""
     lock: ClassVar[str] = ""
     """Ends a SELECT whose rows this transaction is about to change."""
+    lock_free: ClassVar[str] = ""
+    """The same, without the rows that another transaction is about to change."""
     returning: ClassVar[bool] = True
     """Whether UPDATE can return what it changed."""
     skipping: ClassVar[tuple[str, str]] = ("INSERT INTO", "ON CONFLICT DO NOTHING")
@@ -139,7 +141,8 @@ class Dialect(abc.ABC):
     def sql(self, template: str, **names: str) -> str:
         """A statement with its names filled in; ``%s`` stands for parameters in templates."""
         placed = template.replace("%s", self.mark)
-        return placed.format(now=self.now, share=self.share, lock=self.lock, **names)
+        locks = {"share": self.share, "lock": self.lock, "lock_free": self.lock_free}
+        return placed.format(now=self.now, **locks, **names)
 
     def identifier(self, name: str) -> str:
         """A name as it stands in a statement that takes parameters."""

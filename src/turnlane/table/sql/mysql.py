@@ -41,6 +41,7 @@ class Mysql(Dialect):
     now = "(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) * 1000)"
     share = "LOCK IN SHARE MODE"
     lock = "FOR UPDATE"
+    lock_free = "FOR UPDATE SKIP LOCKED"
     returning = False
     skipping = ("INSERT IGNORE INTO", "")
     idle_poll = 0.25
@@ -172,7 +173,8 @@ class Mysql(Dialect):
         rows = " UNION ALL ".join([first, *["SELECT %s, %s, %s, %s, %s"] * (len(verdicts) - 1)])
         return (
             (
-                f"UPDATE {table} AS q JOIN ({rows}) AS r ON q.event_id = r.event_id "
+                f"UPDATE ({rows}) AS r STRAIGHT_JOIN {table} AS q FORCE INDEX (event_id) "
+                "ON q.event_id = r.event_id "
                 "SET q.fire_at = CASE r.state WHEN 'dead' THEN q.fire_at "
                 f"ELSE {self.now} + r.delay END, "
                 "q.attempts = q.attempts + r.more, q.last_error = r.error, q.state = r.state "

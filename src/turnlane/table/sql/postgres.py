@@ -46,6 +46,7 @@ class Postgres(Dialect):
     now = "((extract(epoch FROM clock_timestamp()) * 1000000000)::bigint)"
     share = "FOR SHARE"
     lock = "FOR UPDATE"
+    lock_free = "FOR UPDATE SKIP LOCKED"
     fenced_in_one = True
     notifies = True
     idle_poll = 1.0

@@ -6,6 +6,7 @@ import contextlib
 import json
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,10 @@ from turnlane.table.sql.dialect import (
 
 BUSY_MS = 5_000
 """How long a writer waits for another before it counts as a transient failure."""
+
+TURN_SECONDS = 0.001
+"""Between two tries to write while another does. SQLite's own pauses grow to 100 ms, and by them a
+connection that writes all the time is always first."""
 
 LOOK_SECONDS = 0.005
 """Between two looks at the file's change counter, which cost microseconds and no statement."""
@@ -57,8 +62,7 @@ class Sqlite(Dialect):
 
     @contextlib.contextmanager
     def transaction(self, connection: sqlite3.Connection) -> Iterator[None]:
-        # IMMEDIATE: a transaction that begins by reading cannot wait for its turn to write.
-        connection.execute("BEGIN IMMEDIATE")
+        _begin(connection)
         try:
             yield
             connection.execute("COMMIT")
@@ -98,10 +102,10 @@ class Sqlite(Dialect):
         table, by_time = self.bare(definition.name), self.bare(f"{definition.name}_fire_at")
         lines = [
             "event_id INTEGER PRIMARY KEY AUTOINCREMENT",
-            f"fire_at INTEGER NOT NULL DEFAULT {self.now}",
+            f"fire_at INTEGER NOT NULL DEFAULT {self.now} {_whole('fire_at')}",
             f"state TEXT NOT NULL DEFAULT 'to_be_fired' CHECK (state IN ({states()}))",
-            "attempts INTEGER NOT NULL DEFAULT 0",
-            "priority INTEGER NOT NULL DEFAULT 0",
+            f"attempts INTEGER NOT NULL DEFAULT 0 {_whole('attempts')}",
+            f"priority INTEGER NOT NULL DEFAULT 0 {_whole('priority')}",
             "keyspace_id INTEGER",
             "event_name TEXT",
             "event_group TEXT",
@@ -161,6 +165,33 @@ class Sqlite(Dialect):
 
     def watch(self, queue: str, poke: Callable[[], None]) -> Closing:  # noqa: ARG002 - a file
         return _Watch(self.connect, poke)
+
+
+def _begin(connection: sqlite3.Connection) -> None:
+    """Begin to write, when it is our turn."""
+    until = time.monotonic() + BUSY_MS / 1000
+    connection.execute("PRAGMA busy_timeout = 0")
+    try:
+        # IMMEDIATE: a transaction that begins by reading cannot wait for its turn to write.
+        while not _began(connection, last=time.monotonic() >= until):
+            time.sleep(TURN_SECONDS)
+    finally:
+        connection.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
+
+
+def _began(connection: sqlite3.Connection, *, last: bool) -> bool:
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+    except sqlite3.OperationalError as error:
+        if last or error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+            raise
+        return False
+    return True
+
+
+def _whole(column: str) -> str:
+    """A check: SQLite would take a text for a number, and every manager would stumble over it."""
+    return f"CHECK (typeof({column}) = 'integer')"
 
 
 class _Watch(Closing):

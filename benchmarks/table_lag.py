@@ -1,0 +1,139 @@
+"""How late events come: from due to received; and what a manager asks of the database."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import NamedTuple
+
+from benchmarks.effort import Effort
+from benchmarks.measure import Series, percentile
+from benchmarks.outcome import Cell, Outcome, Table, figure
+from benchmarks.table_contestant import BATCH, Turnlane
+from benchmarks.table_producer import Job, Producer
+
+RATE = 1_000
+"""Events a second."""
+
+BACKLOG = 100_000
+SETTLED = 3.0
+"""Seconds after which a manager that has nothing to do has come to rest."""
+
+
+class Lags(NamedTuple):
+    """Milliseconds, and statements to an event."""
+
+    half: float
+    most: float
+    statements: float
+
+
+def at_a_rate(url: str, producer: Producer, count: int) -> Lags:
+    """Another process inserts one by one; every event is due when it is inserted."""
+    with Turnlane(url) as contestant:
+        contestant.reset()
+        with contestant.queue.receive() as receiver:
+            session = contestant.queue.manager().store.session
+            contestant.one(1)
+            receiver.ack(receiver.take())
+            before = session.statements
+            producer.start(Job(Turnlane, url, count, RATE))
+            lags: list[float] = []
+            while len(lags) < count:
+                events = receiver.take()
+                # One machine: the database's clock is this one.
+                now = time.time_ns()
+                lags += [(now - event.fire_at) / 1e6 for event in events]
+                receiver.ack(events)
+            receiver.flush()
+            producer.finish()
+            statements = (session.statements - before) / count
+        contestant.queue.close()
+    lags.sort()
+    return Lags(percentile(lags, 0.5), percentile(lags, 0.99), statements)
+
+
+def at_once(url: str, count: int) -> Lags:
+    """All are due when the receiver comes."""
+    with Turnlane(url) as contestant:
+        contestant.reset()
+        for first in range(0, count, BATCH):
+            contestant.batch(first, min(BATCH, count - first))
+        with contestant.queue.receive(prefetch=4 * BATCH) as receiver:
+            session = contestant.queue.manager().store.session
+            started = time.perf_counter()
+            lags: list[float] = []
+            while len(lags) < count:
+                events = receiver.take()
+                lags += [1000 * (time.perf_counter() - started)] * len(events)
+                receiver.ack(events)
+            receiver.flush()
+            statements = session.statements / count
+        contestant.queue.close()
+    return Lags(percentile(lags, 0.5), percentile(lags, 0.99), statements)
+
+
+def idle(urls: dict[str, str], seconds: float) -> dict[str, float]:
+    """Statements a second of managers whose queues stay empty, on all databases at once."""
+    with contextlib.ExitStack() as stack:
+        sessions = {}
+        for name, url in urls.items():
+            contestant = stack.enter_context(Turnlane(url))
+            contestant.reset()
+            receiver = stack.enter_context(contestant.queue.receive())
+            contestant.one(1)
+            receiver.ack(receiver.take())
+            receiver.flush()
+            sessions[name] = contestant.queue.manager().store.session
+        time.sleep(SETTLED)
+        before = {name: session.statements for name, session in sessions.items()}
+        time.sleep(seconds)
+        return {
+            name: (session.statements - before[name]) / seconds
+            for name, session in sessions.items()
+        }
+
+
+def run(effort: Effort, urls: dict[str, str], producer: Producer) -> Outcome:
+    """On every database; the figures are PostgreSQL's."""
+    rows: dict[str, list[Cell | None]] = {}
+    outcome = Outcome()
+    count = max(100, round(RATE * effort.seconds(3.0, 20.0)))
+    resting = idle(urls, effort.seconds(4.0, 30.0))
+    for name, url in urls.items():
+        rounds = effort.rounds if name == "PostgreSQL" else effort.few_rounds
+        rated = [Series(each) for each in zip(*_repeat(url, producer, count, rounds), strict=True)]
+        backlog = at_once(url, effort.events(BACKLOG // 5, BACKLOG))
+        single = [Series([each]) for each in (backlog.half, backlog.most, resting[name])]
+        rows[name] = [Cell.of(each) for each in (*rated, *single)]
+        if name == "PostgreSQL":
+            outcome.figures += [
+                figure("lag_p99_ms", rated[1], LAG, unit="ms", at_most=20.0),
+                figure("idle_statements_per_s", single[2], IDLE, at_most=5.0),
+            ]
+    columns = ("p50 ms", "p99 ms", "statements/event", "backlog p50 ms", "backlog p99 ms", "idle/s")
+    outcome.tables.append(Table("From due to received", "", columns, rows, _note(effort)))
+    return outcome
+
+
+def _repeat(url: str, producer: Producer, count: int, rounds: int) -> list[Lags]:
+    return [at_a_rate(url, producer, count) for _ in range(rounds)]
+
+
+LAG = (
+    "PostgreSQL; another process inserts 1,000 events a second, one by one, each due at once: 99th "
+    "percentile of the time from `fire_at`, which is before the commit, to `take()` returning it"
+)
+IDLE = (
+    "PostgreSQL; a receiver waits at an empty queue: statements that the manager's connection "
+    "sent, counted there, a second"
+)
+
+
+def _note(effort: Effort) -> str:
+    backlog = effort.events(BACKLOG // 5, BACKLOG)
+    return (
+        "At 1,000 inserts a second, one by one; statements are those of the manager's connection. "
+        f"Backlog: {backlog:,} events are due when the receiver comes, so its times are those of "
+        "draining it. Idle: statements a second at an empty queue."
+    )

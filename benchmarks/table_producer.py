@@ -1,0 +1,103 @@
+"""A process that enqueues while this one receives, as in real life."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event
+from typing import NamedTuple
+
+from benchmarks.table_contestant import BATCH, TableContestant
+from turnlane.closing import Closing
+
+AHEAD = 20_000
+"""The most events that wait: a queue that lives is short."""
+
+
+class Job(NamedTuple):
+    """What to enqueue."""
+
+    contestant: Callable[[str], TableContestant]
+    url: str
+    events: int
+    """In batches; with a rate, one by one."""
+    per_second: float | None = None
+
+
+class Producer(Closing):
+    """The process, kept for many jobs."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._received = context.Value("q", 0)
+        self._stopped = context.Event()
+        self._process = context.Process(
+            target=_serve,
+            args=(theirs, self._received, self._stopped),
+            name="bench-producer",
+            daemon=True,
+        )
+        self._process.start()
+
+    def start(self, job: Job) -> None:
+        """Begin; returns once its connection is open."""
+        self._received.value = 0
+        self._stopped.clear()
+        self._ours.send(job)
+        assert self._ours.recv() == "ready"
+        self._ours.send("go")
+
+    def received(self, count: int) -> None:
+        """So many events are received by now."""
+        self._received.value = count
+
+    def stop(self) -> None:
+        """Let it enqueue no more."""
+        self._stopped.set()
+
+    def finish(self) -> float:
+        """Wait for the end; returns how many seconds it took."""
+        took: float = self._ours.recv()
+        return took
+
+    def close(self) -> None:
+        """End the process."""
+        self._ours.send(None)
+        self._process.join(30)
+
+
+def _serve(connection: Connection, received: Synchronized[int], stopped: Event) -> None:
+    while (job := connection.recv()) is not None:
+        with job.contestant(job.url) as contestant:
+            connection.send("ready")
+            connection.recv()
+            started = time.perf_counter()
+            if job.per_second is None:
+                _in_batches(contestant, job.events, received, stopped)
+            else:
+                _one_by_one(contestant, job.events, job.per_second)
+            connection.send(time.perf_counter() - started)
+
+
+def _in_batches(
+    contestant: TableContestant, count: int, received: Synchronized[int], stopped: Event
+) -> None:
+    for first in range(0, count, BATCH):
+        while first - received.value > AHEAD and not stopped.is_set():
+            time.sleep(0.001)
+        if stopped.is_set():
+            return
+        contestant.batch(first, min(BATCH, count - first))
+
+
+def _one_by_one(contestant: TableContestant, count: int, per_second: float) -> None:
+    started = time.perf_counter()
+    for number in range(count):
+        left = started + number / per_second - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+        contestant.one(1)

@@ -1,0 +1,328 @@
+"""Queue tables of nodes elsewhere: their events, as they fire, over Arrow Flight."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import pyarrow as pa
+
+from turnlane.client.failures import understood
+from turnlane.client.remote import RemoteNode, said
+from turnlane.closing import Closing
+from turnlane.errors import LeadLost, Never, QueueClosed, TransportDown, TurnlaneError
+from turnlane.table.event import COLUMNS, TableEvent
+from turnlane.table.keyspace import KeyRange
+from turnlane.table.receiver import PREFETCH
+from turnlane.table.sql.dialect import Row
+
+log = logging.getLogger(__name__)
+
+RETRY: Final = 0.5
+"""Seconds before a node that ended a stream is asked again."""
+
+
+class RemoteTable:
+    """A queue table that nodes serve."""
+
+    def __init__(self, nodes: Sequence[RemoteNode], name: str) -> None:
+        self.name = name
+        self._nodes = nodes
+
+    def receive(self, key_range: str = "-", prefetch: int = PREFETCH) -> RemoteReceiver:
+        """A receiver of the events in a key range, from all nodes: one of them leads a shard.
+
+        Nodes that are away are tried again. Raises whatever will fail again: ``NotAllowed``,
+        ``NoSuchQueue``.
+        """
+        KeyRange.parse(key_range)
+        return RemoteReceiver(self._nodes, self.name, key_range, prefetch)
+
+
+class RemoteEvent(TableEvent):
+    """An event that came over a stream."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, row: Row, home: _Stream, number: int) -> None:
+        super().__init__(row, home, 0.0)
+        self.number = number
+        """Of all that came on its stream."""
+
+
+class RemoteReceiver(Closing):
+    """Takes events from nodes; as :class:`turnlane.table.Receiver`. Safe to use from any thread."""
+
+    def __init__(
+        self, nodes: Sequence[RemoteNode], table: str, key_range: str, prefetch: int
+    ) -> None:
+        self.command = {"receive": table, "key_range": key_range, "prefetch": prefetch}
+        self.changed = threading.Condition()
+        self.waiting: deque[RemoteEvent] = deque()
+        self._prefetch = prefetch
+        self._failure: Exception | None = None
+        self._over = threading.Event()
+        self._links = [_Link(node, self) for node in nodes]
+        for link in self._links:
+            link.start()
+
+    def take(self, most: int | None = None, timeout: float | None = None) -> list[TableEvent]:
+        """Take up to ``most`` events, at least one; none if none came in time.
+
+        Raises ``QueueClosed`` once the receiver is closed, and what a node will always refuse.
+        """
+        limit = self._prefetch if most is None else most
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self.waiting or self._over.is_set() or self._failure, timeout
+            )
+            if self._over.is_set():
+                raise QueueClosed("the receiver is closed")
+            if self._failure is not None:
+                raise self._failure
+            return [self.waiting.popleft() for _ in range(min(limit, len(self.waiting)))]
+
+    def __iter__(self) -> Iterator[TableEvent]:
+        """Events, one by one, until the receiver is closed."""
+        while True:
+            try:
+                taken = self.take(1)
+            except QueueClosed:
+                return
+            yield from taken
+
+    def ack(self, events: Sequence[TableEvent]) -> None:
+        """Settle several events at once; does not wait until that is stored."""
+        for home, mine in itertools.groupby(events, key=lambda event: event.home):
+            home.ack(list(mine))
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until the acks so far are stored; false if the time is over.
+
+        Raises ``LeadLost`` if some never will be: their events fire again.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        answers = [link.flush(until) for link in self._links]
+        if None in answers:
+            raise LeadLost("acks were not stored: their events fire again")
+        return all(answers)
+
+    def close(self) -> None:
+        """Take no more events; those that were not settled fire elsewhere."""
+        self._over.set()
+        with self.changed:
+            self.changed.notify_all()
+        for link in self._links:
+            link.stop()
+
+    # ── for links ────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is closed."""
+        return self._over.is_set()
+
+    def pause(self) -> None:
+        """Wait before the next try."""
+        self._over.wait(RETRY)
+
+    def fail(self, error: Exception) -> None:
+        """A node will always refuse."""
+        with self.changed:
+            self._failure = error
+            self.changed.notify_all()
+
+    def offer(self, events: list[RemoteEvent]) -> None:
+        """Take events in."""
+        with self.changed:
+            self.waiting.extend(events)
+            self.changed.notify_all()
+
+    def forget(self, stream: _Stream) -> None:
+        """A stream is over: what nobody took of it fires elsewhere."""
+        with self.changed:
+            self.waiting = deque(event for event in self.waiting if event.home is not stream)
+
+
+class _Link:
+    """One node, for one receiver: a stream, and another one whenever it breaks."""
+
+    def __init__(self, node: RemoteNode, receiver: RemoteReceiver) -> None:
+        self._node = node
+        self._receiver = receiver
+        self._stream: _Stream | None = None
+        self._lost = False
+        """Whether a stream ended with acks that may not be stored."""
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._run, name=f"turnlane-receive-{node.place}", daemon=True
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        with self._lock:
+            stream = self._stream
+        if stream is not None:
+            stream.cancel()
+        self._thread.join()
+
+    def lose(self) -> None:
+        """An ack came too late for its stream."""
+        self._lost = True
+
+    def flush(self, until: float | None) -> bool | None:
+        """Whether all acks are stored; ``None`` if some never will be."""
+        with self._lock:
+            stream, lost = self._stream, self._lost
+            self._lost = False
+        stored = True if stream is None else stream.flush(until)
+        return None if lost else stored
+
+    def _run(self) -> None:
+        while not self._receiver.is_over:
+            try:
+                self._listen()
+            except Never as error:
+                if not isinstance(error, QueueClosed):
+                    self._receiver.fail(error)
+                    return
+            except ValueError as error:
+                self._receiver.fail(error)
+                return
+            except TurnlaneError as error:
+                log.debug("%s: %s", self._node.place, error)
+            self._receiver.pause()
+
+    def _listen(self) -> None:
+        with understood(self._node.place):
+            stream = _Stream(self._node, self._receiver, self.lose)
+            with self._lock:
+                self._stream = stream
+            if self._receiver.is_over:
+                stream.cancel()
+            try:
+                stream.listen()
+            finally:
+                with self._lock:
+                    self._stream = None
+                    self._lost = self._lost or stream.end()
+                self._receiver.forget(stream)
+
+
+class _Stream:
+    """One Flight call; the home of the events that came on it."""
+
+    def __init__(
+        self, node: RemoteNode, receiver: RemoteReceiver, lose: Callable[[], None]
+    ) -> None:
+        self.positions: Mapping[str, int] = {}
+        self._place = node.place
+        self._receiver = receiver
+        self._lose = lose
+        self._writer, self._reader = node.exchange(receiver.command)
+        self._writing = threading.Lock()
+        self._changed = threading.Condition()
+        self._asked = 0
+        self._answers: dict[int, bool] = {}
+        self._sent = 0
+        """Acks so far,"""
+        self._told = 0
+        """and how many of them somebody knows to be stored, or lost."""
+        self._ended = False
+
+    # ── for events ───────────────────────────────────────────────────────────────────────────────
+
+    def ack(self, events: Sequence[TableEvent]) -> None:
+        """Send acks."""
+        with self._writing:
+            self._sent += 1
+            if not self._say(ack=_spans(events)):
+                self._lose()
+
+    def nack(self, events: Sequence[TableEvent], delay: float | None, error: str | None) -> None:
+        """Send nacks; if the stream is over, the events fire again anyway."""
+        with self._writing:
+            self._say(nack=_spans(events), delay=delay, error=error)
+
+    # ── for the link ─────────────────────────────────────────────────────────────────────────────
+
+    def listen(self) -> None:
+        """Hear the node until the stream is over."""
+        fields = self._reader.schema.names
+        self.positions = {name: at for at, name in enumerate(fields) if at >= len(COLUMNS)}
+        for chunk in self._reader:
+            about = said(chunk.app_metadata)
+            if chunk.data is not None:
+                self._receiver.offer(self._events(about["first"], chunk.data))
+            elif "flushed" in about:
+                with self._changed:
+                    self._answers[about["flushed"]] = about["stored"]
+                    self._changed.notify_all()
+            elif "ended" in about:
+                raise TransportDown(f"{self._place}: {about['ended']}")
+
+    def flush(self, until: float | None) -> bool | None:
+        """Whether all acks so far are stored; ``None`` if some never will be."""
+        with self._writing:
+            sent = self._sent
+            if sent == self._told:
+                return True
+            self._asked += 1
+            number = self._asked
+            self._say(flush=number)
+        left = None if until is None else until - time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: number in self._answers or self._ended, left)
+            if number not in self._answers:
+                return None if self._ended else False
+            self._told = max(self._told, sent)
+            return True if self._answers.pop(number) else None
+
+    def end(self) -> bool:
+        """It is over; whether there were acks that may not be stored."""
+        self._reader.cancel()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        with self._writing, contextlib.suppress(pa.ArrowException):  # it is over in any case
+            self._writer.close()
+        return self._sent > self._told
+
+    def cancel(self) -> None:
+        """End the call; what is not settled fires elsewhere."""
+        self._reader.cancel()
+
+    def _events(self, first: int, block: pa.RecordBatch) -> list[RemoteEvent]:
+        rows = zip(*(column.to_pylist() for column in block.columns), strict=True)
+        return [RemoteEvent(row, self, number) for number, row in enumerate(rows, first)]
+
+    def _say(self, **words: Any) -> bool:
+        """Whether it could be sent. Called with the lock held."""
+        if self._ended:
+            return False
+        try:
+            self._writer.write_metadata(pa.py_buffer(json.dumps(words).encode()))
+        except pa.ArrowException as error:
+            log.debug("%s: %s", self._place, error)
+            return False
+        return True
+
+
+def _spans(events: Sequence[TableEvent]) -> list[tuple[int, int]]:
+    """The numbers of events, those in a row as one pair."""
+    spans: list[tuple[int, int]] = []
+    for number in sorted(event.number for event in events if isinstance(event, RemoteEvent)):
+        if spans and spans[-1][1] >= number:
+            spans[-1] = (spans[-1][0], number + 1)
+        else:
+            spans.append((number, number + 1))
+    return spans

@@ -1,0 +1,152 @@
+"""Output ``table``: schedules events in a queue table."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import Any, Final, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import Field, model_validator
+
+from turnlane.errors import Never, RetryLater
+from turnlane.events import Block
+from turnlane.outputs.contract import Output, OutputSettings
+from turnlane.outputs.identity import lasting_ids
+from turnlane.outputs.pool import Pool
+from turnlane.outputs.sql_rows import Rows, rows_of
+from turnlane.outputs.table_places import NAME, TablePlace
+from turnlane.problems import Contradiction, Problem
+from turnlane.quantities import Duration
+from turnlane.table.addresses import TableAddress
+from turnlane.table.columns import check_columns, fitted
+from turnlane.table.spread import Spread
+
+FIRE_AT: Final = "fire_at"
+
+
+class TableOutputSettings(OutputSettings, TableAddress):
+    """The settings of a table output."""
+
+    columns: dict[str, str] = Field(
+        min_length=1,
+        description="The table's columns, each with where it comes from: a column of the events, "
+        "a path such as `headers.team` or `value.user.id` (into JSON), or `event_id`. Beside "
+        "yours: `fire_at`, `priority`, `event_name`, `event_group`, `after_group`.",
+    )
+    delay: Duration = Field(
+        default=0.0, description="How long after `fire_at` they fire; without that, after now."
+    )
+    exactly_once: bool = Field(
+        default=False,
+        description="Note in the table `turnlane_delivered`, in the same transaction, what was "
+        "scheduled, and leave out what comes again, even if it has fired since.",
+    )
+    delivered_as: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=200,
+        description="With `exactly_once`: the name under which that is noted. Another one if "
+        "another pipeline writes to the same table, or if the queue was made anew. Default: the "
+        "table's.",
+    )
+
+    @model_validator(mode="after")
+    def _sensible(self) -> Self:
+        if self.delivered_as is not None and not self.exactly_once:
+            raise Contradiction([Problem("delivered_as", "means nothing without exactly_once")])
+        return self
+
+
+class _Tables:
+    """The queue's tables in all databases, as one thread uses them."""
+
+    is_open = True
+
+    def __init__(self, settings: TableOutputSettings) -> None:
+        with ExitStack() as opened:
+            self._spread = opened.enter_context(Spread(settings.databases(), settings.table))
+            self.definition = self._spread.definition
+            check_columns(settings.columns, self.definition)
+            noted = (settings.delivered_as or settings.table) if settings.exactly_once else None
+            self._places = [
+                opened.enter_context(
+                    TablePlace(self._spread.dialect(shard), self.definition, noted)
+                )
+                for shard in self._spread.map.shards
+            ]
+            self._opened = opened.pop_all()
+
+    def write(self, rows: Rows) -> None:
+        """Schedule all rows; a transaction in each database."""
+        numbers = self._numbers(rows.columns)
+        for at, place in enumerate(self._places):
+            mine = np.flatnonzero(numbers == at)
+            if len(mine) or rows.places:
+                place.write(rows, mine)
+
+    def _numbers(self, batch: pa.RecordBatch) -> Any:  # noqa: ANN401 - of numpy
+        """For each row, the number of the database that has its key."""
+        column = self.definition.shard_by
+        if len(self._places) == 1 or column is None:
+            return np.zeros(batch.num_rows, dtype=np.int64)
+        there = column in batch.schema.names
+        keys = batch.column(column).to_pylist() if there else [None] * batch.num_rows
+        return np.array(self._spread.shard_numbers(keys))
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._opened.close()
+
+
+class TableOutput(Output):
+    """Schedules each block, in a transaction of each database."""
+
+    settings_type = TableOutputSettings
+    settings: TableOutputSettings
+
+    def __init__(self, settings: TableOutputSettings) -> None:
+        super().__init__(settings)
+        self._tables: Pool[_Tables] = Pool(self._connect)
+
+    def prepare(self, block: Block) -> Any:  # noqa: ANN401
+        """The block's events as rows; named by their ids unless the settings name them."""
+        rows = rows_of(block, self.settings.columns, places=self.settings.exactly_once)
+        ids = lasting_ids(block)
+        if NAME in self.settings.columns or ids is None:
+            return rows
+        return rows._replace(columns=rows.columns.append_column(NAME, ids))
+
+    def send(self, prepared: Any) -> None:  # noqa: ANN401
+        rows: Rows = prepared
+        with self._tables.borrowed() as tables:
+            batch = self._delayed(fitted(rows.columns, tables.definition))
+            tables.write(rows._replace(columns=batch))
+
+    def check(self) -> None:
+        """Connect, which looks at the table and its columns."""
+        with self._tables.borrowed():
+            pass
+
+    def close(self) -> None:
+        self._tables.close()
+
+    def _connect(self) -> _Tables:
+        try:
+            return _Tables(self.settings)
+        except Never as error:  # of the settings or the table, which a person can change
+            raise RetryLater(f"table {self.settings.table!r}: {error}") from error
+
+    def _delayed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The batch with its fire times as late as they shall be."""
+        delay = round(self.settings.delay * 1e9)
+        if not delay:
+            return batch
+        there = FIRE_AT in batch.schema.names
+        times: Any = batch.column(FIRE_AT) if there else pa.nulls(batch.num_rows, pa.int64())
+        late = pc.add(times.fill_null(time.time_ns()), delay)
+        if not there:
+            return batch.append_column(FIRE_AT, late)
+        return batch.set_column(batch.schema.get_field_index(FIRE_AT), FIRE_AT, late)

@@ -1,0 +1,162 @@
+"""A queue table as an input: what fires comes into the queue, and is acked once it is safe."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contract.harness import wait_until
+from tests.inputs.syslog_harness import arrived, events_in
+from turnlane.events import Event
+from turnlane.inputs.table import TableInput, TableInputSettings
+from turnlane.node.node import Node
+from turnlane.table import Database, TableQueue, connect
+from turnlane.table.sharded import connect_shards
+
+OPTIONS = "WITH (lease = 2s, backoff = 10ms, max_backoff = 50ms, max_attempts = 3)"
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    with connect(f"sqlite:///{tmp_path}/shop.db") as found:
+        found.sql(
+            "CREATE QUEUE mails (customer BIGINT, subject TEXT, body BLOB) "
+            f"SHARD BY (customer) {OPTIONS}"
+        )
+        yield found
+
+
+@contextlib.contextmanager
+def running(host: Node, tmp_path: Path, **knobs: Any) -> Iterator[TableInput]:
+    place = {} if "shards" in knobs else {"url": f"sqlite:///{tmp_path}/shop.db"}
+    given = {"queue": "main", "table": "mails", **place, **knobs}
+    with TableInput(TableInputSettings.model_validate(given), host) as source:
+        source.start()
+        yield source
+        source.stop(20.0)
+
+
+def enqueue(database: Database, count: int, **columns: Any) -> TableQueue:
+    queue = database.queue("mails")
+    with (
+        contextlib.closing(database.connect()) as connection,
+        database.dialect.transaction(connection),
+    ):
+        rows = [{"customer": n, "subject": f"s{n}", **columns} for n in range(count)]
+        queue.enqueue_many(connection, rows)
+    return queue
+
+
+def is_empty(queue: TableQueue) -> bool:
+    return not any(queue.counts().values())
+
+
+def subjects(events: list[Event]) -> list[str]:
+    return sorted(json.loads(event.value or b"")["subject"] for event in events)
+
+
+def test_what_fires_is_published_and_then_acked(
+    host: Node, database: Database, tmp_path: Path
+) -> None:
+    queue = enqueue(database, 3, body=b"\xff", fire_at=1_700_000_000_000_001_000)
+    with running(host, tmp_path) as source:
+        events = arrived(host.queue("main"), 3)
+        wait_until(lambda: is_empty(queue))
+        assert source.counters.events == 3
+    (first, *_) = sorted(events, key=lambda event: event.key or "")
+    assert json.loads(first.value or b"") == {"customer": 0, "subject": "s0", "body_base64": "/w=="}
+    assert (first.key, first.source, first.timestamp) == ("0", "mails", 1_700_000_000_000_001)
+    assert first.headers == {"event_id": "1"}
+
+
+def test_columns_become_what_the_settings_say(
+    host: Node, database: Database, tmp_path: Path
+) -> None:
+    enqueue(database, 1, body=b"raw \xff", event_group="g", priority=4)
+    headers = {"group": "event_group", "who": "customer", "urgency": "priority"}
+    with running(host, tmp_path, key="subject", value="body", headers=headers):
+        (event,) = arrived(host.queue("main"), 1)
+    assert (event.key, event.value) == ("s0", b"raw \xff")
+    assert event.headers == {"group": "g", "who": "0", "urgency": "4"}
+
+
+def test_a_full_queue_costs_no_attempts(host: Node, database: Database, tmp_path: Path) -> None:
+    queue = enqueue(database, 35)
+    narrow = host.queue("narrow")  # room for 10
+    got: list[bytes | None] = []
+    with running(host, tmp_path, queue="narrow", ack="accepted"):
+        while len(got) < 35:
+            batch = narrow.get(10, timeout=60)
+            got += [event.value for event in batch]
+            batch.done()
+        wait_until(lambda: is_empty(queue))
+    assert len(set(got)) == len(got) == 35
+
+
+def test_an_event_that_never_fits_is_a_dead_letter_of_the_table(
+    host: Node, database: Database, tmp_path: Path
+) -> None:
+    large = host.queue("main").settings.max_event_bytes
+    enqueue(database, 1, body=b"x" * (large + 1))
+    queue = enqueue(database, 4)
+    with running(host, tmp_path) as source:
+        assert subjects(arrived(host.queue("main"), 4)) == ["s0", "s1", "s2", "s3"]
+        wait_until(lambda: queue.counts()["dead"] == 1 and queue.counts()["fired"] == 0)
+        assert source.counters.invalid == 3
+    assert "can never fit" in queue.peek("dead")[0]["last_error"]
+
+
+def test_who_dies_before_the_ack_has_it_fired_again(
+    host: Node, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = enqueue(database, 2)
+    with monkeypatch.context() as dying:
+        dying.setattr(TableInput, "_ack", lambda *_: None)
+        with running(host, tmp_path):
+            arrived(host.queue("main"), 2)
+    assert not is_empty(queue)
+    with running(host, tmp_path):
+        wait_until(lambda: is_empty(queue))
+    ids = [(event.headers or {})["event_id"] for event in events_in(host.queue("main"))]
+    assert sorted(ids) == ["1", "1", "2", "2"]
+
+
+def test_it_waits_for_a_table_that_is_made_later(
+    host: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(host, tmp_path), connect(f"sqlite:///{tmp_path}/shop.db") as database:
+        wait_until(lambda: "there is no queue 'mails'" in caplog.text)
+        database.sql(
+            f"CREATE QUEUE mails (customer BIGINT, subject TEXT) SHARD BY (customer) {OPTIONS}"
+        )
+        enqueue(database, 1)
+        arrived(host.queue("main"), 1)
+
+
+def test_a_wrong_column_is_named(
+    host: Node, database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = enqueue(database, 1)
+    with running(host, tmp_path, key="costumer"):
+        wait_until(lambda: "key: 'mails' has no column 'costumer'" in caplog.text)
+    assert queue.counts()["to_be_fired"] == 1
+
+
+def test_all_shards_are_served(host: Node, tmp_path: Path) -> None:
+    shards = [
+        {"url": f"sqlite:///{tmp_path}/{name}.db", "range": part}
+        for name, part in (("a", "-80"), ("b", "80-"))
+    ]
+    with connect_shards((each["url"], each["range"]) for each in shards) as databases:
+        databases.sql(f"CREATE QUEUE mails (customer BIGINT) SHARD BY (customer) {OPTIONS}")
+        queue = databases.queue("mails")
+        queue.put({"customer": n} for n in range(20))
+        with running(host, tmp_path, shards=shards):
+            found = arrived(host.queue("main"), 20)
+            wait_until(lambda: not any(queue.counts().values()))
+    assert {event.key for event in found} == {str(n) for n in range(20)}

@@ -1,0 +1,120 @@
+"""What does a task do with an action's events, and with those that its output has to leave?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from turnlane.closing import Closing
+from turnlane.delivery.engine import GRACE, Engine
+from turnlane.delivery.gate import LocalGate, Report
+from turnlane.delivery.settings import DeliverySettings, FailoverSettings
+from turnlane.events import Block
+from turnlane.spark import delivering as delivering_module
+from turnlane.spark.delivering import Delivery
+from turnlane.spark.steps import Step
+
+AWAY = 3600.0
+
+
+class OpenGate(LocalGate, Closing):
+    """A gate of this process that a task opens and closes."""
+
+    def close(self) -> None:
+        """Nobody counts tasks here."""
+
+
+class Gates:
+    """The first output is away; ``open_for`` says for how long, each time that is asked."""
+
+    def __init__(self, open_for: Iterator[float]) -> None:
+        self._open_for = open_for
+
+    def gate(self, action: str, _: str, settings: DeliverySettings, *__: Any) -> OpenGate:
+        gate = OpenGate(settings)
+        if "." not in action:
+            gate.report(Report(failures=1, error="away"))
+        return gate
+
+    def status(self, actions: Sequence[str]) -> dict[str, dict[str, float]]:
+        return {action: {"open_for": next(self._open_for)} for action in actions}
+
+
+@contextmanager
+def delivering(target: Path, open_for: Iterator[float], **knobs: Any) -> Iterator[Delivery]:
+    """An action whose output is away, with a file to go to instead."""
+    second = {"type": "file", "path": str(target), "format": "raw"}
+    failover = FailoverSettings(output=second, after=60)
+    delivery = DeliverySettings(breaker_failures=1, failover=failover, **knobs)
+    first = {"type": "file", "path": str(target.with_suffix(".first"))}
+    step = Step(action="a", reads="a", output=first, delivery=delivery)
+    with ExitStack() as opened:
+        yield Delivery(step, Gates(open_for), opened)  # type: ignore[arg-type]
+
+
+def block(*values: str) -> Block:
+    return pa.RecordBatch.from_pydict(
+        {
+            "key": pa.array([value[0] for value in values]),
+            "value": pa.array([value.encode() for value in values]),
+            "payload": pa.array([value.encode() for value in values]),
+        }
+    )
+
+
+def ages(*seconds: float) -> Iterator[float]:
+    yield from seconds
+
+
+def test_the_second_output_gets_what_the_first_cannot_take(tmp_path: Path) -> None:
+    with delivering(tmp_path / "out", ages(AWAY)) as delivery:
+        ((_, outcome),) = delivery.run([block("a1", "b1")])
+    assert (outcome.delivered, len(outcome.kept)) == (2, 0)
+    assert (tmp_path / "out").read_text() == "a1\nb1\n"
+
+
+def test_the_second_output_has_no_more_time_than_a_task_has(tmp_path: Path) -> None:
+    def blocks() -> Iterator[Block]:
+        yield block("a1")
+        time.sleep(0.2)  # the task's time is over then, however slow the machine is
+        yield block("a2")
+
+    with delivering(tmp_path / "out", ages(AWAY, AWAY), max_time=0.1) as delivery:
+        outcomes = [outcome for _, outcome in delivery.run(blocks())]
+    assert outcomes[1].kept.tolist() == [0], "it is left to the next batch"
+
+
+def test_a_send_may_take_the_time_that_its_output_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is given up sooner has arrived, comes again, and so for ever."""
+    graces: list[float] = []
+
+    def made(*args: Any, grace: float) -> Engine:
+        graces.append(grace)
+        return Engine(*args, grace=grace)
+
+    monkeypatch.setattr(delivering_module, "Engine", made)
+    for timeout in ("10m", "1s"):
+        output = {"type": "http", "url": "http://localhost:1", "timeout": timeout}
+        with ExitStack() as opened:
+            step = Step(action="a", reads="a", output=output)
+            Delivery(step, Gates(ages()), opened)  # type: ignore[arg-type]
+    assert graces == [610.0, GRACE]
+
+
+@pytest.mark.parametrize(("ordering", "written"), [("strict", ""), ("key", "b2\n")])
+def test_none_overtakes_those_that_were_kept_before(
+    tmp_path: Path, ordering: str, written: str
+) -> None:
+    """The breaker has been open for long enough only when the second block comes."""
+    with delivering(tmp_path / "out", ages(59.9, 60.1), ordering=ordering) as delivery:
+        results = list(delivery.run([block("a1"), block("a2", "b2")]))
+    assert [outcome.delivered for _, outcome in results] == [0, written.count("\n")]
+    assert results[1][1].kept.tolist() == ([0, 1] if not written else [0])
+    found = tmp_path / "out"
+    assert (found.read_text() if found.exists() else "") == written

@@ -1,0 +1,169 @@
+"""Does ``turnlane table`` say what there is, and change what it says it changes?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.table.site import Site, settle, take
+from turnlane.cli.app import app
+from turnlane.table import TableQueue
+from turnlane.table.sharded import connect_shards
+
+DAY = 86_400 * 10**9
+
+
+def turnlane(*arguments: str, code: int = 0, stdin: str | None = None) -> str:
+    """What a command prints."""
+    run = CliRunner().invoke(app, ["table", *arguments], input=stdin)
+    assert run.exit_code == code, run.output
+    return run.stdout if code == 0 else run.output
+
+
+def objects(*arguments: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in turnlane(*arguments, "--json").splitlines()]
+
+
+def filled(site: Site) -> TableQueue:
+    """Events 0 to 3: one due, one tomorrow that has a name, one fired, one dead."""
+    queue = site.queue()
+    now = site.now()
+    with site.transaction() as connection:
+        queue.enqueue_many(
+            connection,
+            [
+                {"user_id": 0, "payload": "due", "fire_at": now - 10**9},
+                {"user_id": 1, "payload": "later", "fire_at": now + DAY, "event_name": "tomorrow"},
+                {"user_id": 2, "payload": "out", "fire_at": now - 10**9},
+                {"user_id": 3, "payload": "given up", "fire_at": now - 10**9},
+            ],
+        )
+    site.execute(f"UPDATE {queue.name} SET state = 'fired', attempts = 1 WHERE user_id = 2")
+    site.execute(f"UPDATE {queue.name} SET state = 'dead', attempts = 20 WHERE user_id = 3")
+    return queue
+
+
+class TestStatements:
+    def test_queues_are_made_shown_and_dropped(self, site: Site) -> None:
+        statement = "CREATE QUEUE cli_mails (customer BIGINT, subject TEXT) SHARD BY (customer)"
+        assert turnlane("sql", statement, "--url", site.url) == "cli_mails\n"
+        assert "cli_mails\n" in turnlane("sql", "-", "--url", site.url, stdin="SHOW QUEUES")
+        assert {"queue": "cli_mails"} in objects("sql", "SHOW QUEUES", "--url", site.url)
+        assert "there is a queue" in turnlane("sql", statement, "--url", site.url, code=1)
+        turnlane("sql", "DROP QUEUE cli_mails", "--url", site.url)
+        assert "cli_mails" not in turnlane("sql", "SHOW QUEUES", "--url", site.url)
+
+    def test_the_sql_that_is_printed_makes_the_queue(self, site: Site) -> None:
+        statement = 'CREATE QUEUE cli_odd ("a %s {b}" INT) WITH (max_attempts = 3)'
+        listed = objects("sql", statement, "--print", "--url", site.url)
+        assert "cli_odd" not in turnlane("sql", "SHOW QUEUES", "--url", site.url)
+        try:
+            for each in listed:
+                site.execute(each["statement"])
+            assert objects("ddl", "cli_odd", "--url", site.url) == listed
+            assert f"{listed[0]['statement']};" in turnlane("ddl", "cli_odd", "--url", site.url)
+        finally:
+            turnlane("sql", "DROP QUEUE IF EXISTS cli_odd", "--url", site.url)
+
+    def test_mistakes_are_told_in_a_line(self, tmp_path: Path) -> None:
+        url = f"sqlite:///{tmp_path}/q.db"
+        assert "1:19: there is no type" in turnlane(
+            "sql", "CREATE QUEUE a (b c)", "--url", url, code=1
+        )
+        assert "only CREATE QUEUE" in turnlane(
+            "sql", "SHOW QUEUES", "--print", "--url", url, code=2
+        )
+        assert "no queue 'b'" in turnlane("status", "b", "--url", url, code=1)
+        assert "--url: name the database" in turnlane("status", code=78)
+        assert "not a database" in turnlane("status", "--url", "oracle://x", code=78)
+        assert "no shard has the keys 80-" in turnlane("status", "--url", f"-80={url}", code=78)
+
+
+class TestEvents:
+    def test_status_says_what_waits_how_late_it_is_and_who_leads(self, site: Site) -> None:
+        queue = filled(site)
+        (status,) = objects("status", queue.name, "--url", site.url)
+        assert status["counts"] == {"to_be_fired": 2, "fired": 1, "acked": 0, "dead": 1}
+        assert (status["due"], status["window"], status["leader"]) == (1, 1, None)
+        assert status["lag"] >= 1
+        table = turnlane("status", "--url", site.url)
+        assert queue.name in table
+        assert "nobody" in table
+        with queue.receive() as receiver:
+            settle(receiver, take(receiver, 1))
+            (status,) = objects("status", queue.name, "--url", site.url)
+        assert (status["due"], status["lag"]) == (0, 0)
+        assert status["leader"]
+        assert status["term"] > 0
+        assert 0 < status["lease"] <= 2
+
+    def test_peek_shows_what_is_asked_for(self, site: Site) -> None:
+        name = filled(site).name
+
+        def seen(*options: str) -> list[str]:
+            return [each["payload"] for each in objects("peek", name, "--url", site.url, *options)]
+
+        assert seen() == ["due", "out", "given up", "later"]
+        assert seen("--count", "2") == ["due", "out"]
+        assert seen("--state", "dead", "--state", "fired") == ["out", "given up"]
+        assert (
+            seen("--name", "tomorrow") == seen("--key", "1") == seen("--since", "+1h") == ["later"]
+        )
+        assert seen("--until", "+1h", "--state", "to_be_fired") == ["due"]
+        assert "tomorrow" in turnlane("peek", name, "--url", site.url)
+        assert turnlane("peek", name, "--id", "123456", "--url", site.url) == "there are none\n"
+        assert "--state: is one of" in turnlane(
+            "peek", name, "--state", "lost", "--url", site.url, code=78
+        )
+
+    def test_retried_events_fire_again(self, site: Site) -> None:
+        queue = filled(site)
+        assert turnlane("retry", queue.name, "--key", "9", "--url", site.url).startswith("0 events")
+        (done,) = objects("retry", queue.name, "--url", site.url)
+        assert done == {"queue": queue.name, "events": 1}
+        out = turnlane("retry", queue.name, "--state", "fired", "--url", site.url)
+        assert out == "1 event to be fired again\n"
+        with queue.receive() as receiver:
+            events = take(receiver, 3)
+            assert {event["payload"] for event in events} == {"due", "out", "given up"}
+            # What was dead begins anew; what was out has had its attempt.
+            attempts = {event["payload"]: event.attempts for event in events}
+            assert (attempts["given up"], attempts["out"]) == (0, 1)
+            settle(receiver, events)
+
+    def test_cancelled_events_never_fire(self, site: Site) -> None:
+        queue = filled(site)
+        assert "say which" in turnlane("cancel", queue.name, "--url", site.url, code=78)
+        out = turnlane("cancel", queue.name, "--name", "tomorrow", "--yes", "--url", site.url)
+        assert out == "1 event cancelled\n"
+        (done,) = objects("cancel", queue.name, "--all", "--url", site.url)
+        assert done["events"] == 1
+        assert queue.counts() == {"to_be_fired": 0, "fired": 1, "acked": 0, "dead": 1}
+
+
+def test_shards_are_looked_at_together_and_resharded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = [(f"sqlite:///{tmp_path}/a.db", "-80"), (f"sqlite:///{tmp_path}/b.db", "80-")]
+    urls = [word for url, part in shards for word in ("--url", f"{part}={url}")]
+    turnlane("sql", "CREATE QUEUE jobs (user_id BIGINT) SHARD BY (user_id)", *urls)
+    with connect_shards(shards) as databases:
+        databases.queue("jobs").put({"user_id": n, "fire_at": 2**62} for n in range(50))
+    both = objects("status", "jobs", *urls)
+    assert [each["shard"] for each in both] == ["-80", "80-"]
+    assert sum(each["counts"]["to_be_fired"] for each in both) == 50
+    assert len(objects("peek", "jobs", "--count", "100", *urls)) == 50
+    assert len(objects("peek", "jobs", "--key", "7", *urls)) == 1
+
+    assert "no reshard" in turnlane("reshard", "jobs", *urls, code=1)
+    merged = f"sqlite:///{tmp_path}/c.db"
+    *steps, result = objects("reshard", "jobs", "--to", f"-={merged}", *urls)
+    assert [each["step"] for each in steps][-1] == "done"
+    assert result["moved"] == 50
+    assert result["shards"] == [{"range": "-", "url": merged}]
+    monkeypatch.setenv("TURNLANE_TABLE_URL", merged)
+    assert objects("status", "jobs")[0]["counts"]["to_be_fired"] == 50

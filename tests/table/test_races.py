@@ -1,0 +1,327 @@
+"""What happens to rows between two looks of a manager: acked, locked, edited by others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import psycopg
+import pytest
+
+from tests.table.site import Site, eventually, payloads, settle, step_until, take
+from turnlane.errors import LeadLost, NameTaken
+from turnlane.table.event import TableEvent
+from turnlane.table.keyspace import KeyRange
+from turnlane.table.manager import Manager
+from turnlane.table.queue import TableQueue
+from turnlane.table.receiver import Receiver
+from turnlane.table.selection import Selection
+from turnlane.table.sql.dialect import Failure, Row
+from turnlane.table.sql.postgres import Postgres
+from turnlane.table.store import Store
+
+SOON = 20.0
+"""Seconds: long on a busy machine, short beside the ack timeout of these tests."""
+
+
+def _acked(site: Site, queue: TableQueue, event_id: int) -> None:
+    site.execute(f"UPDATE {queue.name} SET state = 'acked' WHERE event_id = {event_id}")
+
+
+def _rows(site: Site, queue: TableQueue) -> list[Row]:
+    return site.execute(f"SELECT state, attempts FROM {queue.name} ORDER BY event_id")
+
+
+def _attached(manager: Manager) -> Receiver:
+    receiver = Receiver()
+    manager.attach(receiver)
+    return receiver
+
+
+def _received(manager: Manager, receiver: Receiver) -> list[TableEvent]:
+    """The next events that come while the manager is stepped by hand."""
+    seen: list[TableEvent] = []
+
+    def came() -> bool:
+        seen.extend(receiver.take(timeout=0))
+        return bool(seen)
+
+    step_until(manager, came, SOON)
+    return seen
+
+
+# ── events that wait for a receiver ──────────────────────────────────────────────────────────────
+
+
+def test_an_event_acked_by_sql_while_it_waits_at_a_receiver_is_not_given_out(site: Site) -> None:
+    queue = site.queue(ack_timeout="60s")
+    site.fill(queue, 1)
+    with site.manager(queue) as manager:
+        receiver = _attached(manager)
+        step_until(manager, lambda: manager.in_flight == 1)
+        _acked(site, queue, 1)
+        step_until(manager, lambda: manager.in_flight == 0)
+        assert receiver.take(timeout=0) == []
+
+
+class AckedBehind(Store):
+    """Somebody acks what was read, before the manager does anything with it."""
+
+    site: Site
+
+    def read_due(self, *arguments: Any) -> list[Row]:
+        rows = super().read_due(*arguments)
+        if rows:
+            self.site.execute(f"UPDATE {self.definition.name} SET state = 'acked'")
+        return rows
+
+
+def test_an_event_of_an_earlier_leader_is_asked_about_before_it_fires(site: Site) -> None:
+    queue = site.queue()
+    site.fill(queue, 1)
+    site.execute(f"UPDATE {queue.name} SET attempts = 1")  # somebody has it, and may ack it
+    store = AckedBehind(site.dialect, queue.definition)
+    store.site = site
+    with site.manager(queue, store) as manager:
+        receiver = _attached(manager)
+        step_until(manager, lambda: queue.counts()["acked"] == 1)
+        assert manager.counts.fired == 0
+        assert receiver.take(timeout=0) == []
+
+
+def test_what_nobody_took_is_not_counted_as_an_attempt(site: Site) -> None:
+    queue = site.queue(ack_timeout="200ms", max_attempts=1)
+    site.fill(queue, 1)
+    with queue.receive() as receiver:
+        manager = queue.manager()
+        eventually(lambda: manager.counts.fired == 1 and manager.in_flight == 0, SOON)
+        (event,) = take(receiver, 1)
+        assert event.attempts == 0
+    eventually(lambda: queue.counts()["dead"] == 1)  # it was received once, and not acked
+
+
+def test_what_a_receiver_never_took_goes_to_another_at_once(site: Site) -> None:
+    queue = site.queue(ack_timeout="60s", ordering="key")
+    with site.transaction() as connection:
+        for payload in ("first", "second"):
+            queue.enqueue(connection, {"user_id": 1, "payload": payload})
+    with site.manager(queue) as manager:
+        receiver = _attached(manager)
+        step_until(manager, lambda: _rows(site, queue)[0] == ("fired", 1))
+        receiver.close()
+        other = _attached(manager)
+        seen = _received(manager, other)
+        assert payloads(seen) == ["first"]
+        assert seen[0].attempts == 0
+
+
+def test_what_nobody_took_is_as_if_never_fired_when_the_manager_closes(site: Site) -> None:
+    queue = site.queue(ack_timeout="60s")
+    site.fill(queue, 1)
+    with site.manager(queue) as manager:
+        _attached(manager)
+        step_until(manager, lambda: _rows(site, queue) == [("fired", 1)])
+    assert _rows(site, queue) == [("to_be_fired", 0)]
+
+
+# ── order ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("how", ["ack", "sql", "cancel"])
+def test_a_key_does_not_wait_for_a_retry_that_was_settled(site: Site, how: str) -> None:
+    queue = site.queue(ordering="key", window="1s", ack_timeout="2s")
+    with site.transaction() as connection:
+        for payload in ("first", "second"):
+            queue.enqueue(connection, {"user_id": 1, "payload": payload})
+    with queue.receive() as receiver:
+        (first,) = take(receiver, 1)
+        first.nack(delay=3600)  # far beyond the window
+        eventually(lambda: _rows(site, queue)[0] == ("to_be_fired", 1))
+        if how == "ack":
+            first.ack()
+        elif how == "sql":
+            _acked(site, queue, first.id)
+        else:
+            queue.cancel([first.id])
+        assert payloads(take(receiver, 1, SOON)) == ["second"]
+
+
+class NotYet(Store):
+    """Its clock is a little behind what the manager thinks: the first mark comes too early."""
+
+    early = True
+
+    def mark(self, token: int, ids: Sequence[int]) -> set[int]:
+        if self.early:
+            self.early = False
+            return set()
+        return super().mark(token, ids)
+
+
+def test_an_event_that_is_not_quite_due_keeps_its_place(site: Site) -> None:
+    queue = site.queue(ordering="key")
+    with site.transaction() as connection:
+        for payload in ("first", "second"):
+            queue.enqueue(connection, {"user_id": 1, "payload": payload}, delay=1.5)
+    store = NotYet(site.dialect, queue.definition)
+    with site.manager(queue, store) as manager:
+        receiver = _attached(manager)
+        seen = _received(manager, receiver)
+        assert not store.early
+        assert payloads(seen) == ["first"]
+
+
+# ── rows that others hold, and old ones ──────────────────────────────────────────────────────────
+
+
+def test_an_ack_in_an_open_transaction_holds_nothing_up(served_site: Site) -> None:
+    site = served_site
+    queue = site.queue(ack_timeout="2s")
+    site.fill(queue, 2)
+    with queue.receive() as receiver:
+        locked, other = take(receiver, 2)
+        with contextlib.suppress(ZeroDivisionError), site.transaction() as connection:
+            assert queue.ack(connection, [locked.id]) == 1
+            # The other one is marked, retried, received and acked, and so are new ones.
+            (again,) = take(receiver, 1, SOON)
+            assert again.id == other.id
+            settle(receiver, [again])
+            site.fill(queue, 1)
+            settle(receiver, take(receiver, 1, SOON))
+            raise ZeroDivisionError
+        (back,) = take(receiver, 1, SOON)
+        assert back.id == locked.id
+        settle(receiver, [back])
+    assert queue.counts()["to_be_fired"] == queue.counts()["fired"] == 0
+
+
+def test_old_events_that_no_receiver_covered_come_to_one_that_does(site: Site) -> None:
+    queue = site.queue()
+    site.fill(queue, 20, fire_at=site.now() - 3600 * 10**9)
+    with queue.receive("-80") as receiver:
+        lower = take(receiver, _share(queue, "-80"))
+        settle(receiver, lower)
+        with queue.receive("80-") as other:
+            settle(other, take(other, 20 - len(lower), SOON))
+
+
+def test_a_full_receiver_holds_up_no_other_key_range(site: Site) -> None:
+    queue = site.queue(ack_timeout="60s")
+    site.fill(queue, 400)
+    upper = _share(queue, "80-")
+    with queue.receive("-80", prefetch=1) as full, queue.receive("80-", prefetch=5) as receiver:
+        take(full, 1)  # and it is never acked
+        for _ in range(upper):
+            settle(receiver, take(receiver, 1, SOON))
+
+
+def _share(queue: TableQueue, key_range: str) -> int:
+    return len(queue.scan.ids(Selection(key_range=KeyRange.parse(key_range))))
+
+
+# ── events through the manager ───────────────────────────────────────────────────────────────────
+
+
+class LostThen(Store):
+    """Another manager takes the lead right after events were written."""
+
+    def insert_fired(self, token: int, columns: Sequence[str], rows: Sequence[Row]) -> list[int]:
+        ids = super().insert_fired(token, columns, rows)
+        self.lost = True
+        return ids
+
+    lost = False
+
+    def renew(self, token: int, seconds: float) -> int:
+        if self.lost:
+            self.lost = False
+            raise LeadLost("another manager leads")
+        return super().renew(token, seconds)
+
+
+def test_what_was_stored_before_the_lead_was_lost_is_not_stored_twice(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = site.queue()
+    store = LostThen(site.dialect, queue.definition)
+    with site.manager(queue, store) as manager:
+        _attached(manager)
+        step_until(manager, lambda: manager.fires and manager.receivers == 1)
+        monkeypatch.setattr("turnlane.table.lead.PROOF", 0.0)
+        assert not manager.enqueue([{"payload": "once"}], timeout=0)
+        step_until(manager, lambda: manager.counts.lost_leads == 1)
+        monkeypatch.undo()
+        step_until(manager, lambda: manager.fires)
+        assert sum(queue.counts().values()) == 1
+
+
+def test_a_manager_of_a_queue_that_was_made_anew_changes_nothing(site: Site) -> None:
+    queue = site.queue()
+    store = Store(site.dialect, queue.definition)
+    old = store.acquire("old", 60.0)
+    site.database.catalog.drop(queue.name)
+    site.database.catalog.create(queue.definition)
+    site.fill(queue, 1)
+    new = store.acquire("new", 60.0)
+    assert old is not None
+    assert new is not None
+    with pytest.raises(LeadLost):
+        store.ack(old.token, [1])
+    assert queue.counts()["to_be_fired"] == 1
+    store.close()
+
+
+@pytest.mark.parametrize("column", ["fire_at", "priority", "attempts"])
+def test_a_row_that_is_no_event_is_refused(site: Site, column: str) -> None:
+    queue = site.queue()
+    site.fill(queue, 1)
+    for statement in (
+        f"INSERT INTO {queue.name} (payload, {column}) VALUES ('x', 'soon')",
+        f"UPDATE {queue.name} SET {column} = 'soon'",
+    ):
+        with pytest.raises(site.dialect.error):
+            site.execute(statement)
+    with queue.receive() as receiver:
+        settle(receiver, take(receiver, 1))
+
+
+def test_groups_that_wait_cost_no_statement_each(site: Site) -> None:
+    queue = site.queue()
+    store = Store(site.dialect, queue.definition)
+    with site.transaction() as connection:
+        for at in range(20):
+            queue.enqueue(connection, {"user_id": at}, group=f"g{at}")
+            queue.enqueue(connection, {"user_id": at}, after_group=f"g{at}")
+    grant = store.acquire("me", 60.0)
+    assert grant is not None
+    site.execute(f"UPDATE {queue.name} SET state = 'acked' WHERE event_group = 'g7'")
+    before = store.session.statements
+    assert store.release_groups(grant.token) == 1
+    assert store.session.statements - before < 10
+    store.close()
+
+
+def test_what_a_database_refuses_is_told_in_our_words(site: Site) -> None:
+    queue = site.queue()
+    with pytest.raises(NameTaken):
+        queue.insert([{"payload": "p", "event_name": "once"}] * 2)
+    assert queue.counts()["to_be_fired"] == 0
+
+
+@pytest.mark.parametrize("delay", [None, 1e12, float("inf"), float("nan")])
+def test_no_nack_stops_the_manager(site: Site, delay: float | None) -> None:
+    queue = site.queue(retention="1h")
+    site.fill(queue, 2)
+    with queue.receive() as receiver:
+        event, other = take(receiver, 2)
+        event.nack(delay, "a\0b\ud800" + "x" * 100_000)
+        eventually(lambda: queue.manager().counts.retried == 1, SOON)
+        settle(receiver, [other])
+        assert queue.manager().counts.lost_leads == 0
+
+
+def test_a_value_that_postgresql_cannot_have_is_no_failure_of_the_database() -> None:
+    dialect = Postgres("postgresql://nowhere/none")
+    assert dialect.failure(psycopg.DataError("text cannot contain NUL")) is Failure.OTHER
+    assert dialect.failure(psycopg.OperationalError("connection refused")) is Failure.DISCONNECTED
