@@ -2,7 +2,8 @@
 
 Both post the same events in the same batches, at the same concurrency, to the same server. The bare
 loop has the bodies ready and does nothing but post them: it is the limit. The engine gets blocks,
-makes the bodies and keeps account of every event.
+makes the bodies and keeps account of every event. There are two servers: one that takes a while
+for a request, as those do that keep what they get, and one that answers at once.
 """
 
 from __future__ import annotations
@@ -11,16 +12,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import pyarrow as pa
 import urllib3
 
 from benchmarks.effort import Effort
-from benchmarks.http_server import HttpServer
+from benchmarks.http_server import AT_ONCE, AT_WORK, HttpServer
 from benchmarks.lines import log_lines
 from benchmarks.measure import Series, alternate, undisturbed
-from benchmarks.outcome import Cell, Outcome, Table, figure
+from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.gate import LocalGate
 from turnlane.delivery.settings import DeliverySettings
@@ -34,6 +34,11 @@ BATCH = 1000
 BLOCK = 10_000
 CONCURRENCY = 4
 BARE, ENGINE = "urllib3 in a loop", "turnlane's engine"
+SERVERS: dict[str, tuple[dict[str, float], str]] = {
+    "": (AT_WORK, f"a server that takes {AT_WORK['seconds'] * 1000:.0f} ms for a request"),
+    "_at_once": (AT_ONCE, "a server that answers at once"),
+}
+"""By the ending of their figures' names."""
 
 
 def blocks_of(events: int) -> list[Block]:
@@ -106,41 +111,49 @@ def run(effort: Effort, server: HttpServer) -> Outcome:
     blocks, bodies = blocks_of(events), bodies_of(events)
     settings = DeliverySettings(concurrency=CONCURRENCY, batch_events=BATCH, max_time=600)
     contestants: dict[str, Callable[[], float]] = {
-        BARE: partial(bare, server.url, bodies, CONCURRENCY),
-        ENGINE: lambda: delivered(http_output(server.url), settings, blocks),
+        BARE: lambda: events / bare(server.url, bodies, CONCURRENCY),
+        ENGINE: lambda: events / delivered(http_output(server.url), settings, blocks),
     }
-    server.control(slots=0)
+    found: dict[str, dict[str, Series]] = {}
     with undisturbed():
-        times = {name: Series(each) for name, each in alternate(contestants, effort.rounds).items()}
+        for ending, (kind, _) in SERVERS.items():
+            server.control(**kind)
+            turns = alternate(contestants, effort.rounds)
+            found[ending] = {name: Series(rates) for name, rates in turns.items()}
         overhead = Series([_overhead(settings, blocks) for _ in range(effort.rounds)])
-    rates = {name: each.map(lambda seconds: events / seconds) for name, each in times.items()}
-    return Outcome(
-        [
-            figure(
-                "engine_vs_bare",
-                rates[ENGINE].over(rates[BARE]),
-                f"events of {SIZE} bytes, {BATCH} in a request, {CONCURRENCY} requests at a time: "
-                "the engine with the output http / urllib3 with bodies ready-made, in a loop",
-                unit="×",
-                at_least=0.8,
-            ),
-            figure(
-                "engine_overhead_us",
-                overhead,
-                f"the engine with an output that does nothing: time per batch of {BATCH}",
-                unit="µs",
-                at_most=500,
-            ),
-        ],
-        [
-            Table(
-                "Posting batches to an HTTP server",
-                "events/s",
-                (f"{SIZE} B",),
-                {name: [Cell.of(each)] for name, each in rates.items()},
-                "Without Spark and without a queue: blocks in memory.",
-            )
-        ],
+    figures = [_beside_bare(ending, each) for ending, each in found.items()]
+    return Outcome([*figures, _costs(overhead)], [_table(found)])
+
+
+def _beside_bare(ending: str, rates: dict[str, Series]) -> Figure:
+    return figure(
+        f"engine_vs_bare{ending}",
+        rates[ENGINE].over(rates[BARE]),
+        f"{SERVERS[ending][1]}; events of {SIZE} bytes, {BATCH} in a request, {CONCURRENCY} "
+        "requests at a time: the engine with the output http / urllib3 with bodies ready-made, in "
+        "a loop",
+        unit="×",
+        at_least=0.8,
+    )
+
+
+def _costs(overhead: Series) -> Figure:
+    return figure(
+        "engine_overhead_us",
+        overhead,
+        f"the engine with an output that does nothing: time per batch of {BATCH}",
+        unit="µs",
+        at_most=500,
+    )
+
+
+def _table(found: dict[str, dict[str, Series]]) -> Table:
+    return Table(
+        "Posting batches to an HTTP server",
+        "events/s",
+        [words for _, words in SERVERS.values()],
+        {name: [Cell.of(rates[name]) for rates in found.values()] for name in (BARE, ENGINE)},
+        f"Events of {SIZE} bytes; without Spark and without a queue: blocks in memory.",
     )
 
 

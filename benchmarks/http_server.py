@@ -25,6 +25,10 @@ _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _ANSWER = b"HTTP/1.1 %d X\r\nContent-Length: %d\r\nContent-Type: application/json\r\n\r\n%s"
 BUCKET = 0.02
 """The timeline's step, in seconds."""
+AT_WORK: dict[str, float] = {"slots": 64, "seconds": 0.02, "thrash": 1, "down": 0}
+"""A server that does something with what it gets: a request takes a while, many go side by side."""
+AT_ONCE: dict[str, float] = {"slots": 0, "seconds": 0, "thrash": 1, "down": 0}
+"""A server that throws everything away: it shows what the client costs, and little else."""
 
 
 @dataclass

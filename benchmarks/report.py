@@ -24,6 +24,7 @@ MODULES = {
     "queues": "Queues",
     "node": "The node",
     "spark": "The pipeline on Spark",
+    "delivery": "Delivery",
     "table": "Queue tables",
 }
 """The benchmark modules, and the titles of their chapters."""

@@ -1,4 +1,4 @@
-"""Queue tables: throughput beside others, lag, statements, shards, churn; PostgreSQL, MariaDB, SQLite.
+"""Queue tables: throughput beside others, lag, statements, shards, churn, on three databases.
 
 python -m benchmarks.table [--quick] [--json]
 """

@@ -21,7 +21,7 @@ ENDLESS = 10**12
 
 def run(effort: Effort, url: str, producer: Producer) -> Outcome:
     """As many events as go through, for a while; ten parts of the time beside each other."""
-    seconds = max(SHORTEST, effort.seconds(10.0, 3600.0))
+    seconds = max(SHORTEST, effort.seconds(6.0, 3600.0))
     rates = churned(url, producer, seconds)
     how = (
         f"PostgreSQL, events enqueued, fired and acked as fast as they go for {seconds:,.0f} s: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, ClassVar
@@ -33,6 +34,8 @@ class Done:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self.count = 0
+        self.ended_at = 0.0
+        """When the last one was acked, or stored if that is said; closing takes its own time."""
 
     @property
     def reached(self) -> bool:
@@ -44,8 +47,13 @@ class Done:
         with self._lock:
             self.count += count
             self._tell(self.count)
-            if self.count >= self._expected:
+            if self.count >= self._expected and not self.reached:
+                self.ended_at = time.perf_counter()
                 self._stopped.set()
+
+    def stored(self) -> None:
+        """The acks are stored only now."""
+        self.ended_at = time.perf_counter()
 
     def stop(self) -> None:
         """Let it be all."""
@@ -134,6 +142,7 @@ def received(receive: Callable[[str, int], table.Receiver], receivers: int, done
         for thread in threads:
             thread.join()
         opened[0].flush()
+        done.stored()
 
 
 def _receive(receiver: table.Receiver, done: Done) -> None:

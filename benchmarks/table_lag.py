@@ -99,7 +99,7 @@ def run(effort: Effort, urls: dict[str, str], producer: Producer) -> Outcome:
     rows: dict[str, list[Cell | None]] = {}
     outcome = Outcome()
     count = max(100, round(RATE * effort.seconds(3.0, 20.0)))
-    resting = idle(urls, effort.seconds(4.0, 30.0))
+    resting = idle(urls, max(SETTLED, effort.seconds(4.0, 30.0)))
     for name, url in urls.items():
         rounds = effort.rounds if name == "PostgreSQL" else effort.few_rounds
         rated = [Series(each) for each in zip(*_repeat(url, producer, count, rounds), strict=True)]

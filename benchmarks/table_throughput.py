@@ -46,12 +46,12 @@ class Sustained:
             contestant.reset()
             self._producer.start(Job(kind, url, count))
             started = time.perf_counter()
-            contestant.consume(receivers, Done(count, self._producer.received))
-            took = time.perf_counter() - started
+            done = Done(count, self._producer.received)
+            contestant.consume(receivers, done)
             self._producer.finish()
             if isinstance(contestant, Turnlane):
                 self.statements.append(contestant.statements / count)
-        return count / took
+        return count / (done.ended_at - started)
 
 
 def enqueued(effort: Effort, kind: type[TableContestant], url: str) -> tuple[float, float]:

@@ -54,12 +54,33 @@ TABLE = {
     "statements_per_event",
     "churn_ratio",
 }
-PROGRAMS = {"node": ("rsyslogd", "wrk"), "spark": ("java", "rsyslogd"), "table": ("mariadbd",)}
+DELIVERY = {
+    "drain_vs_bare",
+    "drain_vs_rsyslog",
+    "adaptive_vs_best",
+    "adaptive_vs_worst",
+    "recovery_to_full_s",
+    "engine_vs_bare",
+    "engine_overhead_us",
+}
+PROGRAMS = {
+    "node": ("rsyslogd", "wrk"),
+    "spark": ("java", "rsyslogd"),
+    "delivery": ("java", "rsyslogd"),
+    "table": ("mariadbd",),
+}
 
 
 @pytest.mark.timeout(900)  # with Spark it takes a minute, many if the machine has much to do
 @pytest.mark.parametrize(
-    ("module", "names"), [("queues", QUEUES), ("node", NODE), ("spark", SPARK), ("table", TABLE)]
+    ("module", "names"),
+    [
+        ("queues", QUEUES),
+        ("node", NODE),
+        ("spark", SPARK),
+        ("delivery", DELIVERY),
+        ("table", TABLE),
+    ],
 )
 def test_a_module_names_its_figures(module: str, names: set[str], tmp_path: Path) -> None:
     for program in PROGRAMS.get(module, ()):

@@ -133,6 +133,15 @@ def test_some_failures_among_successes_do_not_stop_the_others() -> None:
     assert sorted(taken(output)) == list(range(10_000))
 
 
+def test_retry_after_is_obeyed_also_if_it_is_said_of_some_rows() -> None:
+    settings = settings_of(**LONG)
+    gate = LocalGate(settings, clock=ManualClock())
+    output = FaultyOutput(lambda _: PartlyDelivered({0: RetryLater("busy", after=100)}))
+    (outcome,) = run(output, settings, [block_of_offsets(0, 5)], gate)
+    assert (outcome.delivered, outcome.kept.tolist()) == (4, [0])
+    assert gate.status().wait == 100
+
+
 def test_rows_that_were_refused_have_their_own_fates() -> None:
     tries: list[list[int]] = []
 

@@ -78,10 +78,12 @@ def test_a_key_that_has_to_wait_does_not_stop_the_others() -> None:
         locked = [row for row, key in enumerate(block.column("key").to_pylist()) if key == "k3"]
         if not locked:
             return None
-        return PartlyDelivered({row: RetryLater("locked", after=30) for row in locked})
+        return PartlyDelivered({row: RetryLater("locked") for row in locked})
 
     output = FaultyOutput(fault)
-    delivery = settings_of(ordering="key", batch_events=20, concurrency=2)
+    delivery = settings_of(
+        ordering="key", batch_events=20, concurrency=2, backoff="30s", max_backoff="30s"
+    )
     outcomes = run(output, delivery, BLOCKS)
     delivered, _, kept = check_account(output, BLOCKS, outcomes)
     assert kept == {offset for offset in range(450) if offset % KEYS == 3}

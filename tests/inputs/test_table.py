@@ -12,9 +12,12 @@ import pytest
 
 from tests.contract.harness import wait_until
 from tests.inputs.syslog_harness import arrived, events_in
-from turnlane.events import Event
+from turnlane.errors import AckPending, StorageFailed, TurnlaneError
+from turnlane.events import Block, Event
 from turnlane.inputs.table import TableInput, TableInputSettings
 from turnlane.node.node import Node
+from turnlane.queues.contract import Published
+from turnlane.queues.producer import HoldingProducer
 from turnlane.table import Database, TableQueue, connect
 from turnlane.table.sharded import connect_shards
 
@@ -124,6 +127,33 @@ def test_who_dies_before_the_ack_has_it_fired_again(
         wait_until(lambda: is_empty(queue))
     ids = [(event.headers or {})["event_id"] for event in events_in(host.queue("main"))]
     assert sorted(ids) == ["1", "1", "2", "2"]
+
+
+@pytest.mark.parametrize("fault", [StorageFailed, AckPending])
+def test_a_disk_that_fails_or_is_slow_loses_nothing(
+    host: Node,
+    database: Database,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: type[TurnlaneError],
+) -> None:
+    queue = enqueue(database, 3)
+    publish = HoldingProducer.publish_block
+    faults = iter([fault("once")])
+
+    def failing(self: HoldingProducer, block: Block, **options: Any) -> Published:
+        error = next(faults, None)
+        if isinstance(error, StorageFailed):
+            raise error
+        done = publish(self, block, **options)
+        if error is not None:
+            raise error
+        return done
+
+    monkeypatch.setattr(HoldingProducer, "publish_block", failing)
+    with running(host, tmp_path):
+        wait_until(lambda: is_empty(queue))
+    assert subjects(arrived(host.queue("main"), 3)) == ["s0", "s1", "s2"]
 
 
 def test_it_waits_for_a_table_that_is_made_later(

@@ -108,8 +108,13 @@ class TestSize:
         assert self.FIRST.events == 1_000_000
 
     def test_is_what_can_be_sent_in_time(self) -> None:
-        slow = self.FIRST.after(1_000_000, 990_000, 10.0)
-        assert slow.events == 5000
+        slow = self.FIRST.after(1_000_000, 990_000, 2.5)
+        assert slow.events == 20_000
+
+    def test_is_not_held_against_it_that_spark_takes_time(self) -> None:
+        size = self.FIRST.after(1_000_000, 990_000, 20.0)
+        assert size.events == 10_000, "they were sent in the five seconds of a task"
+        assert size.after(10_000, 0, 20.0).events == 20_000
 
     def test_grows_again_when_batches_are_quick(self) -> None:
         slow = self.FIRST.after(1_000_000, 999_990, 10.0)
@@ -120,7 +125,7 @@ class TestSize:
             sizes.append(slow.events)
         assert sizes == [4000, 16_000, 64_000, 256_000, 1_000_000, 1_000_000]
 
-    def test_is_the_same_when_nothing_could_be_sent_or_it_took_its_time(self) -> None:
+    def test_is_the_same_when_nothing_could_be_sent_or_it_is_the_most(self) -> None:
         assert self.FIRST.after(100, 100, 1.0) is self.FIRST
         assert self.FIRST.after(100, 0, 4.0) == self.FIRST
 

@@ -17,7 +17,7 @@ from turnlane.errors import LeadLost
 from turnlane.table.sites import Sites
 from turnlane.table.url import dialect_of
 
-OPTIONS = "lease = 2s, backoff = 10ms, max_backoff = 50ms, window = 1s"
+OPTIONS = "lease = 10s, backoff = 10ms, max_backoff = 50ms, window = 1s"
 
 
 class ShardSite(Closing):

@@ -139,7 +139,7 @@ def test_a_nacked_event_comes_again(serving: Serving) -> None:
 
 
 def test_a_receiver_that_stalls_gets_no_more_and_loses_what_it_has(tmp_path: Path) -> None:
-    options = "lease = 2s, backoff = 10ms, max_backoff = 50ms, ack_timeout = 500ms"
+    options = "backoff = 10ms, max_backoff = 50ms, ack_timeout = 500ms"
     with sqlite_site(tmp_path, "-", options=options) as site:
         serving = Serving(site, config_of(site, tmp_path / "node"))
         with serving.opened:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -501,3 +502,10 @@ def test_a_database_that_is_gone_hides_no_newer_map(tmp_path: Path) -> None:
         later.close()
         queue.refresh()
         assert queue.map.version == 1
+
+
+def test_many_clients_come_at_the_same_time(served_shards: list[str]) -> None:
+    """Each of them makes what tables are missing."""
+    with ShardSite([(served_shards[0], "-")]) as site, ThreadPoolExecutor(6) as threads:
+        for queue in [threads.submit(site.queue) for _ in range(12)]:
+            assert queue.result(PATIENCE).map.version == 0

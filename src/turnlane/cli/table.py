@@ -4,48 +4,35 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from turnlane.cli import output
 from turnlane.cli.failure import reported
 from turnlane.cli.moments import moment
+from turnlane.cli.table_texts import (
+    PEEK_COLUMNS,
+    STATES,
+    STATUS_COLUMNS,
+    events_text,
+    peek_cells,
+    shown,
+    status_cells,
+)
 from turnlane.cli.tables import Place, Urls, databases, given, places
 from turnlane.errors import ConfigError, NotSupported
-from turnlane.quantities import format_duration
 
 if TYPE_CHECKING:
     from turnlane.table import Database
     from turnlane.table.reshard import Progress
     from turnlane.table.selection import Selection
-    from turnlane.table.status import Status
 
 table = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Queue tables: queues inside your own databases.",
 )
-
-_STATES: Final = ("to_be_fired", "fired", "acked", "dead")
-_STATUS: Final[list[output.Column]] = [
-    ("queue", "left"),
-    ("shard", "left"),
-    *((state, "right") for state in _STATES),
-    ("due", "right"),
-    ("lag", "right"),
-    ("window", "right"),
-    ("leader", "left"),
-]
-_PEEK: Final[list[output.Column]] = [
-    ("event_id", "right"),
-    ("fires", "left"),
-    ("state", "left"),
-    ("attempts", "right"),
-    ("name", "left"),
-    ("row", "left"),
-]
 
 Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
@@ -120,7 +107,7 @@ def status(
         for place, each in seen:
             output.say_json({"queue": place.queue.name, "shard": place.shard, **asdict(each)})
     elif seen:
-        output.say_table(_STATUS, [_cells(*each) for each in seen], elastic="leader")
+        output.say_table(STATUS_COLUMNS, [status_cells(*each) for each in seen], elastic="leader")
     else:
         output.say("there are no queues")
 
@@ -148,9 +135,9 @@ def peek(
     rows = sorted(rows, key=lambda row: (row["fire_at"], row["event_id"]))[:count]
     if as_json:
         for row in rows:
-            output.say_json(_shown(row))
+            output.say_json(shown(row))
     elif rows:
-        output.say_table(_PEEK, [_peek_cells(row) for row in rows], elastic="row")
+        output.say_table(PEEK_COLUMNS, [peek_cells(row) for row in rows], elastic="row")
     else:
         output.say("there are none")
 
@@ -201,7 +188,7 @@ def cancel(
         ids = [(place, place.queue.scan.ids(chosen)) for place in found]
         count = sum(len(each) for _, each in ids)
         if count and not yes and sys.stdin.isatty():
-            typer.confirm(f"Delete {_events(count)} of {queue}?", abort=True, err=True)
+            typer.confirm(f"Delete {events_text(count)} of {queue}?", abort=True, err=True)
         done = sum(place.queue.cancel(each) for place, each in ids)
     _say_done(queue, done, "cancelled", as_json=as_json)
 
@@ -237,7 +224,7 @@ def reshard(
         now = [{"range": str(each.key_range), "url": each.address} for each in shards]
         output.say_json({"queue": queue, "moved": moved, "shards": now})
     else:
-        output.say(f"{_events(moved)} moved; the shards of {queue}:")
+        output.say(f"{events_text(moved)} moved; the shards of {queue}:")
         for each in shards:
             output.say(f"  {each}")
 
@@ -256,7 +243,7 @@ class _Teller:
         if self._as_json:
             output.say_json({"step": str(progress.step), "moved": progress.moved})
         else:
-            output.warn(f"{progress.step}, {_events(progress.moved)} moved so far")
+            output.warn(f"{progress.step}, {events_text(progress.moved)} moved so far")
 
 
 # ── choosing ─────────────────────────────────────────────────────────────────────────────────────
@@ -273,8 +260,8 @@ def _selection(
 
     since, until = map(_nanoseconds, ("--since", "--until"), due)
     for state in states or ():
-        if state not in _STATES:
-            raise ConfigError("--state", f"is one of {', '.join(_STATES)}, not {state!r}")
+        if state not in STATES:
+            raise ConfigError("--state", f"is one of {', '.join(STATES)}, not {state!r}")
     return Selection(
         states=tuple(states) if states else None,
         ids=tuple(ids) if ids else None,
@@ -319,35 +306,4 @@ def _say_done(queue: str, count: int, what: str, *, as_json: bool) -> None:
     if as_json:
         output.say_json({"queue": queue, "events": count})
     else:
-        output.say(f"{_events(count)} {what}")
-
-
-def _cells(place: Place, status: Status) -> list[str]:
-    counts = [str(status.counts[state]) for state in _STATES]
-    lag = format_duration(round(status.lag, 1)) if status.due else ""
-    leader = status.leader or "nobody"
-    numbers = [str(status.due), lag, str(status.window)]
-    return [place.queue.name, place.shard, *counts, *numbers, leader]
-
-
-def _peek_cells(row: dict[str, Any]) -> list[str]:
-    fires = datetime.fromtimestamp(row["fire_at"] / 1e9, UTC).isoformat(" ", "milliseconds")
-    known = ("fire_at", "event_id", "state", "attempts", "event_name", "keyspace_id", "priority")
-    shown = _shown(row)
-    rest = [
-        f"{name}={value}"
-        for name, value in shown.items()
-        if name not in known and value is not None
-    ]
-    place = [str(row["event_id"]), fires.removesuffix("+00:00"), row["state"]]
-    return [*place, str(row["attempts"]), row["event_name"] or "", " ".join(rest)]
-
-
-def _shown(row: dict[str, Any]) -> dict[str, object]:
-    from turnlane.queues.inspection.rows import plain
-
-    return {name: plain(value) for name, value in row.items()}
-
-
-def _events(count: int) -> str:
-    return f"{count} event{'' if count == 1 else 's'}"
+        output.say(f"{events_text(count)} {what}")

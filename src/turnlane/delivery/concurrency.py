@@ -8,6 +8,7 @@ would grow with it.
 
 from __future__ import annotations
 
+import math
 from typing import Final, Protocol
 
 from turnlane.delivery.settings import DeliverySettings
@@ -117,6 +118,6 @@ class Adaptive:
     def _change(self, waiting: float) -> None:
         if waiting > CROWDED and self.limit > self._least:
             left = max(LEAST_LEFT, 1 - waiting + ROOM)
-            self.limit = max(self._least, min(self.limit - 1, int(self.limit * left)))
+            self.limit = max(self._least, min(self.limit - 1, math.ceil(self.limit * left)))
         elif waiting < ROOM and self._reached:
             self.limit = min(self._most, self.limit + 1)

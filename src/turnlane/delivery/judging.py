@@ -10,7 +10,7 @@ import numpy as np
 
 from turnlane.delivery.outcome import Fate
 from turnlane.delivery.piece import Piece
-from turnlane.delivery.verdict import Verdict, verdict_on_prepare, verdict_on_send
+from turnlane.delivery.verdict import Verdict, said_when, verdict_on_prepare, verdict_on_send
 from turnlane.errors import Bug, PartlyDelivered
 
 
@@ -91,8 +91,11 @@ def _judge_parts(piece: Piece, count: int, error: PartlyDelivered, max_attempts:
     piece.cut(count)
     if later is not None:
         piece.places = set()
-    news = News.FAILED if len(again) == count else News.ANSWERED
-    return Judgement(news, later, _rest(piece), _most_patient(again))
+    patient = _most_patient(again)
+    # Whoever says when to come again is not to be asked sooner, for other events neither.
+    pushed_back = patient is not None and bool(said_when(patient))
+    news = News.FAILED if pushed_back or len(again) == count else News.ANSWERED
+    return Judgement(news, later, _rest(piece), patient)
 
 
 def _to_try_again(
@@ -128,7 +131,7 @@ def _settle_parts(
 
 def _most_patient(errors: Mapping[int, BaseException]) -> BaseException | None:
     """Of several errors the one that says to wait longest."""
-    return max(errors.values(), key=lambda each: getattr(each, "after", 0) or 0, default=None)
+    return max(errors.values(), key=lambda each: said_when(each) or 0.0, default=None)
 
 
 def _refuse(piece: Piece, count: int, error: BaseException) -> None:

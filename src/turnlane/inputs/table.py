@@ -42,6 +42,8 @@ PATIENCE: Final = 5.0
 """Seconds that events are held for room that others took; then they fire again."""
 PAUSE: Final = 1.0
 """Seconds to leave a database alone that failed."""
+GRACE: Final = 15.0
+"""Seconds more than it is given that a stop waits for a database, whose calls cannot be cut off."""
 OWN: Final = ("event_id", "fire_at", "priority", "attempts", "event_group")
 """What a header may be made of, beside the user's columns."""
 
@@ -101,7 +103,9 @@ class TableInput(Input):
         self._stopping.set()
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.join()
+            thread.join(timeout + GRACE)
+            if thread.is_alive():
+                log.error("input %s: its database hangs; left behind", self.settings.label)
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────
 
@@ -146,13 +150,19 @@ class TableInput(Input):
 
     def _pass_on(self, receiver: Receiver) -> None:
         """Publish and ack until the queue is full, or the input is to stop."""
+        acked = False
         while not self._stopping.is_set() and (room := self._room()):
             try:
                 events = receiver.take(min(room, receiver.prefetch), timeout=LOOK)
             except QueueClosed:
                 return  # its managers are gone: others may be there
+            acked |= bool(events)
             if events and not self._publish(receiver, events):
                 break
+        if acked:
+            self._flush(receiver)
+
+    def _flush(self, receiver: Receiver) -> None:
         try:
             receiver.flush(max(0.0, min(PATIENCE, self._until - time.monotonic())))
         except LeadLost as error:

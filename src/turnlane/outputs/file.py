@@ -147,7 +147,7 @@ class FileOutput(Output):
         finally:
             os.close(fd)
         if begins:
-            self._tidy(path)
+            self._tidy()
         return True
 
     def _is_full(self, fd: int, more: int) -> bool:
@@ -166,12 +166,12 @@ class FileOutput(Output):
             os.ftruncate(fd, size)
             raise
 
-    def _tidy(self, current: Path) -> None:
+    def _tidy(self) -> None:
         """A file has begun: those before it are old. Compressing is nothing to wait for."""
         if not self._tidies:
             return
         tidier = threading.Thread(
-            target=self._tidying.run, args=[current], name="turnlane-tidier", daemon=True
+            target=self._tidying.run, args=[self._path], name="turnlane-tidier", daemon=True
         )
         with self._starting:
             self._tidiers = [each for each in self._tidiers if each.is_alive()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -48,10 +48,14 @@ class FileNames:
         """The file to write to at this time."""
         return Path(moment.strftime(self._text))
 
-    def old(self, current: Path) -> list[OldFile]:
-        """The files written before, the oldest first."""
-        found = (self._old(path) for path in self._matching() if path != current)
-        return sorted(each for each in found if each is not None)
+    def old(self, current: Callable[[], Path]) -> list[OldFile]:
+        """The files written before, the oldest first.
+
+        Which one is written to now is asked last: it may have begun meanwhile.
+        """
+        found = [self._old(path) for path in self._matching()]
+        now = current()
+        return sorted(each for each in found if each is not None and each.path != now)
 
     def next_number(self, path: Path) -> int:
         """The number for the next file that gets full under this name."""

@@ -7,7 +7,7 @@ import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -27,7 +27,7 @@ class Tidying(NamedTuple):
     compress: Compression
     keep: int | None
 
-    def run(self, current: Path) -> None:
+    def run(self, current: Callable[[], Path]) -> None:
         """Compress what is not, also what a killed task has left, and remove the oldest."""
         try:
             if self.compress != "none":
@@ -39,7 +39,7 @@ class Tidying(NamedTuple):
                 for old in files[: max(0, len(files) - self.keep)]:
                     old.path.unlink(missing_ok=True)
         except OSError as error:  # nothing is lost by it, and the next rotation tries again
-            log.warning("%s: old files are left as they are: %s", current, error)
+            log.warning("%s: old files are left as they are: %s", current(), error)
 
     def _compress(self, path: Path) -> None:
         with locked_for_reading(path) as source:

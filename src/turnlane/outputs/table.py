@@ -81,20 +81,11 @@ class _Tables:
 
     def write(self, rows: Rows) -> None:
         """Schedule all rows; a transaction in each database."""
-        numbers = self._numbers(rows.columns)
+        numbers = self._spread.numbers(rows.columns)
         for at, place in enumerate(self._places):
             mine = np.flatnonzero(numbers == at)
             if len(mine) or rows.places:
                 place.write(rows, mine)
-
-    def _numbers(self, batch: pa.RecordBatch) -> Any:  # noqa: ANN401 - of numpy
-        """For each row, the number of the database that has its key."""
-        column = self.definition.shard_by
-        if len(self._places) == 1 or column is None:
-            return np.zeros(batch.num_rows, dtype=np.int64)
-        there = column in batch.schema.names
-        keys = batch.column(column).to_pylist() if there else [None] * batch.num_rows
-        return np.array(self._spread.shard_numbers(keys))
 
     def close(self) -> None:
         """Let go of the connections."""

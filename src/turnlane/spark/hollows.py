@@ -64,7 +64,9 @@ def emptied(rows: pa.RecordBatch) -> pa.RecordBatch:
     for bit, place in enumerate(places[:_MOST]):
         if some >> bit & 1:
             column = _with_nulls(rows.column(place), (bits >> bit & 1).astype(np.bool_))
-            rows = rows.set_column(place, rows.schema.field(place).with_nullable(True), column)
+            rows = rows.set_column(
+                place, rows.schema.field(place).with_nullable(nullable=True), column
+            )
     return rows
 
 
@@ -72,4 +74,5 @@ def _with_nulls(column: pa.Array[Any], mask: Any) -> pa.Array[Any]:  # noqa: ANN
     if mask.all():
         nothing: pa.Array[Any] = pa.nulls(len(column), column.type)
         return nothing
-    return column.take(pa.array(np.arange(len(column)), mask=mask))
+    places: pa.Array[Any] = pa.array(np.arange(len(column)), mask=mask)
+    return column.take(places)

@@ -8,6 +8,8 @@ from typing import Final, Self
 QUICK: Final = 0.5
 """A batch that takes less than this share of its time could have been larger."""
 GROWTH: Final = 4
+SLOW_GROWTH: Final = 2
+"""Of one that took its time but left nothing over: it may have been Spark that took it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,9 @@ class BatchSize:
         if not done:
             return self  # nothing could be sent: that says nothing of how fast it is
         if not kept:
-            grown = self.events * GROWTH if took < self.seconds * QUICK else self.events
+            grown = self.events * (GROWTH if took < self.seconds * QUICK else SLOW_GROWTH)
         else:
-            grown = int(done / max(took, 0.001) * self.seconds)
+            # Tasks were sending for no longer than that; the rest of the time was Spark's.
+            sending = min(max(took, 0.001), self.seconds)
+            grown = int(done / sending * self.seconds)
         return replace(self, events=max(self.least, min(grown, self.most)))

@@ -59,12 +59,7 @@ class TableTask:
 
     def _sorted(self, batch: pa.RecordBatch) -> list[tuple[Shard, pa.RecordBatch]]:
         """The rows by the shard that has their keys."""
-        shards, column = self._spread.map.shards, self._spread.definition.shard_by
-        if len(shards) == 1 or column is None:
-            return [(shards[0], batch)]
-        there = column in batch.schema.names
-        keys = batch.column(column).to_pylist() if there else [None] * batch.num_rows
-        numbers = np.array(self._spread.shard_numbers(keys))
+        shards, numbers = self._spread.map.shards, self._spread.numbers(batch)
         return [
             (shards[at], batch.take(np.flatnonzero(numbers == at)))
             for at in np.unique(numbers).tolist()

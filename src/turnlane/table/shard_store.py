@@ -356,24 +356,18 @@ class ShardStore(Closing):
         if self._prepared:
             return
         for statement in self._tables():
-            self._make(statement)
-        if not self._query("SELECT 1 FROM turnlane_shard WHERE queue = %s", self._name):
-            self._make(
-                "INSERT INTO turnlane_shard (queue, shard_id) VALUES (%s, %s)",
-                self._name,
-                uuid.uuid4().hex,
-            )
+            self._change(statement)
+        known = "SELECT 1 FROM turnlane_shard WHERE queue = %s"
+        if not self._query(known, self._name):
+            try:
+                self._change(
+                    "INSERT INTO turnlane_shard (queue, shard_id) VALUES (%s, %s)",
+                    *(self._name, uuid.uuid4().hex),
+                )
+            except self.dialect.error:
+                if not self._query(known, self._name):  # else another was quicker
+                    raise
         self._prepared = True
-
-    def _make(self, statement: str, *parameters: str) -> None:
-        try:
-            self._change(statement, *parameters)
-        except self.dialect.error:
-            # Two at the same time: PostgreSQL tells one of them that it is there, as an error.
-            if "INSERT" not in statement:
-                self._change(statement, *parameters)
-            elif not self._query("SELECT 1 FROM turnlane_shard WHERE queue = %s", self._name):
-                raise
 
     def _tables(self) -> list[str]:
         mysql = self.dialect.name == "mysql"

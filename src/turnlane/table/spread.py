@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from urllib.parse import quote, urlsplit, urlunsplit
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
 from turnlane.closing import Closing
 from turnlane.errors import ConfigError
 from turnlane.table.catalog import Catalog
@@ -35,10 +39,16 @@ class Spread(Closing):
         """How a shard's database is reached."""
         return self._sites.dialect(shard)
 
-    def shard_numbers(self, keys: Iterable[object]) -> list[int]:
-        """For each key, the number of the shard that has it."""
-        numbers = {shard: at for at, shard in enumerate(self.map.shards)}
-        return [numbers[self.map.shard_of(keyspace_id(key))] for key in keys]
+    def numbers(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
+        """For each row, the number of the shard that has its key."""
+        shards, column = self.map.shards, self.definition.shard_by
+        if len(shards) == 1 or column is None:
+            return np.zeros(batch.num_rows, dtype=np.int64)
+        there = column in batch.schema.names
+        keys = batch.column(column).to_pylist() if there else [None] * batch.num_rows
+        numbers = {shard: at for at, shard in enumerate(shards)}
+        found = [numbers[self.map.shard_of(keyspace_id(key))] for key in keys]
+        return np.array(found, dtype=np.int64)
 
     def close(self) -> None:
         self._sites.close()

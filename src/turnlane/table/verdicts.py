@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from turnlane.table.backoff import backoff
-from turnlane.table.settings import TableSettings
+from turnlane.table.settings import LONGEST_RETRY, TableSettings
 from turnlane.table.sql.dialect import Verdict
+
+LONGEST_ERROR: Final = 4_000
+"""Characters of an error that are kept."""
 
 
 class Judge:
@@ -24,8 +28,16 @@ class Judge:
         ``more`` says that the last attempt is not counted in its row yet.
         """
         settings = self._settings
+        text = _storable(error)
         if attempts >= settings.max_attempts:
-            return Verdict(event_id, "dead", 0, int(more), error)
+            return Verdict(event_id, "dead", 0, int(more), text)
         if delay is None:
             delay = backoff(attempts, settings.backoff, settings.max_backoff, self._chance)
-        return Verdict(event_id, "to_be_fired", round(delay * 1e9), int(more), error)
+        # In this order, what is no number is nothing.
+        wait = min(LONGEST_RETRY, max(0.0, delay))
+        return Verdict(event_id, "to_be_fired", round(wait * 1e9), int(more), text)
+
+
+def _storable(error: str) -> str:
+    """What a receiver said, as every database takes it: one text must not stop a whole batch."""
+    return error[:LONGEST_ERROR].replace("\0", "").encode(errors="replace").decode()

@@ -34,7 +34,7 @@ ROWS = 1_000
 
 
 class Mysql(Dialect):
-    """A MySQL 8 or MariaDB 10.5 database, or a newer one."""
+    """A MySQL 8 or MariaDB 10.6 database, or a newer one."""
 
     name = "mysql"
     quote = "`"

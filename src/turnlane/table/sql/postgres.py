@@ -33,6 +33,9 @@ TRANSIENT = {
 }
 READ_ONLY = {"25006"}
 
+_LOOK = 0.1
+"""Seconds between looks at whether a watch is to end."""
+
 _RETRY = 1.0
 """Seconds before a watch that lost its connection makes another."""
 
@@ -78,16 +81,17 @@ class Postgres(Dialect):
 
     def failure(self, error: Exception) -> Failure:
         state = getattr(error, "sqlstate", None)
-        if state in TRANSIENT:
+        if state in TRANSIENT or _made_twice(error):
             return Failure.TRANSIENT
         if state in READ_ONLY:
             return Failure.READ_ONLY
         if state == "23505" and "event_name" in str(error):
             return Failure.NAME_TAKEN
-        if state is None or state[:2] in {"08", "53", "57"}:
-            # No state: the connection broke before the server could say anything.
-            return Failure.DISCONNECTED
-        return Failure.OTHER
+        if state is None:
+            # The connection broke before the server could say anything, or the driver refused.
+            broke = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+            return Failure.DISCONNECTED if broke else Failure.OTHER
+        return Failure.DISCONNECTED if state[:2] in {"08", "53", "57"} else Failure.OTHER
 
     def bookkeeping(self) -> list[str]:
         return [
@@ -203,6 +207,15 @@ class Postgres(Dialect):
         return _Watch(self.connect, queue, poke)
 
 
+def _made_twice(error: Exception) -> bool:
+    """Whether two made the same table or function at a time: IF NOT EXISTS does not wait."""
+    if not isinstance(error, psycopg.Error):
+        return False
+    if error.sqlstate == "XX000":
+        return "concurrently updated" in str(error)
+    return error.sqlstate == "23505" and (error.diag.constraint_name or "").startswith("pg_")
+
+
 class _Watch(Closing):
     """Listens on a connection of its own."""
 
@@ -233,7 +246,7 @@ class _Watch(Closing):
 
     def _hear(self, connection: psycopg.Connection) -> None:
         while not self._over.is_set():
-            for notice in connection.notifies(timeout=0.5):
+            for notice in connection.notifies(timeout=_LOOK):
                 if notice.payload == self._queue:
                     self._poke()
                 if self._over.is_set():
