@@ -53,6 +53,7 @@ class Producer(Closing):
 
     def received(self, count: int) -> None:
         """So many events are received by now."""
+        assert self._process.is_alive(), "the producer has died"
         self._received.value = count
 
     def stop(self) -> None:

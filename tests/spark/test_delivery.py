@@ -103,17 +103,18 @@ def world(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def test_a_destination_that_is_away_gets_everything_when_it_is_back(world: World) -> None:
     """Meanwhile its query runs on, and so do the other lanes."""
     plain = world.at["plain"]
+    world.drained("plain", "steady")
+    delivered, taken = world.node.queue("plain").stats().ledger.delivered, len(plain.taken)
     plain.away()
     values = world.send("plain", 3000)
     assert "503" in world.suspended("plain")
     others = world.send("steady", 100)
-    wait_until(lambda: len(world.steady()) >= 100, "another lane", PATIENCE)
-    assert sorted(world.steady()) == sorted(others)
+    wait_until(lambda: set(others) <= set(world.steady()), "another lane", PATIENCE)
     wait_until(lambda: world.lane("plain").state is LaneState.RUNNING, "its batch", PATIENCE)
-    assert world.node.queue("plain").stats().ledger.delivered == 0
+    assert world.node.queue("plain").stats().ledger.delivered == delivered
     plain.back()
     world.drained("plain")
-    assert sorted(set(plain.taken)) == sorted(values)
+    assert sorted(set(plain.taken[taken:])) == sorted(values)
     wait_until(lambda: world.lane("plain").suspended is None, "the end of it", PATIENCE)
 
 

@@ -54,7 +54,6 @@ class MariadbServer:
     def __init__(self, directory: Path, *options: str) -> None:
         self._options = options
         self._data = directory / "data"
-        self._socket = directory / "socket"
         self._log = directory / "log"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -87,7 +86,7 @@ class MariadbServer:
                     daemon,
                     "--no-defaults",
                     f"--datadir={self._data}",
-                    f"--socket={self._socket}",
+                    "--socket=socket",  # below its data; a whole path may be too long for one
                     f"--port={self._port}",
                     "--bind-address=127.0.0.1",
                     f"--pid-file={self._data / 'pid'}",

@@ -84,7 +84,10 @@ class TestStatements:
 
 
 class TestEvents:
-    def test_status_says_what_waits_how_late_it_is_and_who_leads(self, site: Site) -> None:
+    def test_status_says_what_waits_how_late_it_is_and_who_leads(
+        self, site: Site, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "200")
         queue = filled(site)
         (status,) = objects("status", queue.name, "--url", site.url)
         assert status["counts"] == {"to_be_fired": 2, "fired": 1, "acked": 0, "dead": 1}

@@ -213,6 +213,8 @@ def _made_twice(error: Exception) -> bool:
         return False
     if error.sqlstate == "XX000":
         return "concurrently updated" in str(error)
+    if error.sqlstate == "42710":  # IF NOT EXISTS has looked for the table, not for its row type
+        return str(error).startswith('type "')
     return error.sqlstate == "23505" and (error.diag.constraint_name or "").startswith("pg_")
 
 
