@@ -131,8 +131,8 @@ class Watch:
             told = json.loads(line)
             if told["event"] == "lane":
                 self.lanes[told["name"]] = told["state"]
-                if told.get("reason"):
-                    self.reasons[told["name"]] = told["reason"]
+                if why := told.get("suspended") or told.get("reason"):
+                    self.reasons[told["name"]] = why
             elif told["event"] == "node" and told.get("state") == "ready":
                 self.ready.set()
 
