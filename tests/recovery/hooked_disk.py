@@ -39,9 +39,9 @@ class HookedDisk(FaultyDisk):
         """Have ``hook`` called before every such operation, until :meth:`clear`."""
         self._hooks.append(_Planned(op, match, hook))
 
-    def pause(self, op: str, match: str = "") -> Pause:
-        """Have such operations wait from now on."""
-        pause = Pause()
+    def pause(self, op: str, match: str = "", skip: int = 0) -> Pause:
+        """Have such operations wait from now on, but for the next few."""
+        pause = Pause(skip)
         self.on(op, pause, match)
         return pause
 
@@ -67,11 +67,14 @@ class HookedDisk(FaultyDisk):
 class Pause:
     """A place where threads wait until the test lets them go on; once let go, it stays open."""
 
-    def __init__(self) -> None:
+    def __init__(self, skip: int = 0) -> None:
+        self._skips = iter(range(skip))
         self._reached = threading.Event()
         self._ended = threading.Event()
 
     def __call__(self, *args: object) -> None:
+        if next(self._skips, None) is not None:
+            return
         self._reached.set()
         assert self._ended.wait(PATIENCE), "the test did not let go"
 

@@ -159,7 +159,7 @@ class _Link:
         self._receiver = receiver
         self._stream: _Stream | None = None
         self._lost = False
-        """Whether a stream ended with acks that may not be stored."""
+        """Whether there are acks that were not stored and nobody was told of."""
         self._lock = threading.Lock()
         self._thread = threading.Thread(
             target=self._run, name=f"turnlane-receive-{node.place}", daemon=True
@@ -176,15 +176,17 @@ class _Link:
         self._thread.join()
 
     def lose(self) -> None:
-        """An ack came too late for its stream."""
-        self._lost = True
+        """Some acks are not stored, and never will be."""
+        with self._lock:
+            self._lost = True
 
     def flush(self, until: float | None) -> bool | None:
-        """Whether all acks are stored; ``None`` if some never will be."""
+        """Whether all acks are stored; ``None`` if some never will be, which is told once."""
         with self._lock:
-            stream, lost = self._stream, self._lost
-            self._lost = False
-        stored = True if stream is None else stream.flush(until)
+            stream = self._stream
+        stored = stream is None or stream.flush(until)
+        with self._lock:
+            lost, self._lost = self._lost, False
         return None if lost else stored
 
     def _run(self) -> None:
@@ -212,9 +214,9 @@ class _Link:
             try:
                 stream.listen()
             finally:
+                stream.end()
                 with self._lock:
                     self._stream = None
-                    self._lost = self._lost or stream.end()
                 self._receiver.forget(stream)
 
 
@@ -236,7 +238,7 @@ class _Stream:
         self._sent = 0
         """Acks so far,"""
         self._told = 0
-        """and how many of them somebody knows to be stored, or lost."""
+        """and how many of them are known to be stored, or lost."""
         self._ended = False
 
     # ── for events ───────────────────────────────────────────────────────────────────────────────
@@ -244,9 +246,11 @@ class _Stream:
     def ack(self, events: Sequence[TableEvent]) -> None:
         """Send acks."""
         with self._writing:
-            self._sent += 1
-            if not self._say(ack=_spans(events)):
-                self._lose()
+            with self._changed:
+                if self._ended:
+                    self._lose()
+                self._sent += 1
+            self._say(ack=_spans(events))
 
     def nack(self, events: Sequence[TableEvent], delay: float | None, error: str | None) -> None:
         """Send nacks; if the stream is over, the events fire again anyway."""
@@ -270,8 +274,8 @@ class _Stream:
             elif "ended" in about:
                 raise TransportDown(f"{self._place}: {about['ended']}")
 
-    def flush(self, until: float | None) -> bool | None:
-        """Whether all acks so far are stored; ``None`` if some never will be."""
+    def flush(self, until: float | None) -> bool:
+        """Whether it is known what became of all acks so far; lost ones are told to the link."""
         with self._writing:
             sent = self._sent
             if sent == self._told:
@@ -283,19 +287,22 @@ class _Stream:
         with self._changed:
             self._changed.wait_for(lambda: number in self._answers or self._ended, left)
             if number not in self._answers:
-                return None if self._ended else False
+                return self._ended
             self._told = max(self._told, sent)
-            return True if self._answers.pop(number) else None
+            if not self._answers.pop(number):
+                self._lose()
+            return True
 
-    def end(self) -> bool:
-        """It is over; whether there were acks that may not be stored."""
+    def end(self) -> None:
+        """It is over: acks of which nobody knows that they are stored are lost."""
         self._reader.cancel()
         with self._changed:
             self._ended = True
+            if self._sent > self._told:
+                self._lose()
             self._changed.notify_all()
         with self._writing, contextlib.suppress(pa.ArrowException):  # it is over in any case
             self._writer.close()
-        return self._sent > self._told
 
     def cancel(self) -> None:
         """End the call; what is not settled fires elsewhere."""
@@ -305,16 +312,14 @@ class _Stream:
         rows = zip(*(column.to_pylist() for column in block.columns), strict=True)
         return [RemoteEvent(row, self, number) for number, row in enumerate(rows, first)]
 
-    def _say(self, **words: Any) -> bool:
-        """Whether it could be sent. Called with the lock held."""
+    def _say(self, **words: Any) -> None:
+        """Called with the lock held. What cannot be sent is lost with the stream."""
         if self._ended:
-            return False
+            return
         try:
             self._writer.write_metadata(pa.py_buffer(json.dumps(words).encode()))
         except pa.ArrowException as error:
             log.debug("%s: %s", self._place, error)
-            return False
-        return True
 
 
 def _spans(events: Sequence[TableEvent]) -> list[tuple[int, int]]:
