@@ -29,7 +29,7 @@ def main(run: Callable[[Effort], Outcome], description: str) -> None:
 
 def _parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="in less than a minute")
+    parser.add_argument("--quick", action="store_true", help="a small run: a minute, on Spark some")
     parser.add_argument("--json", action="store_true", help="end with a line of JSON: the figures")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write all of it to a file")
     parser.add_argument(

@@ -198,7 +198,7 @@ def _free_port() -> int:
 
 def run(effort: Effort, spark: SparkSession, server: HttpServer) -> Outcome:
     """Lanes, the bare loop, and rsyslogd if it is installed."""
-    events = effort.events(200_000, 1_000_000)
+    events = effort.events(500_000, 1_000_000)
     recoveries: list[float] = []
 
     def lane() -> float:
@@ -217,7 +217,7 @@ def run(effort: Effort, spark: SparkSession, server: HttpServer) -> Outcome:
     }
     if rsyslog.program() is not None:
         contestants[RSYSLOG] = partial(drain_rsyslog, effort, events)
-    if effort.scale >= 1:
+    if not effort.is_trial:
         drain_http(effort, spark, server, events // 4)  # Java compiles what runs often
     rounds = 1 if effort.quick else 3
     found = {name: Series(rates) for name, rates in alternate(contestants, rounds).items()}

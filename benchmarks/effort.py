@@ -19,9 +19,14 @@ class Effort:
     scale: float = 1.0
 
     @property
+    def is_trial(self) -> bool:
+        """Whether it is for a test, which only wants to see that everything runs."""
+        return self.scale < 0.1
+
+    @property
     def rounds(self) -> int:
-        """Turns of every contestant; in a test, which only wants to see it run, one."""
-        if self.scale < 0.1:
+        """Turns of every contestant."""
+        if self.is_trial:
             return 1
         return 3 if self.quick else 5
 

@@ -34,12 +34,12 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 IMAGES = ROOT / "docs" / "img"
 
 INTRODUCTION = """\
-Written by `make bench`, which takes some minutes; `python -m benchmarks.{first} --quick` prints the
-same tables in less than one. Contestants take turns, several rounds in one run, and what is quoted
-is the median, with the lowest and the highest round after it. A ratio is taken round by round
-between neighbours, so that both saw the same machine at the same time. Events are log lines of
-words, numbers and timestamps, the same in every run. A figure that misses its target is shown so;
-nothing fails for being slow.
+Written by `make bench`; `python -m benchmarks.{first} --quick` prints the same tables in about a
+minute, as it does for every other chapter but those on Spark, which take some. Contestants take
+turns, several rounds in one run, and what is quoted is the median, with the lowest and the highest
+round after it. A ratio is taken round by round between neighbours, so that both saw the same
+machine at the same time. Events are log lines of words, numbers and timestamps, the same in every
+run. A figure that misses its target is shown so; nothing fails for being slow.
 """
 
 

@@ -67,8 +67,7 @@ def rate(effort: Effort, spark: SparkSession, lanes: int, *, dead: bool = False)
 
 def run(effort: Effort, spark: SparkSession) -> Outcome:
     """One turn for each number of lanes; with and without a dead one, several."""
-    # A test wants to see that it works, not eight lanes start.
-    counts = COUNTS if effort.scale == 1 else COUNTS[:2]
+    counts = COUNTS[:1] if effort.is_trial else COUNTS
     single = {count: rate(effort, spark, count) for count in counts}
     turns = {
         name: partial(rate, effort, spark, HEALTHY, dead=dead)

@@ -119,7 +119,8 @@ def run(effort: Effort, spark: SparkSession) -> Outcome:
     if rsyslog.program() is not None:
         for kind, less in ((ASSISTED, 1), (DISK, 5)):
             contestants[kind] = partial(rsyslog_events, effort, kind, events // less)
-    turnlane_events(effort, spark, events)  # Java compiles what runs often
+    if not effort.is_trial:
+        turnlane_events(effort, spark, events)  # Java compiles what runs often
     found = {name: Series(rates) for name, rates in alternate(contestants, effort.rounds).items()}
     return Outcome(_figures(found), [_table(found)], _remarks())
 

@@ -27,6 +27,7 @@ TurnlaneError
 │   ├── NoSuchStage        the staged blocks were committed, given up, or never finished
 │   ├── NoSuchBreaker      no task has delivered for an action of this name
 │   ├── LaneTaken          the lane was started anew elsewhere: this run of it is over
+│   ├── WriterAhead        the writer has written later batches: this one is no repeat of theirs
 │   ├── NotAllowed         the token, or the lack of one, does not give the right to do that
 │   ├── NotSupported       this kind of queue does not do that
 │   ├── ConfigError        a setting is wrong; names the knob
@@ -49,21 +50,29 @@ class TurnlaneError(Exception):
 
 
 class RetryLater(TurnlaneError):
-    """Nothing is lost; the same call may succeed later. ``after`` hints when, in seconds."""
+    """Nothing is lost; the same call may succeed later. ``after`` hints when, in seconds.
 
-    def __init__(self, message: str = "", *, after: float | None = None) -> None:
+    Said of some events of several, ``alone`` means that others may fare better now.
+    """
+
+    def __init__(
+        self, message: str = "", *, after: float | None = None, alone: bool = False
+    ) -> None:
         super().__init__(message)
         self.after = after
+        self.alone = alone
 
 
 class QueueFull(RetryLater):
     """The queue had no room within the time allowed.
 
     ``accepted`` says how many events of a block went in before, those included that the queue's
-    policy dropped: the first ones, which need not come again.
+    policy dropped: the first ones, which need not come again. If they are ``pending``, some of them
+    have not reached the producer's level yet; ``flush()`` waits for that.
     """
 
     accepted = 0
+    pending = False
 
 
 class QueueEmpty(RetryLater):
@@ -164,6 +173,21 @@ class NoSuchBreaker(Never):
 
 class LaneTaken(Never):
     """The lane was started anew, here or elsewhere; the run that hears this is over."""
+
+
+class WriterAhead(Never):
+    """The writer has written later batches than this one, which is no repeat of theirs.
+
+    Its checkpoint was replaced by another one, whose batches are numbered from 0 again.
+    """
+
+    @classmethod
+    def of(cls, writer: str, last: int, batch: int) -> WriterAhead:
+        """That a writer has come to a batch with batches behind it already."""
+        return cls(
+            f"the writer {writer!r} has written batch {last} before, and now comes to batch "
+            f"{batch}: bring its checkpoint back, or give the query another writerId"
+        )
 
 
 class NotAllowed(Never):

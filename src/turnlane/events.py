@@ -29,6 +29,9 @@ BASE_SCHEMA = pa.schema(_BASE_FIELDS)
 EVENT_OVERHEAD = 16
 """What an event costs beside its bytes: its timestamp, its severity and Arrow's offset."""
 
+_HEADER_OVERHEAD = 8
+"""What a header costs beside its name and its text."""
+
 MAX_BLOCK_BYTES = 1 << 30
 """Arrow's binary column addresses 2 GiB; half of that leaves room for the other columns."""
 
@@ -214,10 +217,26 @@ def values_of(blocks: Iterable[Block]) -> list[bytes]:
     return [value or b"" for block in blocks for value in block.column("value").to_pylist()]
 
 
-def longest_value(block: Block) -> int:
-    """The length in bytes of the block's longest value."""
-    if "value" not in block.schema.names:
+def event_sizes(block: Block) -> npt.NDArray[np.int64]:
+    """The bytes of each event, as they count against ``max_event_bytes``."""
+    sizes = np.full(block.num_rows, EVENT_OVERHEAD, np.int64)
+    for column in block.columns:
+        sizes += _lengths(column)
+    return sizes
+
+
+def _lengths(column: pa.Array[Any]) -> npt.NDArray[np.int64] | int:
+    """The bytes of each value; those of a fixed width are in the overhead."""
+    kind = column.type
+    if column.null_count == len(column):
         return 0
-    values = cast("pa.BinaryArray", block.column("value"))
-    longest: int | None = pc.max(pc.binary_length(values)).as_py()
-    return longest or 0
+    if pa.types.is_map(kind):
+        pairs = cast("pa.MapArray[Any, Any]", column)
+        offsets = pairs.offsets.to_numpy()
+        sizes = _HEADER_OVERHEAD + _lengths(pairs.keys) + _lengths(pairs.items)
+        ends = np.concatenate(([0], np.cumsum(np.broadcast_to(sizes, len(pairs.keys)))))
+        return cast("npt.NDArray[np.int64]", ends[offsets[1:]] - ends[offsets[:-1]])
+    if pa.types.is_binary(kind) or pa.types.is_string(kind):
+        lengths = pc.binary_length(cast("pa.BinaryArray", column))
+        return lengths.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return 0

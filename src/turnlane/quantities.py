@@ -1,12 +1,13 @@
 """Quantities as people write them: ``30s``, ``512Mi``, ``80%``, ``22:00-06:00``.
 
 ``Duration`` and ``Size`` stand in pydantic models and come out as plain seconds and bytes;
-:class:`Percentage` and :class:`TimeWindow` stand there as they are. Every parser raises
-``ValueError`` with what is allowed and an example.
+:class:`Percentage` and :class:`TimeWindow` stand there as they are, as every :class:`Written` value
+does. Every parser raises ``ValueError`` with what is allowed and an example.
 """
 
 from __future__ import annotations
 
+import abc
 import math
 import re
 from dataclasses import dataclass
@@ -177,14 +178,17 @@ Size = Annotated[
 """Bytes, written as ``512Mi``."""
 
 
-class _Written:
+class Written(abc.ABC):
     """A value that has a written form: gives pydantic its parser, its text and its schema."""
+
+    __slots__ = ()
 
     schema: ClassVar[JsonSchemaValue]
 
     @classmethod
+    @abc.abstractmethod
     def parse(cls, value: object) -> Self:
-        raise NotImplementedError
+        """The value from its written form, or from itself. ``ValueError``."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: object, _handler: object) -> CoreSchema:
@@ -200,7 +204,7 @@ class _Written:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Percentage(_Written):
+class Percentage(Written):
     """A share of something else: ``80%``. More than 0, at most 100."""
 
     schema: ClassVar[JsonSchemaValue] = {
@@ -241,7 +245,7 @@ class Percentage(_Written):
 
 
 @dataclass(frozen=True, slots=True)
-class TimeWindow(_Written):
+class TimeWindow(Written):
     """A span of the day from ``start`` up to, not including, ``end``; may run over midnight."""
 
     schema: ClassVar[JsonSchemaValue] = {

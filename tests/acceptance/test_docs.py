@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from pathlib import Path
 import pytest
 
 import turnlane
+from tests.conftest import skip_or_fail
 from turnlane import errors
 from turnlane.node.http import HttpPlane
 from turnlane.node.node import Node
@@ -171,6 +173,10 @@ def node_for(page: Path, data: Path) -> Iterator[dict[str, str]]:
 def test_programs_print_what_the_page_says(
     page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    if "SparkSession" in page.read_text():
+        pytest.importorskip("pyspark.sql")
+        if not (shutil.which("java") or "JAVA_HOME" in os.environ):
+            skip_or_fail("Spark needs Java 17 or later")
     with node_for(page, tmp_path_factory.mktemp("node")) as environment:
         check_programs(page, tmp_path, environment)
 

@@ -11,6 +11,7 @@ import pytest
 from tests.contract.harness import (
     Harness,
     Task,
+    assert_never,
     follow,
     line_up,
     numbered,
@@ -110,6 +111,42 @@ def test_a_large_block_may_run_out_of_time(buffering: Harness) -> None:
     assert buffering.receive(queue, inside) == numbered(0, inside)
 
 
+def test_a_large_block_that_runs_out_of_time_says_how_much_of_it_is_in(buffering: Harness) -> None:
+    """``accepted`` is exact whatever the level, and ``pending`` as long as that is not reached."""
+    queue = buffering.open(size=4, stalled=True)
+    producer = queue.producer(ack="delivered")
+    with pytest.raises(QueueFull) as full:
+        producer.publish_block(block_of(numbered(0, 20)), timeout=0.1)
+    inside = full.value.accepted
+    assert full.value.pending
+    assert inside == queue.stats().ledger.accepted > 0
+    buffering.resume()
+    publishing = Task(lambda: producer.publish_block(block_of(numbered(inside, 20))))
+    assert buffering.receive(queue, 20) == numbered(0, 20)
+    assert publishing.result().accepted == 20 - inside
+
+
+def test_a_large_block_is_at_its_level_when_all_of_it_is(buffering: Harness) -> None:
+    """Pieces need not wait for each other's acks; the publisher waits for the last."""
+    queue = buffering.open(size=4)
+    producer = queue.producer(ack="delivered")
+    publishing = Task(lambda: producer.publish_block(block_of(numbered(0, 20))))
+    assert buffering.receive(queue, 19) == numbered(0, 19)
+    batch = queue.get(timeout=20)
+    assert_never(lambda: not publishing.running, "an early return")
+    batch.done()
+    assert publishing.result().accepted == 20
+
+
+def test_an_event_too_large_refuses_all_pieces_of_its_block(buffering: Harness) -> None:
+    """Whoever leaves the event out and publishes the rest again makes no duplicates."""
+    queue = buffering.open(size=4, max_event_bytes=200)
+    block = block_of([*numbered(0, 9), b"x" * 1000])
+    with pytest.raises(EventTooLarge):
+        queue.producer().publish_block(block, timeout=10)
+    assert queue.stats().ledger.accepted == 0
+
+
 def test_nobody_comes_between_a_block_that_fits(buffering: Harness) -> None:
     """A block no larger than the queue goes in as one, wherever it stood in line."""
     queue = buffering.open(size=4, stalled=True)
@@ -149,13 +186,21 @@ def test_a_block_that_can_never_go_in_at_once_is_refused_by_try(buffering: Harne
 
 
 def test_a_block_with_an_event_too_large_is_refused(every: Harness) -> None:
-    """One event beyond ``max_event_bytes`` refuses the piece that it is in, at once."""
+    """One event beyond ``max_event_bytes`` refuses its block, at once."""
     queue = every.open(max_event_bytes=200)
     producer = queue.producer()
-    block = block_of([b"x" * 10, b"x" * 1000, b"x" * 10])
-    for publish_block in (producer.publish_block, producer.try_publish_block):
-        with pytest.raises(EventTooLarge):
-            publish_block(block)
+    large = "x" * 1000
+    blocks = [
+        block_of([b"x" * 10, b"x" * 1000, b"x" * 10]),
+        block_of([b"x"] * 3, keys=[None, large, "k"]),
+        block_of([b"x"] * 3, sources=["s", None, large]),
+        block_of([b"x"] * 3, headers=[{"h": "x"}, None, {"h": "x", "i": large}]),
+        block_of([b"x"] * 3, headers=[{large: "x"}, {}, None]),
+    ]
+    for block in [*blocks, *(block.slice(1) for block in blocks[:-1])]:
+        for publish_block in (producer.publish_block, producer.try_publish_block):
+            with pytest.raises(EventTooLarge):
+                publish_block(block)
     assert queue.stats().ledger.accepted == 0
 
 

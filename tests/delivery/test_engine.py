@@ -299,8 +299,23 @@ def test_a_gate_that_does_not_answer_keeps_everything() -> None:
         def report(self, report: Report) -> None:
             raise TransportDown("no node")
 
+        def claim(self, count: int, within: float) -> float:
+            raise TransportDown("no node")
+
     output = FaultyOutput()
     (outcome,) = run(output, settings_of(), [block_of_offsets(0, 10)], Away())
+    assert len(outcome.kept) == 10
+    assert output.sends == 0
+
+
+def test_without_word_of_the_rate_nothing_is_sent() -> None:
+    class Mute(LocalGate):
+        def claim(self, count: int, within: float) -> float:
+            raise TransportDown("no node")
+
+    settings = settings_of(rate_limit=1000, max_time=0.1)
+    output = FaultyOutput()
+    (outcome,) = run(output, settings, [block_of_offsets(0, 10)], Mute(settings))
     assert len(outcome.kept) == 10
     assert output.sends == 0
 
@@ -471,3 +486,41 @@ def test_a_source_that_fails_ends_the_run_and_releases_the_probe() -> None:
     with pytest.raises(OSError, match="shuffle"):
         run(FaultyOutput(), settings, broken(), gate)
     assert gate.look().allowed is Allowed.PROBE
+
+
+def test_a_destination_that_wants_some_events_later_is_left_alone_ever_longer() -> None:
+    """Whichever task comes next: the gate knows. It is there, so the breaker stays closed."""
+    settings = settings_of(
+        backoff=2.0, max_backoff=60.0, jitter=0.0, breaker_reset=10.0, concurrency=1
+    )
+    clock = ManualClock()
+    gate = LocalGate(settings, clock=clock)
+    output = FaultyOutput(lambda _: PartlyDelivered({3: RetryLater("429")}))
+    waits = []
+    for _ in range(5):
+        (outcome,) = run(output, settings, [block_of_offsets(0, 10)], gate, clock=clock)
+        assert (outcome.delivered, outcome.kept.tolist()) == (9, [3])
+        waits.append(gate.status().wait)
+        assert gate.status().state is State.CLOSED
+        assert gate.status().error == "RetryLater: 429"
+        clock.advance(waits[-1])
+    assert waits == [2.0, 4.0, 8.0, 10.0, 10.0], "no longer than the breaker would stay open"
+    output.fault = None
+    run(output, settings, [block_of_offsets(0, 10)], gate, clock=clock)
+    assert gate.status().wait == 0.0
+    assert gate.status().error is None
+
+
+def test_a_probe_of_which_some_events_are_wanted_later_closes_the_breaker() -> None:
+    settings = settings_of(**{**LONG, "breaker_failures": 1})
+    clock = ManualClock()
+    gate = LocalGate(settings, clock=clock)
+    output = FaultyOutput()
+    output.fail(RetryLater("away"))
+    run(output, settings, [block_of_offsets(0, 10)], gate, clock=clock)
+    assert gate.status().state is State.OPEN
+    clock.advance(gate.status().wait)
+    output.fail(PartlyDelivered({3: RetryLater("429")}))
+    run(output, settings, [block_of_offsets(0, 10)], gate, clock=clock)
+    assert gate.status().state is State.CLOSED
+    assert gate.status().wait == 60.0

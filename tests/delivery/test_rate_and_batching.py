@@ -2,40 +2,78 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.delivery.harness import block_of_offsets, run, settings_of
 from turnlane.delivery.batching import batches, event_sizes
+from turnlane.delivery.gate import LocalGate
 from turnlane.delivery.rate import Bucket
-from turnlane.events import block_of
+from turnlane.events import Block, block_of
+from turnlane.testing import FaultyOutput
 
 
 @given(
     st.floats(0.5, 10_000),
-    st.lists(st.tuples(st.floats(0, 5), st.floats(0, 1)), max_size=60),
+    st.lists(st.tuples(st.floats(0, 5), st.floats(0, 1), st.floats(0, 3)), max_size=60),
 )
 def test_never_more_than_the_rate_and_a_second_in_hand(
-    rate: float, wishes: list[tuple[float, float]]
+    rate: float, wishes: list[tuple[float, float, float]]
 ) -> None:
-    bucket = Bucket(rate, 0.0)
-    now, taken = 0.0, 0
-    for pause, share in wishes:
+    size = max(1, int(rate))
+    bucket = Bucket(rate, size, 0.0)
+    now, taken, last = 0.0, 0, 0.0
+    for pause, share, within in wishes:
         now += pause
-        count = max(1, int(bucket.size * share))
-        now += bucket.wait(count, now) * (1 + 1e-9) + 1e-9
-        assert bucket.wait(count, now) < 1e-6
-        bucket.take(count, now)
+        count = max(1, int(size * share))
+        wait = bucket.claim(count, within, now)
+        if wait > within:
+            continue
         taken += count
-        assert taken <= rate * now * (1 + 1e-6) + 1e-3
+        assert now + wait >= last - 1e-6, "who claims later does not go before"
+        last = now + wait
+        assert taken <= rate * last * (1 + 1e-6) + 1e-3
 
 
 def test_an_idle_time_gives_one_second_at_most() -> None:
-    bucket = Bucket(100.0, 0.0)
-    assert bucket.wait(100, 3600.0) == 0
-    bucket.take(100, 3600.0)
-    assert bucket.wait(100, 3600.0) == 1.0
+    bucket = Bucket(100.0, 100, 0.0)
+    assert bucket.claim(100, 0.0, 3600.0) == 0
+    assert bucket.claim(100, 0.5, 3600.0) == 1.0, "not taken: it is too late for the asker"
+    assert bucket.claim(100, 1.0, 3600.0) == 1.0
+    assert bucket.claim(1, 5.0, 3600.0) == pytest.approx(1.01)
+
+
+def test_tasks_of_an_action_share_its_rate() -> None:
+    """Two tasks at a time, and others after them: never more than the rate allows."""
+    settings = settings_of(rate_limit=400, batch_events=50, max_time=1.0)
+    gate = LocalGate(settings)
+    began = time.monotonic()
+    sent: list[tuple[float, int]] = []
+
+    def noted(block: Block) -> None:
+        sent.append((time.monotonic() - began, block.num_rows))
+
+    output = FaultyOutput(noted)
+    tasks = [
+        threading.Thread(target=run, args=(output, settings, [block_of_offsets(at, 250)], gate))
+        for at in (0, 250)
+    ]
+    for task in tasks:
+        task.start()
+    for task in tasks:
+        task.join()
+    run(output, settings, [block_of_offsets(500, 250)], gate)
+    total = 0
+    for moment, count in sorted(sent):
+        total += count
+        assert total <= 400 * moment + 1, (moment, total)
+    assert total >= 100, "and it is used"
 
 
 @given(st.lists(st.integers(0, 50), max_size=200), st.integers(1, 30), st.integers(1, 200))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.inputs.web_inputs import node_of
 from turnlane.node.node import Node
 
 
@@ -20,3 +21,10 @@ def host(tmp_path: Path) -> Iterator[Node]:
     }
     with Node(tmp_path / "data", queues) as node:
         yield node
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    """A node for inputs that are servers."""
+    with node_of(tmp_path / "node") as found:
+        yield found

@@ -25,6 +25,7 @@ from tests.inputs.web_inputs import (
     fill,
     held,
     node_of,
+    once_refused,
     serving,
     values,
     wait_until,
@@ -36,12 +37,6 @@ from turnlane.testing import FaultyDisk
 
 RETRYING: dict[str, Any] = {"max_retries": 50, "initial_backoff": 0.05, "max_backoff": 0.1}
 DOCUMENTS = [{"_index": "shop", "_id": str(number), "n": number} for number in range(50)]
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    with node_of(tmp_path / "node") as found:
-        yield found
 
 
 @pytest.fixture
@@ -237,15 +232,8 @@ def test_the_helpers_own_retry_delivers_what_was_refused_whole(tmp_path: Path) -
         with pytest.raises(ApiError) as refused:
             helpers.bulk(client, DOCUMENTS)
         assert (refused.value.meta.status, found.counters.refused) == (429, 1)
-
-        def unblock() -> None:
-            wait_until(lambda: found.counters.refused > 1, "another refusal")
-            drain(node)
-
-        unblocking = threading.Thread(target=unblock)
-        unblocking.start()
-        assert helpers.bulk(client.options(max_retries=9), DOCUMENTS, **RETRYING) == (50, [])
-        unblocking.join()
+        with once_refused(found, lambda: drain(node), times=2):
+            assert helpers.bulk(client.options(max_retries=9), DOCUMENTS, **RETRYING) == (50, [])
         assert {event.key for event in held(node)} == {str(n) for n in range(50)}
 
 

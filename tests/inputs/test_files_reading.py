@@ -278,7 +278,7 @@ def test_two_thousand_files(tmp_path: Path) -> None:
     with following(tmp_path / "data", tmp_path / "*.log") as running:
         running.input._max_open = 100  # far fewer than there are
         running.await_lines(2000)
-        wait_until(lambda: len(running.input._open) <= 100, "files to be closed again")
+        wait_until(lambda: len(running.input._open) <= 100, "files to be closed again", 60)
         for log in logs[::10]:
             append(log, b"second of " + log.name.encode() + b"\n")
         lines = running.await_lines(2200)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -272,3 +273,23 @@ def test_positions_that_cannot_be_read_are_said_at_the_start(tmp_path: Path) -> 
 
     with opened(data) as queue, pytest.raises(DirectoryUnusable, match=r"files\.json"):
         FilesInput(settings("x"), Nowhere()).start()
+
+
+def test_inputs_whose_names_look_alike_keep_their_own_positions(tmp_path: Path) -> None:
+    labels = ["web/x", "web_x", "web%2Fx"]
+    logs = [tmp_path / f"{number}.log" for number in range(3)]
+    for log in logs:
+        append(log, numbered(0, 5))
+    with opened(tmp_path / "data", kind="memory") as queue:
+        for _ in range(2):
+            with contextlib.ExitStack() as started:
+                every = [
+                    started.enter_context(
+                        following(tmp_path / "data", log, queue=queue, name=label, ack="accepted")
+                    )
+                    for label, log in zip(labels, logs, strict=True)
+                ]
+                eventually(lambda: queue.end >= 15)
+                for each in every:
+                    each.await_rounds()
+        assert queue.end == 15

@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.contract.harness import wait_until
 from tests.inputs.files_harness import append, eventually, following, names, numbered
 from turnlane.inputs.files import FilesInput
 
@@ -130,6 +133,32 @@ def test_a_writer_that_goes_on_where_it_was_after_a_truncation(tmp_path: Path) -
             os.truncate(log, 0)
             writer.write(numbered(20_000, 20_010))
             assert running.await_lines(20_010) == names(0, 20_010)
+
+
+def test_a_hole_that_comes_after_the_truncation_was_seen(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    with log.open("wb", buffering=0) as writer:
+        writer.write(numbered(0, 20_000))
+        with following(tmp_path / "data", log) as running:
+            running.await_lines(20_000)
+            os.truncate(log, 0)
+            (tail,) = running.input._open
+            wait_until(lambda: tail.position == 0, "the truncation to be seen")
+            writer.write(numbered(20_000, 20_010))
+            assert running.await_lines(20_010)[20_000:] == names(20_000, 20_010)
+
+
+@pytest.mark.parametrize("hole", [8192, 8199, 65_536])
+def test_a_hole_may_end_anywhere(tmp_path: Path, hole: int) -> None:
+    """Also where a page does, so that there are no zeros that were really written."""
+    log = tmp_path / "a.log"
+    with log.open("wb", buffering=0) as writer:
+        writer.write(b"x" * (hole - 1) + b"\n")
+        with following(tmp_path / "data", log) as running:
+            running.await_lines(1)
+            os.truncate(log, 0)
+            writer.write(numbered(0, 10))
+            assert running.await_lines(11)[1:] == names(0, 10)
 
 
 def test_copy_truncate_at_full_speed_keeps_order_and_reads_nothing_twice(tmp_path: Path) -> None:

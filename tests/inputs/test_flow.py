@@ -14,7 +14,10 @@ import pytest
 
 from tests.contract.harness import assert_never, publish_all, wait_until
 from tests.inputs.syslog_harness import ANYWHERE, say, send, send_datagrams
+from turnlane.errors import AckPending
+from turnlane.events import block_of
 from turnlane.inputs import registry
+from turnlane.inputs.answering import AnsweringPublisher
 from turnlane.inputs.contract import Input
 from turnlane.inputs.stdin import StdinInput, StdinSettings
 from turnlane.inputs.syslog import SyslogInput
@@ -153,3 +156,17 @@ def test_a_patient_input_waits_longer_than_any_light_delay(node: Node, tmp_path:
             wait_until(lambda: queue.end == FULL_MARK + 1, "the light one's end of patience")
         queue.get(timeout=20).done()
         wait_until(lambda: queue.end == FULL_MARK + 2)
+
+
+@pytest.mark.parametrize("ack", ["accepted", "persisted"])
+def test_what_is_in_a_full_queue_counts_as_taken_only_at_its_level(node: Node, ack: str) -> None:
+    """A sender that is told that events were taken never sends them again."""
+    given = settings("elasticsearch", ack=ack, listen=ANYWHERE, timeout="200ms")
+    publisher = AnsweringPublisher(node, given)
+    block = block_of([b"%d" % number for number in range(40)])
+    if ack == "persisted":  # which a memory queue's events are once they are delivered
+        with pytest.raises(AckPending):
+            publisher.publish_fitting("main", block, publisher.deadline())
+    else:
+        taken = publisher.publish_fitting("main", block, publisher.deadline())
+        assert taken.inside == node.queue("main").end > 0

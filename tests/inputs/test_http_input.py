@@ -41,12 +41,6 @@ from turnlane.testing import FaultyDisk
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    with node_of(tmp_path / "node") as found:
-        yield found
-
-
-@pytest.fixture
 def url(node: Node) -> Iterator[str]:
     with serving("http", node, routes={"/orders/*": "orders"}) as found:
         yield f"http://{found.address}"

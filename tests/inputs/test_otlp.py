@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,7 @@ from tests.inputs.web_inputs import (
     fill,
     held,
     node_of,
+    once_refused,
     serving,
     values,
     wait_until,
@@ -54,12 +54,6 @@ from turnlane.testing import FaultyDisk
 
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    with node_of(tmp_path / "node") as found:
-        yield found
 
 
 @pytest.fixture
@@ -121,16 +115,11 @@ def test_a_request_can_be_kept_whole(node: Node) -> None:
 def test_the_sdks_own_retry_delivers_what_found_no_room(tmp_path: Path) -> None:
     with node_of(tmp_path, size=2) as node, serving("otlp", node, timeout=HASTY) as found:
         fill(node, 2)
-
-        def unblock() -> None:
-            wait_until(lambda: found.counters.refused, "a refusal")
-            drain(node)
-
-        unblocking = threading.Thread(target=unblock)
-        unblocking.start()
-        with closing(OTLPLogExporter(f"http://{found.address}/v1/logs", timeout=30)) as exporter:
+        with (
+            once_refused(found, lambda: drain(node)),
+            closing(OTLPLogExporter(f"http://{found.address}/v1/logs", timeout=30)) as exporter,
+        ):
             assert exporter.export(log_records("late")) is LogRecordExportResult.SUCCESS
-        unblocking.join()
         assert {record_of(event).body.string_value for event in held(node)} == {"late"}
 
 
@@ -138,16 +127,11 @@ def test_the_sdks_own_retry_delivers_what_a_full_disk_refused(tmp_path: Path) ->
     disk = FaultyDisk()
     with node_of(tmp_path, disk) as node, serving("otlp", node, timeout=HASTY) as found:
         disk.fill()
-
-        def clean_up() -> None:
-            wait_until(lambda: found.counters.refused, "a refusal")
-            disk.unfill()
-
-        cleaning = threading.Thread(target=clean_up)
-        cleaning.start()
-        with closing(OTLPLogExporter(f"http://{found.address}/v1/logs", timeout=30)) as exporter:
+        with (
+            once_refused(found, disk.unfill),
+            closing(OTLPLogExporter(f"http://{found.address}/v1/logs", timeout=30)) as exporter,
+        ):
             assert exporter.export(log_records("late" * 2**18)) is LogRecordExportResult.SUCCESS
-        cleaning.join()
         # At least once: what was in the queue but not on the disk in time was sent again.
         assert {record_of(event).body.string_value for event in held(node)} == {"late" * 2**18}
 

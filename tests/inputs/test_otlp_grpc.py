@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +39,7 @@ from tests.inputs.web_inputs import (
     held,
     made,
     node_of,
+    once_refused,
     serving,
     values,
     wait_until,
@@ -51,12 +51,6 @@ from turnlane.testing import FaultyDisk
 
 LOGS = "/opentelemetry.proto.collector.logs.v1.LogsService/Export"
 GZIP = grpc.Compression.Gzip
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    with node_of(tmp_path / "node") as found:
-        yield found
 
 
 @pytest.fixture
@@ -108,17 +102,12 @@ def test_the_sdk_exports_all_three_signals(address: str, node: Node) -> None:
 def test_the_sdks_own_retry_delivers_what_found_no_room(tmp_path: Path) -> None:
     with node_of(tmp_path, size=2) as node, serving("otlp_grpc", node, timeout=HASTY) as found:
         fill(node, 2)
-
-        def unblock() -> None:
-            wait_until(lambda: found.counters.refused, "a refusal")
-            drain(node)
-
-        unblocking = threading.Thread(target=unblock)
-        unblocking.start()
         knobs: dict[str, Any] = {"endpoint": found.address, "insecure": True, "timeout": 30}
-        with closing(OTLPLogExporter(**knobs)) as exporter:
+        with (
+            once_refused(found, lambda: drain(node)),
+            closing(OTLPLogExporter(**knobs)) as exporter,
+        ):
             assert exporter.export(log_records("late")) is LogRecordExportResult.SUCCESS
-        unblocking.join()
         assert {record_of(event).body.string_value for event in held(node)} == {"late"}
 
 

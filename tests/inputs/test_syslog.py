@@ -36,6 +36,8 @@ from tests.inputs.syslog_harness import (
     values_in,
 )
 from turnlane.errors import AddressTaken, ConfigError, StorageFailed
+from turnlane.formats import framing
+from turnlane.inputs import streams
 from turnlane.inputs.datagrams import DatagramReader
 from turnlane.inputs.one_way import OneWayPublisher
 from turnlane.inputs.registry import load
@@ -191,6 +193,41 @@ def test_a_connection_reset_in_the_middle_keeps_what_it_sent(host: Node) -> None
         client.close()
         assert values_in(host.queue("main"), 2) == [b"<13>whole", b"<13>half"]
         assert source.counters.invalid == 1
+
+
+def test_a_client_that_leaves_between_two_pieces_hurts_nobody_else(host: Node) -> None:
+    with (
+        listening(host, tcp=ANYWHERE, max_message_bytes=480) as source,
+        connected(source) as good,
+    ):
+        good.sendall(b"<13>before\n")
+        with connected(source) as bad:
+            bad.sendall(b"2000 <" + b"x" * 479)
+            values_in(host.queue("main"), 2)
+        wait_until(lambda: source.counters.invalid == 2)  # it was too long, and ended early
+        good.sendall(b"<13>after\n")
+        send(source, b"<13>another client\n")
+        values = values_in(host.queue("main"), 4)
+    assert {b"<13>before", b"<13>after", b"<13>another client"} < set(values)
+
+
+def test_bytes_that_cannot_be_cut_up_cost_their_connection_only(
+    host: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def find(buffer: memoryview, *given: Any, **knobs: Any) -> Any:
+        if b"bad" in bytes(buffer):
+            raise IndexError("planned")
+        return framing.find(buffer, *given, **knobs)
+
+    monkeypatch.setattr(streams, "find", find)
+    with listening(host, tcp=ANYWHERE) as source, connected(source) as good:
+        with connected(source) as bad:
+            bad.sendall(b"<13>bad\n")
+            assert bad.recv(1) == b""
+        good.sendall(b"<13>good\n")
+        assert values_in(host.queue("main"), 1) == [b"<13>good"]
+        assert source.counters.invalid == 1
+    assert "planned" in caplog.text
 
 
 def test_a_slow_client_holds_nobody_up(host: Node) -> None:

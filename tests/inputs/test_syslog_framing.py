@@ -170,6 +170,13 @@ def test_a_counted_message_that_ends_early_is_kept_and_counted() -> None:
     assert found.malformed == 1
 
 
+def test_a_counted_message_that_ends_early_between_two_pieces_is_counted() -> None:
+    found = cut(b"2000 <" + b"x" * 479, 480)
+    assert values_of(found.values) == [b"<" + b"x" * 479]
+    last = cut(b"", 480, inside=found.inside, last=True)
+    assert (len(last.values), last.malformed, last.inside) == (0, 1, 0)
+
+
 def test_severity_is_that_of_the_priority() -> None:
     cases = {
         b"<0>": 0, b"<34>1 x": 2, b"<191>": 7, b"<192>": None, b"<999>x": None, b"<>x": None,

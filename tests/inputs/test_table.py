@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 
 from tests.contract.harness import wait_until
 from tests.inputs.syslog_harness import arrived, events_in
-from turnlane.errors import AckPending, StorageFailed, TurnlaneError
+from turnlane.errors import AckPending, QueueEmpty, StorageFailed, TurnlaneError
 from turnlane.events import Block, Event
+from turnlane.inputs import table
 from turnlane.inputs.table import TableInput, TableInputSettings
 from turnlane.node.node import Node
 from turnlane.queues.contract import Published
@@ -154,6 +156,31 @@ def test_a_disk_that_fails_or_is_slow_loses_nothing(
     with running(host, tmp_path):
         wait_until(lambda: is_empty(queue))
     assert subjects(arrived(host.queue("main"), 3)) == ["s0", "s1", "s2"]
+
+
+def test_rows_that_go_in_in_pieces_are_acked_only_as_far_as_they_went(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its queue is full, and what is in it is not safe yet when the patience is over."""
+    late = threading.Event()
+    persisted = TableInput._persisted
+
+    def noticed(self: TableInput) -> bool:
+        late.set()
+        return persisted(self)
+
+    monkeypatch.setattr(table, "PATIENCE", 0.2)
+    monkeypatch.setattr(TableInput, "_persisted", noticed)
+    rows = enqueue(database, 20, body=b"x" * 1000)
+    knobs = {"kind": "memory", "max_bytes": 10_000, "max_event_bytes": 5_000}
+    with Node(tmp_path / "data", {"main": knobs}) as host, running(host, tmp_path):
+        queue = host.queue("main")
+        assert late.wait(20)
+        got: set[str] = set()
+        while not is_empty(rows) or queue.stats().ledger.pending:
+            with contextlib.suppress(QueueEmpty), queue.get(timeout=0.05) as batch:
+                got.update(subjects(list(batch)))
+    assert got == {f"s{n}" for n in range(20)}
 
 
 def test_it_waits_for_a_table_that_is_made_later(

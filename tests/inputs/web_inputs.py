@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,20 @@ def wait_until(happened: Callable[[], object], what: str = "it") -> None:
     while not happened():
         assert time.monotonic() < deadline, f"{what} did not happen in {PATIENCE:g} s"
         time.sleep(0.005)
+
+
+@contextmanager
+def once_refused(found: Input, do: Callable[[], object], times: int = 1) -> Iterator[None]:
+    """While a client sends, and sends again: do something once the input has refused."""
+
+    def watch() -> None:
+        wait_until(lambda: found.counters.refused >= times, "a refusal")
+        do()
+
+    with ThreadPoolExecutor(1) as watching:
+        done = watching.submit(watch)
+        yield
+        done.result()
 
 
 class Certificates:

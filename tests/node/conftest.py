@@ -1,4 +1,4 @@
-"""A running node with its Flight plane, and clients of it that are closed when a test is over."""
+"""Running nodes with their planes, and clients of them that are closed when a test is over."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import flight
 
+from tests.node.http_harness import Served as HttpServed
+from tests.node.http_harness import served as served_over_http
 from turnlane.client import Client, connect
 from turnlane.events import Block, block_of, values_of
 from turnlane.node.flight import FlightPlane
@@ -148,6 +150,20 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 def served(serve: Serve) -> Served:
     """A node with a disk queue that syncs at once, one that never does, and a memory queue."""
     return serve()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServed]:
+    """A node behind HTTP, one for all tests of a module."""
+    with served_over_http(tmp_path_factory.mktemp("node")) as running:
+        yield running
+
+
+@pytest.fixture
+def fresh(shared: HttpServed) -> HttpServed:
+    """The shared node with nothing in ``orders``."""
+    shared.orders.settle(0, shared.orders.end)
+    return shared
 
 
 def values(node: Node, queue: str) -> list[bytes]:

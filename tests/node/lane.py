@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
-from turnlane.events import Block, block_of
-from turnlane.node.commits import Commit, Range
+from turnlane.events import Block, block_of, values_of
+from turnlane.node.commit import Commit, Range
 from turnlane.node.node import Node
+from turnlane.queues.holding import HoldingQueue
 from turnlane.queues.log.files import Disk
 from turnlane.testing import FaultyDisk
 
@@ -39,6 +42,18 @@ def staged(node: Node, queue: str, block: Block) -> str:
         return stage.finish()
 
 
+def contents(queue: HoldingQueue) -> list[bytes]:
+    """All that a queue holds, left in place."""
+    found: list[bytes] = []
+    at = queue.low
+    while (piece := queue.read(at, 1 << 20)) is not None:
+        first, block = piece
+        assert first == at, "events are missing"
+        found += values_of([block])
+        at = first + block.num_rows
+    return found
+
+
 def step(node: Node) -> bool:
     """Bring the next range to where it belongs; false at the end of the queue."""
     main = node.queue("main")
@@ -59,6 +74,14 @@ def live(data: Path, op: str, nth: int) -> None:
     disk.kill(op, nth)
     while step(node):
         pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start(data: Path, queues: Mapping[str, Mapping[str, Any]], op: str, nth: int) -> None:
+    """Open a node, and be killed at the ``nth`` such operation, or once it is open."""
+    disk = FaultyDisk()
+    disk.kill(op, nth)
+    Node(data, queues, disk=disk)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

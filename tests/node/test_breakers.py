@@ -54,6 +54,16 @@ def allowed(made: RemoteGate, wanted: Allowed) -> Permit:
     return permit
 
 
+def test_all_tasks_claim_from_one_rate(served: Served) -> None:
+    limited = DeliverySettings(rate_limit=0.001, max_time=3600.0)
+    one, other = gate(served, limited), gate(served, limited)
+    assert 900 < one.claim(1, 10_000.0) <= 1000
+    assert 1900 < other.claim(1, 10_000.0) <= 2000, "behind the one that was claimed before"
+    assert 2900 < one.claim(1, 500.0) <= 3000, "too late for it, so it is not taken"
+    assert 2900 < other.claim(1, 10_000.0) <= 3000
+    assert gate(served, AT_ONCE, "free").claim(1000, 0.0) == 0.0
+
+
 def test_failures_of_one_task_are_known_to_all(served: Served) -> None:
     one, other = gate(served, PATIENT), gate(served, PATIENT)
     assert one.permit().allowed is other.permit().allowed is Allowed.ALL

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from tests.contract.harness import Task, wait_until
-from tests.node.lane import EVENTS, live, opened, operations, staged, step
+from tests.node.lane import EVENTS, contents, live, opened, operations, staged, step
 from tests.recovery.hooked_disk import take
 from turnlane.errors import (
     NoSuchQueue,
@@ -24,24 +24,12 @@ from turnlane.errors import (
     StorageFailed,
 )
 from turnlane.events import Block, block_of, values_of
-from turnlane.node.commits import Commit, Range
+from turnlane.node.commit import Commit, Range
 from turnlane.node.node import Node
-from turnlane.queues.holding import HoldingQueue
 from turnlane.testing import FaultyDisk
 
 PATIENCE = 60.0
 NUMBERS = [b"%d" % number for number in range(EVENTS)]
-
-
-def contents(queue: HoldingQueue) -> list[bytes]:
-    found: list[bytes] = []
-    at = queue.low
-    while (piece := queue.read(at, 1 << 20)) is not None:
-        first, block = piece
-        assert first == at, "events are missing"
-        found += values_of([block])
-        at = first + block.num_rows
-    return found
 
 
 def check_outcome(node: Node) -> None:

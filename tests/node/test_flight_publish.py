@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -17,7 +18,8 @@ from pyarrow import flight
 from tests.contract.harness import NOTICEABLE, PATIENCE, Task, assert_never, wait_until
 from tests.node.conftest import QUEUES, Serve, Served, Stream, values
 from turnlane.events import block_of
-from turnlane.node import flight_publish
+from turnlane.node import flight_publish, flight_read
+from turnlane.node.connections import cut_connections
 from turnlane.node.routes import MAX_PAIRS, Route
 from turnlane.queues.memory import MemoryQueue
 from turnlane.queues.settings import QueueSettings
@@ -46,6 +48,9 @@ def test_positions_follow_the_events_from_accepted_to_delivered(served: Served) 
 
 
 def test_nothing_is_called_persisted_before_it_is_synced(served: Served) -> None:
+    first = served.stream("slow", ack="persisted")  # after this sync, the next is in an hour
+    first.write(b"a")
+    first.finish()
     stream = served.stream("slow", ack="accepted")
     stream.greet()
     stream.write(b"a")
@@ -357,6 +362,17 @@ def test_a_stop_ends_calls_that_wait(serve: Serve) -> None:
             task.result()
 
 
+def test_cutting_connections_leaves_no_files_open(served: Served) -> None:
+    """A stop does it again and again, and most of what is open is no connection."""
+    client = served.client()
+    client.queue("disk").producer(ack="persisted").publish(b"x")
+    cut_connections(0)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        assert cut_connections(0) == 0
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # others may open some, not all twice
+
+
 def test_a_hundred_calls_that_wait_do_not_hold_up_publishing(served: Served) -> None:
     node = served.client().nodes[0]
     waits = [Task(lambda: node.wait("memory", 0, 60.0)) for _ in range(100)]
@@ -379,6 +395,24 @@ def test_more_calls_than_allowed_are_told_to_come_back(serve: Serve) -> None:
         served.act("ping")
     stream.finish()
     wait_until(lambda: _answers(served))
+
+
+def test_streams_that_are_read_count_as_calls_to_their_end(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flight_read, "READ_EVENTS", 10)
+    served = serve(max_calls=2)
+    served.node.queue("disk").producer().publish_block(block_of([bytes(100_000)] * 500))
+    ticket = flight.Ticket(b'{"read": "disk"}')
+    readers = [served.flight().do_get(ticket) for _ in range(2)]
+    for reader in readers:
+        reader.read_chunk()
+    with pytest.raises(flight.FlightUnavailableError, match="too many calls"):
+        served.act("ping")
+    assert readers[0].read_all().num_rows < 500
+    wait_until(lambda: _answers(served))
+    readers[1].cancel()
+    wait_until(lambda: served.plane._calls._value == 2)
 
 
 def _answers(served: Served) -> bool:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import datetime as dt
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import trustme
 from pyarrow import flight
 from pydantic import SecretStr
 
-from tests.contract.harness import PATIENCE
+from tests.contract.harness import PATIENCE, wait_until
 from tests.node.conftest import Serve, Served
 from turnlane.client import Client, connect
 from turnlane.errors import AddressTaken, ConfigError, NotAllowed, TransportDown
@@ -169,10 +171,11 @@ def test_a_lane_is_not_taken_over_by_those_who_may_not_read_its_queue(guarded: S
 def test_a_writer_is_known_by_its_token_too(guarded: Served) -> None:
     """Otherwise anybody could have a writer's next epochs taken for repeats."""
     reader, boss = guarded.client(token="reader"), guarded.client(token="boss")
-    assert reader.commit(writer="w", epoch=1000)
+    guarded.node.queue("orders").producer().publish_block(block_of([b"x"] * 3))
+    assert reader.commit(ranges=[("orders", 0, 1)], writer="w", epoch=1000)
     assert boss.nodes[0].epoch("w") is None
-    assert boss.commit(writer="w", epoch=1)
-    assert not boss.commit(writer="w", epoch=1)
+    assert boss.commit(ranges=[("orders", 1, 2)], writer="w", epoch=1)
+    assert not boss.commit(ranges=[("orders", 2, 3)], writer="w", epoch=1)
     assert (boss.nodes[0].epoch("w"), reader.nodes[0].epoch("w")) == (1, 1000)
 
 
@@ -182,6 +185,50 @@ def test_nobody_publishes_under_the_name_of_commits(guarded: Served) -> None:
         guarded.client(token="boss").queue("orders", producer_id="turnlane.commits").producer(
             ack="persisted"
         ).publish(b"x", timeout=PATIENCE)
+
+
+def test_a_producer_is_known_by_its_token_too(serve: Serve) -> None:
+    """Otherwise anybody could have a producer's next events taken for repeats."""
+    tokens = [_token(name, {"orders": ["publish"]}) for name in ("a", "b")]
+    served = serve({"orders": {"durability": "always"}}, authority=Authority(tokens))
+    queue = served.client(token="a").queue("orders", producer_id="web-1")
+    one = queue.producer(ack="persisted")
+    assert one.publish(b"one", timeout=PATIENCE)
+    command = {"publish": "orders", "producer": "web-1", "ack": "persisted"}
+    writer, _ = served.client(token="b").nodes[0].exchange(command)
+    block = block_of([b"far ahead"])
+    writer.begin(block.schema)
+    writer.write_with_metadata(block, pa.py_buffer(b'{"sequence": 1000000}'))
+    writer.done_writing()
+    wait_until(lambda: served.node.queue("orders").end == 2)
+    assert one.publish(b"two", timeout=PATIENCE)
+    assert served.node.queue("orders").end == 3
+
+
+@pytest.mark.parametrize("name", ["files/logs/1/2/3-x/0", "turnlane.commits"])
+def test_nobody_publishes_under_the_names_of_the_node(served: Served, name: str) -> None:
+    with pytest.raises(flight.FlightServerError, match="producer ids that begin with"):
+        served.stream("disk", name).finish()
+
+
+def test_a_stream_ends_when_its_token_expires(serve: Serve) -> None:
+    """Even though it goes on publishing, so that the node has always something to tell it."""
+    now = [0.0]
+    token = _token("soon", {"*": ["publish"]}, expires=dt.datetime.fromtimestamp(100, dt.UTC))
+    served = serve(
+        {"orders": {"durability": "always"}}, authority=Authority([token], now=lambda: now[0])
+    )
+    producer = served.client(token="soon").queue("orders").producer(ack="persisted")
+    producer.publish(b"x", timeout=PATIENCE)
+    now[0] = 200.0
+
+    def publish_on() -> None:
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            producer.publish(b"y", timeout=PATIENCE)
+
+    with pytest.raises(NotAllowed, match="has expired"):
+        publish_on()
 
 
 def test_a_client_whose_token_expires_fails_its_queue(serve: Serve) -> None:

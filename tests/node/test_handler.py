@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import logging
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -317,6 +319,23 @@ def test_a_normal_exit_loses_nothing(node: Service) -> None:
     assert (done.returncode, done.stderr) == (3, "")
     values = values_in(node.node.queue("logs"), 1000)
     assert values == [b"INFO:app:%d" % number for number in range(1000)]
+
+
+def test_a_handler_that_was_removed_and_not_closed_loses_nothing(node: Service) -> None:
+    """``logging`` remembers handlers weakly: nobody else would send what this one has."""
+    removed = PROGRAM + "logging.getLogger().handlers.clear()\n"
+    done = run(removed, url_of(node))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(values_in(node.node.queue("logs"), 1000)) == 1000
+
+
+def test_a_handler_that_was_closed_is_forgotten(memory: Queue) -> None:
+    handler = TurnlaneHandler(memory)
+    handler.close()
+    forgotten = weakref.ref(handler)
+    del handler
+    gc.collect()
+    assert forgotten() is None
 
 
 def test_a_local_disk_queue_has_everything_after_exit(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,6 @@ from turnlane.inputs.contract import Counters
 from turnlane.node.metrics import NodeCollector
 from turnlane.node.node import Node
 from turnlane.node.openapi import document
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("node")) as running:
-        yield running
 
 
 def test_queues_are_made_shown_and_dropped(shared: Served) -> None:

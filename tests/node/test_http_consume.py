@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,6 @@ import pytest
 
 from tests.node.http_harness import Served, served, wait_until
 from turnlane.node.http_consume import POLLS
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("node")) as running:
-        yield running
-
-
-@pytest.fixture
-def fresh(shared: Served) -> Served:
-    """The shared node with nothing in ``orders``."""
-    shared.orders.settle(0, shared.orders.end)
-    return shared
 
 
 def values(answer: dict[str, Any]) -> list[str]:
@@ -100,7 +86,7 @@ def test_a_long_poll_is_answered_when_something_comes(fresh: Served) -> None:
 
 def test_a_client_that_leaves_a_long_poll_takes_nothing_with_it(fresh: Served) -> None:
     with socket.create_connection((fresh.plane.address.host, fresh.plane.address.port)) as sock:
-        sock.sendall(b"GET /queues/orders/events?wait=30s HTTP/1.1\r\nhost: x\r\n\r\n")
+        sock.sendall(b"GET /queues/orders/events?wait=30s HTTP/1.1\r\nhost: localhost\r\n\r\n")
         wait_until(lambda: fresh.orders._hunger)
     fresh.post(b"x")
     leased = fresh.take(wait="20s").json()

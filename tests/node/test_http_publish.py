@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import gzip
 import json
 import subprocess
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,26 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.node.http_harness import Served, served, wait_until
-from turnlane.errors import StorageFailed
-from turnlane.events import Event, events_of
+from turnlane.errors import QueueFull, StorageFailed
+from turnlane.events import Event, block_of, events_of
 from turnlane.node.http_events import iso, of_json, of_ndjson, timestamp_of, to_json
-from turnlane.node.http_publishing import _Follower
+from turnlane.node.http_publishing import _Follower, _publish
 from turnlane.node.node import Node
 from turnlane.queues.contract import Ack, AckLevel, Durability
 from turnlane.queues.holding import HoldingQueue
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("node")) as running:
-        yield running
-
-
-@pytest.fixture
-def fresh(shared: Served) -> Served:
-    """The shared node with nothing in ``orders``."""
-    shared.orders.settle(0, shared.orders.end)
-    return shared
 
 
 def stored(at: Served) -> list[Event]:
@@ -269,6 +256,33 @@ def test_a_line_that_is_long_enough_is_refused_at_once(
         assert waiting.result().status_code == 200
 
 
+def test_a_numbered_request_among_too_many_is_told_to_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for a thread, however short the time is that it has."""
+    monkeypatch.setattr("turnlane.node.http_publishing.THREADS", 1)
+    late, quick = ({"producer-id": name, "sequence": "0"} for name in ("late", "quick"))
+    with served(tmp_path) as at, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(
+            at.post, b"y", params={"timeout": "60s", "ack": "delivered"}, headers=late
+        )
+        wait_until(lambda: at.orders.end == 1)
+        refused = at.post(b"z", params={"timeout": "60s"}, headers=quick)
+        assert (refused.status_code, refused.json()["error"]) == (503, "TransportDown")
+        assert refused.headers["retry-after"] == "1"
+        assert at.orders.end == 1
+        at.orders.settle(0, 1)
+        assert waiting.result().status_code == 200
+        wait_until(lambda: at.post(b"z", headers=quick).status_code == 200)
+
+
+def test_the_time_of_a_request_includes_its_wait_for_a_thread(tmp_path: Path) -> None:
+    with served(tmp_path, {"orders": {"size": 1}}) as at:
+        at.post(b"x")
+        with pytest.raises(QueueFull):
+            _publish(at.orders, block_of([b"y"]), AckLevel.ACCEPTED, time.monotonic() - 1)
+
+
 def test_events_that_a_disk_lost_are_told_to_everyone_whose_they_might_be(tmp_path: Path) -> None:
     async def hear_of_a_loss(queue: HoldingQueue) -> None:
         follower = _Follower(queue, AckLevel.DELIVERED, asyncio.get_running_loop())
@@ -387,6 +401,13 @@ def test_any_body_is_events_or_a_value_error(body: bytes | str) -> None:
             codec(raw, 0)
         except ValueError as error:
             assert type(error) is ValueError  # noqa: PT017 - either way is right
+
+
+def test_any_depth_is_an_event_or_a_value_error() -> None:
+    """What can just be read may be too deep to be written again."""
+    for depth in range(800, 5000):
+        with contextlib.suppress(ValueError):
+            of_json(b'{"data":' + b"[" * depth + b"]" * depth + b"}", 0)
 
 
 @given(st.integers(-((1 << 63) // 1000 - 1), (1 << 63) // 1000 - 1))

@@ -133,3 +133,73 @@ def test_it_is_served_with_tls(tmp_path: Path, mutual: bool) -> None:
                 httpx.get(f"{at.plane.url}/healthz", verify=stranger)
         with pytest.raises(httpx.TransportError):
             httpx.get(f"http://{at.plane.address}/healthz")
+
+
+@pytest.fixture(scope="module")
+def unguarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A node that wants no tokens."""
+    with served(tmp_path_factory.mktemp("open")) as running:
+        yield running
+
+
+FOREIGN = [
+    {"origin": "https://evil.example"},
+    {"origin": "null"},
+    {"origin": "http://evil.example", "host": "evil.example"},  # its name was made to lead here
+    {"host": "evil.example:8088"},
+    {"sec-fetch-site": "cross-site"},
+]
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "settle"), ("POST", "events"), ("GET", "events")]
+)
+def test_a_web_page_cannot_use_a_node_without_tokens(
+    unguarded: Served, headers: dict[str, str], method: str, path: str
+) -> None:
+    """Its requests come from the machine of whoever looks at it, as those of curl do."""
+    unguarded.post(b"x")
+    before = unguarded.orders.stats().ledger
+    answer = unguarded.http.request(
+        method,
+        f"/queues/orders/{path}",
+        content=None if method == "GET" else b'{"first": 0, "end": 1000000}',
+        headers={"content-type": "text/plain", **headers},
+    )
+    assert (answer.status_code, answer.json()["error"]) == (403, "NotAllowed")
+    assert unguarded.orders.stats().ledger == before
+
+
+@pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "127.9.9.9:80", "[::1]:8088"])
+def test_names_of_this_machine_are_no_other_site(unguarded: Served, host: str) -> None:
+    own = {"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin"}
+    assert unguarded.post(b"x", headers=own).status_code == 200
+    assert unguarded.post(b"x", headers={"host": host}).status_code == 200
+
+
+def test_a_page_with_a_token_may_ask_from_anywhere(shared: Served) -> None:
+    headers = {"authorization": "Bearer allallall", **FOREIGN[0]}
+    assert shared.http.post("/queues/db/events", content=b"x", headers=headers).status_code == 200
+
+
+def test_a_producer_is_known_by_its_token_too(shared: Served) -> None:
+    """Otherwise anybody could have a producer's next events taken for repeats."""
+
+    def publish(token: str, sequence: int) -> dict[str, Any]:
+        answer = shared.http.post(
+            "/queues/web-1/events",
+            content=b"x",
+            headers={
+                "authorization": f"Bearer {token * 3}",
+                "producer-id": "web-1",
+                "sequence": str(sequence),
+            },
+        )
+        found: dict[str, Any] = answer.raise_for_status().json()
+        return found
+
+    assert publish("pub", 0)["accepted"] == 1
+    assert publish("all", 10**9)["accepted"] == 1
+    assert publish("pub", 1)["accepted"] == 1
+    assert publish("pub", 1)["repeated"] == 1

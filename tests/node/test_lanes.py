@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -11,8 +10,10 @@ from tests.node.conftest import Serve, Served, values
 from turnlane.client.remote import RemoteNode
 from turnlane.errors import ConfigError, LaneTaken
 from turnlane.events import block_of
-from turnlane.node.commits import Range
-from turnlane.node.lanes import Planned
+from turnlane.node import lanes as lane_module
+from turnlane.node.commit import Plan, Range
+from turnlane.node.lanes import RETIRED, Lanes, Planned
+from turnlane.node.leftovers import identity
 from turnlane.queues.contract import Outcome
 
 
@@ -82,14 +83,27 @@ def test_a_run_that_is_over_can_commit_no_more(node: RemoteNode) -> None:
     assert node.commit(lane="a", run="2")
 
 
+def test_runs_that_are_long_over_are_forgotten() -> None:
+    """A lane that is started anew with every reload must not fill the node's memory."""
+    lanes = Lanes()
+    for run in range(3 * RETIRED):
+        lanes.plan("a", str(run), Planned("disk", []))
+    for run in (3 * RETIRED - 2, 2 * RETIRED):
+        with pytest.raises(LaneTaken, match="started anew"):
+            lanes.planned("a", str(run))
+    with pytest.raises(LaneTaken, match="unknown here"):
+        lanes.planned("a", "0")
+
+
 def test_an_interrupted_commit_keeps_what_it_said_it_would(serve: Serve) -> None:
     """The file has what is settled, and how: the next start does just that."""
     first = serve()
     first.node.queue("disk").producer(ack="persisted").publish_block(block_of(numbers(10)))
-    left = first.node.data / "commits" / f"{'0' * 32}.commit"
-    first.close()
+    left = first.node.data / "commits" / f"{1:020}.commit"
     ranges = Planned("disk", [(0, 10)]).settled_by([(2, 4)], [(0, 1)])
-    left.write_text(json.dumps({"parts": [], "ranges": ranges, "writer": None, "epoch": 0}))
+    plan = Plan([], ranges, ids={"disk": identity(first.node.queue("disk"))})
+    first.close()
+    left.write_bytes(plan.to_json())
     again = serve()
     assert again.node.queue("disk").unsettled(100).spans == [(2, 4)]
     assert (ledger(again).delivered, ledger(again).dead) == (7, 1)
@@ -124,3 +138,15 @@ def test_dead_offsets_are_those_that_were_planned_and_not_kept() -> None:
         Range("q", 2, 3, Outcome.DEAD),
         Range("q", 8, 10, Outcome.DEAD),
     ]
+
+
+def test_lanes_that_are_long_silent_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forgotten lane has to start anew; whatever it has read stays unsettled."""
+    monkeypatch.setattr(lane_module, "MAX_LANES", 3)
+    lanes = Lanes()
+    planned = Planned("disk", [(0, 1)])
+    for name in ("a", "b", "c", "a", "d"):
+        lanes.plan(name, "1", planned)
+    with pytest.raises(LaneTaken, match="start the lane anew"):
+        lanes.planned("b", "1")
+    assert [lanes.planned(name, "1") for name in ("a", "c", "d")] == [planned] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -18,6 +19,10 @@ from tests.node.conftest import Serve, Served
 from turnlane.client.leased import LeasedBatch
 from turnlane.errors import NoSuchLease, QueueClosed, QueueEmpty, TransportDown
 from turnlane.events import block_of
+from turnlane.node import flight_read
+from turnlane.node.flight import FlightPlane
+from turnlane.node.flight_actions import Caller
+from turnlane.node.flight_commands import Consume
 from turnlane.node.leases import Leases
 from turnlane.queues.memory import MemoryQueue
 from turnlane.queues.settings import QueueSettings
@@ -133,6 +138,51 @@ def test_a_client_that_leaves_in_the_middle_of_a_batch_gives_it_back(serve: Serv
     reader.cancel()
     wait_until(lambda: len(served.node.leases) == 0, "the lease to be given back")
     assert served.node.queue("disk").stats().in_flight == 0
+
+
+def test_a_client_that_has_left_while_it_waited_gets_no_lease(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events that come in its last moment are not gone for as long as its lease would last."""
+    callers: list[Caller] = []
+
+    def noted(self: FlightPlane, context: Any) -> Caller:
+        callers.append(caller(self, context))
+        return callers[-1]
+
+    caller = FlightPlane.caller
+    monkeypatch.setattr(FlightPlane, "caller", noted)
+    monkeypatch.setattr(flight_read, "LOOK_SECONDS", 60.0)  # it does not notice by itself
+    queue = served.node.queue("disk")
+    node = served.client().nodes[0]
+    with pytest.raises(flight.FlightTimedOutError):
+        list(node.get({"consume": "disk", "wait": 60.0, "lease": 3600.0}, 0.5))
+    wait_until(lambda: bool(queue._hunger) and callers[0].in_vain())
+    _publish(served, b"a")
+    wait_until(lambda: queue.stats().releases == 1, "the batch to be given back")
+    assert (len(served.node.leases), queue.stats().in_flight) == (0, 0)
+
+
+def test_a_batch_that_nobody_reads_is_given_back(served: Served) -> None:
+    """Flight may let go of a stream before it has asked for a single block."""
+    _publish(served, b"a")
+    command = Consume(consume="disk", lease=3600.0)
+    ended: list[str] = []
+    with contextlib.ExitStack() as call:
+        call.callback(ended.append, "the call")
+        stream = flight_read.consume_stream(
+            served.node.leases,
+            served.node.queue("disk"),
+            command,
+            flight_read.Patience(0.0, lambda: False),
+            call,
+        )
+    assert len(served.node.leases) == 1
+    assert not ended
+    del stream
+    gc.collect()
+    assert len(served.node.leases) == 0
+    assert ended
 
 
 # The client's own batches

@@ -183,6 +183,16 @@ def test_stages_of_tasks_that_died_are_given_up(
         assert len(node.staging) == 0
 
 
+def test_a_stage_waits_for_the_slowest_task_of_its_batch(tmp_path: Path) -> None:
+    with Node(tmp_path, {"orders": {}}) as node:
+        with node.stage("orders", BASE_SCHEMA) as stage:
+            stage_id = stage.finish()
+        contents, since = node.staging._finished[stage_id]
+        node.staging._finished[stage_id] = contents, since - 12 * 3600.0
+        node.staging.discard_older(housekeeping.STAGE_SECONDS)
+        assert node.staging.contents(stage_id) == contents
+
+
 def test_tidying_up_goes_on_when_the_disk_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

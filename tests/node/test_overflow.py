@@ -10,6 +10,7 @@ from tests.node.conftest import Serve, Served, values
 from turnlane.client.remote import RemoteNode
 from turnlane.errors import QueueFull
 from turnlane.events import block_of
+from turnlane.node.overflow import Overflow
 
 QUEUES: dict[str, dict[str, Any]] = {"alerts": {}, "alerts.dead": {"size": 10}}
 
@@ -85,6 +86,18 @@ def test_beyond_their_bound_the_oldest_are_dropped_and_counted(full: Served) -> 
     overflow.drain()
     assert values(full.node, "alerts.dead") == [b"new %d" % number for number in range(4, 12)]
     assert adds_up(full)
+
+
+def test_they_take_no_more_memory_than_the_node_allows(full: Served) -> None:
+    """However many events a client says may wait, and for whichever queue."""
+    blocks = [block_of([bytes(1000)] * 100) for _ in range(10)]
+    room = 5 * blocks[0].nbytes
+    overflow = Overflow(full.node.queue, room)
+    overflow.take("alerts.dead", blocks, 1 << 61)
+    assert overflow.events() == {"alerts.dead": 500}
+    overflow.take("alerts", blocks[:2], 1 << 61)
+    assert overflow.events() == {"alerts.dead": 300, "alerts": 200}, "who has most gives way"
+    assert overflow.dropped == {"alerts.dead": 700}
 
 
 def test_what_finds_no_room_before_the_node_closes_is_counted(full: Served, serve: Serve) -> None:

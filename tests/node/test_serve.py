@@ -571,7 +571,7 @@ def test_validate_reads_secrets_and_shows_none(
     token = "  tokens: [{name: app, secret: '${TOKEN}', rights: {'*': [publish]}}]\n"
     code, shown, errors = turnlane_says("validate", config_file(tmp_path, token), "--show")
     assert code == 0, errors
-    assert json.loads(shown)["node"]["tokens"][0]["secret"] == "**********"
+    assert json.loads(shown)["node"]["tokens"][0]["secret"] == "${TOKEN}"
     assert "very-secret" not in shown + errors
     elsewhere = token.replace("secret: '${TOKEN}'", "secret_env: GONE")
     code, _, errors = turnlane_says("validate", config_file(tmp_path, elsewhere))

@@ -88,16 +88,13 @@ def test_rows_without_a_place_get_their_ids_from_elasticsearch(server: Server) -
     assert server.seen[0].body.splitlines()[0] == b'{"create":{"_index":"totals"}}'
 
 
-def test_rows_of_one_event_are_not_taken_for_one_document() -> None:
+def test_rows_of_one_event_are_documents_of_their_own() -> None:
     block = with_column(events([b"a", b"b"]), "offset", pa.array([7, 7]))
-    settings = {"url": unused_url(), "index": "logs"}
-    with (
-        output("elasticsearch", **settings) as out,
-        pytest.raises(RetryLater, match=r"several rows of one event.*`id`"),
-    ):
-        out.prepare(block)
-    with output("elasticsearch", **settings, id="{value}") as out:
-        out.prepare(block)
+    block = block.append_column("turnlane_row", pa.array([0, 1], pa.int32()))
+    assert [item.id.partition("-")[0] for item in sent(block, index="logs")] == [
+        "alerts/0/7",
+        "alerts/0/7.1",
+    ]
 
 
 def test_raw_documents_may_stand_on_several_lines() -> None:

@@ -26,10 +26,19 @@ def server() -> Iterator[Server]:
 
 def outcome(values: list[bytes], keys: int = 1, *, settings: Any = None, **knobs: Any) -> Outcome:
     delivery = DeliverySettings(
-        backoff=0.001, max_backoff=0.01, max_time=PATIENCE, batch_events=200, **(settings or {})
+        **{
+            "backoff": 0.001,
+            "max_backoff": 0.01,
+            "max_time": PATIENCE,
+            "batch_events": 200,
+            **(settings or {}),
+        }
     )
     block = events(values, keys=[f"k{number % keys}" for number in range(len(values))])
-    with output("http", **knobs) as made, Engine(made, delivery, LocalGate(delivery)) as engine:
+    with (
+        output("http", **knobs) as made,
+        Engine(made, delivery, LocalGate(delivery), takes_apart=made.takes_apart) as engine,
+    ):
         return engine.deliver(block)
 
 
@@ -58,17 +67,54 @@ def test_one_poisoned_event_is_dead_and_all_others_are_delivered(
     assert taken(server) == [number for number in range(1000) if number != 555]
 
 
-def test_what_is_too_large_together_goes_in_parts(server: Server) -> None:
+@pytest.mark.parametrize("status", [413, 414, 431])
+def test_what_is_too_large_together_goes_in_parts(server: Server, status: int) -> None:
     def behave(handler: Handler) -> Reply:
         seen = handler.read()
         if len(seen.body) > 500:
-            return Reply(413)
+            return Reply(status)
         server.seen.append(seen)
         return Reply()
 
     server.behave = behave
     assert outcome(VALUES, url=server.url).delivered == 1000
     assert taken(server) == list(range(1000))
+
+
+@pytest.mark.parametrize(
+    ("ordering", "late"), [("none", {1, 3}), ("key", {1, 3, 6, 8}), ("strict", set(range(1, 10)))]
+)
+def test_none_passes_those_whose_address_fails(
+    server: Server, ordering: str, late: set[int]
+) -> None:
+    """Five keys have two events each, and every event an address of its own."""
+
+    def behave(handler: Handler) -> Reply:
+        seen = handler.read()
+        number = int(json.loads(seen.body)[0]["value"])
+        if number in (1, 3):
+            return Reply(404)
+        server.seen.append(seen)
+        return Reply()
+
+    server.behave = behave
+    settings = {"ordering": ordering, "breaker_failures": 10**6, "max_time": 1.0}
+    found = outcome(VALUES[:10], 5, settings=settings, url=server.url + "/{value}")
+    assert late.isdisjoint(taken(server))
+    assert late <= set(found.kept.tolist())
+    assert 0 in taken(server)
+
+
+@pytest.mark.parametrize("status", [413, 414, 431])
+def test_what_is_too_large_alone_is_dead(server: Server, status: int) -> None:
+    def behave(handler: Handler) -> Reply:
+        return Reply(status if b"huge" in handler.read().body else 200)
+
+    server.behave = behave
+    found = outcome([*VALUES[:9], b"huge"], url=server.url + "/{value}", headers={"X": "{value}"})
+    assert found.delivered == 9
+    [dead] = found.dead
+    assert (dead.numbers.tolist(), dead.error) == ([9], "PayloadTooLarge")
 
 
 def test_a_server_that_fails_now_and_then_has_all_in_the_end(server: Server) -> None:

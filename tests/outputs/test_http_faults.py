@@ -65,6 +65,8 @@ def replying(reply: Reply) -> Behaviour:
         (400, Never),
         (422, Never),
         (413, PayloadTooLarge),
+        (414, PayloadTooLarge),
+        (431, PayloadTooLarge),
         *((status, RetryLater) for status in (401, 403, 404, 405, 407, 408, 425, 429)),
         *((status, RetryLater) for status in (301, 304, 409, 418, 500, 502, 503, 504, 599)),
     ],

@@ -100,6 +100,18 @@ def test_nodes_are_numbered_apart(node: Served) -> None:
     assert len(events_in(node.queue("orders"))) == 4
 
 
+def test_rows_that_a_transform_made_of_one_event_are_numbered_apart(node: Served) -> None:
+    offsets, rows = pa.array([0, 1, 1, 2]), pa.array([0, 0, 1, 0])
+    block = handed(numbered(0, 4), offset=offsets, turnlane_row=rows)
+    with made(node.url, producer="shop") as output:
+        for part in (block.slice(0, 2), block.slice(2), block):
+            send(output, part)
+    stored = node.queue("orders").read(0, 4)
+    assert stored is not None
+    assert "turnlane_row" not in stored[1].schema.names
+    assert [event.value for event in events_in(node.queue("orders"))] == numbered(0, 4)
+
+
 def test_without_a_name_everything_is_taken(node: Served) -> None:
     with made(node.url) as output:
         for _ in range(2):

@@ -8,6 +8,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -277,11 +278,18 @@ def test_rows_that_sql_made_have_no_place() -> None:
         output.prepare(block)
 
 
-def test_rows_of_one_event_are_not_taken_for_one_that_comes_again() -> None:
-    block = handed(numbered(0, 3), offset=pa.array([0, 1, 1]))
-    output = Bench("sqlite:///a.db").output(exactly_once=True, columns={"note": "value"})
-    with output, pytest.raises(RetryLater, match=r"several rows of one event.*exactly_once"):
-        output.prepare(block)
+def test_rows_of_one_event_are_not_taken_for_one_that_comes_again(bench: Bench) -> None:
+    """Each is written once, whichever of them come again, and with whom."""
+    offsets, rows = pa.array([0, 1, 1, 1, 2]), pa.array([0, 0, 1, 2, 0])
+    block = handed(numbered(0, 5), offset=offsets, turnlane_row=rows)
+    bench.make_table("id varchar(40) PRIMARY KEY, note varchar(20)")
+    columns = {"id": "event_id", "note": "value"}
+    with bench.output(exactly_once=True, columns=columns) as output:
+        for part in (block.slice(0, 3), block.slice(2), block, block.slice(3)):
+            output.send(output.prepare(part))
+    found = bench.run("SELECT id, note FROM events ORDER BY id")
+    ids = ["0", "1", "1.1", "1.2", "2"]
+    assert found == [(f"orders/0/{each}", f"event {at}") for at, each in enumerate(ids)]
 
 
 @given(st.lists(st.integers(0, 60), max_size=40), st.lists(st.integers(0, 60), max_size=40))
@@ -290,6 +298,42 @@ def test_runs_and_what_is_in_none(some: list[int], others: list[int]) -> None:
     assert {each for first, end in known for each in range(first, end)} == set(others)
     fresh = not_in(np.array(some, dtype=np.int64), known)
     assert fresh.tolist() == [each not in set(others) for each in some]
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+def test_a_write_that_waits_for_a_lock_ends_when_nobody_waits_for_it(
+    servers: dict[str, Bench], kind: str
+) -> None:
+    bench = servers[kind]
+    bench.make_table()
+    bench.run("INSERT INTO events (id, note) VALUES (0, 'there')")
+    failed: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            send(output, handed([b"another"]))
+        except RetryLater as error:
+            failed.append(error)
+
+    with (
+        bench.output(key=["id"], timeout="10m") as output,
+        bench.connected() as other,
+        closing(other.cursor()) as cursor,
+    ):
+        cursor.execute("BEGIN")
+        cursor.execute("UPDATE events SET note = 'locked'")
+        writer = threading.Thread(target=write)
+        writer.start()
+
+        def cancelled() -> bool:
+            output.cancel()  # it may not have begun to wait before
+            return not writer.is_alive()
+
+        wait_until(cancelled, "the write to end", 60)
+        cursor.execute("ROLLBACK")
+        assert failed
+        send(output, handed([b"another"]))
+    assert bench.run("SELECT note FROM events") == [("another",)]
 
 
 # ── what goes wrong ──────────────────────────────────────────────────────────────────────────────

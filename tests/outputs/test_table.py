@@ -21,9 +21,9 @@ from turnlane.errors import Never, RetryLater
 from turnlane.events import Block
 from turnlane.outputs.table import TableOutput, TableOutputSettings
 from turnlane.table import Database, TableQueue, connect
+from turnlane.table.inserts import Inserts
 from turnlane.table.selection import Selection
 from turnlane.table.sharded import connect_shards
-from turnlane.table.store import Store
 
 COLUMNS = "customer BIGINT, note VARCHAR(20) NOT NULL, raw BLOB, seen TIMESTAMP"
 PLAIN = {"note": "value"}
@@ -136,14 +136,14 @@ def test_what_was_cut_off_is_neither_scheduled_nor_noted(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = shop.output(exactly_once=True, delivered_as=f"test {time.time_ns()}")
-    insert = Store.enqueue_many
+    insert = Inserts.enqueue_many
 
-    def cut_off(self: Store, *given: Any) -> int:
+    def cut_off(self: Inserts, *given: Any) -> int:
         insert(self, *given)
         raise OSError("the connection is gone")
 
     with monkeypatch.context() as broken:
-        broken.setattr(Store, "enqueue_many", cut_off)
+        broken.setattr(Inserts, "enqueue_many", cut_off)
         with pytest.raises(RetryLater, match="the connection is gone"):
             send(output, handed(numbered(0, 3)))
     assert shop.notes() == []

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.recovery.hooked_disk import HookedDisk, Opener
+from tests.recovery.fastqueue_writer import Writer
+from tests.recovery.hooked_disk import HookedDisk, Opener, Stored
+from tests.recovery.stored import KNOBS, close
+from turnlane.queues import open_queue
+from turnlane.queues.disk import DiskQueue
+from turnlane.queues.disk_assisted import DiskAssistedQueue
 
 
 @pytest.fixture
@@ -24,3 +32,35 @@ def disk() -> Iterator[HookedDisk]:
     yield hooked
     hooked.clear()
     hooked.unfill()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The directory of a queue, not made yet."""
+    return tmp_path / "queue"
+
+
+@pytest.fixture
+def queues() -> Iterator[Callable[..., Stored]]:
+    """Opens queues, and closes those that a test has left open."""
+    with contextlib.ExitStack() as opened:
+
+        def make(path: Path, kind: str = "disk", **knobs: Any) -> Stored:
+            queue = open_queue(path=path, **KNOBS[kind] | knobs)
+            assert isinstance(queue, DiskQueue | DiskAssistedQueue)
+            opened.callback(close, queue)
+            return queue
+
+        yield make
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Writer:
+    """Of a directory with large chunks."""
+    return Writer(tmp_path)
+
+
+@pytest.fixture
+def small_chunks(tmp_path: Path) -> Writer:
+    """Of a directory with chunks of a kibibyte."""
+    return Writer(tmp_path, chunk_size=1024)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import shutil
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import google_crc32c
 import pyarrow as pa
 import pytest
 
-from tests.conftest import IN_CI, skip_or_fail
+from tests.conftest import skip_or_fail
 from tests.contract.harness import PATIENCE, Acks, Task, assert_never, wait_until
-from tests.recovery.hooked_disk import drained, take, values_in
+from tests.recovery.hooked_disk import Stored, drained, take, values_in
+from tests.recovery.stored import KNOBS, publish, value, values
 from turnlane.errors import (
     AckNotStored,
     DirectoryLocked,
@@ -29,31 +26,8 @@ from turnlane.errors import (
 )
 from turnlane.events import block_of
 from turnlane.queues import open_queue
-from turnlane.queues.disk import DiskQueue
-from turnlane.queues.disk_assisted import DiskAssistedQueue
 from turnlane.queues.log.files import Disk
-from turnlane.queues.producer import HoldingProducer
 from turnlane.testing import FaultyDisk, ManualClock
-
-Stored = DiskQueue | DiskAssistedQueue
-
-KNOBS: dict[str, dict[str, Any]] = {
-    "disk": {
-        "kind": "disk",
-        "durability": "always",
-        "chunk_size": "4Ki",
-        "memory_bytes": "8Ki",
-        "write_buffer": "1Ki",
-        "compression": "none",
-    },
-    "disk_assisted": {
-        "kind": "disk_assisted",
-        "durability": "always",
-        "chunk_size": "4Ki",
-        "size": 100,
-        "compression": "none",
-    },
-}
 
 
 @pytest.fixture
@@ -61,45 +35,7 @@ def disk() -> FaultyDisk:
     return FaultyDisk()
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "queue"
-
-
-@pytest.fixture
-def queues() -> Iterator[Callable[..., Stored]]:
-    """Opens queues, and closes those that a test has left open."""
-    with contextlib.ExitStack() as opened:
-
-        def make(path: Path, kind: str = "disk", **knobs: Any) -> Stored:
-            queue = open_queue(path=path, **KNOBS[kind] | knobs)
-            assert isinstance(queue, DiskQueue | DiskAssistedQueue)
-            opened.callback(close, queue)
-            return queue
-
-        yield make
-
-
-def close(queue: Stored) -> None:
-    with contextlib.suppress(EventsLost):
-        queue.close()
-    assert queue.stats().ledger.adds_up
-
-
 both_kinds = pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
-
-
-def value(number: int) -> bytes:
-    return b"%06d" % number + bytes(100)
-
-
-def values(first: int, end: int) -> list[bytes]:
-    return [value(number) for number in range(first, end)]
-
-
-def publish(producer: HoldingProducer, first: int, end: int) -> None:
-    for number in range(first, end):
-        producer.publish(value(number))
 
 
 # A full disk
@@ -482,237 +418,6 @@ def test_does_a_clock_that_jumps_change_only_timestamps(
     assert seen == values(0, 60)
     assert found == said
     assert again.stats().ledger.delivered == 60
-
-
-# Metadata in every state
-
-
-def make_damaged_queue(path: Path) -> None:
-    """A closed queue of 400 events, the first 100 settled, and some in the middle."""
-    queue = open_queue(path=path, **KNOBS["disk"])
-    assert isinstance(queue, DiskQueue)
-    producer = queue.producer()
-    publish(producer, 0, 199)
-    publish(queue.producer(ack="persisted"), 199, 200)
-    assert take(queue, 50) == values(0, 50)
-    stale = path.with_name("stale")
-    shutil.copytree(path, stale)
-    publish(producer, 200, 400)
-    assert take(queue, 50) == values(50, 100)
-    held = queue.get(20)
-    queue.get(30).done()
-    held.release()
-    queue.close()
-
-
-SETTLED = {*range(100), *range(120, 150)}
-
-
-@pytest.fixture
-def made(path: Path) -> Path:
-    make_damaged_queue(path)
-    return path
-
-
-def journals(path: Path) -> list[Path]:
-    return [path / "journal.a", path / "journal.b"]
-
-
-def remove_journals(path: Path) -> None:
-    for journal in journals(path):
-        journal.unlink()
-
-
-def empty_journals(path: Path) -> None:
-    for journal in journals(path):
-        journal.write_bytes(b"")
-
-
-def garble_journals(path: Path) -> None:
-    for journal in journals(path):
-        journal.write_bytes(b"\xa5" * 5000)
-
-
-def age_journals(path: Path) -> None:
-    for journal in journals(path):
-        shutil.copy(path.with_name("stale") / journal.name, journal)
-
-
-def remove_identity(path: Path) -> None:
-    (path / "queue.json").unlink()
-
-
-def empty_identity(path: Path) -> None:
-    (path / "queue.json").write_bytes(b"")
-
-
-def garble_identity(path: Path) -> None:
-    (path / "queue.json").write_bytes(b"\xa5{")
-
-
-def garble_lock(path: Path) -> None:
-    (path / "lock").write_bytes(b"\xa5" * 100)
-
-
-@pytest.mark.parametrize("damage", [remove_journals, empty_journals, garble_journals, age_journals])
-def test_does_a_queue_open_without_a_good_journal(
-    queues: Callable[..., Stored], made: Path, damage: Callable[[Path], None]
-) -> None:
-    """Then settled events may come again, but every unsettled one comes, and in order."""
-    damage(made)
-    queue = queues(made)
-    found = [int(each[:6]) for each in drained(queue)]
-    assert found == sorted(set(found))
-    assert set(found) >= set(range(400)) - SETTLED
-    ledger = queue.stats().ledger
-    assert ledger.adds_up
-    assert ledger.accepted == 400
-    assert not ledger.dropped
-
-
-@pytest.mark.parametrize("damage", [remove_identity, empty_identity, garble_identity, garble_lock])
-def test_does_a_queue_open_without_a_good_identity(
-    queues: Callable[..., Stored], made: Path, damage: Callable[[Path], None]
-) -> None:
-    """The chunks know whose they are: nothing is lost and nothing comes again."""
-    damage(made)
-    queue = queues(made)
-    assert {int(each[:6]) for each in drained(queue)} == set(range(400)) - SETTLED
-    assert queue.stats().ledger.delivered == 400
-
-
-def test_does_a_queue_open_whose_journal_is_ahead_of_its_data(
-    queues: Callable[..., Stored], made: Path
-) -> None:
-    """Events that the journal knows of and the log does not have are counted as missing."""
-    stale = made.with_name("stale")
-    for journal in journals(made):
-        shutil.copy(journal, stale / journal.name)
-    queue = queues(stale)
-    found = [int(each[:6]) for each in drained(queue)]
-    assert found == [number for number in range(200) if number not in SETTLED]
-    ledger = queue.stats().ledger
-    assert ledger.adds_up
-    assert ledger.accepted == 400
-    assert ledger.dropped == {"missing": 200}
-    queue.close()
-    again = queues(stale)
-    again.producer(ack="persisted").publish(value(400))
-    assert drained(again) == [value(400)]
-    assert again.low == 401
-
-
-# Damaged chunks
-
-
-def chunks(path: Path) -> list[Path]:
-    return sorted(path.glob("*.chunk"))
-
-
-@pytest.fixture
-def full(path: Path) -> Path:
-    """A closed queue of 300 events in a dozen chunks, none settled."""
-    queue = open_queue(path=path, **KNOBS["disk"])
-    publish_blocks(queue, 0, 300)
-    queue.close()
-    assert len(chunks(path)) >= 8
-    return path
-
-
-def publish_blocks(queue: Any, first: int, end: int) -> None:
-    producer = queue.producer(ack="persisted")
-    for at in range(first, end, 10):
-        producer.publish_block(block_of(values(at, at + 10), timestamps=1))
-
-
-def check_rest(queue: Stored, accepted: int = 300) -> dict[str, int]:
-    """Everything comes in order but what is counted as lost; returns how much, by reason."""
-    found = [int(each[:6]) for each in drained(queue)]
-    assert found == sorted(set(found))
-    ledger = queue.stats().ledger
-    assert ledger.adds_up
-    assert ledger.accepted == accepted
-    assert set(ledger.dropped) <= {"corrupt", "missing"}
-    assert len(found) + sum(ledger.dropped.values()) == accepted
-    return dict(ledger.dropped)
-
-
-@pytest.mark.parametrize("which", [0, 3, -1])
-def test_does_a_queue_open_without_a_chunk(
-    queues: Callable[..., Stored], full: Path, which: int
-) -> None:
-    """Its events are counted as missing, all others are delivered."""
-    gone = chunks(full)[which]
-    ends = [*(int(each.stem, 16) for each in chunks(full)), 300]
-    first = int(gone.stem, 16)
-    lost = next(end for end in ends if end > first) - first
-    gone.unlink()
-    assert check_rest(queues(full)) == {"missing": lost}
-
-
-def flip(path: Path, byte: int, bit: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[byte] ^= 1 << bit
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("which", [0, 4, -1])
-def test_does_a_queue_survive_a_flipped_bit_anywhere(
-    queues: Callable[..., Stored], full: Path, tmp_path: Path, which: int
-) -> None:
-    """Wherever in a chunk it is, it costs a frame, at worst that chunk, and is counted and kept."""
-    target = chunks(full)[which]
-    size = target.stat().st_size
-    for number, byte in enumerate(range(0, size, size // (60 if IN_CI else 12))):
-        copy = tmp_path / f"copy{number}"
-        shutil.copytree(full, copy)
-        flip(copy / target.name, byte, number % 8)
-        queue = queues(copy)
-        lost = check_rest(queue)
-        assert sum(lost.values()) <= 40
-        if lost:
-            kept = [each for each in (copy / "quarantine").rglob("*") if each.is_file()]
-            assert sum(each.stat().st_size for each in kept) > 0
-        close(queue)
-        shutil.rmtree(copy)
-
-
-@pytest.mark.parametrize("which", [0, 3, -1])
-def test_is_a_chunk_of_another_queue_left_alone(
-    queues: Callable[..., Stored], full: Path, tmp_path: Path, which: int
-) -> None:
-    """In the place of one of ours, it counts as missing; it is put aside and never delivered."""
-    other = queues(tmp_path / "other")
-    publish_blocks(other, 1000, 1010)
-    other.close()
-    foreign = chunks(tmp_path / "other")[0]
-    target = chunks(full)[which]
-    shutil.copy(foreign, target)
-    queue = queues(full)
-    lost = check_rest(queue)
-    assert set(lost) == {"missing"}
-    assert (full / f"{target.name}.foreign").read_bytes() == foreign.read_bytes()
-
-
-@pytest.mark.parametrize("which", [0, 3, -1])
-@pytest.mark.parametrize("signed", [False, True])
-def test_is_a_length_of_two_exabytes_not_believed(
-    queues: Callable[..., Stored], full: Path, which: int, signed: bool
-) -> None:
-    """Even with a checksum that holds, it costs no memory and no more than its chunk."""
-    target = chunks(full)[which]
-    data = bytearray(target.read_bytes())
-    schema = struct.unpack_from("<Q", data)[0] & (1 << 62) - 1
-    at = 32 + schema + -schema % 8
-    data[at : at + 8] = struct.pack("<Q", 1 << 61 | 1 << 62)
-    if signed:
-        data[at + 24 : at + 28] = struct.pack("<I", google_crc32c.value(bytes(data[at : at + 24])))
-    target.write_bytes(data)
-    before = pa.total_allocated_bytes()
-    queue = queues(full)
-    lost = check_rest(queue)
-    assert 0 < sum(lost.values()) <= 40
-    assert pa.total_allocated_bytes() - before < 64 << 20
 
 
 # The cost of opening

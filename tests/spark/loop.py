@@ -24,12 +24,12 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from turnlane.delivery.columns import DIRECT
 from turnlane.pipeline.settings import MAIN, ActionSettings, LaneSettings, PipelineSettings
 from turnlane.spark.lane_nodes import Gates, HeldUp
-from turnlane.spark.lane_options import reading, writing
+from turnlane.spark.lane_options import LaneReadOptions, LaneWriteOptions, reading, writing
 from turnlane.spark.lane_reading import LaneReader
 from turnlane.spark.nodes import Nodes
-from turnlane.spark.options import ReadOptions, WriteOptions
 from turnlane.spark.steps import Step, step_of_lane, steps_of_main, ways_of
 from turnlane.spark.suspension import Suspension
 from turnlane.spark.writing import StreamWriter
@@ -65,9 +65,9 @@ class Loop:
             "workers": str(settings.workers or 2),
             "pollTimeout": "50ms",
         }
-        options = ReadOptions.of({**access, **knobs, **reading(lane, run, settings, steps)})
+        options = LaneReadOptions.of({**access, **knobs, **reading(lane, run, settings, steps)})
         self.reader = LaneReader(options, SCHEMA)
-        self.writer = StreamWriter(WriteOptions.of({**access, **writing(lane, run, steps)}))
+        self.writer = StreamWriter(LaneWriteOptions.of({**access, **writing(lane, run, steps)}))
         self._held_up = HeldUp(Gates(Nodes.of(options)), ways_of(steps))
         self.change = change
         self._offset = self.reader.initialOffset()
@@ -153,7 +153,7 @@ def _router(actions: Sequence[ActionSettings]) -> Change:
                 [each.name for each in actions if each.filter == word and _is(each, column)]
                 for word in words
             ]
-            for column in ("queue", "direct")
+            for column in ("queue", DIRECT)
         }
         rows = rows.drop_columns(["queue"])
         for column, names in routes.items():
@@ -165,4 +165,4 @@ def _router(actions: Sequence[ActionSettings]) -> Change:
 
 
 def _is(action: ActionSettings, column: str) -> bool:
-    return (action.is_direct or action.tries_direct) == (column == "direct")
+    return action.is_called_by_main == (column == DIRECT)

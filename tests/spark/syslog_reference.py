@@ -86,7 +86,7 @@ def _modern(found: Message, text: str, zone: tzinfo) -> None:
 
 
 def _rest(found: Message, rest: str) -> None:
-    if rest == "-" or rest.startswith("- "):
+    if rest == "-" or rest.startswith(("- ", "-\n")):
         message = rest[2:]
     else:
         end = _data(found, rest)

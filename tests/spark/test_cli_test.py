@@ -32,9 +32,11 @@ actions:
     output: {type: file, path: counts}
   - name: joined
     queue: memory
-    with_queues: [errors]
-    sql: SELECT e.status, e.user FROM events e JOIN errors x ON e.user = x.user
+    with_queues: [web-1.errors]
+    sql: SELECT e.status, e.user FROM events e JOIN `web-1.errors` x ON e.user = x.user
     output: {type: file, path: joined}
+  - {name: web-1.errors, filter: status >= 500, queue: disk, output: {type: discard}}
+  - {name: tried, queue: disk, delivery: {mode: try_direct}, output: {type: file, path: tried}}
   - {name: all, output: {type: file, path: all}}
 tests:
   - name: server errors
@@ -47,6 +49,7 @@ tests:
       errors: [{status: 500, user: ann, key: null, parse_error: null}]
       counts: [{status: 500, n: 1}, {status: 200, n: 1}, {status: null, n: 1}]
       joined: [{status: 500}, {status: 200}]
+      tried: 3
       all:
         - {key: k, severity: 6, headers: {h: x}}
         - {user: ann, status: 500}
@@ -158,4 +161,4 @@ def test_what_spark_refuses_is_told_with_its_place(
 
 def test_what_spark_accepts_is_valid(turnlane: Run) -> None:
     said = turnlane("validate", CONFIG, "--spark")
-    assert said.stdout == "c.yaml: ok, 1 queue, 0 inputs, 5 actions\n", said.output
+    assert said.stdout == "c.yaml: ok, 1 queue, 0 inputs, 7 actions\n", said.output

@@ -94,9 +94,9 @@ def test_a_send_may_take_the_time_that_its_output_allows(monkeypatch: pytest.Mon
     """One that is given up sooner has arrived, comes again, and so for ever."""
     graces: list[float] = []
 
-    def made(*args: Any, grace: float) -> Engine:
+    def made(*args: Any, grace: float, **more: Any) -> Engine:
         graces.append(grace)
-        return Engine(*args, grace=grace)
+        return Engine(*args, grace=grace, **more)
 
     monkeypatch.setattr(delivering_module, "Engine", made)
     for timeout in ("10m", "1s"):

@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import SparkSession
 
-from turnlane.spark.hollows import HOLLOWS, emptied, filled
+from turnlane.delivery.columns import HOLLOWS
+from turnlane.spark.hollows import emptied, filled
 
 SCHEMA = "value string, headers map<string,string>, tags array<string>, at int"
 ROWS = [

@@ -31,7 +31,7 @@ from turnlane.events import values_of
 
 pytestmark = pytest.mark.timeout(900)
 
-KILLS = ("node", "driver", "node", "both")
+KILLS = ("node", "driver", "both")
 """What is killed, in an order that the seed decides."""
 MOST_EVENTS = 1500
 """How many events at most come between recovery and the next kill."""

@@ -18,6 +18,7 @@ from tests.outputs.web_servers import Reply, served
 from tests.spark.destinations import Destination
 from tests.spark.loop import Pipe, with_payload
 from tests.spark.nodes import Served, serving
+from turnlane.delivery.columns import DIRECT
 from turnlane.delivery.settings import DeliverySettings, FailoverSettings
 from turnlane.errors import LaneTaken
 from turnlane.node.flight import FlightPlane
@@ -119,6 +120,22 @@ def test_a_destination_that_is_away_gets_everything_when_it_is_back(world: World
     each_once(away.taken, values)
 
 
+def test_while_failures_are_running_no_more_is_read_than_a_request(world: World) -> None:
+    """The breaker never opens here: the count of failures is enough."""
+    away = world.destination()
+    away.away()
+    values = world.send("a", 5000)
+    patient = {"max_time": 0.1, "breaker_failures": 1_000_000, "batch_events": 100}
+    with Pipe(world.node.url, http("a", away, delivery=patient)) as pipe:
+        lane = pipe.lanes["a"]
+        wait_until(lambda: len(lane.batches) >= 4, "several batches", PATIENCE)
+        assert all(events <= 100 for events in lane.batches[1:]), lane.batches
+        away.back()
+        world.drained("a")
+    each_once(away.taken, values)
+    assert max(lane.batches[1:]) > 100, "and then more again"
+
+
 def test_a_flapping_destination_loses_nothing(world: World) -> None:
     flapping = world.destination()
     turn = iter(range(1_000_000))
@@ -146,7 +163,7 @@ def test_poison_is_found_and_kept_apart_with_its_reason(world: World) -> None:
     assert letter["key"] == "a-2"
     assert (letter["dead_action"], letter["dead_reason"]) == ("a", "Never")
     assert "HTTP 400: no" in letter["dead_error"]
-    assert not {"payload", "queue", "offset", "partition", "direct"} & set(letter)
+    assert not {"payload", "queue", "offset", "partition", DIRECT} & set(letter)
 
 
 def test_a_destination_is_left_alone_for_as_long_as_it_says(world: World) -> None:

@@ -154,6 +154,11 @@ class TestSuspension:
         found = suspension([[way("a")]], {"a": breaker("half_open")})
         assert found == Suspension(0.0, is_probe=True, why="a: refused")
 
+    def test_reads_no_more_than_a_probe_while_failures_are_running(self) -> None:
+        failing = {"a": breaker(failures=2), "b": breaker()}
+        assert suspension([[way("a")], [way("b")]], failing) == Suspension(0.0, is_probe=True)
+        assert suspension([[way("a"), way("b")]], failing) == Suspension(0.0), "b is free"
+
     def test_goes_another_way_if_that_is_free(self) -> None:
         lane = [[way("a"), way("b")]]
         away = {"a": breaker("open", 12.0)}

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from pydantic.fields import FieldInfo
 
 from turnlane.errors import ConfigError
-from turnlane.spark.options import ReadOptions, WriteOptions
+from turnlane.spark.columns import read_schema
+from turnlane.spark.lane_options import read_options, write_options
+from turnlane.spark.options import Options, ReadOptions, SourceOptions, WriteOptions
 
+PAGE = Path(__file__).parents[2] / "docs" / "spark-source.md"
 NODE = {"endpoint": "turnlane://127.0.0.1:1"}
 
 
@@ -33,6 +39,9 @@ def test_offsets_by_node() -> None:
         ({"failOnDataLoss": "perhaps"}, "failOnDataLoss: must be true or false"),
         ({"maxTriggerDelay": "soon"}, "maxTriggerDelay"),
         ({"minPartitions": "-1"}, "minPartitions"),
+        ({"startingOffsets": '{"0": -3}'}, "startingOffsets.*-1 .latest. or -2 .earliest.*-3"),
+        ({"endingOffsets": "earliest"}, "endingOffsets.*nothing before the earliest"),
+        ({"endingOffsets": '{"0": -2}'}, "endingOffsets.*nothing before the earliest"),
     ],
 )
 def test_wrong_ones_are_named(given: dict[str, str], message: str) -> None:
@@ -58,3 +67,49 @@ def test_the_token_is_never_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: obj
         WriteOptions.of({**NODE, "tokenEnv": "NOT_SET"}).secret()
     with pytest.raises(ConfigError, match=r"tokenFile: .*No such file"):
         WriteOptions.of({**NODE, "tokenFile": "/nowhere/token"}).secret()
+
+
+def test_the_options_of_lanes_are_theirs_alone() -> None:
+    for name in ("steps", "run", "ways", "probeEvents"):
+        with pytest.raises(ConfigError, match="there is no such option") as error:
+            ReadOptions.of({**NODE, "queue": "main", name: "1"})
+        assert "did you mean" not in str(error.value)
+    with pytest.raises(ConfigError, match="run: is required"):
+        read_options({**NODE, "queue": "main", "lane": "main"})
+    with pytest.raises(ConfigError, match="run: goes with lane"):
+        write_options({**NODE, "LANE": "main"})
+    assert type(read_options({**NODE, "queue": "main"})) is ReadOptions
+    assert type(write_options(NODE)) is WriteOptions
+
+
+@pytest.mark.parametrize("kind", [SourceOptions, ReadOptions, WriteOptions])
+def test_every_option_is_in_the_documentation(kind: type[Options]) -> None:
+    page = PAGE.read_text()
+    missing = [row for row in map(row_of, kind.model_fields.values()) if row not in page]
+    assert not missing, "\n".join(missing)
+
+
+def test_every_column_is_in_the_documentation() -> None:
+    page = PAGE.read_text()
+    for column in read_schema(include_headers=True).split(", "):
+        name, kind = column.split()
+        assert f"| `{name}` | {kind} |" in page
+
+
+def row_of(field: FieldInfo) -> str:
+    """An option's row in the table of options."""
+    return f"| `{field.alias}` | {default_of(field)} | {field.description} |"
+
+
+def default_of(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    match field.get_default():  # one that is found out is told in words
+        case None:
+            return ""
+        case bool() as value:
+            return f"`{str(value).lower()}`"
+        case float() as seconds:
+            return f"`{seconds:g}s`"
+        case other:
+            return f"`{other}`"

@@ -106,6 +106,12 @@ def mutilated(choice: random.Random) -> str:
     return text
 
 
+def test_a_line_may_end_after_structured_data_that_is_nil(spark: SparkSession) -> None:
+    check_syslog(spark, [b"<13>1 - h a p m -\n", b"<13>1 - h a p m -\nx", b"<13>1 - h a p m -x"])
+    (row,) = rows_of(parsed(events(spark, [b"<13>1 - h a p m -\n"]), SYSLOG))
+    assert (row["structured_data"], row["message"], row["parse_error"]) == (None, "", None)
+
+
 def test_syslog_severity_comes_from_the_message_if_it_has_one(spark: SparkSession) -> None:
     values = [b"<0>a: b", b"Oct 11 22:14:15 h a: b", b"nothing", b"<999>x"]
     found = parsed(events(spark, values, severity=5), SYSLOG)
@@ -193,6 +199,12 @@ def test_a_regex_matches_anywhere_and_first(spark: SparkSession) -> None:
     assert found == [("12", "ms", None), (None, None, "never")]
 
 
+def test_a_regex_may_have_comments(spark: SparkSession) -> None:
+    pattern = r"(?x) (?<number> \d+ ) # a number"
+    df = parsed(events(spark, [b"a 12 b", b"a"]), settings_of(format="regex", pattern=pattern))
+    assert [row["number"] for row in rows_of(df)] == ["12", None]
+
+
 def test_a_pattern_only_java_can_judge_is_refused_before_any_event(spark: SparkSession) -> None:
     settings = settings_of(format="regex", pattern=r"(?<a>x{2,1})")
     with pytest.raises(ConfigError, match=r"parse\.pattern: Java does not take"):
@@ -214,12 +226,25 @@ def test_json_is_a_variant_with_columns_picked_from_it(spark: SparkSession) -> N
     assert [(row["status"], row["tag"], row["odd"]) for row in rows[:3]] == [
         (503, "b", 1), (None, None, None), (None, None, None),
     ]  # fmt: skip
-    bad = "this is not JSON"
+    bad = "this is not one JSON text, or has a key twice in one object"
     assert [row["parse_error"] for row in rows] == [
         None, None, None, None, bad, bad, "there is no value", None,
     ]  # fmt: skip
     assert json.loads(rows[7]["data"]) == {"a": "\ufffd"}
     assert df.filter("status >= 500").count() == 1
+
+
+def test_a_value_is_one_json_text_and_nothing_behind_it(spark: SparkSession) -> None:
+    good = [b'{"a":1}', b' {"a":1}\n', b'\xef\xbb\xbf{"a":1}', b"null", b"[1,2]", b'"x"', b"1"]
+    bad = [b'{"a":1} trailing', b'{"a":1}\n{"a":2}', b'{"a":1},{"a":2}', b'{"a":1}}', b'{"a":1}]']
+    bad += [b"1 2", b"[1],[2]", b"", b" ", b'{"a":1,"a":2}']
+    df = parsed(events(spark, [*good, *bad]), settings_of(format="json"))
+    rows = rows_of(df.selectExpr("to_json(data) AS data", "data IS NULL AS gone", "parse_error"))
+    whole = ['{"a":1}'] * 3 + ["null", "[1,2]", '"x"', "1"]
+    assert [row["data"] for row in rows[: len(good)]] == whole
+    assert not any(row["gone"] or row["parse_error"] for row in rows[: len(good)])
+    why = "this is not one JSON text, or has a key twice in one object"
+    assert [(row["gone"], row["parse_error"]) for row in rows[len(good) :]] == [(True, why)] * 10
 
 
 def test_otlp_columns_are_those_of_the_record(spark: SparkSession) -> None:

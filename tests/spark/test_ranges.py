@@ -59,6 +59,17 @@ def test_as_many_tasks_as_the_backlog_asks_for() -> None:
     assert [tasks(n) for n in (0, 1, 100, 101, 300, 10_000)] == [0, 1, 1, 2, 3, 4]
 
 
+@given(extents, st.integers(1, 20), st.integers(1, 3000))
+def test_there_are_as_many_tasks_as_asked_for(
+    given_extents: dict[int, tuple[int, int]], asked: int, per: int
+) -> None:
+    start = {node: first for node, (first, _) in given_extents.items()}
+    counts = {node: count for node, (_, count) in given_extents.items() if count}
+    end = {node: first + given_extents[node][1] for node, first in start.items()}
+    tasks = len(sliced(start, end, at_least=asked, at_most=asked, per=per))
+    assert tasks == max(min(asked, sum(counts.values())), len(counts))
+
+
 def test_nobody_starves() -> None:
     assert admitted({0: 0, 1: 0}, {0: 1000, 1: 10}, 100) == {0: 90, 1: 10}
 

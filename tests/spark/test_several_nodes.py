@@ -16,7 +16,7 @@ from tests.spark.nodes import Served, numbers, serving
 from turnlane.client.keys import node_of
 from turnlane.errors import StorageFailed
 from turnlane.formats.parse_settings import ParseSettings
-from turnlane.node.commits import Commit
+from turnlane.node.commit import Commit
 from turnlane.outputs.file import FileSettings
 from turnlane.pipeline.settings import ActionSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings

@@ -13,6 +13,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from tests.contract.harness import wait_until
 from tests.spark.nodes import Served, numbers, serving
+from tests.spark.streams import both, into, read, stream
 
 PATIENCE = 120.0
 
@@ -22,14 +23,6 @@ def node(tmp_path: Path) -> Iterator[Served]:
     queues = {name: {"durability": "always"} for name in ("main", "odd", "all")}
     with serving(tmp_path / "data", queues) as served:
         yield served
-
-
-def read(spark: SparkSession, node: Served, queue: str = "main", **options: str) -> DataFrame:
-    return spark.read.format("turnlane").options(endpoint=node.url, **options).load(queue)
-
-
-def stream(spark: SparkSession, node: Served, queue: str = "main", **options: str) -> DataFrame:
-    return spark.readStream.format("turnlane").options(endpoint=node.url, **options).load(queue)
 
 
 def all_rows(frame: DataFrame, checkpoint: Path) -> list[bytes]:
@@ -173,7 +166,7 @@ class TestStream:
         """The commit log of the last batch is lost: Spark writes the batch again, the node not."""
         node.publish("main", numbers(0, 100))
         for _ in range(2):
-            query = _into(node, stream(spark, node, consume="false"), tmp_path / "c")
+            query = into(node, stream(spark, node, consume="false"), tmp_path / "c")
             query.awaitTermination()
             for file in (tmp_path / "c" / "commits").iterdir():
                 file.unlink()
@@ -184,7 +177,7 @@ class TestStream:
     ) -> None:
         node.publish("main", numbers(0, 100))
         frame = stream(spark, node, maxOffsetsPerTrigger="40")
-        query = _into(node, frame, tmp_path / "c")
+        query = into(node, frame, tmp_path / "c")
         query.awaitTermination()
         first = query.recentProgress[0].sources[0]
         assert json.loads(first.endOffset) == {"0": 40}
@@ -199,16 +192,6 @@ class TestStream:
             other.publish("main", numbers(0, 3))
             with pytest.raises(StreamingQueryException, match="failOnDataLoss"):
                 all_rows(stream(spark, other), tmp_path / "c")
-
-
-def _into(node: Served, frame: DataFrame, checkpoint: Path) -> StreamingQuery:
-    return (
-        frame.select("value")
-        .writeStream.format("turnlane")
-        .options(endpoint=node.url, queue="all", checkpointLocation=str(checkpoint))
-        .trigger(availableNow=True)
-        .start()
-    )
 
 
 class TestLanes:
@@ -257,8 +240,7 @@ def test_several_nodes_are_partitions(spark: SparkSession, node: Served, tmp_pat
     with serving(tmp_path / "second", {"main": {}, "all": {}}) as second:
         node.publish("main", numbers(0, 5))
         second.publish("main", numbers(5, 12))
-        both = f"{node.url},{second.plane.address}"
-        frame = spark.read.format("turnlane").option("endpoint", both).load("main")
+        frame = read(spark, node, endpoint=both(node, second))
         assert sorted((row.partition, bytes(row.value)) for row in frame.collect()) == [
             *((0, value) for value in numbers(0, 5)),
             *sorted((1, value) for value in numbers(5, 12)),

@@ -15,10 +15,11 @@ import pyarrow as pa
 import pytest
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.datasource import EqualTo, GreaterThanOrEqual, In
+from pyspark.sql.datasource import EqualTo, GreaterThanOrEqual, In, InputPartition
 from pyspark.sql.types import StructType
 
 from tests.databases import postgres_server
+from turnlane.errors import WriterAhead
 from turnlane.spark.table_options import TableWriteOptions
 from turnlane.spark.table_reading import PruningTableReader, TablePartition
 from turnlane.spark.table_source import TurnlaneTableSource
@@ -173,6 +174,7 @@ def test_pushed_filters_are_the_databases(shop: Shop) -> None:
     assert isinstance(partition, TablePartition)
     (block,) = reader.read(partition)
     assert block.column("subject").to_pylist() == ["s2"]
+    assert list(reader.read(InputPartition(None))) == []
 
 
 def test_a_stream_schedules_every_batch_once(
@@ -210,35 +212,60 @@ def writer(shop: Shop, name: str = "w") -> TableStreamWriter:
 
 
 def test_what_was_cut_off_is_committed_once_or_not_at_all(shop: Shop) -> None:
-    def batch(*names: str) -> Iterator[pa.RecordBatch]:
-        return iter([pa.RecordBatch.from_pydict({"subject": list(names)})])
-
     first = writer(shop)
-    message = first.write(batch("a", "b"))
-    writer(shop).write(batch("of a task that was killed"))
+    message = first.write(rows("a", "b"))
+    writer(shop).write(rows("of a task that was killed"))
     assert shop.queue.counts()["to_be_fired"] == 0
     first.commit([message, None], 7)
     assert shop.subjects() == ["a", "b"]
     assert shop.staged() == 0
 
     again = writer(shop)  # the driver died before it told Spark: everything comes again
-    again.commit([again.write(batch("a", "b"))], 7)
+    again.commit([again.write(rows("a", "b"))], 7)
     other = writer(shop, "another")
-    other.commit([other.write(batch("c"))], 7)
+    other.commit([other.write(rows("c"))], 7)
     following = writer(shop)
-    following.commit([following.write(batch("d"))], 8)
+    following.commit([following.write(rows("d"))], 8)
     assert shop.subjects() == ["a", "b", "c", "d"]
 
     failed = writer(shop)
-    failed.abort([failed.write(batch("e"))], 9)
+    failed.abort([failed.write(rows("e"))], 9)
     assert shop.staged() == 0
     assert shop.subjects() == ["a", "b", "c", "d"]
+
+
+def test_a_new_checkpoint_in_the_same_place_writes_anew(shop: Shop, tmp_path: Path) -> None:
+    def commit(query: str, subject: str) -> None:
+        (tmp_path / "metadata").write_text(json.dumps({"id": query}))
+        options = {"url": shop.url, "table": "mails", "checkpointLocation": str(tmp_path)}
+        found = TableStreamWriter(TableWriteOptions.of(options))
+        found.commit([found.write(rows(subject))], 0)
+
+    commit("first", "a")
+    commit("first", "it comes again")
+    commit("second", "b")
+    assert shop.subjects() == ["a", "b"]
+    assert shop.staged() == 0
+
+
+def test_a_writer_that_is_ahead_is_not_written_over(shop: Shop) -> None:
+    ahead = writer(shop, "ahead")
+    ahead.commit([ahead.write(rows("a"))], 5)
+    with pytest.raises(WriterAhead, match=r"'ahead' has written batch 5 .*batch 0"):
+        ahead.commit([ahead.write(rows("b"))], 0)
+    assert shop.subjects() == ["a"]
+
+
+def rows(*names: str) -> Iterator[pa.RecordBatch]:
+    return iter([pa.RecordBatch.from_pydict({"subject": list(names)})])
 
 
 def test_mistakes_are_told_before_anything_is_written(spark: SparkSession, shop: Shop) -> None:
     frame = spark.createDataFrame([("x",)], "customr string")
     with pytest.raises(AnalysisException, match="takes no column 'customr'"):
         shop.save(frame)
+    with pytest.raises(AnalysisException, match="only ever appended to"):
+        frame.write.format("turnlane_table").option("url", shop.url).mode("overwrite").save("mails")
     with pytest.raises(AnalysisException, match="did you mean numPartitions"):
         read(spark, shop.url, numPartition="4")
     with pytest.raises(AnalysisException, match="no queue 'mials'"):

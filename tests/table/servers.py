@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,16 @@ class MariadbServer:
         self._process.kill()
         self._process.wait()
         self.start()
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """Connections stay, and nothing comes over them."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         assert self._process is not None

@@ -23,12 +23,14 @@ from tests.table.servers import MariadbServer, PostgresServer
 from tests.table.site import PATIENCE, Site, eventually, payloads, settle, step_until, take
 from turnlane import table
 from turnlane.clock import Clock
-from turnlane.errors import LeadLost
+from turnlane.errors import DatabaseDown, LeadLost
 from turnlane.table import firing, gaps
 from turnlane.table.manager import Manager
 from turnlane.table.receiver import Receiver
+from turnlane.table.sql import watch
 from turnlane.table.sql.dialect import Verdict
 from turnlane.table.store import Store
+from turnlane.table.url import dialect_of
 
 VICTIM = Path(__file__).with_name("victim.py")
 
@@ -196,13 +198,12 @@ def test_a_takeover_waits_for_a_write_that_is_under_way(site: Site) -> None:
     assert grant is not None
     fenced, go_on = threading.Event(), threading.Event()
 
-    def write(execute: Any) -> None:
-        first._fence(execute, grant.token)
+    def write(_: Any) -> None:
         fenced.set()
         assert go_on.wait(PATIENCE)
 
     taken: list[Any] = []
-    writer = threading.Thread(target=lambda: first.session.transact(write))
+    writer = threading.Thread(target=lambda: first._fence.transact(grant.token, write))
     taker = threading.Thread(target=lambda: taken.append(second.acquire("second", 60.0)))
     writer.start()
     assert fenced.wait(PATIENCE)
@@ -234,6 +235,83 @@ def test_the_database_is_restarted(served_site: Site) -> None:
         site.server.restart()
         oracle.drain(queue, receiver)
     oracle.check({f"p{at}" for at in range(50)})
+
+
+def test_a_server_that_says_nothing_is_noticed(mariadb: MariadbServer) -> None:
+    with Site(f"{mariadb.url}?read_timeout=1", mariadb) as site:
+        queue = site.queue()
+        site.fill(queue, 1)
+        assert queue.counts()["to_be_fired"] == 1
+        with mariadb.silent():
+            started = time.monotonic()
+            with pytest.raises(DatabaseDown):
+                queue.counts()
+            assert time.monotonic() - started < 30  # well before the minute of the default
+        assert queue.counts()["to_be_fired"] == 1
+
+
+def test_a_connection_to_postgresql_asks_whether_its_host_is_there(
+    postgres: PostgresServer,
+) -> None:
+    with contextlib.closing(table.connect(postgres.url).connect()) as connection:
+        told = connection.info.get_parameters()
+        assert told["keepalives_idle"] == "10"
+        assert told["tcp_user_timeout"] == "25000"
+    url = f"{postgres.url}&keepalives_idle=77&application_name=shop"
+    with contextlib.closing(table.connect(url).connect()) as connection:
+        told = connection.info.get_parameters()
+        assert told["keepalives_idle"] == "77"
+        assert told["application_name"] == "shop"
+
+
+def test_a_watch_that_cannot_connect_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watch, "RETRIES", (0.05, 0.1))
+    directory = tmp_path / "later"
+    poked = threading.Event()
+    watching = dialect_of(f"sqlite:///{directory}/queue.db").watch("mails", poked.set)
+    assert watching is not None
+    with watching:
+        eventually(lambda: "polling until it listens again" in caplog.text)
+        assert not poked.is_set()
+        directory.mkdir()
+        assert poked.wait(PATIENCE)
+    assert caplog.text.count("polling until") == 1
+
+
+def test_a_queue_that_is_dropped_is_missed_once_and_found_again(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("turnlane.table.manager.PAUSE", 0.1)
+    queue = site.queue(lease="300ms")
+    site.fill(queue, 1)
+    with queue.receive() as receiver:
+        settle(receiver, take(receiver, 1))
+        site.database.catalog.drop(queue.name)
+        eventually(lambda: "nothing fires until it is there again" in caplog.text)
+        statements = queue.manager().store.session.statements
+        eventually(lambda: queue.manager().store.session.statements > statements + 5)
+        said = [record for record in caplog.records if queue.name in record.getMessage()]
+        assert sum("there is no queue" in each.getMessage() for each in said) == 1
+        assert not any(each.exc_info for each in said)
+        site.database.catalog.create(queue.definition)
+        site.fill(queue, 1)
+        settle(receiver, take(receiver, 1))
+
+
+def test_a_queue_that_is_made_anew_otherwise_is_not_led(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("turnlane.table.manager.PAUSE", 0.1)
+    queue = site.queue(lease="300ms")
+    with queue.receive():
+        eventually(lambda: queue.manager().fires)
+        site.database.catalog.drop(queue.name)
+        eventually(lambda: "nothing fires until it is there again" in caplog.text)
+        site.database.sql(f"CREATE QUEUE {queue.name} (other TEXT)")
+        eventually(lambda: "was made anew, otherwise" in caplog.text)
+        assert not queue.manager().fires
 
 
 def test_a_read_only_database_stops_the_firing_and_keeps_the_acks(site: Site) -> None:

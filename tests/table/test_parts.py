@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from turnlane.errors import ConfigError, SyntaxFault
 from turnlane.table import backoff as backoff_module
+from turnlane.table.backlogs import NEVER, Backlogs
 from turnlane.table.backoff import backoff
 from turnlane.table.definition import OWN_COLUMNS
 from turnlane.table.dispatch import Seat, assign
 from turnlane.table.event import COLUMNS, TableEvent
 from turnlane.table.gaps import MOST, PATIENCE, Gaps
 from turnlane.table.grammar import CreateQueue, DropQueue, ShowQueues, parse, parse_definition
-from turnlane.table.keyspace import SHIFT, KeyRange, keyspace_id
+from turnlane.table.keyspace import EVERYTHING, SHIFT, KeyRange, keyspace_id
+from turnlane.table.lapsed import Lapsed, Running
 from turnlane.table.ordering import Order
 from turnlane.table.pace import Pace
 from turnlane.table.settings import Layout, Ordering, TableSettings
@@ -266,3 +268,85 @@ def test_events_go_to_who_covers_their_key() -> None:
     assert [(seat, ids(mine)) for seat, mine in result.given] == [(low, [1, 2]), (high, [5])]
     assert ids(result.left) == [3]
     assert ids(result.homeless) == [4]
+
+
+def test_a_window_that_is_too_full_forgets_what_is_due_last() -> None:
+    window = Window()
+    window.add([event(1), *(event(at, at) for at in range(10, 20))], now=5)
+    assert window.trim(8) == 17
+    assert window.trim(8) is None
+    assert window.next_time() == 10
+    assert window.count_due(5) == 1
+    assert ids(window.due(12)) == [1, 10, 11, 12]
+    window.forget([event(10), event(11)])
+    assert window.count_due(12) == 2
+    assert ids(window.take(99, 99)) == [1, 12, 13, 14, 15, 16]
+
+
+def test_what_is_left_in_the_table_takes_what_waits_behind_it_along() -> None:
+    order = Order(lambda each: each["key"])
+    first, second, other = event(1, key="a"), event(2, key="a"), event(3, key="b")
+    order.admit([first, second, other])
+    assert ids(order.leave(first)) == [2]
+    assert 2 not in order
+    assert ids(order.admit([first])) == [1], "its key is free"
+    retried = other.moved(9, 1)
+    assert order.leave(retried) == []
+    assert order.admit([event(4, key="b")]) == [], "what was fired before keeps its key busy"
+
+
+def test_backlogs_are_read_from_the_first_event_that_was_left() -> None:
+    backlogs = Backlogs()
+    assert list(backlogs.others) == [EVERYTHING]
+    low, high = KeyRange.parse("-80"), KeyRange.parse("80-")
+    assert backlogs.cut([low])
+    assert not backlogs.cut([low, low])
+    assert backlogs.spans == (low, high)
+    assert (backlogs.span(-SHIFT), backlogs.span(0)) == (low, high)
+    for fire_at, event_id in ((70, 7), (50, 5), (60, 6)):
+        backlogs.leave(high, fire_at, event_id)
+    assert backlogs.position(high) == (50, 4)
+    assert list(backlogs.others) == [low]
+    backlogs.advance(high, (60, 6))
+    backlogs.lower((55, 0))  # a sweep comes from there
+    assert backlogs.position(high) == (55, 0)
+    backlogs.advance(high, None)
+    assert high not in backlogs
+    backlogs.leave(low, 30, 3)
+    assert backlogs.cut([low, high, EVERYTHING])
+    assert not backlogs
+    assert backlogs.take_first() == 30
+    assert backlogs.take_first() == NEVER
+
+
+def test_an_id_lapses_until_its_transaction_is_over() -> None:
+    lapsed = Lapsed()
+    assert not lapsed
+    lapsed.add(range(5, 7))
+    assert not lapsed.over(Running(10, 20))
+    assert not lapsed.over(Running(15, 25))
+    assert lapsed.ids == [5, 6]
+    assert not lapsed.saw([5])
+    lapsed.over(Running(20, 30))
+    assert not lapsed
+
+
+def test_of_a_long_row_of_missing_ids_some_stand_for_all() -> None:
+    lapsed = Lapsed()
+    lapsed.add(range(1_000_000))
+    assert len(lapsed.ids) < 100
+    assert lapsed.saw([0]), "there are more than were asked for"
+    for at in range(10_000):
+        lapsed.add(range(at * 2, at * 2 + 1))
+    assert len(lapsed.ids) <= 2_000
+
+
+def test_transactions_that_are_older_than_the_lead_are_waited_for() -> None:
+    lapsed = Lapsed()
+    lapsed.began(Running(20, 20))
+    assert not lapsed, "none is open"
+    lapsed.began(Running(10, 20))
+    assert lapsed
+    assert not lapsed.over(Running(19, 30))
+    assert lapsed.over(Running(20, 31))
+    assert not lapsed

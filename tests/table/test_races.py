@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from tests.table.servers import PostgresServer
 from tests.table.site import Site, eventually, payloads, settle, step_until, take
 from turnlane.errors import LeadLost, NameTaken
 from turnlane.table.event import TableEvent
@@ -194,6 +195,114 @@ def test_an_ack_in_an_open_transaction_holds_nothing_up(served_site: Site) -> No
         assert back.id == locked.id
         settle(receiver, [back])
     assert queue.counts()["to_be_fired"] == queue.counts()["fired"] == 0
+
+
+@pytest.mark.parametrize("retention", ["0s", "1h"])
+@pytest.mark.parametrize("group", [None, "g"])
+def test_a_row_that_is_locked_holds_up_no_ack_but_its_own(
+    served_site: Site, retention: str, group: str | None
+) -> None:
+    site = served_site
+    queue = site.queue(ack_timeout="60s", retention=retention)
+    site.fill(queue, 4, event_group=group)
+    with queue.receive(prefetch=2) as first, queue.receive(prefetch=2) as second:
+        mine, others = take(first, 2), take(second, 2)
+        with site.transaction() as connection:
+            # As a user does who changes a column of his own.
+            change = f"UPDATE {queue.name} SET payload = 'x' WHERE event_id = {mine[0].id}"
+            connection.cursor().execute(change)
+            first.ack(mine)
+            assert not first.flush(0.5), "an ack was confirmed that is not stored"
+            settle(second, others)
+            unsettled = f"SELECT event_id FROM {queue.name} WHERE state <> 'acked'"
+            eventually(lambda: site.execute(unsettled) == [(mine[0].id,)], SOON)
+        assert first.flush(SOON)
+        assert site.execute(unsettled) == []
+
+
+def test_an_event_fires_with_the_last_ack_of_its_group(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No sweep and no round of the collector is needed for it."""
+    monkeypatch.setattr("turnlane.table.reader.SWEEP_SECONDS", 600.0)
+    monkeypatch.setattr("turnlane.table.collector.SECONDS", 600.0)
+    queue = site.queue(ack_timeout="30m", window="1h")
+    with queue.receive() as receiver:
+        site.fill(queue, 1)
+        settle(receiver, take(receiver, 1))  # the first sweep is over
+        with site.transaction() as connection:
+            for _ in range(2):
+                queue.enqueue(connection, {"payload": "member"}, group="g")
+            queue.enqueue(connection, {"payload": "last"}, after_group="g")
+        for event in take(receiver, 2):
+            settle(receiver, [event])
+        assert payloads(take(receiver, 1, SOON)) == ["last"]
+        with site.transaction() as connection:  # of a group that nobody is a member of
+            queue.enqueue(connection, {"payload": "alone"}, after_group="h")
+        assert payloads(take(receiver, 1, SOON)) == ["alone"]
+
+
+@pytest.mark.parametrize("count", [1, 5_000])
+def test_what_a_long_transaction_committed_fires_within_seconds(
+    served_site: Site, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its events were due an hour ago, and their ids are long passed by."""
+    site = served_site
+    monkeypatch.setattr("turnlane.table.gaps.PATIENCE", 0.0)
+    queue = site.queue(retention="1h")
+    an_hour_ago = site.now() - 3600 * 10**9
+    with queue.receive() as receiver:
+        with site.transaction() as connection:
+            slow = [{"user_id": at, "fire_at": an_hour_ago} for at in range(count)]
+            queue.enqueue_many(connection, slow)
+            for _ in range(3):
+                site.fill(queue, 1)
+                settle(receiver, take(receiver, 1))
+            queue.enqueue(connection, {"user_id": -1, "fire_at": an_hour_ago})
+            lapsed = queue.manager()._reign.reader._gaps.lapsed  # type: ignore[union-attr]
+            eventually(lambda: bool(lapsed))
+        seen = 0
+        while seen <= count:
+            events = receiver.take(timeout=SOON)
+            assert events, f"{seen} came"
+            settle(receiver, events)
+            seen += len(events)
+
+
+def test_what_was_rolled_back_is_asked_for_only_while_it_may_appear(
+    served_site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = served_site
+    monkeypatch.setattr("turnlane.table.gaps.PATIENCE", 0.0)
+    monkeypatch.setattr("turnlane.table.reader.LAPSED_POLL", 0.05)
+    queue = site.queue()
+    with queue.receive() as receiver:
+        site.fill(queue, 1)
+        settle(receiver, take(receiver, 1))
+        with contextlib.suppress(ZeroDivisionError), site.transaction() as connection:
+            queue.enqueue(connection, {"payload": "never"})
+            raise ZeroDivisionError
+        site.fill(queue, 1)
+        settle(receiver, take(receiver, 1))
+        lapsed = queue.manager()._reign.reader._gaps.lapsed  # type: ignore[union-attr]
+        eventually(lambda: bool(lapsed.ids) or site.dialect.running is not None, SOON)
+        # MySQL does not say which transactions are open: there the last ones are kept.
+        eventually(lambda: not lapsed.ids or site.dialect.running is None, SOON)
+
+
+def test_a_transaction_that_is_older_than_the_lead_is_not_overlooked(
+    postgres: PostgresServer,
+) -> None:
+    with Site(postgres.url, postgres) as site:
+        queue = site.queue(retention="1h")
+        with site.transaction() as connection:
+            row = {"payload": "slow", "fire_at": site.now() - 3600 * 10**9}
+            queue.enqueue_many(connection, [row])
+            site.fill(queue, 1)  # the manager will begin above it
+            receiver = queue.receive()
+            settle(receiver, take(receiver, 1))
+        assert payloads(take(receiver, 1, SOON)) == ["slow"]
+        receiver.close()
 
 
 def test_old_events_that_no_receiver_covered_come_to_one_that_does(site: Site) -> None:

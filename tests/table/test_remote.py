@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from turnlane.client import Client
 from turnlane.client.table import RemoteReceiver
 from turnlane.config import Config, ConfigFaults, loads
 from turnlane.errors import LeadLost, NoSuchQueue, NotAllowed
+from turnlane.node.flight import FlightPlane
 from turnlane.service import Service
 from turnlane.table.event import TableEvent
 from turnlane.table.keyspace import KeyRange, keyspace_id
@@ -231,6 +234,35 @@ def test_rights_are_those_of_queues(serving: Serving) -> None:
         assert listed.status_code == 401 if token is None else listed.json() == {"tables": []}
     with serving.client(service, token="reads").table(name).receive() as receiver:
         assert take(receiver, 1)
+
+
+def test_streams_end_when_their_token_expires(serving: Serving) -> None:
+    name = serving.site.name
+    serving.config["node"]["tokens"] = [
+        {
+            "name": "reader",
+            "secret": "reads",
+            "rights": {name: ["read"]},
+            "expires": "2100-01-01T00:00:00Z",
+        },
+    ]
+    service = serving.start()
+    serving.put(1)
+    url, headers = f"{service.url('http')}/tables/{name}/events", {"authorization": "Bearer reads"}
+    with (
+        serving.client(service, token="reads").table(name).receive() as receiver,
+        httpx.stream("GET", url, headers=headers, timeout=PATIENCE) as answer,
+    ):
+        read = answer.iter_lines()
+        assert "stream" in next(read)
+        receiver.take(1, timeout=0.0)
+        plane = service.planes["flight"]
+        assert isinstance(plane, FlightPlane)
+        plane.authority._now = lambda: 4_200_000_000.0
+        for _ in read:
+            pass  # until it ends
+        with pytest.raises(NotAllowed, match="has expired"):
+            deque(iter(partial(receiver.take, timeout=PATIENCE), None), maxlen=0)
 
 
 def test_a_table_that_nobody_serves(serving: Serving) -> None:

@@ -18,13 +18,14 @@ import pytest
 
 from tests.table.mortal import Killed
 from tests.table.shard_site import OPTIONS, ShardOracle, ShardSite, sqlite_site, sqlite_url
-from tests.table.site import PATIENCE, eventually, take
+from tests.table.site import PATIENCE, Site, eventually, take
 from turnlane import table
 from turnlane.errors import LeadLost, ReshardUnderWay
 from turnlane.table.keyspace import KeyRange, keyspace_id
+from turnlane.table.letters import Take
 from turnlane.table.mover import Mover
 from turnlane.table.reshard import Progress, Resharder, Step
-from turnlane.table.shard_store import ShardStore, Take
+from turnlane.table.shard_store import ShardStore
 from turnlane.table.shards import Shard, ShardMap
 from turnlane.table.sites import Sites
 from turnlane.table.url import dialect_of
@@ -509,3 +510,26 @@ def test_many_clients_come_at_the_same_time(served_shards: list[str]) -> None:
     with ShardSite([(served_shards[0], "-")]) as site, ThreadPoolExecutor(6) as threads:
         for queue in [threads.submit(site.queue) for _ in range(12)]:
             assert queue.result(PATIENCE).map.version == 0
+
+
+@pytest.mark.parametrize("name", ["%s", "100%d {table}", "%(x)s"])
+def test_columns_with_any_name_are_moved(site: Site, name: str) -> None:
+    queue = site.queue(f'user_id BIGINT, "{name}" TEXT')
+    other = site.queue(f'user_id BIGINT, "{name}" TEXT')
+    with site.transaction() as connection:
+        queue.enqueue(connection, {"user_id": 7, name: "100 %s"}, name="one")
+    with (
+        ShardStore(site.dialect, queue.definition) as source,
+        ShardStore(site.dialect, other.definition) as target,
+    ):
+        source.shut()
+        assert source.take(Take.PLAIN, 1) == 1
+        batch = source.first_batch()
+        assert batch is not None
+        assert target.arrive(source.id, batch.number, batch.rows)
+        assert not target.arrive(source.id, batch.number, batch.rows)
+        source.strike(batch.number)
+        assert source.left() == 0
+    with other.receive() as receiver:
+        (event,) = take(receiver, 1)
+        assert event[name] == "100 %s"

@@ -33,10 +33,6 @@ def staged(site: Site, queue: TableQueue) -> int:
     return found
 
 
-def drop(site: Site, queue: TableQueue) -> None:
-    site.execute(f"DROP TABLE {PREFIX}{queue.name}")
-
-
 def test_a_batch_is_there_as_a_whole_and_once(site: Site) -> None:
     queue = site.queue(COLUMNS)
     job = job_of("a stream")
@@ -63,7 +59,6 @@ def test_a_batch_is_there_as_a_whole_and_once(site: Site) -> None:
     ]
     assert (found["a"]["priority"], found["a"]["event_name"], found["a"][ODD]) == (0, None, None)
     assert before <= found["a"]["fire_at"] <= site.now()
-    drop(site, queue)
 
 
 def test_a_commit_that_is_cut_off_changes_nothing(
@@ -84,7 +79,6 @@ def test_a_commit_that_is_cut_off_changes_nothing(
         assert payloads(queue) == []
         assert made.commit(job, [f"{job}/1"], epoch=0) == 1
         assert payloads(queue) == ["a"]
-    drop(site, queue)
 
 
 def test_only_the_jobs_own_stages_are_given_up_and_what_is_forgotten(site: Site) -> None:
@@ -104,7 +98,6 @@ def test_only_the_jobs_own_stages_are_given_up_and_what_is_forgotten(site: Site)
         made.discard(mine)
         assert made.commit(others, [f"{others}/1", f"{others}/2"]) == 1
     assert payloads(queue) == ["a"]
-    drop(site, queue)
 
 
 def test_key_ranges_divide_a_table(site: Site) -> None:
@@ -136,3 +129,18 @@ def test_a_scan_holds_nobody_up(site: Site) -> None:
     pages.close()
     with Session(site.dialect) as session:
         assert session.query(f"SELECT COUNT(*) FROM {queue.name}")[0][0] == 0
+
+
+def test_a_queue_that_is_made_anew_knows_nothing_of_the_former(site: Site) -> None:
+    former = site.queue(COLUMNS)
+    with staging(site, former) as staged:
+        staged.add("stream/1", 0, rows("a"))
+        staged.commit("stream", ["stream/1"], epoch=4)
+        staged.add("stream/2", 0, rows("left behind"))
+    site.database.catalog.drop(former.name)
+    site.database.sql(f"CREATE QUEUE {former.name} (payload VARCHAR(256), other INT)")
+    queue = site.database.queue(former.name)
+    with staging(site, queue) as anew:
+        anew.add("stream/1", 0, rows("b", other=1))
+        assert anew.commit("stream", ["stream/1"], epoch=0) == 1
+    assert payloads(queue) == ["b"]

@@ -483,6 +483,15 @@ class TestAsInstalled:
             "run: python -m scripts.config_schema"
         )
 
+    def test_several_files_inputs_need_names(self) -> None:
+        """Their positions are kept by name: swapped, each would read the other's files anew."""
+        one = "{type: files, queue: q, paths: [/a]}"
+        named = "{type: files, queue: q, paths: [/b], name: b}"
+        start = "node: {data: d}\nqueues: {q: }\ninputs: "
+        assert "inputs[2]: needs a name" in only_fault_of(f"{start}[{one}, {named}, {one}]")
+        config = loads(f"{start}[{named}, {one}]")
+        assert [each.label for each in config.inputs] == ["b", "files"]
+
     def test_the_example_of_the_documentation_loads(self) -> None:
         config = loads(example_text(), "example.yaml", {"TURNLANE_TOKEN": "t"})
         assert config.queues

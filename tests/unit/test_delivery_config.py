@@ -107,7 +107,7 @@ SUSPENDED = "delivery: {only_when_suspended: true}"
         ),
         (
             [f"{{name: a, {FILE}}}", f"{{name: a.dead, queue: disk, {FILE}}}"],
-            "actions[1].name: another action's dead letters are called so",
+            "actions[1].name: dead letters of others are called so",
         ),
     ],
 )

@@ -151,3 +151,15 @@ def test_a_column_that_there_is_not_is_named() -> None:
 def test_true_is_not_one() -> None:
     assert found({"q": [{"a": True}]}, q=[{"a": 1}])
     assert found({"q": [{"a": 1}]}, q=[{"a": 1.0}]) == []
+
+
+def test_a_queue_that_is_kept_for_a_join_leads_to_the_action_that_joins() -> None:
+    found = topology(
+        "node: {data: d}\nactions:\n"
+        "  - {name: kept, queue: disk, output: {type: discard}}\n"
+        "  - {name: j, queue: disk, sql: SELECT 1, with_queues: [kept],\n"
+        "     output: {type: file, path: o}}\n"
+    )
+    assert any("kept  every event ──▶ queue (disk) ══▶ joined by j" in x for x in text_lines(found))
+    assert "joined" in svg(found)
+    assert found.lanes == "lanes: 1 + 1 = 2 (main, j)"

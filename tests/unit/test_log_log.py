@@ -4,75 +4,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
+from tests.log_harness import drained, fill, open_log, values
 from turnlane.errors import Bug, SchemaMismatch
 from turnlane.events import BASE_SCHEMA, block_of, values_of
 from turnlane.queues.contract import Outcome
-from turnlane.queues.log.compression import Compression, Mode
-from turnlane.queues.log.files import Disk
+from turnlane.queues.log.compression import Mode
 from turnlane.queues.log.frames import Stamp
 from turnlane.queues.log.log import Fault, Found, Log
 from turnlane.queues.log.position import Position
-
-QUEUE_ID = "ab" * 16
 
 Opener = Callable[..., Log]
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Opener:
-    def opener(
-        *,
-        chunk_size: int = 1 << 20,
-        mode: Mode = "none",
-        hint: Position | None = None,
-        floor: int = 0,
-        durable: bool = True,
-        disk: Disk | None = None,
-    ) -> Log:
-        return Log.open(
-            tmp_path,
-            disk or Disk(),
-            queue_id=QUEUE_ID,
-            chunk_size=chunk_size,
-            compression=Compression(mode),
-            hint=hint,
-            floor=floor,
-            durable=durable,
-        )
-
-    return opener
-
-
-def values(first: int, count: int) -> list[bytes]:
-    return [b"event %d" % offset for offset in range(first, first + count)]
-
-
-def fill(log: Log, count: int, blocks: int = 1) -> None:
-    for _ in range(blocks):
-        log.append(log.end, block_of(values(log.end, count), timestamps=1))
-
-
-def drained(log: Log, offset: int = 0, max_events: int = 1000) -> list[bytes | Fault | None]:
-    """Everything from ``offset`` on: values, and faults where there are none."""
-    reader = log.reader()
-    found: list[bytes | Fault | None] = []
-    while (result := reader.read(offset, max_events)) is not None:
-        if isinstance(result, Found):
-            assert result.first == offset
-            assert 0 < result.block.num_rows <= max_events
-            found += values_of([result.block])
-            offset += result.block.num_rows
-        else:
-            assert result.first == offset
-            found.append(result)
-            offset = result.end
-    reader.close()
-    return found
+    return partial(open_log, tmp_path)
 
 
 def test_an_empty_log_has_nothing_to_read(opened: Opener) -> None:

@@ -1,4 +1,4 @@
-"""Which columns of parsing the main lane needs."""
+"""Which columns lanes need: the main one of those that parsing makes, the others to deliver."""
 
 from __future__ import annotations
 
@@ -9,18 +9,27 @@ import pytest
 pytest.importorskip("pyspark.sql")
 
 from turnlane.config import loads
-from turnlane.spark.needs import wanted_by_main
+from turnlane.pipeline.settings import PipelineSettings
+from turnlane.spark.needs import wanted_by_main, wanted_by_tasks
 
 RAW = "{type: file, path: a, format: raw}"
 JSON = "{type: file, path: a}"
+TEMPLATES = (
+    "output: {type: http, url: 'http://a/{source}/{event_id}', body: '{value}', "
+    "headers: {X-Host: '{hostname}'}, idempotency_key: false}"
+)
 
 
-def wanted(*actions: str, parse: str = "syslog", more: str = "") -> frozenset[str] | None:
+def pipeline_of(*actions: str, parse: str = "syslog", more: str = "") -> PipelineSettings:
     listed = "".join(f"  - {{name: a{at}, {each}}}\n" for at, each in enumerate(actions))
     config = loads(f"node: {{data: d}}\nmain: {{}}\nparse: {parse}\n{more}\nactions:\n{listed}")
     pipeline = config.pipeline()
     assert pipeline is not None
-    return wanted_by_main(pipeline)
+    return pipeline
+
+
+def wanted(*actions: str, **knobs: Any) -> frozenset[str] | None:
+    return wanted_by_main(pipeline_of(*actions, **knobs))
 
 
 def test_outputs_that_take_values_leave_what_filters_name() -> None:
@@ -50,3 +59,42 @@ def test_outputs_that_take_values_leave_what_filters_name() -> None:
 )
 def test_whoever_may_read_them_gets_all(actions: list[str], knobs: dict[str, Any]) -> None:
     assert wanted(*actions, **knobs) is None
+
+
+@pytest.mark.parametrize(
+    ("knobs", "expected"),
+    [
+        (f"output: {RAW}", set()),
+        (f"output: {JSON}", set()),
+        ("output: {type: http, url: 'http://a/'}", {"timestamp"}),
+        (
+            TEMPLATES,
+            {"source", "hostname", "value"},
+        ),
+        (
+            "output: {type: elasticsearch, url: 'http://a', index: 'logs-{source}'}",
+            {"source", "timestamp"},
+        ),
+        ("output: {type: syslog, address: 'a:1', format: raw}", set()),
+        (f"delivery: {{ordering: key}}, output: {RAW}", {"key"}),
+        (f"delivery: {{failover: {{output: {RAW}}}}}, output: {JSON}", {"value"}),
+        (f"transform: 'a:b', output: {JSON}", set()),
+    ],
+)
+def test_tasks_want_where_an_event_is_and_what_outputs_read(knobs: str, expected: set[str]) -> None:
+    (action,) = pipeline_of(f"queue: disk, {knobs}").queued
+    assert wanted_by_tasks(action) == frozenset(expected | {"partition", "offset"})
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        "output: {type: syslog, address: 'a:1'}",
+        "output: {type: otlp, url: 'http://a'}",
+        f"sql: 'SELECT value FROM events', output: {JSON}",
+        f"delivery: {{failover: {{output: {{type: otlp, url: 'http://a'}}}}}}, output: {RAW}",
+    ],
+)
+def test_tasks_want_all_if_an_output_may_read_anything(knobs: str) -> None:
+    (action,) = pipeline_of(f"queue: disk, {knobs}").queued
+    assert wanted_by_tasks(action) is None

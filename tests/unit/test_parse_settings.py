@@ -92,3 +92,14 @@ def test_no_pattern_breaks_the_reader(pattern: str) -> None:
     except BadPattern:
         return
     assert not re.search(r"(?<!\\)\(\?<\w", re.sub(r"\\Q.*?(\\E|\Z)|\[.*", "", grouped.pattern))
+
+
+@pytest.mark.parametrize("name", ["payload", "Payload", "turnlane_row", "Turnlane_x", "offset"])
+def test_no_column_is_called_as_one_that_lanes_make(name: str) -> None:
+    with pytest.raises(ValidationError, match=f"columns.{name}"):
+        ParseSettings.model_validate({"format": "json", "columns": {name: "a"}})
+
+
+def test_columns_may_be_called_as_nothing_is_any_more() -> None:
+    columns = dict.fromkeys(("routes", "direct", "hollows", "event_row"), "a")
+    assert ParseSettings.model_validate({"format": "json", "columns": columns}).columns == columns

@@ -14,7 +14,7 @@ from scripts import config_schema
 from tests.acceptance.test_docs import blocks_of
 from turnlane.cli.app import app
 from turnlane.cli.init import example
-from turnlane.cli.operation import needs_restart
+from turnlane.cli.operation import Opening, Operation, needs_restart
 from turnlane.config import Config, ConfigFaults, load, load_cases, loads, shown
 from turnlane.config.document import dotted, parse, undotted
 from turnlane.errors import ConfigError
@@ -94,9 +94,10 @@ def test_every_section_reaches_the_pipeline() -> None:
         actions(
             "name: a\n    filter: severity < 3\n    queue: disk\n    transform: m.n:f\n"
             "    sql: SELECT 1\n    watermark: 10m\n    output_mode: update\n"
-            "    with_queues: [main, other]\n    lane: {max_events: 7}\n"
+            "    with_queues: [more, other]\n    lane: {max_events: 7}\n"
             "    output: {type: spark, format: parquet, path: p, partition_by: [x]}",
-            more="queues: {other: }\nparse: {format: regex, pattern: '(?<ip>.*)'}\ntransform: m:f\n"
+            more="queues: {other: , more: }\nparse: {format: regex, pattern: '(?<ip>.*)'}\n"
+            "transform: m:f\n"
             "lane: {trigger: 2s}\nspark: {master: 'local[1]', conf: {spark.a: b}}\n"
             "nodes: {endpoint: 'turnlane://h:1', token_env: T}\n",
         )
@@ -105,7 +106,7 @@ def test_every_section_reaches_the_pipeline() -> None:
     assert pipeline is not None
     (action,) = pipeline.actions
     assert action.watermark == 600
-    assert action.with_queues == ("main", "other")
+    assert action.with_queues == ("more", "other")
     assert action.is_stateful
     assert action.lane.max_events == 7
     assert isinstance(action.output, SparkSinkSettings)
@@ -156,8 +157,8 @@ def test_an_output_has_the_settings_of_its_type() -> None:
         (f"{{name: a, queue: disk, transform: f, {FILE}}}", "transform: is module:function, such"),
         ("{name: a, output: {type: spark, format: csv}}", "3:30: actions[0].output.type: Spark wr"),
         (
-            f"{{name: a, queue: disk, sql: SELECT 1, with_queues: [main, takne], {FILE}}}",
-            "3:63: actions[0].with_queues[1]: there is no queue 'takne'; did you mean taken?",
+            f"{{name: a, queue: disk, sql: SELECT 1, with_queues: [taken, takne], {FILE}}}",
+            "3:64: actions[0].with_queues[1]: there is no queue 'takne'; did you mean taken?",
         ),
     ],
 )
@@ -241,11 +242,11 @@ def test_secrets_of_sinks_are_not_shown() -> None:
     config = loads(
         actions(
             "{name: a, queue: disk, output: {type: spark, format: jdbc, "
-            "options: {url: 'jdbc:x', password: hush-hush}}}"
+            "options: {dbtable: rows, url: 'jdbc:x?a=hush-hush', password: hush-hush}}}"
         )
     )
     assert "hush-hush" not in json.dumps(shown(config))
-    assert "jdbc:x" in json.dumps(shown(config))
+    assert '"dbtable": "rows"' in json.dumps(shown(config))
 
 
 # ── what is found later ──────────────────────────────────────────────────────────────────────────
@@ -419,3 +420,43 @@ def test_what_lanes_alone_cannot_take_is_named() -> None:
         "spark",
         "queue b",
     ]
+
+
+# ── names, places, and what only a start takes ───────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("more", ["", "parse: {format: json, on_error: dead}\n"])
+def test_no_action_is_called_as_the_dead_letters_of_parsing_are(more: str) -> None:
+    fault = only_fault_of(actions(f"{{name: main.dead, queue: disk, {FILE}}}", more=more))
+    assert fault == "c.yaml:3:12: actions[0].name: dead letters of others are called so"
+
+
+def test_checkpoints_are_in_a_directory() -> None:
+    def text(place: str) -> str:
+        return actions(f"{{name: a, {FILE}}}", more=f"spark: {{checkpoints: '{place}'}}\n")
+
+    assert loads(text("file:///shared/c")).checkpoints() == Path("/shared/c")
+    assert loads(text("/shared/c")).checkpoints() == Path("/shared/c")
+    fault = only_fault_of(text("hdfs://nn:9000/c"))
+    assert "4:22: spark.checkpoints: is a directory that every machine has, " in fault
+
+
+def test_a_reload_leaves_checkpoints_where_they_are() -> None:
+    """State would begin anew, and sinks of files would refuse the new place."""
+    pytest.importorskip("pyspark.sql")
+    old, new = (loads(actions(f"{{name: a, {FILE}}}").replace("d}", f"{at}}}")) for at in "xy")
+
+    def no_session() -> Any:
+        return None
+
+    operation = Operation(
+        Path("c.yaml"),
+        old,
+        Opening(no_session),
+        report=lambda *_, **__: None,
+        endpoint="turnlane://h:1",
+    )
+    plan = operation._plan(new)
+    assert plan is not None
+    assert plan.checkpoints == Path("x/checkpoints").absolute()
+    assert list(needs_restart(old, new)) == ["node"]

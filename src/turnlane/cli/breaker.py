@@ -8,7 +8,8 @@ import typer
 
 from turnlane.cli import output
 from turnlane.cli.failure import reported
-from turnlane.cli.nodes import Endpoint, OptionalConfig, TlsCa, TokenEnv, reached
+from turnlane.cli.nodes import reached
+from turnlane.cli.options import Endpoint, Json, OptionalConfig, TlsCa, TokenEnv
 from turnlane.quantities import format_duration
 
 breaker = typer.Typer(
@@ -24,8 +25,6 @@ _COLUMNS: Final[list[output.Column]] = [
     ("next try", "right"),
     ("error", "left"),
 ]
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 
 
 @breaker.command(name="list")

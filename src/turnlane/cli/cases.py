@@ -10,7 +10,8 @@ import typer
 
 from turnlane.cli import output
 from turnlane.cli.failure import ExitCode, reported
-from turnlane.cli.serve import ConfigFile, faults_printed, loaded, piped
+from turnlane.cli.options import ConfigFile
+from turnlane.cli.serve import faults_printed, loaded, piped
 from turnlane.cli.spark import find_modules_beside, need_spark, session
 from turnlane.errors import ConfigError
 

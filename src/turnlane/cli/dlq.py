@@ -13,7 +13,8 @@ import typer
 from turnlane.cli import output
 from turnlane.cli.failure import reported
 from turnlane.cli.moments import moment
-from turnlane.cli.nodes import Endpoint, OptionalConfig, TlsCa, TokenEnv, reached
+from turnlane.cli.nodes import reached
+from turnlane.cli.options import Endpoint, Json, OptionalConfig, TlsCa, TokenEnv, Yes
 from turnlane.errors import ConfigError, NoSuchQueue
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ Where = Annotated[
     str | None, typer.Option(help="Only those for which this is true: SQL, as SQLite has it.")
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="At most so many; the oldest ones.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 
 
 @dlq.command(name="list")
@@ -180,7 +180,7 @@ def purge(
     key: Key = None,
     where: Where = None,
     limit: Limit = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Throw dead letters away for good; the node writes down what, when and by whom."""

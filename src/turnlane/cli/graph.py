@@ -10,7 +10,8 @@ import typer
 
 from turnlane.cli import output
 from turnlane.cli.failure import reported
-from turnlane.cli.serve import ConfigFile, loaded
+from turnlane.cli.options import ConfigFile
+from turnlane.cli.serve import loaded
 from turnlane.errors import ConfigError
 
 if TYPE_CHECKING:

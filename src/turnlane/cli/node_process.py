@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from turnlane.backoff import doubled
 from turnlane.cli.failure import ExitCode
 from turnlane.closing import Closing
 
@@ -41,7 +42,8 @@ class NodeProcess(Closing):
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
-        self._pause = FIRST_PAUSE
+        self._failures = 1
+        """How often in a row it has died, if it dies now."""
         self.ready: dict[str, Any] | None = None
         """What the node says of itself, once everything listens."""
         self.starts = 0
@@ -68,7 +70,7 @@ class NodeProcess(Closing):
             self._process = None
             self.ready = None
             lived = time.monotonic() - self._started
-            self._pause = FIRST_PAUSE if lived > HEALTHY_AFTER else self._pause
+            self._failures = 1 if lived > HEALTHY_AFTER else self._failures
             return code
         if self.ready is None and self._ready_file.exists():
             self.ready = json.loads(self._ready_file.read_text(encoding="utf-8"))
@@ -76,9 +78,10 @@ class NodeProcess(Closing):
 
     def start_again(self) -> bool:
         """Start it again if it has died and the pause is over; whether that was done."""
-        if self._process is not None or time.monotonic() < self._started + self._pause:
+        pause = doubled(FIRST_PAUSE, LAST_PAUSE, self._failures)
+        if self._process is not None or time.monotonic() < self._started + pause:
             return False
-        self._pause = min(2 * self._pause, LAST_PAUSE)
+        self._failures += 1
         self.start()
         return True
 

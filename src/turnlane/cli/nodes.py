@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -15,19 +15,6 @@ from turnlane.cli.serve import loaded
 if TYPE_CHECKING:
     from turnlane.client.remote import Credentials, RemoteNode
     from turnlane.config import Config
-
-OptionalConfig = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG", help="The configuration, a YAML file.")
-]
-Endpoint = Annotated[
-    str | None, typer.Option(help="The nodes, turnlane://host:port,…; default: what CONFIG says.")
-]
-TokenEnv = Annotated[
-    str | None, typer.Option(help="Without a CONFIG: the environment variable with the token.")
-]
-TlsCa = Annotated[
-    Path | None, typer.Option(help="Without a CONFIG: the certificates to trust, for TLS.")
-]
 
 
 @contextmanager

@@ -60,6 +60,8 @@ class Operation:
         reloads: bool = True,
     ) -> None:
         self.config = config
+        self._checkpoints = config.checkpoints().absolute()
+        """Those of the start: elsewhere, lanes would have no state and sinks another beginning."""
         self._path = path
         self._opening = opened
         self._report = report
@@ -142,7 +144,7 @@ class Operation:
             access = {"endpoint": self._node.ready["flight"], **access}
         if self._endpoint is not None:
             access["endpoint"] = self._endpoint
-        return Plan(pipeline, config.knobs(), access, config.checkpoints().absolute())
+        return Plan(pipeline, config.knobs(), access, self._checkpoints)
 
     def _start_lanes(self, plan: Plan) -> None:
         from turnlane.spark.runner import Runner

@@ -10,6 +10,7 @@ import typer
 
 from turnlane.cli import output
 from turnlane.cli.failure import ExitCode, reported
+from turnlane.cli.options import Count, Json, Yes
 from turnlane.cli.queue_texts import (
     PEEK_COLUMNS,
     finding_lines,
@@ -38,7 +39,6 @@ Directory = Annotated[
         metavar="DIR", exists=True, file_okay=False, readable=False, help="The queue's directory."
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 All = Annotated[
     bool,
     typer.Option("--all/--pending", help="Also settled events that are still on disk, or not."),
@@ -51,7 +51,7 @@ From = Annotated[int | None, typer.Option("--from", min=0, help="Begin with this
 def peek(
     directory: Directory,
     *,
-    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many events.")] = 10,
+    count: Count = 10,
     first: From = None,
     everything: All = False,
     as_json: Json = False,
@@ -99,7 +99,7 @@ def repair(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what there is to repair.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Make a damaged queue verify as clean; keep in quarantine what cannot be read."""

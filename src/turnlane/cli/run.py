@@ -16,7 +16,8 @@ from turnlane.cli.logs import LogFormat, LogLevel, log_to_stderr
 from turnlane.cli.node_process import NodeProcess
 from turnlane.cli.nodes import listening
 from turnlane.cli.operation import NodeFailed, Opening, Operation, Report, reporter
-from turnlane.cli.serve import ConfigFile, faults_printed, leave, leave_if_stuck, loaded, piped
+from turnlane.cli.options import ConfigFile, Endpoint, Form, Level
+from turnlane.cli.serve import faults_printed, leave, leave_if_stuck, loaded, piped
 from turnlane.cli.signals import Signals
 from turnlane.cli.spark import find_modules_beside, need_spark, session
 from turnlane.cli.supervisor import notify
@@ -30,8 +31,6 @@ Json = Annotated[bool, typer.Option("--json", help="Tell what happens in lines o
 Reload = Annotated[
     bool, typer.Option(help="Take the configuration anew whenever the file changes.")
 ]
-Level = Annotated[LogLevel, typer.Option(help="What is logged.")]
-Form = Annotated[LogFormat, typer.Option(help="How it is logged.")]
 Master = Annotated[
     str | None, typer.Option(help="Where Spark runs; default: what CONFIG says, or local[*].")
 ]
@@ -74,10 +73,7 @@ def run(
 def pipeline(
     config: ConfigFile,
     *,
-    endpoint: Annotated[
-        str | None,
-        typer.Option(help="The nodes, turnlane://host:port,…; default: what CONFIG says."),
-    ] = None,
+    endpoint: Endpoint = None,
     master: Master = None,
     as_json: Json = False,
     reload: Reload = True,

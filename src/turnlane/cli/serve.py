@@ -19,6 +19,7 @@ from turnlane.cli import output
 from turnlane.cli.connect import check_outputs
 from turnlane.cli.failure import ExitCode, reported
 from turnlane.cli.logs import LogFormat, LogLevel, log_to_stderr
+from turnlane.cli.options import ConfigFile, Form, Level, OptionalConfig
 from turnlane.cli.signals import Signals
 from turnlane.cli.spark import find_modules_beside, need_spark, session
 from turnlane.cli.supervisor import notify
@@ -37,16 +38,10 @@ _LOOK_SECONDS: Final = 0.2
 MAIN: str = "main"
 """The queue that there is without a configuration."""
 
-ConfigFile = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="The configuration, a YAML file.")
-]
-
 
 @reported
 def serve(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="The configuration, a YAML file.")
-    ] = None,
+    config: OptionalConfig = None,
     *,
     data: Annotated[
         Path | None, typer.Option(help="Without a CONFIG: the data directory, made if needed.")
@@ -67,8 +62,8 @@ def serve(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a line of JSON once everything listens.")
     ] = False,
-    log_level: Annotated[LogLevel, typer.Option(help="What is logged.")] = LogLevel.INFO,
-    log_format: Annotated[LogFormat, typer.Option(help="How it is logged.")] = LogFormat.TEXT,
+    log_level: Level = LogLevel.INFO,
+    log_format: Form = LogFormat.TEXT,
 ) -> None:
     """Run a node: its queues, Flight, HTTP and inputs, until SIGTERM or SIGINT.
 

@@ -11,6 +11,7 @@ import typer
 from turnlane.cli import output
 from turnlane.cli.failure import reported
 from turnlane.cli.moments import moment
+from turnlane.cli.options import Count, Json, Yes
 from turnlane.cli.table_texts import (
     PEEK_COLUMNS,
     STATES,
@@ -35,7 +36,6 @@ table = typer.Typer(
 )
 
 Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 State = Annotated[
     list[str] | None,
     typer.Option(help="Only those in this state: to_be_fired, fired, acked or dead."),
@@ -48,7 +48,6 @@ Since = Annotated[
     typer.Option(help="Only those due since: a time in ISO 8601, 2h for ago, +2h for from now."),
 ]
 Until = Annotated[str | None, typer.Option(help="Only those due before; likewise.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 @table.command()
@@ -118,7 +117,7 @@ def peek(
     queue: Queue,
     *,
     url: Urls = None,
-    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many events.")] = 10,
+    count: Count = 10,
     state: State = None,
     event_id: Id = None,
     name: Name = None,

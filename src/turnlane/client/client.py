@@ -12,8 +12,9 @@ from typing import Any
 import pyarrow as pa
 
 from turnlane.client.leased import Keeper
-from turnlane.client.remote import Credentials, Ends, RemoteNode, StageWriter
+from turnlane.client.remote import Credentials, Ends, RemoteNode
 from turnlane.client.spread import SpreadQueue
+from turnlane.client.stage_writer import StageWriter
 from turnlane.client.table import RemoteTable
 from turnlane.client.transport import FlightTransport
 from turnlane.client.url import Url

@@ -20,7 +20,10 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT: Final = 5.0
 """Seconds: so often the node hears from a task that has nothing else to say."""
-_ITS_SETTINGS: Final = {"backoff", "max_backoff", "jitter", "breaker_failures", "breaker_reset"}
+_ITS_SETTINGS: Final = {
+    *("backoff", "max_backoff", "jitter", "breaker_failures", "breaker_reset"),
+    *("rate_limit", "max_time"),
+}
 """Those that a breaker goes by: a change of others does not make it a new one."""
 
 Doing = Callable[[], tuple[int, int]]
@@ -62,6 +65,10 @@ class RemoteGate(Closing):
     def report(self, report: Report) -> None:
         """Tell how sends went."""
         self._say("report", report=asdict(report))
+
+    def claim(self, count: int, within: float) -> float:
+        """Seconds until so many events may be sent; theirs, if it is no longer than ``within``."""
+        return float(self._say("claim", count=count, within=within)["wait"])
 
     def close(self) -> None:
         """The task has ended."""

@@ -15,7 +15,6 @@ import os
 import socket
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -98,7 +97,7 @@ class TurnlaneHandler(logging.Handler):
         opened = queue if isinstance(queue, Queue) else self._connected(queue, str(name), connect)
         # A callback, so that publishing waits for nothing; flush() then waits for all of it.
         self._producer = opened.producer(ack=AckLevel.PERSISTED, on_ack=_ignore)
-        _ALL.add(self)
+        _OPEN.add(self)
 
     def _connected(self, url: str, name: str, options: dict[str, Any]) -> Queue:
         from turnlane.client.client import connect
@@ -203,6 +202,7 @@ class TurnlaneHandler(logging.Handler):
                 self._let_go()
             finally:
                 self._producer = None
+                _OPEN.discard(self)
         super().close()
 
     def _let_go(self) -> None:
@@ -270,7 +270,9 @@ def _say(text: str) -> None:
 
 # ── forks ────────────────────────────────────────────────────────────────────────────────────────
 
-_ALL: weakref.WeakSet[TurnlaneHandler] = weakref.WeakSet()
+_OPEN: Final[set[TurnlaneHandler]] = set()
+"""Those not closed yet. ``logging`` itself forgets a handler that no logger has any more, and with
+it what it has not sent."""
 
 
 def _never_destroy(thing: object) -> None:
@@ -279,7 +281,7 @@ def _never_destroy(thing: object) -> None:
 
 
 def _after_fork() -> None:
-    for handler in list(_ALL):
+    for handler in list(_OPEN):
         handler.forked()
 
 

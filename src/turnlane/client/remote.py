@@ -13,8 +13,9 @@ import pyarrow as pa
 from pyarrow import flight
 
 from turnlane.client.failures import understood
+from turnlane.client.stage_writer import StageWriter
 from turnlane.closing import Closing
-from turnlane.errors import ConfigError, NoSuchStage
+from turnlane.errors import ConfigError
 from turnlane.events import Block
 
 ANSWER_SECONDS: Final = 30.0
@@ -336,45 +337,6 @@ class RemoteNode(Closing):
     def close(self) -> None:
         """Let go of the connection."""
         self._flight.close()
-
-
-class StageWriter(Closing):
-    """Writes blocks to a node's disk, for a commit to publish."""
-
-    def __init__(self, node: RemoteNode, queue: str, schema: pa.Schema, spare: int) -> None:
-        self.id: str | None = None
-        """Set by :meth:`finish`."""
-        self._failed = False
-        self._node = node
-        self._place = node.place
-        with understood(self._place):
-            self._writer, self._answers = node.put({"stage": queue, "spare": spare}, schema)
-
-    def write(self, block: Block) -> None:
-        """Stage another block."""
-        self._failed = True
-        with understood(self._place):
-            self._writer.write_batch(block)
-        self._failed = False
-
-    def finish(self) -> str:
-        """Wait until it is on the node's disk; returns the id to commit it by."""
-        self._failed = True
-        with understood(self._place):
-            self._writer.done_writing()
-            answer = self._answers.read()
-            self._writer.close()
-        if answer is None:
-            raise NoSuchStage(f"{self._place} has not finished the stage")
-        self._failed = False
-        self.id = str(said(answer)["stage"])
-        return self.id
-
-    def close(self) -> None:
-        """Let go; what was not finished is given up."""
-        if self.id is None and not self._failed:
-            self._node.abort([self.finish()])
-            self.id = None
 
 
 def said(metadata: pa.Buffer | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from turnlane.config.delivering import wrong_deliveries
 from turnlane.config.document import Path
+from turnlane.config.joins import wrong_joins
 from turnlane.config.listeners import listeners_twice
 from turnlane.config.outputs import wrong_outputs
 from turnlane.pipeline.settings import DEAD_LETTERS, DISCARD, MAIN
@@ -38,6 +39,11 @@ _NEEDS_LANE: Final = {
 }
 _NEEDS_SQL: Final = ("watermark", "with_queues", "output_mode")
 
+_NEEDS_NAME: Final = (
+    "needs a name: positions are kept by name, and there is another files input without one"
+)
+"""Numbered by their places, two that change places would read each other's files anew."""
+
 Found = tuple[Path, str, bool]
 """Where something is wrong, what, and whether it is the key that is."""
 Values = dict[str, Any]
@@ -56,7 +62,7 @@ def across_sections(data: Values) -> Iterator[Found]:
     yield from _lost_rights(_mapping(data.get("node")).get("tokens"), known)
     actions = _mappings(data.get("actions"))
     wrong = (wrong_deliveries(actions, is_direct), wrong_outputs(actions, is_direct))
-    for path, message in chain(listeners_twice(data), *wrong):
+    for path, message in chain(listeners_twice(data), *wrong, wrong_joins(actions, known)):
         yield path, message, False
     if not data.get("actions"):
         for section in _NEEDS_ACTIONS:
@@ -65,7 +71,6 @@ def across_sections(data: Values) -> Iterator[Found]:
     yield from _names_twice("actions", "action", actions)
     for at, action in actions:
         yield from _action(("actions", at), action, queues)
-        yield from _lost_joins(("actions", at, "with_queues"), action.get("with_queues"), known)
     yield from lost_cases(data.get("tests"), {str(each.get("name")): each for _, each in actions})
 
 
@@ -104,6 +109,13 @@ def _lost_inputs(inputs: object, queues: list[str]) -> Iterator[Found]:
         for pattern, queue in _mapping(each.get("routes")).items():
             yield from _lost(("inputs", at, "routes", pattern), queue, queues)
     yield from _names_twice("inputs", "input", _mappings(inputs))
+    nameless = [at for at, each in _mappings(inputs) if _is_nameless(each)]
+    for at in nameless[1:]:
+        yield ("inputs", at), _NEEDS_NAME, False
+
+
+def _is_nameless(given: Values) -> bool:
+    return given.get("type") == "files" and given.get("name") is None
 
 
 def _lost_rights(tokens: object, queues: list[str]) -> Iterator[Found]:
@@ -174,11 +186,6 @@ def _direct(path: Path, action: Values) -> Iterator[Found]:
     if isinstance(output, dict) and output.get("type") == "spark":
         message = "Spark writes this in a lane of its own: give the action a queue"
         yield (*path, "output", "type"), message, False
-
-
-def _lost_joins(path: Path, names: object, known: list[str]) -> Iterator[Found]:
-    for at, name in enumerate(names if isinstance(names, list) else ()):
-        yield from _lost((*path, at), name, known)
 
 
 def lost_cases(tests: object, actions: dict[str, Values]) -> Iterator[Found]:

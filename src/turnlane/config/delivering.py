@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from turnlane.config.document import Path
 from turnlane.delivery.settings import Ordering
-from turnlane.pipeline.settings import DISCARD, SPARK
+from turnlane.pipeline.settings import DEAD_LETTERS, DISCARD, SPARK
 
 Values = dict[str, Any]
 Wrong = tuple[Path, str]
@@ -30,10 +30,10 @@ def wrong_deliveries(
 ) -> Iterator[Wrong]:
     """All that is wrong, with its place."""
     before: Values | None = None
-    letters = {f"{action.get('name')}.dead" for _, action in actions}
+    letters = {DEAD_LETTERS, *(f"{action.get('name')}.dead" for _, action in actions)}
     for at, action in actions:
         if action.get("name") in letters:
-            yield ("actions", at, "name"), "another action's dead letters are called so"
+            yield ("actions", at, "name"), "dead letters of others are called so"
         delivery = action.get("delivery")
         path: Path = ("actions", at, "delivery")
         if isinstance(delivery, dict):

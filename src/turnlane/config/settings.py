@@ -276,6 +276,13 @@ class Config(Section):
         """Where stateful lanes keep their state."""
         return self.spark.checkpoints or self.node.data / "checkpoints"
 
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Names only: what is in the sections may be secret, as headers and addresses are."""
+        yield "data", self.node.data
+        yield "queues", list(self.knobs())
+        yield "inputs", [each.name for each in self.inputs]
+        yield "actions", [each.name for each in self.actions]
+
     def placed(self, error: ConfigError) -> ConfigError:
         """What was found wrong later, by Spark say, with its place in the file.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, Union, cast, get_args, get_origin
@@ -12,6 +11,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from turnlane.config.across import NOT_FOR_QUEUES, Found, across_sections, lost_cases
 from turnlane.config.document import Document, Path, dotted
 from turnlane.config.faults import ConfigFaults
+from turnlane.config.masking import is_secret_name, masked
 from turnlane.config.plugged import Plugged
 from turnlane.config.settings import Config
 from turnlane.errors import ConfigError
@@ -22,10 +22,7 @@ from turnlane.queues.settings import QueueSettings
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-_SECRET: Final = re.compile(r"(?i)secret|passw|token|credential|api[_-]?key|authorization")
 _HIDDEN: Final = "(hidden)"
-_MASK: Final = "**********"
-"""As pydantic shows a secret."""
 
 
 def validated(document: Document) -> Config:
@@ -158,16 +155,20 @@ def _concealed(message: str, path: Path, document: Document) -> str:
 
 
 def shown(config: Config) -> Any:  # noqa: ANN401 - JSON
-    """All settings as JSON has them, what is secret by its name left out."""
-    return _hidden((), config.model_dump(mode="json"))
+    """All settings as JSON has them: variables as they are written, what may be secret masked."""
+    document = config._document  # noqa: SLF001 - of this package
+    written = {} if document is None else document.written
+    return _hidden((), config.model_dump(mode="json"), written)
 
 
-def _hidden(path: Path, data: Any) -> Any:  # noqa: ANN401 - JSON
+def _hidden(path: Path, data: Any, written: Mapping[Path, str]) -> Any:  # noqa: ANN401 - JSON
     if isinstance(data, dict):
-        return {name: _hidden((*path, name), value) for name, value in data.items()}
+        return {name: _hidden((*path, name), value, written) for name, value in data.items()}
     if isinstance(data, list):
-        return [_hidden((*path, at), value) for at, value in enumerate(data)]
-    return _MASK if isinstance(data, str) and _is_secret(path, None) else data
+        return [_hidden((*path, at), value, written) for at, value in enumerate(data)]
+    if path in written:
+        return written[path]
+    return masked(path, data) if isinstance(data, str) else data
 
 
 def _secrets(path: Path, data: object) -> Iterator[str]:
@@ -182,8 +183,7 @@ def _secrets(path: Path, data: object) -> Iterator[str]:
 
 
 def _is_secret(path: Path, data: object) -> bool:
-    name = next((part for part in reversed(path) if isinstance(part, str)), "")
-    if _SECRET.search(name) and not name.endswith(("_env", "_file")):
+    if is_secret_name(path):
         return True
     return data is not None and SecretStr in _kinds_at(path, data)
 

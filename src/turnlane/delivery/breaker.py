@@ -51,6 +51,8 @@ class Breaker:
     reset_time: float
     failures: int = 0
     """In a row. Those of sends that were under way together count once."""
+    partial: int = 0
+    """Sends in a row of which the destination wants some events later; counted in the same way."""
     not_before: float = 0.0
     said: bool = False
     """Whether ``not_before`` is what the destination said, which no success changes."""
@@ -90,9 +92,19 @@ class Breaker:
         if self.open_since is not None and not self._is_probe(token):
             return self
         kept = self.not_before if self.said else 0.0
-        return replace(
-            self, failures=0, not_before=kept, open_since=None, probe=None, said=self.said
-        )
+        return replace(self, failures=0, partial=0, not_before=kept, open_since=None, probe=None)
+
+    def partly(self, now: float, wait: float, token: str | None = None) -> Self:
+        """After a send of which some events are wanted later: stay away for ``wait`` seconds.
+
+        The destination is there, so this opens nothing, and closes what was open.
+        """
+        if self.open_since is not None and not self._is_probe(token):
+            return self
+        answered = replace(self, failures=0, open_since=None, probe=None)
+        if now < self.not_before:
+            return answered
+        return replace(answered, partial=self.partial + 1, not_before=now + wait, said=False)
 
     def failed(
         self, now: float, wait: float, *, said: bool = False, token: str | None = None
@@ -123,7 +135,7 @@ class Breaker:
 
     def closed(self) -> Self:
         """As new: a person says that the destination is back."""
-        return replace(self, failures=0, not_before=0.0, said=False, open_since=None, probe=None)
+        return type(self)(self.threshold, self.reset_time, opened=self.opened)
 
     def _is_probe(self, token: str | None) -> bool:
         return self.probe is not None and self.probe.token == token

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -14,17 +15,26 @@ from turnlane.delivery.settings import DeliverySettings, Ordering
 from turnlane.delivery.splitting import Search
 from turnlane.events import Block
 from turnlane.hashing import key_hashes
+from turnlane.repeats import repeats
 
 TRACKS = 8
 """Of events ordered by key, so many go side by side where the concurrency is not fixed."""
 
 
 class Cutter:
-    """Cuts blocks, one after another, as the settings say."""
+    """Cuts blocks, one after another, as the settings say.
 
-    def __init__(self, settings: DeliverySettings, most_events: int) -> None:
+    If the destination may take some events of a piece and leave others, no piece has two events of
+    which one must not pass the other.
+    """
+
+    def __init__(
+        self, settings: DeliverySettings, most_events: int, *, takes_apart: bool = False
+    ) -> None:
         self._settings = settings
-        self._most_events = most_events
+        self._takes_apart = takes_apart
+        one_by_one = takes_apart and settings.ordering is Ordering.STRICT
+        self._most_events = 1 if one_by_one else most_events
         fixed = settings.concurrency
         self._tracks = fixed if isinstance(fixed, int) else min(TRACKS, settings.max_concurrency)
         self._block = 0
@@ -54,12 +64,13 @@ class Cutter:
         """Rows of one track stand together, in their order; a key's are all on one track."""
         keys = _keys(tally.block)
         tracks = (keys % np.uint64(self._tracks)).astype(np.int64)
-        order = np.argsort(tracks, kind="stable")
+        turns = repeats(keys) if self._takes_apart else np.zeros(len(keys), dtype=np.int64)
+        order = np.lexsort((turns, tracks))
         rows = tally.block.take(order)
-        ends = np.cumsum(np.bincount(tracks, minlength=self._tracks))
-        for track, end in enumerate(ends):
-            first = int(ends[track - 1]) if track else 0
-            part = rows.slice(first, int(end) - first)
+        apart = (np.diff(tracks[order]) != 0) | (np.diff(turns[order]) != 0)
+        ends = [*(np.flatnonzero(apart) + 1).tolist(), len(order)] if len(order) else []
+        for first, end in pairwise([0, *ends]):
+            part, track = rows.slice(first, end - first), int(tracks[order[first]])
             for each in self._batches(part):
                 at = slice(first + each.start, first + each.stop)
                 yield self._piece(

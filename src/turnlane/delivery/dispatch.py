@@ -22,7 +22,8 @@ from turnlane.delivery.judging import Judgement, News, judge_prepare, judge_send
 from turnlane.delivery.liaison import Liaison
 from turnlane.delivery.outcome import Fate, Outcome, Tally
 from turnlane.delivery.piece import Piece
-from turnlane.delivery.rate import Bucket
+from turnlane.delivery.quota import Quota
+from turnlane.delivery.rate import burst_of
 from turnlane.delivery.settings import DeliverySettings, Ordering
 from turnlane.delivery.tracks import Tracks
 from turnlane.delivery.verdict import said_when
@@ -50,6 +51,7 @@ class Dispatch:
         clock: Clock,
         chance: Callable[[], float],
         grace: float,
+        takes_apart: bool,
     ) -> None:
         self.mailbox: Mailbox = queue.SimpleQueue()
         self._workshop = workshop
@@ -62,9 +64,9 @@ class Dispatch:
         self._deadline = now + settings.max_time
         self._over_at: float | None = None
         """Once stopping: when sends that have not ended are given up."""
-        self._bucket = _bucket_of(settings, now)
-        most = settings.batch_events
-        self._cutter = Cutter(settings, min(most, int(self._bucket.size)) if self._bucket else most)
+        burst, most = burst_of(settings), settings.batch_events
+        self._quota = None if burst is None else Quota(gate, clock)
+        self._cutter = Cutter(settings, min(most, burst or most), takes_apart=takes_apart)
         self._liaison = Liaison(gate, clock)
         strict = settings.ordering is Ordering.STRICT
         one = settings.model_copy(update={"concurrency": 1})
@@ -163,17 +165,17 @@ class Dispatch:
             send = Send(piece, count, self._liaison.sending())
             self._in_flight.add(send)
             self._concurrency.started(len(self._in_flight))
-            if self._bucket is not None:
-                self._bucket.take(count, self._clock.monotonic())
+            if self._quota is not None:
+                self._quota.take(count)
             self._workshop.send(send, self.mailbox)
 
     def _may_send(self, piece: Piece) -> bool:
         self._rate_wait = 0.0
         if not self._liaison.may_send(self._concurrency.limit, len(self._in_flight)):
             return False
-        if self._bucket is not None:
+        if self._quota is not None:
             count = piece.prepared or piece.search.trial
-            self._rate_wait = self._bucket.wait(count, self._clock.monotonic())
+            self._rate_wait = self._quota.wait(count, self._deadline)
             if self._rate_wait > 0:
                 return False
         return IN_FLIGHT.take(self._settings.max_in_flight, self._wake)
@@ -247,7 +249,7 @@ class Dispatch:
             self._most = piece.search.most or self._most
         self._concurrency.finished(
             self._clock.monotonic(),
-            message.seconds if judgement.news is News.ANSWERED else None,
+            message.seconds if judgement.news in (News.ANSWERED, News.PARTLY) else None,
             pushed_back=judgement.later is not None,
         )
         self._follow(piece, judgement)
@@ -256,6 +258,8 @@ class Dispatch:
         match judgement.news:
             case News.FAILED if judgement.error is not None:
                 self._liaison.failed(token, judgement.error)
+            case News.PARTLY if judgement.error is not None:
+                self._liaison.answered_partly(token, seconds, judgement.error)
             case News.ANSWERED:
                 self._liaison.answered(token, seconds)
             case _:
@@ -333,14 +337,9 @@ class Dispatch:
         self._waiting, self._ready, self._delayed = [], [], []
         if now >= self._over_at:
             idle += [*self._preparing, *(send.piece for send in self._in_flight)]
+            if self._in_flight:
+                self._workshop.cancel()
             self._preparing, self._in_flight = set(), set()
         for piece in idle:
             self._note_unknown(piece)
             piece.settle(Fate.KEPT)
-
-
-def _bucket_of(settings: DeliverySettings, now: float) -> Bucket | None:
-    """Full after half a task's time at the latest: what it holds has to go in one."""
-    if settings.rate_limit is None:
-        return None
-    return Bucket(settings.rate_limit, now, min(1.0, settings.max_time / 2))

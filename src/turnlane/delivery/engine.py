@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Final
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
@@ -29,6 +29,7 @@ class Engine(Closing):
 
     The output is the caller's to close, after the engine. ``grace`` is how long sends under way
     may take once a run is to end: those that take longer are given up, and their events kept.
+    ``takes_apart`` says that the output may take some events of a send, and want others later.
     """
 
     def __init__(
@@ -40,12 +41,14 @@ class Engine(Closing):
         clock: Clock = SYSTEM_CLOCK,
         chance: Callable[[], float] = random.random,
         grace: float = GRACE,
+        takes_apart: bool = False,
     ) -> None:
         self._settings = settings
         self._gate = gate
         self._clock = clock
         self._chance = chance
         self._grace = grace
+        self._takes_apart = takes_apart
         self._workshop = Workshop(output, clock)
         self._lock = threading.Lock()
         self._dispatch: Dispatch | None = None
@@ -56,10 +59,11 @@ class Engine(Closing):
         (outcome,) = self.run([block])
         return outcome
 
-    def run(self, blocks: Iterable[Block]) -> Iterator[Outcome]:
+    def run(self, blocks: Iterable[Block]) -> Generator[Outcome]:
         """Deliver blocks: all together for ``max_time`` at most, after which the rest is kept.
 
         There is an outcome for every block, in their order. Blocks are taken when there is room.
+        Close it if you do not go on to its end.
         """
         dispatch = Dispatch(
             self._workshop,
@@ -68,6 +72,7 @@ class Engine(Closing):
             clock=self._clock,
             chance=self._chance,
             grace=self._grace,
+            takes_apart=self._takes_apart,
         )
         with self._lock:
             assert self._dispatch is None, "one run at a time"

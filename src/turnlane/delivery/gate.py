@@ -18,6 +18,7 @@ from typing import Final, Protocol
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.delivery.backoff import Backoff
 from turnlane.delivery.breaker import Allowed, Breaker, State
+from turnlane.delivery.rate import Bucket, burst_of
 from turnlane.delivery.settings import DeliverySettings
 
 MOST_ATTEMPTS: Final = 10_000
@@ -47,6 +48,8 @@ class Report:
 
     successes: int = 0
     """Sends that the destination answered, also with a refusal of what was sent."""
+    partial: int = 0
+    """Those of them that took some events, and want others later."""
     failures: int = 0
     retry_after: float | None = None
     """When the destination wants to hear from us again, in seconds, if it said so."""
@@ -78,6 +81,12 @@ class Gate(Protocol):
 
     def report(self, report: Report) -> None:
         """Tell how sends went."""
+
+    def claim(self, count: int, within: float) -> float:
+        """Seconds until so many events may be sent; theirs, if it is no longer than ``within``.
+
+        All tasks of an action claim from one rate, and only if it has a ``rate_limit``.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +126,7 @@ class LocalGate:
         self._chance = chance
         self._lock = threading.Lock()
         self._breaker = Breaker(settings.breaker_failures, settings.breaker_reset)
+        self._bucket = _bucket_of(settings, clock.monotonic())
         self._attempts: OrderedDict[str, int] = OrderedDict()
         self._concurrency: int | None = None
         self._latency: float | None = None
@@ -148,6 +158,13 @@ class LocalGate:
         with self._lock:
             self._count(report)
             self._judge(report)
+
+    def claim(self, count: int, within: float) -> float:
+        """Seconds until so many events may be sent; theirs, if it is no longer than ``within``."""
+        with self._lock:
+            if self._bucket is None:
+                return 0.0
+            return self._bucket.claim(count, within, self._clock.monotonic())
 
     def reset(self) -> None:
         """Close the breaker: a person says that the destination is back."""
@@ -185,7 +202,12 @@ class LocalGate:
 
     def _judge(self, report: Report) -> None:
         """Successes first: what failed among them, or after, decides when to go on."""
-        if report.successes:
+        if report.partial:
+            self._breaker = self._breaker.partly(
+                self._clock.monotonic(), self._partial_wait(), report.probe
+            )
+            self._error = report.error
+        elif report.successes:
             self._breaker = self._breaker.succeeded(report.probe)
             if not report.failures:
                 self._error = None
@@ -199,6 +221,11 @@ class LocalGate:
             self._error = report.error
         elif report.probe is not None and not report.successes:
             self._breaker = self._breaker.released(report.probe)
+
+    def _partial_wait(self) -> float:
+        """As after a failure, but never for so long that those suffer who would be taken."""
+        wait = self._backoff.wait(self._breaker.partial + 1, self._chance())
+        return min(wait, self._breaker.reset_time)
 
     def _count(self, report: Report) -> None:
         self._totals.update(
@@ -219,3 +246,10 @@ class LocalGate:
                 self._attempts[place] = attempts
         while len(self._attempts) > MOST_ATTEMPTS:
             self._attempts.popitem(last=False)
+
+
+def _bucket_of(settings: DeliverySettings, now: float) -> Bucket | None:
+    burst = burst_of(settings)
+    if burst is None or settings.rate_limit is None:
+        return None
+    return Bucket(settings.rate_limit, burst, now)

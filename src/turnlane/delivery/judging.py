@@ -18,6 +18,8 @@ class News(enum.Enum):
     """What an attempt tells about whether others are worth it."""
 
     ANSWERED = "answered"
+    PARTLY = "partly"
+    """The destination took some events, and would do no better with others now."""
     FAILED = "failed"
     NOTHING = "nothing"
 
@@ -94,7 +96,12 @@ def _judge_parts(piece: Piece, count: int, error: PartlyDelivered, max_attempts:
     patient = _most_patient(again)
     # Whoever says when to come again is not to be asked sooner, for other events neither.
     pushed_back = patient is not None and bool(said_when(patient))
-    news = News.FAILED if pushed_back or len(again) == count else News.ANSWERED
+    if pushed_back or len(again) == count:
+        news = News.FAILED
+    elif all(getattr(each, "alone", False) for each in again.values()):
+        news = News.ANSWERED
+    else:
+        news = News.PARTLY
     return Judgement(news, later, _rest(piece), patient)
 
 

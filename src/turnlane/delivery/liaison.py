@@ -58,21 +58,26 @@ class Liaison:
 
     def answered(self, token: str | None, seconds: float) -> None:
         """The destination answered, if only to refuse what it was sent."""
-        self._counts["successes"] += 1
-        late = self._latency
-        self._latency = seconds if late is None else late + WEIGHT * (seconds - late)
+        self._note_success(seconds)
         # While there is a probe to report on, nothing else may be told with it.
         if token is not None or self._failing or self.permit.probe is not None:
             self._failing = False
             self._report(token)
             self._ask(token)
 
+    def answered_partly(self, token: str | None, seconds: float, error: BaseException) -> None:
+        """The destination took some events and wants others later: told at once, as a failure."""
+        self._failing = True
+        self._note_success(seconds)
+        self._counts["partial"] += 1
+        self._report(token, error=_text(error))
+        self._ask(token)
+
     def failed(self, token: str | None, error: BaseException) -> None:
         """A send failed: told at once, and it may change what is permitted."""
         self._failing = True
         self._counts["failures"] += 1
-        text = f"{type(error).__name__}: {error}"
-        self._report(token, retry_after=said_when(error), error=text)
+        self._report(token, retry_after=said_when(error), error=_text(error))
         if not self._waits():
             self._ask(token)
 
@@ -104,6 +109,11 @@ class Liaison:
             self._counts["failures"] += 1
         error = "a send did not end in time" if self._probing else None
         self._report(self.permit.probe, error=error, concurrency=concurrency)
+
+    def _note_success(self, seconds: float) -> None:
+        self._counts["successes"] += 1
+        late = self._latency
+        self._latency = seconds if late is None else late + WEIGHT * (seconds - late)
 
     def _waits(self) -> bool:
         return self._clock.monotonic() < self.not_before
@@ -147,3 +157,7 @@ class Liaison:
             self._gate.report(report)
         except RetryLater as lost:
             log.warning("how sends went could not be reported: %s", lost)
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

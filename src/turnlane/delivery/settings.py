@@ -66,7 +66,9 @@ class DeliverySettings(_Part):
         default=64, ge=1, description="Sends at a time in a process, whatever their action."
     )
     rate_limit: float | None = Field(
-        default=None, gt=0, description="The most events in a second, in a task. Default: no limit."
+        default=None,
+        gt=0,
+        description="The most events in a second, of all tasks together. Default: no limit.",
     )
     backoff: Duration = Field(
         default=1.0, gt=0, description="How long to wait after a failure; twice that after two, …"
@@ -127,6 +129,6 @@ class DeliverySettings(_Part):
         if self.backoff > self.max_backoff:
             raise ValueError("backoff is more than max_backoff")
         if self.rate_limit is not None and self.rate_limit * self.max_time < 2:
-            # A task begins with nothing in hand: the next one would wait from the beginning.
+            # Half a task's time has to be enough for one event.
             raise ValueError("max_time leaves no time for two events at rate_limit")
         return self

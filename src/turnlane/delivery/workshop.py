@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,15 +15,20 @@ from turnlane.delivery.in_flight import IN_FLIGHT
 from turnlane.delivery.piece import Piece
 from turnlane.events import Block
 
+log = logging.getLogger(__name__)
+
 
 class Destination(Protocol):
-    """What an engine needs of an output. Both are called by several threads at a time."""
+    """What an engine needs of an output. All are called by several threads at a time."""
 
     def prepare(self, block: Block) -> Any:  # noqa: ANN401
         """Make of a block what :meth:`send` takes."""
 
     def send(self, prepared: Any) -> None:  # noqa: ANN401
         """Deliver, or raise."""
+
+    def cancel(self) -> None:
+        """Have sends that are under way fail, as far as possible."""
 
 
 @dataclass(eq=False, slots=True)
@@ -112,6 +118,13 @@ class Workshop(Closing):
         except BaseException:
             IN_FLIGHT.give_back()
             raise
+
+    def cancel(self) -> None:
+        """Nobody waits for the sends under way any more: have their threads end soon."""
+        try:
+            self._output.cancel()
+        except Exception:
+            log.exception("sends that were given up could not be cancelled")
 
     def close(self) -> None:
         """Let the threads end, each after what it is doing."""

@@ -167,10 +167,10 @@ class _Cutter:
 
     def finish(self) -> None:
         """Nothing more will come: what is left is a message."""
-        if self.at < self._size or self.inside > 0:
-            header = self._counted_here()
+        header = self._counted_here()
+        self.malformed += header is not None or self.inside > 0
+        if self.at < self._size:  # not if it has ended just after a piece
             start = header.end() if header else self.at
-            self.malformed += header is not None or self.inside > 0
             self._add(np.array([start]), np.array([self._size]))
         self.at, self.inside = self._size, 0
 

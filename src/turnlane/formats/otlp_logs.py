@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from turnlane.delivery.columns import DIRECT, PAYLOAD
 from turnlane.events import Block
 from turnlane.formats.otlp import field, varint
 from turnlane.formats.texts import large, strung
@@ -21,7 +22,7 @@ Column = Any
 """An Arrow column."""
 
 _NOT_ATTRIBUTES: Final = frozenset(
-    {"value", "timestamp", "severity", "payload", "queue", "partition", "offset", "direct"}
+    {"value", "timestamp", "severity", "queue", "partition", "offset", PAYLOAD, DIRECT}
 )
 _NUMBERS: Final = (21, 19, 18, 17, 13, 10, 9, 5)
 """OTLP's severity numbers by syslog's severity, as OpenTelemetry's own table has them."""

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from turnlane.delivery.columns import OURS, PAYLOAD
 from turnlane.events import BASE_SCHEMA
 from turnlane.formats.java_regex import BadPattern, GroupedPattern
 from turnlane.problems import Contradiction, Problem, did_you_mean
@@ -20,7 +21,7 @@ PARSE_ERROR: Final = "parse_error"
 """The column that says why an event could not be parsed; null if it could."""
 
 TAKEN: Final = frozenset(
-    {*BASE_SCHEMA.names, "queue", "partition", "offset", "routes", "data", PARSE_ERROR}
+    {*BASE_SCHEMA.names, "queue", "partition", "offset", "data", PAYLOAD, PARSE_ERROR}
 )
 """Columns that events have anyway, which no parsed column may replace."""
 
@@ -159,6 +160,8 @@ def _unusable(names: Any) -> list[tuple[str, str]]:  # noqa: ANN401
             found.append((name, "is no column name: a letter, then letters, digits and _"))
         elif name.lower() in TAKEN:
             found.append((name, "is a column that every event has; choose another name"))
+        elif name.lower().startswith(OURS):
+            found.append((name, f"begins as only our own columns do, with {OURS}"))
     lowered = [name.lower() for name in names]
     found += [
         (name, "is there twice, since Spark does not tell capitals from small letters")

@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 from pydantic import Field
 
 from turnlane.errors import (
+    AckPending,
     ConfigError,
     EventTooLarge,
     NoSuchQueue,
@@ -25,7 +25,7 @@ from turnlane.errors import (
     RetryLater,
     StorageFailed,
 )
-from turnlane.events import Block, Event, stamped
+from turnlane.events import Block, Event, event_sizes, stamped
 from turnlane.inputs.contract import Host, InputSettings
 from turnlane.quantities import Duration
 from turnlane.queues.contract import FlowControl, Producer
@@ -149,6 +149,8 @@ class AnsweringPublisher:
             try:
                 self._publish(queue, producer, block, deadline)
             except QueueFull as error:
+                if error.pending:
+                    raise AckPending(f"queue {name!r} is full, and not all in it is safe") from None
                 full[fitting[error.accepted :]] = True
             except EventTooLarge:
                 too_large[fitting] = True
@@ -193,14 +195,11 @@ def _held_is_failed(queue: HoldingQueue) -> Iterator[None]:
 
 
 def _too_large(queue: HoldingQueue, block: Block) -> Mask:
-    """By event: larger, with its share of keys and headers, than the queue ever takes."""
+    """By event: larger than the queue ever takes."""
     most = min(queue.settings.max_event_bytes, queue.gate.max_bytes)
     if block.nbytes <= most:
         return np.zeros(block.num_rows, dtype=np.bool_)
-    values = cast("pa.BinaryArray", block.column("value"))
-    sizes = pc.binary_length(values).to_numpy(zero_copy_only=False).astype(np.int64)
-    share = -(-(block.nbytes - int(sizes.sum())) // block.num_rows)
-    mask: Mask = sizes + share > most
+    mask: Mask = event_sizes(block) > most
     return mask
 
 

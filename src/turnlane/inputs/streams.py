@@ -140,13 +140,19 @@ class StreamReader:
 
     def _find(self, connection: Connection, buffer: memoryview, count: int) -> None:
         limits = self._limits
-        found = find(
-            buffer,
-            limits.longest,
-            limits.framing,
-            inside=connection.inside,
-            last=connection.ended,
-        )
+        try:
+            found = find(
+                buffer,
+                limits.longest,
+                limits.framing,
+                inside=connection.inside,
+                last=connection.ended,
+            )
+        except Exception:  # a bug, but what one client sends must not end the others
+            log.exception("input %s cuts off %s", self._owner.settings.label, connection.source)
+            connection.rest, connection.inside, connection.ended = b"", 0, True
+            self._owner.count(bytes=count, invalid=1)
+            return
         connection.rest = bytes(buffer[found.used :])
         connection.inside = found.inside
         self._connections.heard(connection)

@@ -176,7 +176,8 @@ class TableInput(Input):
         except EventTooLarge as error:
             return self._without_the_large(receiver, events, error)
         except QueueFull as error:
-            self._ack(receiver, events[: error.accepted])
+            if not error.pending or self._persisted():
+                self._ack(receiver, events[: error.accepted])
             return False
         except AckPending:
             # They are in the queue: all that is left is to wait for the disk.

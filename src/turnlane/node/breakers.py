@@ -87,6 +87,10 @@ class Breakers:
         """A task tells how its sends went."""
         self._of(asker).gate.report(report)
 
+    def claim(self, asker: Asker, count: int, within: float) -> float:
+        """Seconds until a task may send so many events; theirs, if no longer than ``within``."""
+        return self._of(asker).gate.claim(count, within)
+
     def leave(self, asker: Asker) -> None:
         """A task is through."""
         self._of(asker).tasks.pop(asker.task, None)

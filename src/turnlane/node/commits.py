@@ -1,48 +1,61 @@
 """Commits: staged blocks into several queues, and ranges of others settled, as one durable step.
 
 The step is one small file, written whole: before it nothing has happened, after it everything
-will. What follows is repeated after a crash until it is through, and repeating changes nothing:
-blocks are published under numbers that the file has fixed, so that a queue drops what it has, and
-settling what is settled is settling it.
+will. What follows is repeated until it is through, and repeating changes nothing: blocks are
+published under numbers that the file has fixed, so that a queue drops what it has; settling what
+is settled is settling it; an epoch never goes back.
+
+A commit is in one of these states::
+
+    asked ──step──▶ taken ──all done──▶ through          (file removed, keys given back)
+      │               │ ╰──refused in part──▶ through, the rest failed
+      ▼               ▼
+    refused         stuck ──next start──▶ taken
+
+- *asked*: it waits for its keys (its queues, its writer), then everything is checked that could
+  fail later. Any error here means that nothing has happened.
+- *taken*: the file is there. Nobody else has its keys, so no other commit can take a step with the
+  same numbers. A disk that fails or a queue that is full delays it. A queue that is dropped takes
+  what was for it along; the rest goes on.
+- *stuck*: the node is closing, or a queue is broken. Its keys stay taken: others that need them
+  are refused before their own step, or theirs would begin with numbers that this one has used.
+- *through*: should the file outlast it, carrying it out again changes nothing.
+- *failed*: what a queue refuses for ever, or what is for one that is not open. The file has only
+  that now and is called ``.failed``. Every start tries it again, under new numbers if the queue has
+  numbered on.
+
+A start takes up what it finds in the order in which the steps were taken; whoever shares a key
+with one that is not through waits for it. Offsets that an earlier process knew and this one does
+not are not settled: they will be those of other events. What cannot be done at once is done by a
+thread, for who makes room may only come once the node has started.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import itertools
-import json
 import logging
 import threading
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final
 
-from turnlane.backoff import doubled
-from turnlane.errors import Never, QueueClosed, QueueFull, RetryLater, StorageFailed
+from turnlane.errors import ConfigError, QueueClosed, QueueFull, RetryLater
+from turnlane.node.commit import Commit, Part, Plan, Range, keys_of
+from turnlane.node.keys import Claim, Keys
+from turnlane.node.leftovers import identity, leftovers
 from turnlane.node.overflow import Overflow
+from turnlane.node.pending import OWN, Means, Pending, next_number
 from turnlane.node.staging import Staging
-from turnlane.queues.contract import Outcome
+from turnlane.node.steps import Steps
+from turnlane.node.writers import Writers
 from turnlane.queues.holding import HoldingQueue
 from turnlane.queues.log.files import Disk
-from turnlane.queues.producer import hashed
-from turnlane.queues.stored import StoredQueue
 
 log = logging.getLogger(__name__)
 
-FIRST_RETRY = 0.05
-LAST_RETRY = 1.0
-"""Seconds between attempts to carry out a commit on a disk that fails."""
-
-SUFFIX = ".commit"
-OWN = "turnlane."
-"""Producer ids that begin so are the node's: nobody else may use up their numbers."""
-PRODUCER = f"{OWN}commits"
-"""Under this id commits publish: one commit at a time into a queue, so one row of numbers."""
+START_SECONDS: Final = 10.0
+"""So long a start waits for a slow disk to persist what it takes up; the rest is done later."""
 
 
 def foreign(producer_id: str) -> str:
@@ -50,76 +63,6 @@ def foreign(producer_id: str) -> str:
     if producer_id.startswith(OWN):
         raise ValueError(f"producer ids that begin with {OWN!r} are the node's own")
     return producer_id
-
-
-class Range(NamedTuple):
-    """Offsets ``first`` to ``end - 1`` of a queue, to be settled."""
-
-    queue: str
-    first: int
-    end: int
-    outcome: Outcome = Outcome.DELIVERED
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Publish ``stages``, each to the queue it was staged for, and settle ``ranges``.
-
-    It is a repeat, and nothing happens, if all its ranges are settled, or if ``writer`` has
-    committed this ``epoch`` or a later one. If only some are settled it goes on, unless it is to be
-    ``exact``: then it is refused, for what is staged was made of all of them.
-    """
-
-    stages: Sequence[str] = ()
-    ranges: Sequence[Range] = ()
-    writer: str | None = None
-    epoch: int = 0
-    exact: bool = False
-
-
-class _Part(NamedTuple):
-    """A stage as the file has it: into which queue, and under which numbers."""
-
-    stage: str
-    queue: str
-    sequence: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """A commit as its file has it: all that carrying it out needs."""
-
-    parts: Sequence[_Part]
-    ranges: Sequence[Range]
-    writer: str | None
-    epoch: int
-
-    def to_json(self) -> bytes:
-        values = {
-            "parts": self.parts,
-            "ranges": self.ranges,
-            "writer": self.writer,
-            "epoch": self.epoch,
-        }
-        return json.dumps(values).encode()
-
-    @property
-    def stages(self) -> list[str]:
-        return [part.stage for part in self.parts]
-
-    @property
-    def keys(self) -> set[str]:
-        return _keys_of((part.queue for part in self.parts), self.ranges, self.writer)
-
-    @classmethod
-    def of_json(cls, data: bytes) -> _Plan:
-        values = json.loads(data)
-        return cls(
-            [_Part(*part) for part in values["parts"]],
-            [Range(*each[:3], *map(Outcome, each[3:])) for each in values["ranges"]],
-            values["writer"],
-            values["epoch"],
-        )
 
 
 class Commits:
@@ -132,51 +75,47 @@ class Commits:
     def __init__(
         self, directory: Path, disk: Disk, staging: Staging, queue: Callable[[str], HoldingQueue]
     ) -> None:
-        self._directory = directory
-        self._disk = disk
+        directory.mkdir(parents=True, exist_ok=True)
         self._staging = staging
         self._queue = queue
-        self._locks: dict[str, threading.Lock] = {}
-        self._lock = threading.Lock()
+        self._steps = Steps(directory, disk)
+        self._writers = Writers(directory, disk)
+        self._means = Means(self._steps, staging, self._writers, queue)
+        self._keys = Keys()
+        self._closing = threading.Event()
         self.overflow = Overflow(queue)
         self.total = 0
         self.repeated = 0
         """Commits that had been carried out before."""
-        directory.mkdir(parents=True, exist_ok=True)
 
     def commit(self, commit: Commit) -> bool:
         """Carry a commit out; false if it was carried out before.
 
         Raises ``QueueFull`` if a queue has no room for its stages, ``StorageFailed``,
-        ``NoSuchStage``, ``NoSuchQueue``, ``SchemaMismatch``: then nothing has happened. After
-        ``QueueClosed``, which is to say that the node is closing, it may be carried out by the
-        next start: repeat it then.
+        ``NoSuchStage``, ``NoSuchQueue``, ``SchemaMismatch``, and ``RetryLater`` if an earlier one
+        is in its way until the next start: then nothing has happened. After ``QueueClosed``, which
+        is to say that the node is closing, it may be carried out by the next start: repeat it then.
         """
-        with contextlib.ExitStack() as held:
-            for key in sorted(self._keys(commit)):
-                held.enter_context(self._lock_of(key))
+        if commit.writer is not None and not (commit.stages or commit.ranges):
+            raise ConfigError("writer", "commits something: name stages, or ranges")
+        claim = self._keys.take(self._keys_of(commit))
+        pending = None
+        try:
             if self._is_repeat(commit):
                 self.repeated += 1
                 self.abort(commit.stages)
                 return False
             if commit.exact:
                 self._check_unsettled(commit.ranges)
-            path = self._directory / (uuid.uuid4().hex + SUFFIX)
-            self._staging.claim(commit.stages)
-            try:
-                plan = self._planned(commit)
-                if not (plan.parts or plan.ranges or plan.writer):
-                    self._spare(commit, plan)
-                    return True
-                self._take_step(plan, path)
-            except BaseException:
-                self._staging.disclaim(commit.stages)
-                raise
-            self._see_through(plan)
-            self._spare(commit, plan)
-            self._finish(plan, path)
+            plan, pending = self._taken(commit)
+        finally:
+            if pending is None:
+                self._keys.release(claim)
+        if pending is not None:
+            self._see_through(pending, claim)
             self.total += 1
-            return True
+        self._spare(commit, plan)
+        return True
 
     def abort(self, stages: Sequence[str]) -> None:
         """Give stages up."""
@@ -185,70 +124,45 @@ class Commits:
 
     def epoch_of(self, writer: str) -> int | None:
         """The last epoch that a writer has committed."""
-        try:
-            values = json.loads(self._writer_path(writer).read_bytes())
-        except FileNotFoundError:
-            return None
-        epoch: int = values["epoch"]
-        return epoch
+        return self._writers.epoch_of(writer)
 
     def recover(self) -> int:
         """Finish what was committed before the node went down, discard what was not.
 
-        What finds a queue full is finished later, once somebody can have made room.
+        Returns how many commits there were. What the disk or a full queue delays is finished later.
         """
-        names = [name for name in self._disk.listing(self._directory) if name.endswith(SUFFIX)]
-        later: list[tuple[_Plan, Path]] = []
-        for name in names:
-            path = self._directory / name
-            try:
-                plan = _Plan.of_json(path.read_bytes())
-                self._staging.claim(plan.stages)
-                self._carry_out(plan, timeout=0)
-            except QueueFull:
-                later.append((plan, path))
-                continue
-            except (Never, ValueError, KeyError, TypeError):
-                # Nothing that was committed is thrown away: a person has to look at it.
-                log.exception("commit %s cannot be carried out: kept as .failed", name)
-                self._disk.rename(path, path.with_suffix(".failed"))
-                continue
-            self._finish(plan, path)
-        if not any(name.endswith(".failed") for name in self._disk.listing(self._directory)):
-            self._staging.discard_all()
-        held: set[str] = set()
-        for plan, path in later:
-            self._finish_later(plan, path, plan.keys - held)
-            held |= plan.keys
-        return len(names)
+        deadline = time.monotonic() + START_SECONDS
+        found = leftovers(self._means)
+        for plan in found.waiting:
+            self._keys.join(plan.keys, stuck="an earlier commit is kept as .failed")
+        claimed = [(pending, self._keys.join(pending.plan.keys)) for pending in found.pending]
+        try:
+            later = [each for each in claimed if not self._is_through(*each, deadline)]
+            found.tidy()
+            for each in later:
+                name = "turnlane-commits"
+                threading.Thread(target=self._finish, args=each, name=name, daemon=True).start()
+        except BaseException:  # Ctrl-C, say: nobody works on them, so nobody is to wait for them
+            for _, claim in claimed:
+                self._keys.keep(claim, "the node did not start")
+            raise
+        return len(claimed)
 
-    def _finish_later(self, plan: _Plan, path: Path, keys: set[str]) -> None:
-        """See a plan through on a thread; commits that touch the same queues wait for it."""
-        held = contextlib.ExitStack()
-        for key in keys:
-            held.enter_context(self._lock_of(key))
+    def stop(self) -> None:
+        """Let no commit begin; those whose step is taken go on until their queues are closed."""
+        self._closing.set()
+        self._keys.stop()
 
-        def finish() -> None:
-            with held:
-                try:
-                    self._see_through(plan)
-                    self._finish(plan, path)
-                except QueueClosed as error:
-                    log.info("a commit is left to the next start: %s", error)
-                except Exception:
-                    log.exception("a commit is left to the next start")
+    def close(self) -> None:
+        """Wait for those that are under way, once the queues are closed."""
+        self.stop()
+        self._keys.await_ended()
 
-        threading.Thread(target=finish, name="turnlane-commits", daemon=True).start()
+    # ── asked ────────────────────────────────────────────────────────────────────────────────────
 
-    # ── before the step ──────────────────────────────────────────────────────────────────────────
-
-    def _keys(self, commit: Commit) -> set[str]:
+    def _keys_of(self, commit: Commit) -> set[str]:
         queues = map(self._staging.queue_of, commit.stages)
-        return _keys_of(filter(None, queues), commit.ranges, commit.writer)
-
-    def _lock_of(self, key: str) -> threading.Lock:
-        with self._lock:
-            return self._locks.setdefault(key, threading.Lock())
+        return keys_of(filter(None, queues), commit.ranges, commit.writer)
 
     def _is_repeat(self, commit: Commit) -> bool:
         if commit.writer is not None:
@@ -266,106 +180,108 @@ class Commits:
             if self._queue(each.queue).unsettled_of([span]) != [span]:
                 raise RetryLater(f"queue {each.queue!r}: offsets were settled by somebody else")
 
-    def _planned(self, commit: Commit) -> _Plan:
-        """The plan, everything checked that could fail once the step is taken."""
+    def _taken(self, commit: Commit) -> tuple[Plan, Pending | None]:
+        """Check that everything can be done, and take the step, unless there is nothing to do."""
+        self._staging.take(commit.stages)
+        try:
+            queues = self._open_queues(commit)
+            parts = self._parts(commit, queues)
+            ids = {name: identity(queue) for name, queue in queues.items()}
+            plan = Plan(parts, commit.ranges, commit.writer, commit.epoch, ids)
+            if plan.is_empty:
+                return plan, None
+            return plan, Pending(plan, self._steps.take(plan), queues, self._means)
+        except BaseException:
+            self._staging.disclaim(commit.stages)
+            raise
+
+    def _open_queues(self, commit: Commit) -> dict[str, HoldingQueue]:
+        """The queues of a commit. Raises ``NoSuchStage``, ``NoSuchQueue``, ``QueueClosed``."""
+        queues: dict[str, HoldingQueue] = {}
+        for stage in commit.stages:
+            contents = self._staging.contents(stage)
+            queue = queues.setdefault(contents.queue, self._queue(contents.queue))
+            queue.gate.check_open(queue.name)
+            queue.check_types(contents.schema)
         for each in commit.ranges:
-            self._queue(each.queue)
-        next_number: dict[str, int] = {}
+            queue = queues.setdefault(each.queue, self._queue(each.queue))
+            if queue.closed:
+                raise QueueClosed(f"queue {queue.name!r} is closed")
+        return queues
+
+    def _parts(self, commit: Commit, queues: dict[str, HoldingQueue]) -> list[Part]:
+        """Stages and their numbers, those left out that are to wait elsewhere.
+
+        Raises ``QueueFull``.
+        """
+        next_of: dict[str, int] = {}
         events: Counter[str] = Counter()
         size: Counter[str] = Counter()
         parts = []
         for stage in commit.stages:
             contents = self._staging.contents(stage)
-            queue = self._queue(contents.queue)
-            queue.check_types(contents.schema)
-            known = queue.sequences.get(hashed(PRODUCER), 0)
-            number = next_number.setdefault(contents.queue, known)
-            parts.append(_Part(stage, contents.queue, number))
-            next_number[contents.queue] += contents.events
-            events[contents.queue] += contents.events
-            size[contents.queue] += contents.bytes
+            name = contents.queue
+            number = next_of.setdefault(name, next_number(queues[name]))
+            parts.append(Part(stage, name, number))
+            next_of[name] += contents.events
+            events[name] += contents.events
+            size[name] += contents.bytes
         for name, count in events.items():
-            if has_room(self._queue(name), count, size[name]):
+            if has_room(queues[name], count, size[name]):
                 continue
             mine = [part for part in parts if part.queue == name]
             if not all(self._staging.contents(part.stage).spare for part in mine):
                 message = f"queue {name!r} has no room for {count} staged events"
                 raise QueueFull(message, after=1.0)
             parts = [part for part in parts if part.queue != name]
-        return _Plan(parts, commit.ranges, commit.writer, commit.epoch)
+        return parts
 
-    def _take_step(self, plan: _Plan, path: Path) -> None:
+    # ── taken ────────────────────────────────────────────────────────────────────────────────────
+
+    def _see_through(self, pending: Pending, claim: Claim) -> None:
+        """Carry out what can no longer be taken back."""
         try:
-            self._disk.write_whole(path, plan.to_json())
-        except OSError as error:
-            # It may be there, all the same, and must not be found by the next start.
-            with contextlib.suppress(OSError):
-                self._disk.unlink(path)
-            raise StorageFailed(f"cannot commit: {error.strerror or error}") from error
+            self._keys.await_first(claim)
+            pending.see_through(self._closing)
+        except BaseException as error:
+            self._keys.keep(claim, f"an earlier commit waits for the node's next start: {error}")
+            raise
+        self._end(pending, claim)
 
-    # ── after it ─────────────────────────────────────────────────────────────────────────────────
+    def _is_through(self, pending: Pending, claim: Claim, deadline: float) -> bool:
+        """Carry out what an earlier process has left; false if that has to wait."""
+        if not self._keys.is_first(claim):
+            return False
+        try:
+            pending.carry_out(deadline)
+        except Exception as error:  # noqa: BLE001 - whoever tries it next tells of it
+            log.warning("a commit is to be finished later: %s", error)
+            return False
+        self._end(pending, claim)
+        return True
 
-    def _see_through(self, plan: _Plan) -> None:
-        """Carry out what can no longer be taken back, however long the disk fails."""
-        for failures in itertools.count(1):
-            try:
-                self._carry_out(plan)
-                return
-            except (RetryLater, OSError) as error:
-                log.warning("a commit waits for the disk: %s", error)
-                time.sleep(doubled(FIRST_RETRY, LAST_RETRY, failures))
+    def _finish(self, pending: Pending, claim: Claim) -> None:
+        """The thread of a commit that was not through at the start."""
+        try:
+            self._see_through(pending, claim)
+        except (QueueClosed, RetryLater) as error:
+            log.info("a commit is left to the next start: %s", error)
+        except Exception:
+            log.exception("a commit is left to the next start")
 
-    def _carry_out(self, plan: _Plan, timeout: float | None = None) -> None:
-        for part in plan.parts:
-            self._publish(part, timeout)
-        for each in plan.ranges:
-            reader = self._queue(each.queue)
-            reader.settle(each.first, each.end, each.outcome)
-            if isinstance(reader, StoredQueue):
-                reader.sync_acks()
-        if plan.writer is not None:
-            values = json.dumps({"writer": plan.writer, "epoch": plan.epoch})
-            self._disk.write_whole(self._writer_path(plan.writer), values.encode())
+    def _end(self, pending: Pending, claim: Claim) -> None:
+        kept = pending.kept_keys
+        if kept:
+            self._keys.join(kept, stuck="an earlier commit is kept as .failed")
+        self._keys.release(claim)
 
-    def _spare(self, commit: Commit, plan: _Plan) -> None:
+    def _spare(self, commit: Commit, plan: Plan) -> None:
         """Put what its queue had no room for where it can wait."""
         for stage in set(commit.stages).difference(plan.stages):
             contents = self._staging.contents(stage)
             self.overflow.take(contents.queue, self._staging.blocks(stage), contents.spare)
             self._staging.disclaim([stage])
             self.abort([stage])
-
-    def _finish(self, plan: _Plan, path: Path) -> None:
-        try:
-            self._disk.unlink(path)
-        except OSError as error:
-            # It is carried out; the next start does so again, which changes nothing.
-            log.warning("a commit that is through cannot be removed: %s", error)
-        self._staging.disclaim(plan.stages)
-        self.abort(plan.stages)
-
-    def _publish(self, part: _Part, timeout: float | None) -> None:
-        queue = self._queue(part.queue)
-        # With a callback publishing does not wait for every block; the flush waits for all.
-        producer = queue.producer(
-            ack=queue.usual_level, on_ack=lambda _: None, producer_id=PRODUCER
-        )
-        sequence = part.sequence
-        for block in self._staging.blocks(part.stage):
-            producer.publish_block(block, sequence=sequence, timeout=timeout)
-            sequence += block.num_rows
-        if not producer.flush():
-            raise QueueClosed(f"queue {part.queue!r} was closed before it had persisted a commit")
-
-    def _writer_path(self, writer: str) -> Path:
-        name = hashlib.sha256(writer.encode()).hexdigest()[:32]
-        return self._directory / f"{name}.writer"
-
-
-def _keys_of(queues: Iterable[str], ranges: Sequence[Range], writer: str | None) -> set[str]:
-    """What a commit must have for itself; emptying a queue and filling it are apart."""
-    keys = {f"into {queue}" for queue in queues} | {f"from {each.queue}" for each in ranges}
-    return keys | ({f"writer {writer}"} if writer is not None else set())
 
 
 def has_room(queue: HoldingQueue, events: int, size: int) -> bool:

@@ -25,10 +25,19 @@ def _connections(port: int) -> Iterator[socket.socket]:
     for number in numbers:
         with (
             contextlib.suppress(OSError),  # closed meanwhile, or no socket
-            socket.socket(fileno=os.dup(number)) as connection,
+            _copied(number) as connection,
         ):
             if _is_connected(connection, port):
                 yield connection
+
+
+def _copied(number: int) -> socket.socket:
+    copy = os.dup(number)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
 
 
 def _is_connected(connection: socket.socket, port: int) -> bool:

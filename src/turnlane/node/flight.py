@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -148,9 +149,13 @@ class FlightPlane:
             lambda: self.stopping or self.node.closing or context.is_cancelled(),
         )
 
-    def serve_stream(self, command: Publish, peer: Peer) -> None:
+    def serve_stream(self, command: Publish, peer: Peer, caller: Caller) -> None:
         """Serve a publishing client."""
+        caller.check(Right.PUBLISH, command.publish)
         queue = self.node.queue(command.publish)
+        if command.producer is not None:
+            command = command.model_copy(update={"producer": caller.own(command.producer)})
+        peer = peer._replace(check=lambda: caller.check(Right.PUBLISH, command.publish))
         stream = PublishStream(self.node.instance, queue, command, self.routes, peer)
         with self._lock:
             self._streams.add(stream)
@@ -217,15 +222,15 @@ class _Server(flight.FlightServerBase):
             command = one_of({"publish": Publish, "receive": Receive}, descriptor.command)
             if isinstance(command, Receive):
                 caller.check(Right.READ, command.receive)
-                receive(self._plane.tables, command, _chunks(reader), writer, caller.in_vain)
+                has_left = partial(caller.has_left, Right.READ, command.receive)
+                receive(self._plane.tables, command, _chunks(reader), writer, has_left)
             elif isinstance(command, Publish):
-                caller.check(Right.PUBLISH, command.publish)
                 peer = Peer(
                     _chunks(reader),
                     lambda data: writer.write_metadata(pa.py_buffer(data)),
                     context.is_cancelled,
                 )
-                self._plane.serve_stream(command, peer)
+                self._plane.serve_stream(command, peer, caller)
 
     def do_put(
         self,
@@ -245,23 +250,26 @@ class _Server(flight.FlightServerBase):
                 caller.check(Right.PUBLISH, command.stage)
                 self._plane.stage(command, reader.schema, peer)
             elif isinstance(command, Publish):
-                caller.check(Right.PUBLISH, command.publish)
-                self._plane.serve_stream(command, peer)
+                self._plane.serve_stream(command, peer, caller)
 
     def do_get(
         self, context: flight.ServerCallContext, ticket: flight.Ticket
     ) -> flight.FlightDataStream:
         """Read a range, or consume a batch."""
-        with self._plane.call():
+        with contextlib.ExitStack() as call:
+            call.enter_context(self._plane.call())
             caller, node = self._plane.caller(context), self._plane.node
             command = one_of({"read": Read, "consume": Consume}, ticket.ticket)
             if isinstance(command, Consume):
                 caller.check(Right.READ, command.consume)
-                patience = Patience(command.wait, caller.in_vain)
-                return consume_stream(node.leases, node.queue(command.consume), command, patience)
+                queue, patience = (
+                    node.queue(command.consume),
+                    Patience(command.wait, caller.in_vain),
+                )
+                return consume_stream(node.leases, queue, command, patience, call)
             assert isinstance(command, Read)
             caller.check(Right.READ, command.read)
-            return read_stream(node.queue(command.read), command)
+            return read_stream(node.queue(command.read), command, call)
 
     def do_action(
         self, context: flight.ServerCallContext, action: flight.Action

@@ -11,10 +11,11 @@ import pyarrow as pa
 
 from turnlane.errors import LaneTaken, NotSupported
 from turnlane.node.breakers import Asker
-from turnlane.node.commits import Commit, Range
+from turnlane.node.commit import Commit, Range
 from turnlane.node.flight_commands import (
     AbortStages,
     AskPermit,
+    ClaimRate,
     Command,
     CommitStages,
     Create,
@@ -58,14 +59,17 @@ class Caller(NamedTuple):
         """Raise ``NotAllowed`` unless the caller has the right."""
         self.authority.check(self.bearer, right, queue)
 
-    def own(self, writer: str) -> str:
-        """A writer's name, apart from those of other tokens."""
-        token = self.authority.identify(self.bearer)
-        return writer if token is None else f"{token}\n{writer}"
+    def own(self, name: str) -> str:
+        """The name of a writer or a producer, apart from those of other tokens."""
+        return self.authority.own(self.bearer, name)
 
     def may(self, right: Right, queue: str) -> bool:
         """Whether the caller has the right."""
         return self.authority.allows(self.bearer, right, queue)
+
+    def has_left(self, right: Right, queue: str) -> bool:
+        """Whether nobody wants more of an answer, or nobody with the right to it."""
+        return self.in_vain() or not self.may(right, queue)
 
 
 class Actions:
@@ -80,16 +84,19 @@ class Actions:
         if action is None:
             known = ", ".join(ACTIONS)
             raise NotSupported(f"there is no action {kind[:80]!r}; there are: {known}")
-        return action.do(self, parsed(action.command, body), caller)
+        command: Any = parsed(action.command, body)
+        if action.right is None:
+            caller.authority.identify(caller.bearer)
+        else:
+            caller.check(action.right, command.queue)
+        return action.do(self, command, caller)
 
-    def ping(self, _: Nothing, caller: Caller) -> Answer:
+    def ping(self, _: Nothing, _caller: Caller) -> Answer:
         """Say who you are."""
-        caller.authority.identify(caller.bearer)
         return {"instance": self._node.instance, "queues": len(self._node.queues())}
 
     def queues(self, _: Nothing, caller: Caller) -> Answer:
         """The queues that the caller may use, with their settings."""
-        caller.authority.identify(caller.bearer)
         return {
             name: queue.settings.model_dump(mode="json", exclude_unset=True, exclude={"path"})
             for name, queue in self._node.queues().items()
@@ -101,28 +108,24 @@ class Actions:
         if command.queue is not None:
             caller.check(Right.READ, command.queue)
             return {command.queue: self._node.queue(command.queue).stats().as_dict()}
-        caller.authority.identify(caller.bearer)
         queues = self._node.queues().items()
         return {
             name: queue.stats().as_dict() for name, queue in queues if caller.may(Right.READ, name)
         }
 
-    def create(self, command: Create, caller: Caller) -> Answer:
+    def create(self, command: Create, _: Caller) -> Answer:
         """Make a queue."""
-        caller.check(Right.ADMIN, command.queue)
         known = command.queue in self._node.queues()
         self._node.create(command.queue, **command.knobs)
         return {"created": not known}
 
-    def drop(self, command: OfQueue, caller: Caller) -> Answer:
+    def drop(self, command: OfQueue, _: Caller) -> Answer:
         """Delete a queue with everything in it."""
-        caller.check(Right.ADMIN, command.queue)
         self._node.drop(command.queue)
         return {}
 
     def wait(self, command: WaitBeyond, caller: Caller) -> Answer:
         """Wait until a queue's end is beyond an offset."""
-        caller.check(Right.READ, command.queue)
         queue = self._node.queue(command.queue)
         for seconds in Patience(command.timeout, caller.in_vain).slices():
             if queue.wait_beyond(command.beyond, seconds) > command.beyond:
@@ -131,7 +134,6 @@ class Actions:
 
     def unsettled(self, command: Unsettled, caller: Caller) -> Answer:
         """Offsets that are not settled, waiting until there are some."""
-        caller.check(Right.READ, command.queue)
         queue = self._node.queue(command.queue)
         for seconds in Patience(command.timeout, caller.in_vain).slices():
             if queue.stats().ledger.pending:
@@ -141,9 +143,8 @@ class Actions:
         kept = 0 if command.lane is None else self._node.lanes.kept(command.lane)
         return {**found._asdict(), "low": queue.low, "kept": kept}
 
-    def settle(self, command: Span, caller: Caller) -> Answer:
+    def settle(self, command: Span, _: Caller) -> Answer:
         """Settle offsets that were read."""
-        caller.check(Right.READ, command.queue)
         self._node.queue(command.queue).settle(command.first, command.end)
         return {}
 
@@ -168,13 +169,11 @@ class Actions:
         return {}
 
     def _held(self, command: OfLease, caller: Caller) -> str:
-        caller.authority.identify(caller.bearer)
         caller.check(Right.READ, self._node.leases.find(command.lease).queue)
         return command.lease
 
     def commit(self, command: CommitStages, caller: Caller) -> Answer:
         """Publish stages and settle ranges in one step."""
-        caller.authority.identify(caller.bearer)
         self._check_stages(command.stages, caller)
         ranges = [Range(span.queue, span.first, span.end) for span in command.ranges]
         planned = self._planned(command)
@@ -206,8 +205,9 @@ class Actions:
 
     def plan(self, command: Plan, caller: Caller) -> Answer:
         """Note what a lane reads now, for its commit."""
-        for queue in {command.queue, self._node.lanes.queue_of(command.lane) or command.queue}:
-            caller.check(Right.READ, queue)
+        taken_from = self._node.lanes.queue_of(command.lane)
+        if taken_from is not None:
+            caller.check(Right.READ, taken_from)
         # Whoever asked what is not settled may have had the answer late.
         spans = self._node.queue(command.queue).unsettled_of(command.spans)
         planned = Planned(command.queue, spans, command.batch)
@@ -222,7 +222,6 @@ class Actions:
 
     def purge(self, command: Purge, caller: Caller) -> Answer:
         """Settle events as given up, once it is written down who wanted that."""
-        caller.check(Right.ADMIN, command.queue)
         queue = self._node.queue(command.queue)
         spans = queue.unsettled_of(command.spans)
         events = count_of(spans)
@@ -248,8 +247,12 @@ class Actions:
             self._node.breakers.leave(asker)
         return {}
 
+    def claim(self, command: ClaimRate, caller: Caller) -> Answer:
+        """How long a task has to wait before it sends so many events."""
+        asker = self._asker(command, caller)
+        return {"wait": self._node.breakers.claim(asker, command.count, command.within)}
+
     def _asker(self, command: AskPermit, caller: Caller) -> Asker:
-        caller.check(Right.READ, command.queue)
         known = self._node.breakers.all().get(command.action)
         if known is not None:
             caller.check(Right.READ, known.queue)
@@ -264,7 +267,6 @@ class Actions:
 
     def breakers(self, command: OfBreakers, caller: Caller) -> Answer:
         """How the breakers are of those actions whose queues the caller may read."""
-        caller.authority.identify(caller.bearer)
         return {
             action: breaker.as_dict()
             for action, breaker in self._node.breakers.all().items()
@@ -284,7 +286,6 @@ class Actions:
 
     def abort(self, command: AbortStages, caller: Caller) -> Answer:
         """Give stages up."""
-        caller.authority.identify(caller.bearer)
         self._check_stages(command.stages, caller)
         self._node.commits.abort(command.stages)
         return {}
@@ -302,27 +303,30 @@ class Actions:
 class _Action(NamedTuple):
     command: type[Command]
     do: Callable[..., Answer]
+    right: Right | None = None
+    """Needed on the command's queue. Without it a token will do, and the action looks closer."""
 
 
 ACTIONS: Final = {
     "ping": _Action(Nothing, Actions.ping),
     "queues": _Action(Nothing, Actions.queues),
     "stats": _Action(OfQueues, Actions.stats),
-    "create": _Action(Create, Actions.create),
-    "drop": _Action(OfQueue, Actions.drop),
-    "wait": _Action(WaitBeyond, Actions.wait),
-    "unsettled": _Action(Unsettled, Actions.unsettled),
-    "settle": _Action(Span, Actions.settle),
+    "create": _Action(Create, Actions.create, Right.ADMIN),
+    "drop": _Action(OfQueue, Actions.drop, Right.ADMIN),
+    "wait": _Action(WaitBeyond, Actions.wait, Right.READ),
+    "unsettled": _Action(Unsettled, Actions.unsettled, Right.READ),
+    "settle": _Action(Span, Actions.settle, Right.READ),
     "done": _Action(OfLease, Actions.done),
     "dead": _Action(OfLease, Actions.dead),
     "release": _Action(OfLease, Actions.release),
     "extend": _Action(Extend, Actions.extend),
     "commit": _Action(CommitStages, Actions.commit),
-    "plan": _Action(Plan, Actions.plan),
+    "plan": _Action(Plan, Actions.plan, Right.READ),
     "planned": _Action(OfRun, Actions.planned),
-    "purge": _Action(Purge, Actions.purge),
-    "permit": _Action(AskPermit, Actions.permit),
-    "report": _Action(GiveReport, Actions.report),
+    "purge": _Action(Purge, Actions.purge, Right.ADMIN),
+    "permit": _Action(AskPermit, Actions.permit, Right.READ),
+    "report": _Action(GiveReport, Actions.report, Right.READ),
+    "claim": _Action(ClaimRate, Actions.claim, Right.READ),
     "breakers": _Action(OfBreakers, Actions.breakers),
     "reset_breaker": _Action(OfBreaker, Actions.reset_breaker),
     "abort": _Action(AbortStages, Actions.abort),

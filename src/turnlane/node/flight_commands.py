@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from turnlane.delivery.gate import Report
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import ConfigError
-from turnlane.node.commits import foreign
+from turnlane.node.producer_ids import checked
 from turnlane.problems import config_error
 from turnlane.queues.contract import AckLevel
 
@@ -45,7 +45,7 @@ class Publish(Command):
     """Blocks into a queue. The stream ends well once all of it is at level ``ack``."""
 
     publish: Text
-    producer: Annotated[Text, AfterValidator(foreign)] | None = None
+    producer: Annotated[Text, AfterValidator(checked)] | None = None
     ack: Annotated[AckLevel | None, Field(strict=False)] = None
 
 
@@ -236,6 +236,13 @@ class GiveReport(AskPermit):
 
     report: Report = Report()
     ended: bool = False
+
+
+class ClaimRate(AskPermit):
+    """A task wants to send so many events, of what the rate of its action allows."""
+
+    count: Annotated[int, Field(ge=1)]
+    within: Annotated[float, Field(ge=0)]
 
 
 class AbortStages(Command):

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pyarrow as pa
 
-from turnlane.errors import QueueClosed, QueueFull, TransportDown
+from turnlane.errors import NotAllowed, QueueClosed, QueueFull, TransportDown
 from turnlane.events import Block
 from turnlane.node.flight_commands import Numbered, Publish, parsed
 from turnlane.node.routes import Route, Routes
@@ -43,6 +44,8 @@ class Peer(NamedTuple):
     chunks: Iterator[tuple[Block | None, pa.Buffer | None]]
     tell: Callable[[bytes], None]
     is_gone: Callable[[], bool]
+    check: Callable[[], None] = lambda: None
+    """Raises ``NotAllowed`` once the client may do no more of what it does."""
 
 
 class PublishStream:
@@ -68,6 +71,7 @@ class PublishStream:
         self._told: Progress | None = None
         self._news = threading.Condition()
         self._is_news = True
+        self._looked = time.monotonic()
         self._over = False
         self._why = ""
 
@@ -127,7 +131,7 @@ class PublishStream:
         self._route.reached(self._next)
 
     def _superseded(self) -> None:
-        self.leave(f"a newer stream of producer {self._name!r} has taken over")
+        self.leave("a newer stream of this producer has taken over")
 
     def _hand_over(self) -> None:
         with self._route.turn:
@@ -167,13 +171,9 @@ class PublishStream:
         self._unsynced = 0
         if not isinstance(self._queue, DiskQueue):
             return  # no other kind persists by itself
-        mark = self._queue.watermarks[AckLevel.PERSISTED]
         with self._queue.lock:
             self._forget_ticket()
-            self._ticket = mark.ticket(self._queue.end, self._queue.end)
-            if self._ticket is not None:
-                self._ticket.leave()  # it only stands for somebody who waits
-                self._queue.urge(AckLevel.PERSISTED)
+            self._ticket = self._queue.hurry(AckLevel.PERSISTED, self._queue.end)
 
     def _forget_ticket(self) -> None:
         """Under the queue's lock."""
@@ -240,13 +240,23 @@ class PublishStream:
         while True:
             with self._news:
                 self._news.wait_for(lambda: self._is_news or self._over, LOOK_SECONDS)
-                if self._is_news or self._over:
-                    self._is_news = False
-                    return not self._over
-            if self._peer.is_gone():
-                self.leave("the client is gone")
-            elif self._queue.closed:
-                self.leave(f"queue {self._queue.name!r} was closed")
+                is_news, self._is_news = self._is_news, False
+            if time.monotonic() >= self._looked + LOOK_SECONDS:
+                self._look()
+            if is_news or self._over:
+                return not self._over
+
+    def _look(self) -> None:
+        """Leave if there is no more point in the stream, or no more right to it."""
+        self._looked = time.monotonic()
+        try:
+            self._peer.check()
+        except NotAllowed as error:
+            self.leave(str(error))
+        if self._peer.is_gone():
+            self.leave("the client is gone")
+        elif self._queue.closed:
+            self.leave(f"queue {self._queue.name!r} was closed")
 
     def _tell(self) -> None:
         progress = self._route.progress()

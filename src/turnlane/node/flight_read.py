@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pyarrow as pa
@@ -39,8 +41,12 @@ class Patience:
             yield min(LOOK_SECONDS, max(0.0, left))
             if left <= LOOK_SECONDS:
                 return
-            if self._in_vain():
-                raise TransportDown("the node is stopping, or the client is gone")
+            self.check()
+
+    def check(self) -> None:
+        """Raise ``TransportDown`` if nobody wants the answer any more."""
+        if self._in_vain():
+            raise TransportDown("the node is stopping, or the client is gone")
 
 
 def schema_of(queue: HoldingQueue) -> pa.Schema:
@@ -51,11 +57,11 @@ def schema_of(queue: HoldingQueue) -> pa.Schema:
     return pa.schema([*BASE_SCHEMA, *extra])
 
 
-def read_stream(queue: HoldingQueue, command: Read) -> flight.FlightDataStream:
-    """Blocks of a range, all of one schema."""
+def read_stream(queue: HoldingQueue, command: Read, call: ExitStack) -> flight.FlightDataStream:
+    """Blocks of a range, all of one schema. The call ends with the stream."""
     end = queue.end if command.end is None else command.end
     schema = schema_of(queue)
-    return _stream(schema, _read(queue, command.first, end, schema))
+    return _stream(schema, _read(queue, command.first, end, schema), call)
 
 
 def _read(queue: HoldingQueue, first: int, end: int, schema: pa.Schema) -> Iterator[Piece]:
@@ -74,15 +80,21 @@ def _read(queue: HoldingQueue, first: int, end: int, schema: pa.Schema) -> Itera
 
 
 def consume_stream(
-    leases: Leases, queue: HoldingQueue, command: Consume, patience: Patience
+    leases: Leases, queue: HoldingQueue, command: Consume, patience: Patience, call: ExitStack
 ) -> flight.FlightDataStream:
-    """The blocks of a batch, which is the client's until its lease runs out."""
+    """The blocks of a batch, which is the client's until its lease runs out.
+
+    The call ends with the stream, and with it the lease of a client that has not got all of it.
+    """
     lease = _taken(leases, queue, command, patience)
     if lease is None:
-        return _stream(BASE_SCHEMA, iter(()))
+        return _stream(BASE_SCHEMA, iter(()), call)
+    handing = _HandingOut(leases, lease)
+    call.callback(handing.end)
+    patience.check()  # it may have left while it waited
     blocks = list(lease.batch.blocks)
     schema = pa.unify_schemas([block.schema for block in blocks])
-    return _stream(schema, _hand_out(leases, lease, [conform(each, schema) for each in blocks]))
+    return _stream(schema, handing.pieces([conform(each, schema) for each in blocks]), call)
 
 
 def _taken(
@@ -96,30 +108,42 @@ def _taken(
     return None
 
 
-def _hand_out(leases: Leases, lease: Lease, blocks: list[Block]) -> Iterator[Piece]:
-    first = lease.batch.place.first
-    complete = False
-    try:
+class _HandingOut:
+    """A batch on its way to a client."""
+
+    def __init__(self, leases: Leases, lease: Lease) -> None:
+        self._leases = leases
+        self._lease = lease
+        self._complete = False
+
+    def pieces(self, blocks: list[Block]) -> Iterator[Piece]:
+        """Its blocks, with what the client has to know of them."""
+        lease, first = self._lease, self._lease.batch.place.first
         for block in blocks:
             yield block, _json(lease=lease.id, first=first, attempt=lease.batch.attempt)
             first += block.num_rows
-        complete = True
-    finally:
-        if not complete:  # the client has left in the middle: it does not know all of its batch
-            _give_back(leases, lease)
+        self._complete = True
+
+    def end(self) -> None:
+        """Give the batch back if the client has left before it knew all of it."""
+        if not self._complete:
+            with contextlib.suppress(NoSuchLease):  # it has run out
+                self._leases.release(self._lease.id)
 
 
-def _give_back(leases: Leases, lease: Lease) -> None:
-    try:
-        leases.release(lease.id)
-    except NoSuchLease:
-        return  # it has run out
-
-
-def _stream(schema: pa.Schema, pieces: Iterator[Piece]) -> flight.FlightDataStream:
+def _stream(schema: pa.Schema, pieces: Iterator[Piece], call: ExitStack) -> flight.FlightDataStream:
+    begun = _within(call, pieces)
+    next(begun)  # so that Flight, which may never ask for a piece, ends the call when it lets go
     stream: Any = flight.GeneratorStream  # its stubs know of no metadata
-    made: flight.FlightDataStream = stream(schema, pieces)
+    made: flight.FlightDataStream = stream(schema, begun)
     return made
+
+
+def _within(call: ExitStack, pieces: Iterator[Piece]) -> Iterator[Piece | None]:
+    """Nothing, and then the pieces; the call is over when they are, or nobody wants them."""
+    with call.pop_all():
+        yield None
+        yield from pieces
 
 
 def _json(**values: object) -> pa.Buffer:

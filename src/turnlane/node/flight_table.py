@@ -78,7 +78,7 @@ class ReceiveStream:
         try:
             while not self._over.is_set():
                 if self._is_stopping():
-                    self._tell(ended="the node is stopping")
+                    self._tell(ended="the node is stopping, or the token has expired")
                     return
                 for first, block in self._stream.take(LOOK_SECONDS):
                     self._send(first, block)

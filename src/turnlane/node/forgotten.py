@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from turnlane.errors import NotAQueue
+from turnlane.node.dropped import PREFIX
 from turnlane.queues.inspection.inspection import Inspection
 from turnlane.queues.inspection.walk import Stretch, Walk
 from turnlane.queues.log.files import Disk
@@ -32,7 +33,7 @@ def forgotten(directory: Path, opened: Collection[Path], disk: Disk) -> Iterator
     except FileNotFoundError:
         return  # no queue was ever on disk
     for path in sorted(directory / name for name in names):
-        if path in opened or not path.is_dir():
+        if path in opened or not path.is_dir() or path.name.startswith(PREFIX):
             continue
         try:
             pending = _pending(Inspection(path, disk))

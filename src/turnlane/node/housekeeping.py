@@ -20,8 +20,9 @@ log = logging.getLogger(__name__)
 INTERVAL: Final = 2.0
 DRAIN_SECONDS: Final = 5.0
 """How often dead letters that wait in memory are offered to their queues."""
-STAGE_SECONDS: Final = 3600.0
-"""A stage that was neither committed nor aborted after so long belongs to a task that died."""
+STAGE_SECONDS: Final = 24 * 3600.0
+"""A stage that was neither committed nor aborted after so long belongs to a task that died. It may
+have to wait for the slowest task of its batch, which takes hours longer."""
 
 
 class Housekeeping(Closing):

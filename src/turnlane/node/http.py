@@ -14,6 +14,7 @@ from starlette.routing import Route
 from turnlane.closing import Closing
 from turnlane.node.http_admin import AdminRoutes
 from turnlane.node.http_breakers import BreakerRoutes
+from turnlane.node.http_browsers import Browsers
 from turnlane.node.http_consume import ConsumeRoutes
 from turnlane.node.http_publish import PublishRoutes
 from turnlane.node.http_requests import Requests, json_response, token_of
@@ -54,7 +55,7 @@ class HttpPlane(Closing):
         self._metrics = CollectorRegistry()
         self._metrics.register(NodeCollector(node, inputs))
         self._metrics.register(TableCollector(self._tables))
-        self._server = WebServer(self._app(), settings, "http")
+        self._server = WebServer(self._app(Browsers(authority, settings.listen)), settings, "http")
 
     @property
     def address(self) -> Address:
@@ -79,7 +80,7 @@ class HttpPlane(Closing):
     def close(self) -> None:
         self.stop(0.0)
 
-    def _app(self) -> Starlette:
+    def _app(self, browsers: Browsers) -> Starlette:
         parts = (PublishRoutes, ConsumeRoutes, AdminRoutes, BreakerRoutes)
         routes = [route for part in parts for route in part(self._requests).routes()]
         routes += TableRoutes(self._requests, self._tables).routes()
@@ -90,7 +91,7 @@ class HttpPlane(Closing):
             ("/openapi.json", self._openapi),
         )
         routes += [Route(path, answer, methods=["GET"]) for path, answer in own]
-        app = Starlette(routes=_merged(routes), exception_handlers=PROBLEM_HANDLERS)
+        app = Starlette(routes=_merged(routes, browsers), exception_handlers=PROBLEM_HANDLERS)
         app.router.redirect_slashes = False
         return app
 
@@ -130,18 +131,19 @@ class HttpPlane(Closing):
         return json_response(document())
 
 
-def _merged(routes: Sequence[Route]) -> list[Route]:
+def _merged(routes: Sequence[Route], browsers: Browsers) -> list[Route]:
     """One route for each path, so that a wrong method is told which there are."""
     by_path: dict[str, dict[str, Any]] = {}
     for route in routes:
         by_path.setdefault(route.path, {}).update(
             dict.fromkeys(sorted(route.methods or ()), route.endpoint)
         )
-    return [_route(path, endpoints) for path, endpoints in by_path.items()]
+    return [_route(path, endpoints, browsers) for path, endpoints in by_path.items()]
 
 
-def _route(path: str, endpoints: dict[str, Any]) -> Route:
+def _route(path: str, endpoints: dict[str, Any], browsers: Browsers) -> Route:
     async def answer(request: Request) -> Response:
+        browsers.check(request.headers)
         response: Response = await endpoints[request.method](request)
         return response
 

@@ -197,6 +197,8 @@ def _json_text(data: object) -> bytes:
         return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:  # half a surrogate pair, which only the escaped form can hold
         return json.dumps(data, separators=(",", ":")).encode()
+    except RecursionError:  # the stack may be deeper here than it was for reading
+        raise ValueError("data: nested too deeply") from None
 
 
 def _text(event: Mapping[str, Any], name: str) -> str | None:

@@ -10,10 +10,10 @@ from starlette.routing import Route
 
 from turnlane.events import Block
 from turnlane.node import http_queries as queries
-from turnlane.node.commits import foreign
 from turnlane.node.http_events import of_json, of_ndjson, of_raw, severity_of, timestamp_of
 from turnlane.node.http_publishing import Numbered, Publishing
-from turnlane.node.http_requests import Requests, json_response
+from turnlane.node.http_requests import Requests, json_response, token_of
+from turnlane.node.producer_ids import checked
 from turnlane.queues.contract import AckLevel
 from turnlane.serving.rights import Right
 
@@ -44,7 +44,7 @@ class PublishRoutes:
         queries.only(request, *_PARAMETERS)
         level = queries.choice(request, "ack", AckLevel, queue.usual_level)
         timeout = queries.seconds(request, "timeout", TIMEOUT, most=LONGEST_TIMEOUT)
-        numbered = _numbered(request)
+        numbered = self._numbered(request)
         body = await self._requests.body(request)
         now = queue.time_ns() // 1000
         if len(body) <= _AT_ONCE:
@@ -62,17 +62,17 @@ class PublishRoutes:
             }
         )
 
-
-def _numbered(request: Request) -> Numbered | None:
-    producer, sequence = (request.headers.get(name) for name in ("producer-id", "sequence"))
-    if producer is None and sequence is None:
-        return None
-    if not producer or sequence is None:
-        raise ValueError("headers Producer-Id and Sequence: give both or neither")
-    if len(producer) > LONGEST_ID:
-        raise ValueError(f"header Producer-Id: longer than {LONGEST_ID} characters")
-    # Half of what 64 bits hold: the number of the last event has to fit as well.
-    return Numbered(foreign(producer), queries.number(sequence, "header Sequence", most=2**62))
+    def _numbered(self, request: Request) -> Numbered | None:
+        producer, sequence = (request.headers.get(name) for name in ("producer-id", "sequence"))
+        if producer is None and sequence is None:
+            return None
+        if not producer or sequence is None:
+            raise ValueError("headers Producer-Id and Sequence: give both or neither")
+        if len(producer) > LONGEST_ID:
+            raise ValueError(f"header Producer-Id: longer than {LONGEST_ID} characters")
+        name = self._requests.authority.own(token_of(request), checked(producer))
+        # Half of what 64 bits hold: the number of the last event has to fit as well.
+        return Numbered(name, queries.number(sequence, "header Sequence", most=2**62))
 
 
 def _block(request: Request, body: bytes, now: int) -> Block:

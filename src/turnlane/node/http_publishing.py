@@ -13,7 +13,14 @@ import time
 from collections import deque
 from typing import Final, NamedTuple
 
-from turnlane.errors import AckPending, EventTooLarge, QueueClosed, QueueFull, StorageFailed
+from turnlane.errors import (
+    AckPending,
+    EventTooLarge,
+    QueueClosed,
+    QueueFull,
+    StorageFailed,
+    TransportDown,
+)
 from turnlane.events import Block
 from turnlane.queues.contract import Ack, AckLevel, Published
 from turnlane.queues.holding import HoldingQueue
@@ -51,31 +58,33 @@ class Publishing:
     ) -> Published:
         """Publish a block and wait until it has come as far as ``level``.
 
-        Raises ``QueueFull``, ``StorageFailed``, ``EventTooLarge``: nothing was published;
+        Raises ``QueueFull``, ``StorageFailed``, ``EventTooLarge``, ``TransportDown``: nothing was
+        published;
         ``AckPending``, ``QueueClosed``: it may have been.
         """
         if not block.num_rows:
             return Published(-1, 0, 0, 0)
         _check_fits(queue, block)
         deadline = time.monotonic() + timeout
-        if numbered is not None:
-            return await self._threads.run(_publish, queue, block, level, timeout, numbered)
-        if not queue.door.blocks:  # it may drop older events, which is written down at once
-            return await self._threads.run(_publish, queue, block, level, timeout)
+        # One that may drop older events writes that down at once.
+        if numbered is not None or not queue.door.blocks:
+            if self._threads.exhausted:
+                raise TransportDown("the node has too many such requests at a time", after=1.0)
+            return await self._threads.run(_publish, queue, block, level, deadline, numbered)
         follower = self._follower(queue, level)
         published = follower.producer.try_publish_block(block)
         if published is None:
-            return await self._stand_in_line(queue, block, level, timeout)
+            return await self._stand_in_line(queue, block, level, deadline)
         if level is not AckLevel.ACCEPTED and published.accepted:
             await follower.wait(published.first + published.accepted, deadline)
         return published
 
     async def _stand_in_line(
-        self, queue: HoldingQueue, block: Block, level: AckLevel, seconds: float
+        self, queue: HoldingQueue, block: Block, level: AckLevel, deadline: float
     ) -> Published:
         if self._threads.exhausted:  # the line is long enough
             raise no_room(queue)
-        return await self._threads.run(_publish, queue, block, level, seconds)
+        return await self._threads.run(_publish, queue, block, level, deadline)
 
     def _follower(self, queue: HoldingQueue, level: AckLevel) -> _Follower:
         follower = self._followers.get((queue.name, level))
@@ -102,7 +111,8 @@ class _Follower:
         """Wait for all below ``end``. Raises as :meth:`Publishing.publish` does."""
         told: asyncio.Future[int] = self._loop.create_future()
         self._waiting.append((end, told))
-        self._urge(end)
+        with self.queue.lock:  # so that it gathers as many as come
+            self.queue.hurry(self._level, end)
         while not told.done():
             left = deadline - time.monotonic()
             if self.queue.closed:
@@ -115,14 +125,6 @@ class _Follower:
         if told.result() and self.queue.door.blocks:
             # Which requests' events an ack counts as lost is not known: all send again, none lose.
             raise StorageFailed(f"queue {self.queue.name!r} lost events to a failing disk")
-
-    def _urge(self, end: int) -> None:
-        """Count as one who waits, so that the queue makes haste and gathers as many as come."""
-        with self.queue.lock:
-            ticket = self.queue.watermarks[self._level].ticket(end, end)
-            if ticket is not None:
-                ticket.leave()
-                self.queue.urge(self._level)
 
     def _hear(self, ack: Ack) -> None:
         with contextlib.suppress(RuntimeError):  # the server has stopped, and nobody waits
@@ -146,10 +148,11 @@ def _publish(
     queue: HoldingQueue,
     block: Block,
     level: AckLevel,
-    seconds: float,
+    deadline: float,
     numbered: Numbered | None = None,
 ) -> Published:
     """Publish and wait, on a thread."""
+    seconds = max(0.0, deadline - time.monotonic())
     name, sequence = numbered or (None, None)
     producer = queue.producer(ack=level, producer_id=name)
     try:

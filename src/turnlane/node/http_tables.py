@@ -86,18 +86,20 @@ class TableRoutes:
         if self._threads.exhausted:
             raise TransportDown("the node has too many receivers at a time", after=1.0)
         return StreamingResponse(
-            self._lines(name, key_range, prefetch),
+            self._lines(name, key_range, prefetch, token_of(request)),
             media_type="application/x-ndjson",
             headers={"cache-control": "no-store"},
         )
 
-    async def _lines(self, name: str, key_range: KeyRange, prefetch: int) -> AsyncIterator[bytes]:
+    async def _lines(
+        self, name: str, key_range: KeyRange, prefetch: int, bearer: str | None
+    ) -> AsyncIterator[bytes]:
         # Not before somebody reads: what nobody begins, nobody ends.
         with self._tables.stream(name, key_range, prefetch) as stream:
             fields = [{"name": each.name, "type": str(each.type)} for each in stream.schema]
             yield _line({"stream": stream.id, "fields": fields})
-            said = time.monotonic()
-            while not self._requests.stopping:
+            said, authority = time.monotonic(), self._requests.authority
+            while not self._requests.stopping and authority.allows(bearer, Right.READ, name):
                 try:
                     blocks = await self._threads.run(stream.take, _SLICE)
                 except QueueClosed:

@@ -8,15 +8,22 @@ dead, say, can neither plan nor commit.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from turnlane.errors import LaneTaken
-from turnlane.node.commits import Range
+from turnlane.node.commit import Range
 from turnlane.queues.contract import Outcome
 from turnlane.queues.ranges import Ranges
 from turnlane.queues.spans import Span, count_of
+
+RETIRED: Final = 100
+"""So many runs of a lane that are over are remembered; they follow each other in seconds at least,
+and none that old has a batch under way."""
+MAX_LANES: Final = 10_000
+"""So many lanes are remembered; the longest silent is forgotten first, and has to start anew."""
 
 
 class Planned(NamedTuple):
@@ -43,6 +50,8 @@ class Planned(NamedTuple):
 class _Lane:
     run: str
     planned: Planned
+    retired: deque[str]
+    """The runs that were superseded: those that could still turn up."""
     committed: bool = False
     kept: int = 0
 
@@ -52,17 +61,20 @@ class Lanes:
 
     def __init__(self) -> None:
         self._lanes: dict[str, _Lane] = {}
-        self._retired: set[tuple[str, str]] = set()
+        """The longest silent first."""
         self._lock = threading.Lock()
 
     def plan(self, lane: str, run: str, planned: Planned) -> None:
         """The lane works on these offsets now, and on no others. Raises ``LaneTaken``."""
         with self._lock:
             self._check(lane, run)
-            known = self._lanes.get(lane)
+            known = self._lanes.pop(lane, None)
+            retired = deque[str](maxlen=RETIRED) if known is None else known.retired
             if known is not None and known.run != run:
-                self._retired.add((lane, known.run))
-            self._lanes[lane] = _Lane(run, planned)
+                retired.append(known.run)
+            self._lanes[lane] = _Lane(run, planned, retired)
+            if len(self._lanes) > MAX_LANES:
+                del self._lanes[next(iter(self._lanes))]
 
     def queue_of(self, lane: str) -> str | None:
         """The queue that a lane was last planned to read."""
@@ -101,5 +113,6 @@ class Lanes:
         return 0 if known is None else known.kept
 
     def _check(self, lane: str, run: str) -> None:
-        if (lane, run) in self._retired:
+        known = self._lanes.get(lane)
+        if known is not None and run in known.retired:
             raise LaneTaken(f"lane {lane!r} has been started anew since: this run of it is over")

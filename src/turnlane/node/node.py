@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import shutil
 import threading
 import uuid
 from collections.abc import Mapping
@@ -28,10 +27,12 @@ from turnlane.errors import (
 from turnlane.node.audit import Audit
 from turnlane.node.breakers import Breakers
 from turnlane.node.commits import Commits
+from turnlane.node.dropped import Dropped
 from turnlane.node.forgotten import forgotten
 from turnlane.node.housekeeping import Housekeeping
 from turnlane.node.lanes import Lanes
 from turnlane.node.leases import Leases
+from turnlane.node.leftovers import identity
 from turnlane.node.staging import Stage, Staging
 from turnlane.queues import open_queue
 from turnlane.queues.holding import HoldingQueue
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 
 REGISTRY = "queues.json"
 """The queues made at run time, so that they are there again after a restart."""
+DROPPED = "dropped"
+"""In place of a queue's knobs: it is to go, and this is its identity."""
 
 
 class Node(Closing):
@@ -73,13 +76,17 @@ class Node(Closing):
         self._lock = threading.RLock()
         self._queues: dict[str, HoldingQueue] = {}
         self._configured = frozenset(queues or ())
+        self._dropped = Dropped(data / "queues", self._disk)
         with contextlib.ExitStack() as opened:
             opened.callback(self._disk.close, self._held(data))
-            opened.callback(self._close_queues)
-            for name, knobs in {**self._registered(), **(queues or {})}.items():
-                self._open(self._placed(name, knobs))
             self.staging = Staging(data / "staging", self._disk)
             self.commits = Commits(data / "commits", self._disk, self.staging, self.queue)
+            opened.callback(self.commits.close)  # it ends once the queues have
+            opened.callback(self._close_queues)
+            registered = self._registered()
+            self._dropped.sweep()
+            for name, knobs in {**registered, **(queues or {})}.items():
+                self._open(self._placed(name, knobs))
             self.lanes = Lanes()
             self.breakers = Breakers()
             self.audit = Audit(data)
@@ -139,6 +146,7 @@ class Node(Closing):
             if queue is not None and queue.settings != settings:
                 raise QueueExists(f"there is a queue {name!r} with other settings")
             if queue is None:
+                self._dropped.put_away(name)
                 queue = self._open(settings)
                 try:
                     self._remember()
@@ -149,21 +157,27 @@ class Node(Closing):
             return queue
 
     def drop(self, name: str) -> None:
-        """Close a queue made at run time and delete it with everything in it."""
+        """Close a queue made at run time and delete it with everything in it.
+
+        A commit that was under way goes on without it. Raises ``NoSuchQueue``, ``ConfigError``,
+        ``StorageFailed``.
+        """
         with self._lock:
             queue = self.queue(name)
             if name in self._configured:
                 raise ConfigError("queues", f"{name!r} is in the configuration: remove it there")
             del self._queues[name]
+            if queue_id := identity(queue):
+                self._dropped.ids[name] = queue_id
             try:
                 self._remember()
             except StorageFailed:
                 self._queues[name] = queue
+                self._dropped.ids.pop(name, None)
                 raise
             with contextlib.suppress(EventsLost):  # that is what was asked for
                 queue.close()
-            if queue.settings.path is not None:
-                shutil.rmtree(queue.settings.path)
+            self._dropped.put_away(name)
 
     def stage(self, name: str, schema: pa.Schema, spare: int = 0) -> Stage:
         """Begin to stage blocks for a queue; what it could never take is refused here.
@@ -193,6 +207,7 @@ class Node(Closing):
         return queue
 
     def _registered(self) -> dict[str, dict[str, Any]]:
+        """The queues made at run time; those that were being dropped are, now."""
         path = self.data / REGISTRY
         try:
             entries: dict[str, dict[str, Any]] = json.loads(path.read_bytes())
@@ -200,7 +215,11 @@ class Node(Closing):
             return {}
         except ValueError as error:
             raise NotAQueue(f"{path}: {error}; move it away to start without its queues") from None
-        return entries
+        gone = {name: entry[DROPPED] for name, entry in entries.items() if DROPPED in entry}
+        self._dropped.ids.update(gone)
+        for name in gone:
+            self._dropped.put_away(name)
+        return {name: entry for name, entry in entries.items() if name not in gone}
 
     def _remember(self) -> None:
         entries = {
@@ -210,6 +229,7 @@ class Node(Closing):
             for name, queue in self._queues.items()
             if name not in self._configured
         }
+        entries |= {name: {DROPPED: queue_id} for name, queue_id in self._dropped.ids.items()}
         try:
             self._disk.write_whole(self.data / REGISTRY, json.dumps(entries, indent=1).encode())
         except OSError as error:
@@ -220,6 +240,7 @@ class Node(Closing):
     def close(self) -> None:
         """Give leased batches back and close the queues; what is in them stays."""
         self.closing = True
+        self.commits.stop()
         self._let_go()
 
     def _close_queues(self) -> None:

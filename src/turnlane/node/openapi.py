@@ -6,32 +6,13 @@ from functools import cache
 from importlib.metadata import version
 from typing import Final
 
-from turnlane.node.openapi_parts import NOTHING, Json, header, ok, problem, problems, query
+from turnlane.node.openapi_parts import NOTHING, Json, header, ok, path, problem, problems, query
 from turnlane.node.openapi_schemas import KEPT, PROBLEM, SCHEMAS, duration, ref, whole
 from turnlane.node.openapi_tables import table_paths
 
-_QUEUE: Final[Json] = {
-    "name": "queue",
-    "in": "path",
-    "required": True,
-    "description": "The queue's name.",
-    "schema": {"type": "string", "minLength": 1},
-}
-_LEASE: Final[Json] = {
-    "name": "lease",
-    "in": "path",
-    "required": True,
-    "description": "The lease's id.",
-    "schema": {"type": "string", "minLength": 1},
-}
-
-_ACTION: Final[Json] = {
-    "name": "action",
-    "in": "path",
-    "required": True,
-    "description": "The action's name.",
-    "schema": {"type": "string", "minLength": 1},
-}
+_QUEUE: Final = path("queue", "The queue's name.")
+_LEASE: Final = path("lease", "The lease's id.")
+_ACTION: Final = path("action", "The action's name.")
 
 
 def _publish() -> Json:

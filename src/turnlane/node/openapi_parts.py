@@ -21,6 +21,17 @@ _PROBLEMS: Final = {
 }
 
 
+def path(name: str, description: str) -> Json:
+    """A parameter in the path."""
+    return {
+        "name": name,
+        "in": "path",
+        "required": True,
+        "description": description,
+        "schema": {"type": "string", "minLength": 1},
+    }
+
+
 def query(name: str, description: str, schema: Json) -> Json:
     """A parameter of the query."""
     return {"name": name, "in": "query", "description": description, "schema": schema}

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from turnlane.node.openapi_parts import NOTHING, Json, ok, problems, query
+from turnlane.node.openapi_parts import NOTHING, Json, ok, path, problems, query
 from turnlane.node.openapi_schemas import ref, whole
 
-_TABLE: Final[Json] = {
-    "name": "table",
-    "in": "path",
-    "required": True,
-    "description": "The queue table's name.",
-    "schema": {"type": "string", "minLength": 1},
-}
-_STREAM: Final[Json] = {
-    "name": "stream",
-    "in": "path",
-    "required": True,
-    "description": "The stream's id: its first line has it.",
-    "schema": {"type": "string", "minLength": 1},
-}
+_TABLE: Final = path("table", "The queue table's name.")
+_STREAM: Final = path("stream", "The stream's id: its first line has it.")
 
 
 def _tables() -> Json:

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from turnlane.errors import QueueFull, TurnlaneError
 from turnlane.events import Block
@@ -19,12 +20,16 @@ from turnlane.queues.holding import HoldingQueue
 
 log = logging.getLogger(__name__)
 
+MAX_BYTES: Final = 64 << 20
+"""Of all that waits, whatever clients ask for: a queue has a bound so that memory has one."""
+
 
 class Overflow:
     """What waits for room, by queue. Safe to use from any thread."""
 
-    def __init__(self, queue: Callable[[str], HoldingQueue]) -> None:
+    def __init__(self, queue: Callable[[str], HoldingQueue], max_bytes: int = MAX_BYTES) -> None:
         self._queue = queue
+        self._max_bytes = max_bytes
         self._waiting: dict[str, deque[Block]] = {}
         self._lock = threading.Lock()
         self.dropped: Counter[str] = Counter()
@@ -32,19 +37,33 @@ class Overflow:
 
     def take(self, name: str, blocks: Iterable[Block], most: int) -> None:
         """Keep blocks for a queue; if there are more than so many events then, drop the oldest."""
+        lost: Counter[str] = Counter()
         with self._lock:
             waiting = self._waiting.setdefault(name, deque())
-            waiting.extend(block for block in blocks if block.num_rows)
+            sizes = {each: sum(map(_size, found)) for each, found in self._waiting.items()}
+            for block in blocks:
+                if block.num_rows:
+                    waiting.append(block)
+                    sizes[name] += _size(block)
+                    self._shrink(sizes, lost)
             over = sum(block.num_rows for block in waiting) - most
-            lost = max(0, over)
+            lost[name] += max(0, over)
             while over > 0:
                 oldest = waiting.popleft()
                 if oldest.num_rows > over:
                     waiting.appendleft(oldest.slice(over))
                 over -= oldest.num_rows
         log.warning("queue %s is full: dead letters wait in memory", name)
-        if lost:
-            self._drop(name, lost)
+        for each, events in (+lost).items():
+            self._drop(each, events)
+
+    def _shrink(self, sizes: dict[str, int], lost: Counter[str]) -> None:
+        """Give up the oldest of where most waits until all fits; counts what is lost by that."""
+        while sum(sizes.values()) > self._max_bytes:
+            name = max(sizes, key=sizes.__getitem__)
+            oldest = self._waiting[name].popleft()
+            sizes[name] -= _size(oldest)
+            lost[name] += oldest.num_rows
 
     def drain(self) -> int:
         """Bring to the queues what they can take; returns how many events they took."""
@@ -107,3 +126,7 @@ class Overflow:
             return  # it is gone itself
         with queue.lock:
             queue.dropped_at_door(Outcome.NEWEST, events)
+
+
+def _size(block: Block) -> int:
+    return block.nbytes

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,8 @@ from turnlane.events import Block
 from turnlane.queues.log.files import Disk
 
 SUFFIX = ".stage"
-
+KEPT = ".kept"
+"""Stages that a person has to look at: nobody deletes them."""
 
 Vet = Callable[[Block], Block]
 """A block as its queue will take it; raises what the queue would raise for ever."""
@@ -123,9 +124,7 @@ class Staging:
         try:
             return self._finished[stage_id][0]
         except KeyError:
-            raise NoSuchStage(
-                f"there is no stage {stage_id!r}: committed, aborted, or lost in a restart"
-            ) from None
+            raise _unknown(stage_id) from None
 
     def queue_of(self, stage_id: str) -> str | None:
         """The queue that a finished stage is for; ``None`` if there is no such stage."""
@@ -146,6 +145,14 @@ class Staging:
                 yield from reader
         except FileNotFoundError:
             return
+
+    def take(self, stages: Sequence[str]) -> None:
+        """Claim stages that are finished: all of them, or none. Raises ``NoSuchStage``."""
+        with self._lock:
+            for stage_id in stages:
+                if stage_id not in self._finished:
+                    raise _unknown(stage_id)
+            self._claimed.update(stages)
 
     def claim(self, stages: Iterable[str]) -> None:
         """Keep stages, whoever gives them up, until they are disclaimed."""
@@ -170,8 +177,19 @@ class Staging:
 
     def discard_all(self) -> None:
         """Delete whatever an earlier process has left."""
-        for name in self.disk.listing(self.directory):
-            self.discard(name.removesuffix(SUFFIX))
+        for stage_id in self._left():
+            self.discard(stage_id)
+
+    def set_aside(self) -> None:
+        """Keep whatever an earlier process has left and nobody has claimed. Raises ``OSError``."""
+        for stage_id in self._left():
+            if stage_id not in self._claimed:
+                path = self.path(stage_id)
+                self.disk.rename(path, path.with_suffix(KEPT))
+
+    def _left(self) -> list[str]:
+        names = self.disk.listing(self.directory)
+        return [name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX)]
 
     def discard_older(self, seconds: float) -> int:
         """Delete finished stages that nobody came for; returns how many."""
@@ -183,3 +201,7 @@ class Staging:
 
     def __len__(self) -> int:
         return len(self._finished)
+
+
+def _unknown(stage_id: str) -> NoSuchStage:
+    return NoSuchStage(f"there is no stage {stage_id!r}: committed, aborted, or lost in a restart")

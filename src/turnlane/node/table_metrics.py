@@ -5,17 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    Metric,
-    SummaryMetricFamily,
-)
+from prometheus_client.core import Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from turnlane.errors import TurnlaneError
+from turnlane.node.metric_rows import Row, gauge, read
 from turnlane.node.tables import Tables
 from turnlane.table.manager import Manager
 from turnlane.table.places import Lag
@@ -29,30 +25,26 @@ FRESH: Final = 15.0
 LABELS: Final = ("queue", "shard")
 
 
-class _Row(NamedTuple):
-    name: str
-    help: str
-    value: Callable[[Manager], float]
-
-
-_GAUGES: Final = (
-    _Row("leading", "1 if this node leads the shard.", lambda m: float(m.fires)),
-    _Row("window_events", "Events that wait in memory.", lambda m: m.waiting),
-    _Row("in_flight_events", "Events that are fired and not settled.", lambda m: m.in_flight),
-    _Row(
-        "window_fill_ratio",
+_GAUGES: Final[tuple[Row[Manager], ...]] = (
+    Row("table_leading", "1 if this node leads the shard.", lambda m: float(m.fires)),
+    Row("table_window_events", "Events that wait in memory.", lambda m: m.waiting),
+    Row("table_in_flight_events", "Events that are fired and not settled.", lambda m: m.in_flight),
+    Row(
+        "table_window_fill_ratio",
         "How full the window is, 0 to 1.",
         lambda m: m.waiting / m.store.definition.settings.window_events,
     ),
-    _Row("receivers", "Receivers of this node, in process or elsewhere.", lambda m: m.receivers),
+    Row(
+        "table_receivers", "Receivers of this node, in process or elsewhere.", lambda m: m.receivers
+    ),
 )
 
-_COUNTERS: Final = (
-    _Row("fired", "Events given to receivers.", lambda m: m.counts.fired),
-    _Row("acked", "Events settled.", lambda m: m.counts.acked),
-    _Row("retried", "Events fired again: nacked, or late.", lambda m: m.counts.retried),
-    _Row("dead", "Events that had all their attempts.", lambda m: m.counts.dead),
-    _Row("lost_leads", "Times another manager took the lead.", lambda m: m.counts.lost_leads),
+_COUNTERS: Final[tuple[Row[Manager], ...]] = (
+    Row("table_fired", "Events given to receivers.", lambda m: m.counts.fired),
+    Row("table_acked", "Events settled.", lambda m: m.counts.acked),
+    Row("table_retried", "Events fired again: nacked, or late.", lambda m: m.counts.retried),
+    Row("table_dead", "Events that had all their attempts.", lambda m: m.counts.dead),
+    Row("table_lost_leads", "Times another manager took the lead.", lambda m: m.counts.lost_leads),
 )
 
 _LAGS: Final[tuple[tuple[str, str, Callable[[Manager], Lag]], ...]] = (
@@ -80,15 +72,13 @@ class TableCollector(Collector):
             if table.is_open
             for shard, manager in table.queue.managers().items()
         ]
-        depth = GaugeMetricFamily(
-            "turnlane_table_events", "Events in the table, by state.", labels=(*LABELS, "state")
-        )
+        depth = gauge("table_events", "Events in the table, by state.", *LABELS, "state")
         for labels, queue, _ in found:
             for state, count in self._depth(labels, queue).items():
                 depth.add_metric([*labels, state], count)
         yield depth
         yield from _of_managers([(labels, manager) for labels, _, manager in found])
-        streams = GaugeMetricFamily("turnlane_table_streams", "Receivers elsewhere.")
+        streams = gauge("table_streams", "Receivers elsewhere.")
         streams.add_metric([], self._tables.streams)
         yield streams
 
@@ -107,16 +97,7 @@ class TableCollector(Collector):
 
 
 def _of_managers(managers: list[tuple[tuple[str, str], Manager]]) -> Iterator[Metric]:
-    for row in _GAUGES:
-        gauge = GaugeMetricFamily(f"turnlane_table_{row.name}", row.help, labels=LABELS)
-        for labels, manager in managers:
-            gauge.add_metric(labels, row.value(manager))
-        yield gauge
-    for row in _COUNTERS:
-        counter = CounterMetricFamily(f"turnlane_table_{row.name}", row.help, labels=LABELS)
-        for labels, manager in managers:
-            counter.add_metric(labels, row.value(manager))
-        yield counter
+    yield from read(_GAUGES, _COUNTERS, LABELS, managers)
     for name, words, lag_of in _LAGS:
         summary = SummaryMetricFamily(f"turnlane_table_{name}", words, labels=LABELS)
         for labels, manager in managers:

@@ -6,7 +6,8 @@ overlap, and it succeeds or raises:
 - ``RetryLater``, with ``after`` if the destination said when: the same events may go later. Also
   for what a person has to put right, an unknown host or a refused password: events wait for that.
 - ``PayloadTooLarge``: fewer events at a time might do.
-- ``PartlyDelivered``: all but some, each of which has its own error of this list.
+- ``PartlyDelivered``: all but some, each of which has its own error of this list. If that may be
+  ``RetryLater``, the output says so by ``takes_apart``.
 - any other ``Never``: something in these events cannot be delivered, now or later. The lane finds
   out which by halving.
 - any error that is not turnlane's own counts as ``RetryLater``, but only so many times.
@@ -32,6 +33,15 @@ class OutputSettings(BaseModel):
 
     type: str = Field(description="Which output this is.")
 
+    @property
+    def wants(self) -> frozenset[str] | None:
+        """The columns that :meth:`Output.prepare` reads beside ``payload``; ``None`` if any may be.
+
+        Where an event comes from, ``queue``, ``partition`` and ``offset``, is there in any case.
+        Columns that nobody wants need not come the long way to a task.
+        """
+        return None
+
 
 class Output(Closing):
     """A destination. Made and closed by one task of a lane.
@@ -44,6 +54,14 @@ class Output(Closing):
     def __init__(self, settings: OutputSettings) -> None:
         self.settings = settings
 
+    @property
+    def takes_apart(self) -> bool:
+        """Whether it may take some events of a block, and want others later.
+
+        Then events of which one must not pass the other are never in one block.
+        """
+        return False
+
     def prepare(self, block: Block) -> Any:  # noqa: ANN401
         """Make of a block what :meth:`send` takes: serialised, compressed. No I/O."""
         return block
@@ -54,6 +72,12 @@ class Output(Closing):
 
     def check(self) -> None:
         """Try the destination without delivering anything; raises what :meth:`send` would."""
+
+    def cancel(self) -> None:
+        """Have sends that are under way fail now, as far as possible: nobody waits for them.
+
+        Called by another thread than theirs. Later sends are welcome.
+        """
 
     def close(self) -> None:
         """Let go of connections and files."""

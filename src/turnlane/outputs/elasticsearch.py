@@ -16,8 +16,8 @@ from turnlane.errors import PartlyDelivered, RetryLater, TurnlaneError
 from turnlane.events import Block
 from turnlane.formats.texts import joined, large, strung
 from turnlane.outputs.contract import OutputSettings
-from turnlane.outputs.identity import check_distinct, lasting_ids
-from turnlane.outputs.templates import Template, TemplateText, for_json
+from turnlane.outputs.identity import lasting_ids
+from turnlane.outputs.templates import Template, TemplateText, columns_of, for_json
 from turnlane.outputs.web import (
     BaseAddress,
     Failures,
@@ -68,6 +68,11 @@ class ElasticsearchSettings(WebOutputSettings):
         default=Compression.GZIP, description="How bodies are made smaller."
     )
 
+    @property
+    def wants(self) -> frozenset[str]:
+        """What templates name, and the events' times, for ids."""
+        return columns_of(self.index, self.id) | {"timestamp"}
+
 
 class ElasticsearchOutput(WebOutput):
     """A document is taken or refused by itself: only what failed comes again."""
@@ -75,6 +80,7 @@ class ElasticsearchOutput(WebOutput):
     settings_type: ClassVar[type[OutputSettings]] = ElasticsearchSettings
     settings: ElasticsearchSettings
     longest_answer: ClassVar[int] = 1 << 26
+    takes_apart = True
 
     def __init__(self, settings: ElasticsearchSettings) -> None:
         super().__init__(settings)
@@ -87,8 +93,6 @@ class ElasticsearchOutput(WebOutput):
 
     def prepare(self, block: Block) -> Prepared:
         """One bulk request: for each event a line that says what to do, and its document."""
-        if self._id is None:
-            check_distinct(block, "give documents an id of their own, with `id`")
         requests = [self._request(block, np.arange(block.num_rows))] if block.num_rows else []
         return Prepared(block.num_rows, requests)
 

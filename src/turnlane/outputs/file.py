@@ -62,6 +62,11 @@ class FileSettings(OutputSettings):
         description="How many of those files stay; older ones are removed. Default: all.",
     )
 
+    @property
+    def wants(self) -> frozenset[str]:
+        """Nothing else."""
+        return frozenset()
+
     @model_validator(mode="after")
     def _sensible(self) -> Self:
         problems = [

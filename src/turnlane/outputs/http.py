@@ -20,6 +20,7 @@ from turnlane.outputs.templates import (
     Template,
     TemplateText,
     checked,
+    columns_of,
     for_header,
     for_json,
     for_url,
@@ -76,7 +77,9 @@ class HttpSettings(WebOutputSettings):
     )
     method: Literal["POST", "PUT", "PATCH"] = Field(default="POST", description="The method.")
     headers: dict[HeaderName, HeaderTemplate] = Field(
-        default={}, description="Headers of every request; they may have `{column}` in them."
+        default={},
+        repr=False,
+        description="Headers of every request; they may have `{column}` in them.",
     )
     format: Form = Field(
         default=Form.JSON,
@@ -95,6 +98,12 @@ class HttpSettings(WebOutputSettings):
         "events are sent again.",
     )
 
+    @property
+    def wants(self) -> frozenset[str]:
+        """What templates name; keys have the events' times in them."""
+        named = columns_of(self.url, self.body, *self.headers.values())
+        return named | {"timestamp"} if self.idempotency_key else named
+
 
 class HttpOutput(WebOutput):
     """Whatever answers with 2xx has the events."""
@@ -108,6 +117,15 @@ class HttpOutput(WebOutput):
         self._url = Template.parse(settings.url)
         self._headers = {name: Template.parse(each) for name, each in settings.headers.items()}
         self._body = None if settings.body is None else Template.parse(settings.body)
+
+    @property
+    def takes_apart(self) -> bool:
+        """Whether there may be several requests for a block."""
+        return self.settings.one_by_one or not self._is_constant
+
+    @property
+    def _is_constant(self) -> bool:
+        return self._url.constant is not None and len(self.headers()) == len(self._headers)
 
     # ── preparing ───────────────────────────────────────────────────────────────────────────────
 
@@ -129,10 +147,10 @@ class HttpOutput(WebOutput):
     def _targets(self, block: Block) -> Iterator[tuple[Rows, str, Headers]]:
         """Where which rows go, and with which headers."""
         every: Rows = np.arange(block.num_rows)
-        where, fixed = self._url.constant, self.headers()
-        if where is not None and len(fixed) == len(self._headers) and not self.settings.one_by_one:
+        where = self._url.constant
+        if where is not None and not self.takes_apart:
             if block.num_rows:
-                yield every, where, fixed
+                yield every, where, self.headers()
             return
         columns = [self._url.fill(block, for_url)]
         columns += [each.fill(block, for_header) for each in self._headers.values()]

@@ -8,24 +8,26 @@ import google_crc32c
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from turnlane.errors import RetryLater
 from turnlane.events import Block
 from turnlane.pipeline.settings import MAIN
 
 _PLACE: Final = ("partition", "offset")
 _TIME: Final = "timestamp"
+ROW: Final = "turnlane_row"
+"""The column that tells the rows which a transform has made of one event apart: 0, 1, …"""
 
 
 def ids_of(block: Block) -> pa.Array[Any] | None:
     """``queue/partition/offset`` of each event; ``None`` if they come from no queue.
 
-    Rows that SQL has made of many events do not.
+    Rows that SQL has made of many events do not. Of several rows that a transform has made of one
+    event, the second has ``.1`` behind that, and so on.
     """
     names = block.schema.names
     if not all(name in names for name in _PLACE):
         return None
     partition, offset = (block.column(name).cast(pa.string()) for name in _PLACE)
-    return _joined(_queues(block), partition, offset, "/")
+    return _joined(_queues(block), partition, _told_apart(offset, block), "/")
 
 
 def lasting_ids(block: Block) -> pa.Array[Any] | None:
@@ -40,16 +42,6 @@ def lasting_ids(block: Block) -> pa.Array[Any] | None:
     return _joined(ids, pc.strftime(block.column(_TIME), "%Y-%m-%dT%H:%M:%SZ"), "-")
 
 
-def check_distinct(block: Block, advice: str) -> None:
-    """Raise ``RetryLater`` if rows have the same id: a transform makes several of one event.
-
-    Where the id says whether a row is there already, all but the first would be lost.
-    """
-    ids = ids_of(block)
-    if ids is not None and len(pc.unique(ids)) < len(ids):
-        raise RetryLater(f"a transform makes several rows of one event, with one id: {advice}")
-
-
 def key_of(block: Block, body: pa.Buffer | bytes) -> str | None:
     """A key for a request with these events: the same only for the same events in the same form.
 
@@ -61,6 +53,16 @@ def key_of(block: Block, body: pa.Buffer | bytes) -> str | None:
         return None
     check = google_crc32c.extend(_times(block), body)
     return f"{first[0]}-{last[0]}-{check:08x}"
+
+
+def _told_apart(offsets: pa.Array[Any], block: Block) -> pa.Array[Any]:
+    """Offsets as texts, with the row's number behind those of further rows of an event."""
+    if ROW not in block.schema.names:
+        return offsets
+    rows = block.column(ROW)
+    further = _joined(offsets, rows.cast(pa.string()), ".")
+    texts: pa.Array[Any] = pc.if_else(pc.equal(rows, pa.scalar(0)), offsets, further)
+    return texts
 
 
 def _queues(block: Block) -> Any:  # noqa: ANN401

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 from turnlane.client.failures import understood
 from turnlane.client.remote import Credentials, RemoteNode, said
 from turnlane.client.url import Url
+from turnlane.delivery.columns import DIRECT, PAYLOAD
 from turnlane.errors import (
     ConfigError,
     EventTooLarge,
@@ -27,6 +28,7 @@ from turnlane.errors import (
 )
 from turnlane.events import Block, typed
 from turnlane.outputs.contract import Output, OutputSettings
+from turnlane.outputs.identity import ROW
 from turnlane.outputs.tls import ClientTls
 from turnlane.problems import Contradiction, Problem
 from turnlane.quantities import Duration
@@ -34,7 +36,7 @@ from turnlane.secret import revealed
 
 log = logging.getLogger(__name__)
 
-_PLACE: Final = ("queue", "partition", "offset", "direct", "payload")
+_PLACE: Final = ("queue", "partition", "offset", DIRECT, PAYLOAD, ROW)
 """Columns that say where an event is here. There it gets a place of its own."""
 
 
@@ -169,17 +171,25 @@ class QueueOutput(Output):
 
 
 def _numbered(block: Block, producer: str) -> list[Piece]:
-    """Events numbered by their offsets, which are consecutive within a piece."""
+    """Events numbered by their offsets, which are consecutive within a piece.
+
+    Further rows that a transform has made of events are numbered apart, as another producer's: they
+    have the same offsets.
+    """
     names = block.schema.names
     if not {"partition", "offset"} <= set(names):
         raise RetryLater("producer: these events come from no queue; sql made them")
     offsets = block.column("offset").to_numpy()
     partitions = block.column("partition").to_numpy()
+    numbers = block.column(ROW).to_numpy() if ROW in names else np.zeros_like(offsets)
     events = typed(block, without=_PLACE)
-    breaks = np.flatnonzero((np.diff(offsets) != 1) | (np.diff(partitions) != 0)) + 1
+    apart = (np.diff(offsets) != 1) | (np.diff(partitions) != 0) | (np.diff(numbers) != 0)
+    breaks = np.flatnonzero(apart) + 1
     starts = [0, *breaks.tolist()] if block.num_rows else []
     pieces = []
     for start, end in pairwise([*starts, block.num_rows]):
         name, first = f"{producer}/{partitions[start]}", int(offsets[start])
+        if numbers[start]:
+            name = f"{name}.{numbers[start]}"
         pieces.append(Piece(name, first, events.slice(start, end - start)))
     return pieces

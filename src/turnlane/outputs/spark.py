@@ -15,7 +15,7 @@ class SparkSinkSettings(OutputSettings):
 
     format: str = Field(description="Spark's name for it: parquet, csv, jdbc, delta …")
     path: str | None = Field(default=None, description="Where the files go, for file formats.")
-    options: dict[str, str] = Field(default={}, description="The format's own options.")
+    options: dict[str, str] = Field(default={}, repr=False, description="The format's own options.")
     partition_by: tuple[str, ...] = Field(
         default=(), description="Columns by whose values files are put into folders."
     )

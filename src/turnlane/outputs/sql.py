@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 from turnlane.errors import RetryLater
 from turnlane.events import Block
 from turnlane.outputs.contract import Output, OutputSettings
+from turnlane.outputs.once import OnceSettings
 from turnlane.outputs.pool import Pool
 from turnlane.outputs.sql_database import Database, Target
 from turnlane.outputs.sql_rows import Rows, rows_of
@@ -57,7 +58,7 @@ Name = Annotated[str, Field(pattern=r"^\w[\w$ -]*$")]
 TableName = Annotated[str, Field(pattern=r"^\w[\w$ -]*(\.\w[\w$ -]*)?$")]
 
 
-class SqlSettings(OutputSettings):
+class SqlSettings(OnceSettings, OutputSettings):
     """The settings of an SQL output."""
 
     url: Annotated[str, AfterValidator(_checked_url)] = Field(
@@ -80,19 +81,6 @@ class SqlSettings(OutputSettings):
         default=(),
         description="Columns that have a unique index: a row replaces the one with the same key.",
     )
-    exactly_once: bool = Field(
-        default=False,
-        description="Note in the table `turnlane_delivered`, in the same transaction, what was "
-        "delivered, and leave out what comes again.",
-    )
-    delivered_as: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=200,
-        description="With `exactly_once`: the name under which that is noted. Another one if "
-        "another pipeline writes to the same table, or if the queue was made anew. Default: the "
-        "table's.",
-    )
     connect_timeout: Duration = Field(
         default=10.0, gt=0, description="How long it may take to connect."
     )
@@ -107,8 +95,7 @@ class SqlSettings(OutputSettings):
             for name in self.key
             if name not in self.columns
         ]
-        if self.delivered_as is not None and not self.exactly_once:
-            problems.append(Problem("delivered_as", "means nothing without exactly_once"))
+        problems += self.once_problems()
         if self.tls is not None and _database(self.url) == "sqlite":
             problems.append(Problem("tls", "means nothing for a file"))
         if problems:
@@ -140,6 +127,9 @@ class SqlOutput(Output):
         with self._databases.borrowed():
             pass
 
+    def cancel(self) -> None:
+        self._databases.cancel()
+
     def close(self) -> None:
         self._databases.close()
 
@@ -162,9 +152,7 @@ class SqlOutput(Output):
             table=settings.table,
             columns=tuple(settings.columns),
             key=settings.key,
-            delivered_as=(settings.delivered_as or settings.table)
-            if settings.exactly_once
-            else None,
+            delivered_as=settings.noted_as(settings.table),
             connect_timeout=settings.connect_timeout,
             timeout=settings.timeout,
         )

@@ -68,6 +68,10 @@ class Database(Closing):
         """Whether the server has not hung up."""
 
     @abc.abstractmethod
+    def cancel(self) -> None:
+        """Have the statement that is under way fail. Called by another thread."""
+
+    @abc.abstractmethod
     def execute(self, statement: str, values: Sequence[Any]) -> Sequence[Any]:
         """Run a statement whose parameters are ``?``."""
 

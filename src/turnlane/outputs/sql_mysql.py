@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -12,6 +13,7 @@ import pymysql
 from pymysql.constants import ER
 
 from turnlane.errors import Never, PayloadTooLarge, RetryLater, TurnlaneError
+from turnlane.outputs.hanging_up import hang_up
 from turnlane.outputs.sql_database import Database, python_rows
 
 _DATA: Final = frozenset(
@@ -89,6 +91,11 @@ class MySql(Database):
         except pymysql.Error:
             return False
         return True
+
+    def cancel(self) -> None:
+        connection: socket.socket | None = self._connection._sock  # noqa: SLF001 - it has no name
+        if connection is not None:
+            hang_up(connection)
 
     def execute(self, statement: str, values: Sequence[Any]) -> Sequence[Any]:
         with self._connection.cursor() as cursor:

@@ -16,6 +16,7 @@ from pyarrow import csv
 
 from turnlane.errors import Never, RetryLater, TurnlaneError
 from turnlane.formats.texts import joined
+from turnlane.outputs.hanging_up import hang_up_on
 from turnlane.outputs.sql_database import Database
 
 _BYTEA: Final = 17
@@ -80,6 +81,9 @@ class Postgres(Database):
         poll = select.poll()
         poll.register(self._connection.fileno(), select.POLLIN)
         return not poll.poll(0)
+
+    def cancel(self) -> None:
+        hang_up_on(self._connection.fileno())
 
     def execute(self, statement: str, values: Sequence[Any]) -> Sequence[Any]:
         cursor = self._connection.execute(_sql(statement.replace("?", "%s")), values)

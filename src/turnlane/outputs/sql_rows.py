@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from turnlane.errors import Never, RetryLater
 from turnlane.events import Block
-from turnlane.outputs.identity import check_distinct, ids_of
+from turnlane.outputs.identity import ROW, ids_of
 
 EVENT_ID: Final = "event_id"
 """A source that is there without a column: which event it is."""
@@ -116,18 +116,25 @@ def _json(value: Any, kind: pa.DataType) -> str:  # noqa: ANN401
 
 
 def _places(block: Block) -> dict[Stream, tuple[Offsets, Offsets]]:
-    """The rows and offsets of each stream."""
+    """The rows and offsets of each stream.
+
+    Further rows that a transform has made of events are streams of their own, by their number:
+    each has an offset at most once. No queue has a ``#`` in its name.
+    """
     names = block.schema.names
     if not {"queue", "partition", "offset"} <= set(names):
         raise RetryLater("exactly_once: these events come from no queue; sql made them")
-    check_distinct(block, "they cannot be written exactly_once")
     offsets = block.column("offset").to_numpy().astype(np.int64)
     partitions = block.column("partition").to_numpy()
+    numbers = block.column(ROW).to_numpy() if ROW in names else np.zeros_like(offsets)
     queues: Any = block.column("queue").dictionary_encode()
     found = {}
     for at, queue in enumerate(queues.dictionary.to_pylist()):
         of_queue = queues.indices.to_numpy() == at
-        for partition in np.unique(partitions[of_queue]).tolist():
-            rows = np.flatnonzero(of_queue & (partitions == partition))
-            found[Stream(str(queue), partition)] = (rows, offsets[rows])
+        for partition, number in np.unique(
+            np.stack((partitions[of_queue], numbers[of_queue])), axis=1
+        ).T.tolist():
+            rows = np.flatnonzero(of_queue & (partitions == partition) & (numbers == number))
+            name = f"{queue}#{number}" if number else str(queue)
+            found[Stream(name, partition)] = (rows, offsets[rows])
     return found

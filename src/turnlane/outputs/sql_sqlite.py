@@ -50,6 +50,9 @@ class Sqlite(Database):
     def is_open(self) -> bool:
         return True
 
+    def cancel(self) -> None:
+        self._connection.interrupt()
+
     def execute(self, statement: str, values: Sequence[Any]) -> Sequence[Any]:
         return self._connection.execute(statement, values).fetchall()
 

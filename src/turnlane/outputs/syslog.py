@@ -92,6 +92,11 @@ class SyslogOutputSettings(OutputSettings):
     )
     timeout: Duration = Field(default=20.0, gt=0, description="How long a batch may take.")
 
+    @property
+    def wants(self) -> frozenset[str] | None:
+        """Whatever a message is made of."""
+        return frozenset() if self.format == "raw" else None
+
     @model_validator(mode="after")
     def _tls_only_with_tls(self) -> Self:
         if self.tls != ClientTls() and self.protocol != "tls":
@@ -138,6 +143,9 @@ class SyslogOutput(Output):
         """Connect. With UDP only the name is looked up: nobody would answer."""
         with self._sockets.borrowed() as connection:
             connection.send(NOTHING)
+
+    def cancel(self) -> None:
+        self._sockets.cancel()
 
     def close(self) -> None:
         self._sockets.close()

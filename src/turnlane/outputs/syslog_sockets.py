@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 from turnlane.errors import Never, PartlyDelivered, RetryLater, TurnlaneError
 from turnlane.formats.texts import Strung
+from turnlane.outputs.hanging_up import hang_up
 from turnlane.outputs.tls import ClientTls
 from turnlane.serving.address import Address
 
@@ -112,6 +113,10 @@ class StreamSocket:
     def _failed(self, error: OSError) -> RetryLater:
         return RetryLater(f"{self._address}: {error.strerror or error}")
 
+    def cancel(self) -> None:
+        """Have whoever sends fail."""
+        hang_up(self._socket)
+
     def close(self) -> None:
         """Hang up."""
         self._socket.close()
@@ -158,6 +163,9 @@ class DatagramSocket:
 
     def _failed(self, error: OSError) -> RetryLater:
         return RetryLater(f"{self._address}: {error.strerror or error}")
+
+    def cancel(self) -> None:
+        """Nothing: a datagram waits for nobody."""
 
     def close(self) -> None:
         """Let go."""

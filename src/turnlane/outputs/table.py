@@ -15,10 +15,11 @@ from turnlane.errors import Never, RetryLater
 from turnlane.events import Block
 from turnlane.outputs.contract import Output, OutputSettings
 from turnlane.outputs.identity import lasting_ids
+from turnlane.outputs.once import OnceSettings
 from turnlane.outputs.pool import Pool
 from turnlane.outputs.sql_rows import Rows, rows_of
 from turnlane.outputs.table_places import NAME, TablePlace
-from turnlane.problems import Contradiction, Problem
+from turnlane.problems import Contradiction
 from turnlane.quantities import Duration
 from turnlane.table.addresses import TableAddress
 from turnlane.table.columns import check_columns, fitted
@@ -27,7 +28,7 @@ from turnlane.table.spread import Spread
 FIRE_AT: Final = "fire_at"
 
 
-class TableOutputSettings(OutputSettings, TableAddress):
+class TableOutputSettings(OnceSettings, OutputSettings, TableAddress):
     """The settings of a table output."""
 
     columns: dict[str, str] = Field(
@@ -39,24 +40,12 @@ class TableOutputSettings(OutputSettings, TableAddress):
     delay: Duration = Field(
         default=0.0, description="How long after `fire_at` they fire; without that, after now."
     )
-    exactly_once: bool = Field(
-        default=False,
-        description="Note in the table `turnlane_delivered`, in the same transaction, what was "
-        "scheduled, and leave out what comes again, even if it has fired since.",
-    )
-    delivered_as: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=200,
-        description="With `exactly_once`: the name under which that is noted. Another one if "
-        "another pipeline writes to the same table, or if the queue was made anew. Default: the "
-        "table's.",
-    )
 
     @model_validator(mode="after")
     def _sensible(self) -> Self:
-        if self.delivered_as is not None and not self.exactly_once:
-            raise Contradiction([Problem("delivered_as", "means nothing without exactly_once")])
+        problems = self.once_problems()
+        if problems:
+            raise Contradiction(problems)
         return self
 
 
@@ -70,7 +59,7 @@ class _Tables:
             self._spread = opened.enter_context(Spread(settings.databases(), settings.table))
             self.definition = self._spread.definition
             check_columns(settings.columns, self.definition)
-            noted = (settings.delivered_as or settings.table) if settings.exactly_once else None
+            noted = settings.noted_as(settings.table)
             self._places = [
                 opened.enter_context(
                     TablePlace(self._spread.dialect(shard), self.definition, noted)
@@ -86,6 +75,9 @@ class _Tables:
             mine = np.flatnonzero(numbers == at)
             if len(mine) or rows.places:
                 place.write(rows, mine)
+
+    def cancel(self) -> None:
+        """Nothing: statements have time limits of their own."""
 
     def close(self) -> None:
         """Let go of the connections."""

@@ -16,9 +16,9 @@ from turnlane.outputs.sql_notes import Notes
 from turnlane.outputs.sql_rows import Offsets, Rows
 from turnlane.table.columns import rows_of
 from turnlane.table.definition import Definition
+from turnlane.table.inserts import Inserts
 from turnlane.table.sql.dialect import Dialect
 from turnlane.table.sql.session import understood
-from turnlane.table.store import Store
 
 NAME: Final = "event_name"
 NAMES: Final = 1_000
@@ -33,7 +33,7 @@ class TablePlace(Closing):
 
     def __init__(self, dialect: Dialect, definition: Definition, delivered_as: str | None) -> None:
         self._dialect = dialect
-        self._store = Store(dialect, definition)
+        self._inserts = Inserts(dialect, definition)
         self._table = dialect.identifier(definition.name)
         with understood(dialect):
             self._connection = dialect.connect()
@@ -56,12 +56,11 @@ class TablePlace(Closing):
                 part = self._unknown(rows.columns.take(mine))
                 if part.num_rows:
                     listed = rows_of(part, self._dialect)
-                    self._store.enqueue_many(self._connection, listed)
+                    self._inserts.enqueue_many(self._connection, listed)
 
     def close(self) -> None:
         with contextlib.suppress(self._dialect.error, OSError):
             self._connection.close()
-        self._store.close()
 
     def _unknown(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The rows whose names are not in the table; of several with one name, the first."""

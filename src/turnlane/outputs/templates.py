@@ -91,6 +91,12 @@ class Template:
         return cls(tuple(part for part in (*parts, text[at:]) if part))
 
     @property
+    def columns(self) -> frozenset[str]:
+        """The columns that come into it."""
+        places = (part.column for part in self.parts if isinstance(part, Place))
+        return frozenset(places) - {EVENT_ID}
+
+    @property
     def constant(self) -> str | None:
         """The text, if it is the same for all events."""
         if any(isinstance(part, Place) for part in self.parts):
@@ -127,6 +133,11 @@ def _place(inner: str) -> Place:
     if match is None:
         raise ValueError(f"{{{inner}}} is not {{column}}, {{column.key}} or {{column:%Y.%m.%d}}")
     return Place(match["column"], match["key"], match["form"])
+
+
+def columns_of(*texts: str | None) -> frozenset[str]:
+    """The columns that come into any of these templates."""
+    return frozenset().union(*(Template.parse(text).columns for text in texts if text is not None))
 
 
 def checked(text: str) -> str:

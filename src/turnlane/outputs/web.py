@@ -34,6 +34,7 @@ Failures = dict[int, TurnlaneError]
 KEY_HEADER: Final = "Idempotency-Key"
 _ALWAYS: Final = {"User-Agent": f"turnlane/{__version__}".encode()}
 _EVERYWHERE: Final = ""
+_NO_TIME: Final = RetryLater("there was no time for it", after=0.0, alone=True)
 _NAME: Final = r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$"  # what RFC 9110 allows in a header's name
 
 
@@ -68,7 +69,7 @@ class WebOutputSettings(OutputSettings):
 
     url: WebAddress = Field(description="Where requests go.")
     headers: dict[HeaderName, HeaderText] = Field(
-        default={}, description="Headers of every request."
+        default={}, repr=False, description="Headers of every request."
     )
     auth: AuthSettings | None = Field(default=None, description="A token or a password to show.")
     tls: ClientTls = Field(
@@ -205,7 +206,7 @@ class WebOutput(Output):
         end = time.monotonic() + self.longest_run
         for number, request in enumerate(prepared.requests):
             if number and time.monotonic() >= end:
-                trouble.setdefault(_EVERYWHERE, RetryLater("there was no time for it", after=0.0))
+                trouble.setdefault(_EVERYWHERE, _NO_TIME)
             failures |= self._failures(request, trouble, alone=alone)
         _raise(failures, prepared.rows)
 
@@ -240,6 +241,9 @@ class WebOutput(Output):
         except TurnlaneError as error:
             return error
         return None
+
+    def cancel(self) -> None:
+        self._client.cancel()
 
     def close(self) -> None:
         self._client.close()

@@ -12,6 +12,8 @@ from turnlane.errors import Never, PayloadTooLarge, RetryLater, TurnlaneError
 
 _LONGEST_QUOTE: Final = 300
 """Characters of an answer that are repeated to people."""
+_TOO_LARGE: Final = frozenset({413, 414, 431})
+"""The body, the address or the headers: those of fewer events may fit, and of one never will."""
 _REFUSED: Final = frozenset({400, 422})
 """Statuses that are about the contents: the same request would fail again."""
 _ELSEWHERE: Final = frozenset({401, 403, 404, 405, 407})
@@ -50,14 +52,15 @@ def error_of(answer: Answer, url: str, now: float) -> TurnlaneError | None:
     if answer.is_good:
         return None
     text = f"{shown(url)}: HTTP {answer.status}{quoted(answer.body)}"
-    if answer.status == 413:
+    if answer.status in _TOO_LARGE:
         return PayloadTooLarge(text)
     if answer.status in _REFUSED:
         return Never(text)
     if 300 <= answer.status < 400:
         where = answer.headers.get("location", "elsewhere")
         return RetryLater(f"{text}; redirects are not followed, this one leads to {where}")
-    return RetryLater(text, after=retry_after(answer.headers.get("retry-after"), now))
+    after = retry_after(answer.headers.get("retry-after"), now)
+    return RetryLater(text, after=after, alone=answer.blames_address)
 
 
 def retry_after(text: str | None, now: float) -> float | None:

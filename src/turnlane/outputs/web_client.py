@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
+from weakref import WeakSet
 
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
@@ -19,10 +20,11 @@ from urllib3.exceptions import (
     NewConnectionError,
     TimeoutError,  # noqa: A004 - only in this module
 )
-from urllib3.util import Url, parse_url
+from urllib3.util import parse_url
 
 from turnlane.closing import Closing
 from turnlane.errors import Never, RetryLater
+from turnlane.outputs.hanging_up import hang_up
 from turnlane.outputs.tls import ClientTls
 from turnlane.outputs.web_answers import Answer, shown
 
@@ -50,6 +52,7 @@ class WebClient(Closing):
         self._limits = limits
         self._made: urllib3.HTTPConnectionPool | None = None
         self._making = threading.Lock()
+        self._connected = _Connected()
 
     def request(
         self,
@@ -85,15 +88,18 @@ class WebClient(Closing):
             return self._made
 
     def _plain(self) -> urllib3.HTTPConnectionPool:
-        return _Pool(**_place(self._server), connect_limit=self._limits.connect)
+        return _Pool(**self._knobs())
 
     def _safe(self) -> urllib3.HTTPConnectionPool:
         if not self._tls.verify:
             # Said of every connection otherwise, to somebody who has asked for it.
             urllib3.disable_warnings(InsecureRequestWarning)
-        context = self._tls.context()
-        place = _place(self._server)
-        return _SafePool(**place, connect_limit=self._limits.connect, ssl_context=context)
+        return _SafePool(**self._knobs(), ssl_context=self._tls.context())
+
+    def _knobs(self) -> dict[str, Any]:
+        server, limit = self._server, self._limits.connect
+        place = {"host": server.host, "port": server.port, "maxsize": _CONNECTIONS}
+        return {**place, "connect_limit": limit, "connected": self._connected}
 
     def _read(self, response: urllib3.BaseHTTPResponse, deadline: float) -> Answer:
         """The answer's beginning. A connection whose answer was not read to its end is closed."""
@@ -123,6 +129,12 @@ class WebClient(Closing):
         inner = next((each for each in reversed(error.args) if isinstance(each, Exception)), error)
         return str(inner) or type(inner).__name__
 
+    def cancel(self) -> None:
+        """Have all requests fail that are under way."""
+        for connection in self._connected.all():
+            if connection.sock is not None:
+                hang_up(connection.sock)
+
     def close(self) -> None:
         """Close the connections that are idle; others are when their requests end."""
         with self._making:
@@ -136,19 +148,34 @@ def _target(url: str) -> str:
     return parse_url(url).request_uri
 
 
-def _place(server: Url) -> dict[str, Any]:
-    return {"host": server.host, "port": server.port, "maxsize": _CONNECTIONS}
-
-
 # ── connecting ───────────────────────────────────────────────────────────────────────────────────
+
+
+class _Connected:
+    """The connections there are, for as long as somebody has them. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connections: WeakSet[HTTPConnection] = WeakSet()
+
+    def add(self, connection: HTTPConnection) -> None:
+        with self._lock:
+            self._connections.add(connection)
+
+    def all(self) -> list[HTTPConnection]:
+        with self._lock:
+            return list(self._connections)
 
 
 class _Connecting(HTTPConnection):
     """Has a time limit for connecting alone: urllib3's own also holds for sending the body."""
 
-    def __init__(self, *args: Any, connect_limit: float, **knobs: Any) -> None:
+    def __init__(
+        self, *args: Any, connect_limit: float, connected: _Connected, **knobs: Any
+    ) -> None:
         super().__init__(*args, **knobs)
         self._connect_limit = connect_limit
+        self._connected = connected
 
     def connect(self) -> None:
         limit = self.timeout
@@ -159,6 +186,7 @@ class _Connecting(HTTPConnection):
         finally:
             self.timeout = limit
         self.sock.settimeout(limit)
+        self._connected.add(self)
 
 
 class _SafelyConnecting(_Connecting, HTTPSConnection):

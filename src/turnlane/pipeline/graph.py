@@ -48,9 +48,12 @@ class Topology:
         return f"lanes: 1 + {len(names) - 1} = {len(names)} ({', '.join(names)})"
 
 
-def destination(action: ActionSettings) -> str:
+def destination(action: ActionSettings, pipeline: PipelineSettings) -> str:
     """Where an action leads to, in a few words and without secrets."""
     output = action.output
+    joiner = pipeline.joiner(action.name)
+    if joiner is not None:
+        return f"joined by {joiner}"
     if action.discards:
         return ENDS if action.is_direct else "discard"
     words = [str(output.type)]
@@ -126,7 +129,7 @@ def _action_lines(topology: Topology, width: int) -> Iterator[str]:
     longest = max(map(len, filters))
     for at, (action, shown) in enumerate(zip(actions, filters, strict=True)):
         corner = "└─" if at == len(actions) - 1 else "├─"
-        way = [destination(action)]
+        way = [destination(action, topology.pipeline)]
         if not action.is_direct:
             assert action.queue is not None
             way = [f"queue ({action.queue.kind})", *lane_steps(action), *way]

@@ -105,13 +105,14 @@ def _contents(topology: Topology, rows: int) -> Iterator[str]:
         if each.queue == MAIN:
             yield _arrow(box, main)
     for at, action in enumerate(topology.pipeline.actions):
-        yield from _action(action, main, _row(at, len(topology.pipeline.actions), rows))
+        row = _row(at, len(topology.pipeline.actions), rows)
+        yield from _action(action, destination(action, topology.pipeline), main, row)
 
 
-def _action(action: ActionSettings, main: _Box, row: float) -> Iterator[str]:
+def _action(action: ActionSettings, where: str, main: _Box, row: float) -> Iterator[str]:
     box = _Box("action", "action", row, action.name, action.filter or EVERY)
     ends = action.discards and action.is_direct
-    name, _, about = destination(action).partition(" ")
+    name, _, about = where.partition(" ")
     output = _Box("output", "ends" if ends else "output", row, name.rstrip(":"), about)
     yield from _drawn(box)
     yield from _drawn(output)

@@ -19,6 +19,8 @@ MAIN: Final = "main"
 """The main queue's name, and the main lane's."""
 DEAD_LETTERS: Final = "main.dead"
 """The queue of events that could not be parsed, where `on_error` is `dead`."""
+EVENTS: Final = "events"
+"""What SQL calls the action's own events."""
 DISCARD: Final = "discard"
 """The output that ends an event's way."""
 SPARK: Final = "spark"
@@ -51,12 +53,28 @@ class SparkSettings(Part):
         default="local[*]", description="Where Spark runs.", examples=["spark://host:7077"]
     )
     app_name: str = Field(default="turnlane", description="Its name in Spark's own pages.")
-    conf: dict[str, str] = Field(default={}, description="Spark's own settings, by name.")
+    conf: dict[str, str] = Field(
+        default={}, repr=False, description="Spark's own settings, by name."
+    )
     checkpoints: Path | None = Field(
         default=None,
-        description="Where stateful lanes keep their state; on a cluster, a place that all of it "
-        "reaches. Default: below the node's data.",
+        description="Where stateful lanes keep their state: a directory; on a cluster, one that "
+        "all of it reaches by the same path. Default: below the node's data.",
     )
+
+    @field_validator("checkpoints", mode="before")
+    @classmethod
+    def _in_a_directory(cls, place: object) -> object:
+        """Lanes look after what is in it themselves, with files: no other scheme will do."""
+        text = str(place)
+        if text.startswith("file://"):
+            return text.removeprefix("file://")
+        if "://" in text:
+            raise ValueError(
+                "is a directory that every machine has, on a shared file system if there are "
+                f"several, not {text!r}"
+            )
+        return place
 
 
 class NodesSettings(Part):
@@ -133,7 +151,9 @@ class ActionSettings(Part):
         description="How late an event may be and still count, for `sql` with windows.",
     )
     with_queues: tuple[str, ...] = Field(
-        default=(), description="Other queues that `sql` joins with, as views of the same names."
+        default=(),
+        description="Other queues that `sql` joins with, as views of the same names. The join "
+        "takes their events out, so nobody else may read them.",
     )
     output_mode: Literal["append", "update", "complete"] = Field(
         default="append", description="What `sql` that aggregates gives out, as Spark has it."
@@ -172,6 +192,11 @@ class ActionSettings(Part):
         return not self.is_direct and self.delivery.mode == "try_direct"
 
     @property
+    def is_called_by_main(self) -> bool:
+        """Whether the main lane calls the output, if only to try."""
+        return self.is_direct or self.tries_direct
+
+    @property
     def dead_letters(self) -> str | None:
         """The queue of what can never be delivered; ``None`` where Spark itself writes."""
         return None if self.output.type in (DISCARD, SPARK) else f"{self.name}.dead"
@@ -199,8 +224,22 @@ class PipelineSettings(Part):
 
     @property
     def queued(self) -> tuple[ActionSettings, ...]:
-        """The actions that have a lane of their own."""
+        """The actions that have a queue."""
         return tuple(action for action in self.actions if not action.is_direct)
+
+    @property
+    def joined(self) -> frozenset[str]:
+        """The queues that the SQL of some action joins with, and that nobody else reads."""
+        return frozenset(name for action in self.actions for name in action.with_queues)
+
+    def joiner(self, queue: str) -> str | None:
+        """The action whose SQL joins with a queue."""
+        return next((each.name for each in self.actions if queue in each.with_queues), None)
+
+    @property
+    def with_lane(self) -> tuple[ActionSettings, ...]:
+        """The actions that have a lane of their own: those with a queue that no join reads."""
+        return tuple(action for action in self.queued if action.name not in self.joined)
 
     @property
     def direct(self) -> tuple[ActionSettings, ...]:
@@ -208,7 +247,7 @@ class PipelineSettings(Part):
         return tuple(action for action in self.actions if action.is_direct)
 
     def lanes(self) -> Iterator[str]:
-        """The names of all lanes: the main one, and one for every action with a queue."""
+        """The names of all lanes: the main one, and one for every action that has its own."""
         yield MAIN
-        for action in self.queued:
+        for action in self.with_lane:
             yield action.name

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import BatchFreed, EventTooLarge, NotSupported, QueueClosed, RetryLater
-from turnlane.events import EVENT_OVERHEAD, Block, block_of, longest_value, prepared
+from turnlane.events import EVENT_OVERHEAD, Block, block_of, event_sizes, prepared
 from turnlane.queues.acks import Dispatcher, Follower, Watermark
 from turnlane.queues.admission import check_severities, sampled
 from turnlane.queues.batch import BatchState, HeldBatch
@@ -31,9 +31,9 @@ from turnlane.queues.contract import (
 from turnlane.queues.ledger import Totals
 from turnlane.queues.portion import Portion
 from turnlane.queues.positions import Positions
-from turnlane.queues.producer import as_bytes, measured, nanoseconds
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.stats import Stats
+from turnlane.queues.values import as_bytes, measured, nanoseconds
 
 
 class DirectQueue(Queue):
@@ -262,7 +262,7 @@ class DirectProducer(Producer):
             raise ValueError(msg)
         block = prepared(block, self._queue.time_ns)
         check_severities(block)
-        self._check_size(EVENT_OVERHEAD + longest_value(block))
+        self._check_size(int(event_sizes(block).max(initial=0)))
         return self._deliver(block)
 
     def try_publish_block(self, block: Block, *, sequence: int | None = None) -> Published:

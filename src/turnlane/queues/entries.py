@@ -6,7 +6,7 @@ import abc
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from turnlane.events import EVENT_OVERHEAD, Block, longest_value
+from turnlane.events import Block, event_sizes
 from turnlane.queues.acks import Ticket
 from turnlane.queues.admission import Entry, sampled, shed
 from turnlane.queues.contract import Outcome, Published
@@ -154,7 +154,7 @@ class BlockEntry(PublishEntry):
     def largest_event(self) -> int:
         if self.events == 1:
             return self.size
-        return EVENT_OVERHEAD + longest_value(self._block)
+        return int(event_sizes(self._block).max(initial=0))
 
     @property
     def is_repeat(self) -> bool:

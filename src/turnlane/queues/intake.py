@@ -17,7 +17,7 @@ import pyarrow as pa
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import Bug, SchemaMismatch
 from turnlane.events import Block
-from turnlane.queues.acks import Dispatcher, Follower, Notice, Watermark
+from turnlane.queues.acks import Dispatcher, Follower, Notice, Ticket, Watermark
 from turnlane.queues.admission import Gate, Waiter
 from turnlane.queues.batch import HeldBatch
 from turnlane.queues.contract import (
@@ -216,6 +216,14 @@ class Intake(Queue):
         # Whatever the queue does later: at this moment the event is in memory and nowhere else.
         ack = Ack(end - first, 0, end, AckLevel.ACCEPTED, Durability.MEMORY)
         self.acks.send([Notice(follower, ack)])
+
+    def hurry(self, level: AckLevel, end: int) -> Ticket | None:
+        """Make haste with all below ``end`` as if somebody waited for it. Under the lock."""
+        ticket = self.watermarks[level].ticket(end, end)
+        if ticket is not None:
+            ticket.leave()  # nobody does wait on it
+            self.urge(level)
+        return ticket
 
     def rest_heed(self) -> None:
         """Decide from when on publishers have to call :meth:`heed`. Under the lock."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 
 from turnlane.quantities import Percentage
+from turnlane.queues.kinds import Kind
+
+if TYPE_CHECKING:
+    from turnlane.queues.settings import QueueSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,30 @@ class Marks:
     light_delay: int | None
     high: int | None
     low: int | None
+
+    @classmethod
+    def of(cls, settings: QueueSettings) -> Self:
+        """The marks of a queue with these settings."""
+        size, spills = settings.size, settings.kind is Kind.DISK_ASSISTED
+        high = _at_least_one(settings.high_watermark, size) if spills else None
+        return cls(
+            discard=_at_least_one(settings.discard_mark, size),
+            full_delay=_at_least_one(settings.full_delay_mark, size),
+            light_delay=_at_least_one(settings.light_delay_mark, size),
+            high=high,
+            low=None if high is None else _low(settings, high),
+        )
+
+
+def _at_least_one(mark: int | Percentage | None, size: int | None) -> int | None:
+    events = None if mark is None else events_of(mark, size)
+    return None if events is None else max(1, events)
+
+
+def _low(settings: QueueSettings, high: int) -> int | None:
+    if settings.low_watermark is None:
+        return Percentage(70).of(high)
+    return events_of(settings.low_watermark, settings.size)
 
 
 def parse_mark(value: object) -> int | Percentage:

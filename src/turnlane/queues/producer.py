@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from turnlane.errors import (
 )
 from turnlane.events import EVENT_OVERHEAD, MAX_BLOCK_BYTES, Block, prepared, stamped
 from turnlane.queues.acks import Follower, Ticket, Watermark
-from turnlane.queues.admission import MAX_SEVERITY, Waiter, check_severities
+from turnlane.queues.admission import Waiter, check_severities
 from turnlane.queues.contract import (
     AckCallback,
     AckLevel,
@@ -28,12 +27,11 @@ from turnlane.queues.contract import (
     Published,
 )
 from turnlane.queues.entries import BlockEntry, EventEntry, PublishEntry, size_of
+from turnlane.queues.pieces import Pieces
+from turnlane.queues.values import as_bytes, measured, nanoseconds
 
 if TYPE_CHECKING:
     from turnlane.queues.intake import Intake
-
-_MAX_MICROSECONDS = (1 << 63) // 1000
-"""Timestamps are carried in nanoseconds, which have to fit 64 bits."""
 
 
 def hashed(producer_id: str) -> bytes:
@@ -145,21 +143,13 @@ class HoldingProducer(Producer):
         self, block: Block, *, sequence: int | None = None, timeout: float | None = None
     ) -> Published:
         self.queue.gate.check_open(self.queue.name)
-        block = self._checked(block)
-        total = Published(-1, 0, 0, 0)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for piece, size in self._pieces(block, size_of(block)):
-            entry = self._block_entry(piece, size, sequence)
-            left = None if deadline is None else deadline - time.monotonic()
-            try:
-                self._publish_slowly(entry, left, blocking=True)
-            except QueueFull as error:
-                error.accepted = total.accepted + total.repeated + total.dropped
-                raise
-            total = _sum(total, entry.published)
-            if sequence is not None:
-                sequence += piece.num_rows
-        return total
+        entries = self._entries(self._checked(block), sequence)
+        if len(entries) > 1:
+            return self._publish_pieces(entries, timeout)
+        if not entries:
+            return Published(-1, 0, 0, 0)
+        self._publish_slowly(entries[0], timeout, blocking=True)
+        return entries[0].published
 
     def try_publish_block(self, block: Block, *, sequence: int | None = None) -> Published | None:
         block = self._checked(block)
@@ -173,8 +163,8 @@ class HoldingProducer(Producer):
     def vet(self, block: Block) -> Block:
         """The block, ready to be published later; raises what would then be raised for ever."""
         block = self._checked(block)
-        for piece, size in self._pieces(block, size_of(block)):
-            self._check(BlockEntry(self, piece, size, None))
+        for entry in self._entries(block, None):
+            self._check(entry)
         return block
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -199,17 +189,41 @@ class HoldingProducer(Producer):
         self, entry: PublishEntry, timeout: float | None, *, blocking: bool
     ) -> bool:
         """Everything that the fast path leaves out: policies, flow control, standing in line."""
+        self._let_in(entry, timeout, blocking=blocking)
+        if entry.inside and blocking:
+            return self._await(entry.ticket, timeout)
+        if entry.ticket is not None:
+            entry.ticket.leave()
+        return entry.inside
+
+    def _publish_pieces(self, entries: list[BlockEntry], timeout: float | None) -> Published:
+        """Let all in, then wait for the last: so ``AckPending`` means that all of it is inside."""
+        for entry in entries:
+            self._check(entry)  # before any is in
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pieces = Pieces()
+        for entry in entries:
+            try:
+                self._let_in(entry, _left(deadline), blocking=True)
+            except QueueFull as error:
+                self._check_kept(lost=pieces.lost)
+                error.accepted, error.pending = pieces.events, not pieces.reached
+                raise
+            pieces.add(entry)
+        if self._mark is not None and pieces.last is not None:
+            with self.queue.lock:
+                ticket = self._mark.ticket(pieces.last.first, pieces.last.offset)
+            self._await(ticket, _left(deadline))
+            self._check_kept(lost=pieces.lost)
+        return pieces.published
+
+    def _let_in(self, entry: PublishEntry, timeout: float | None, *, blocking: bool) -> None:
         with self.queue.lock:
             self._check(entry)
             flow = self._flow if blocking else FlowControl.NONE
             waiter = self.queue.admit(entry, flow, timeout, blocking=blocking)
         if waiter is not None:
             self._stand_in_line(waiter, entry, timeout)
-        if entry.inside and blocking:
-            return self._await(entry.ticket, timeout)
-        if entry.ticket is not None:
-            entry.ticket.leave()
-        return entry.inside
 
     def _stand_in_line(self, waiter: Waiter, entry: PublishEntry, timeout: float | None) -> None:
         queue = self.queue
@@ -253,6 +267,14 @@ class HoldingProducer(Producer):
         same = ready.schema.equals(block.schema, check_metadata=True)
         self._schema = ready.schema if same else None
         return ready
+
+    def _entries(self, block: Block, sequence: int | None) -> list[BlockEntry]:
+        entries: list[BlockEntry] = []
+        for piece, size in self._pieces(block, size_of(block)):
+            entries.append(self._block_entry(piece, size, sequence))
+            if sequence is not None:
+                sequence += piece.num_rows
+        return entries
 
     def _pieces(self, block: Block, size: int) -> Iterator[tuple[Block, int]]:
         """The block, halved until each piece fits the queue; a single event may still not."""
@@ -303,66 +325,14 @@ class HoldingProducer(Producer):
                 raise AckPending(msg)
             msg = f"queue {self.queue.name!r} was closed before the event was acked"
             raise QueueClosed(msg)
-        if ticket.lost and self.queue.door.blocks:
-            msg = f"queue {self.queue.name!r} lost the event to a failing disk: publish it again"
-            raise StorageFailed(msg)
+        self._check_kept(lost=ticket.lost)
         return not ticket.lost
 
-
-def _sum(one: Published, other: Published) -> Published:
-    first = one.first if one.first >= 0 else other.first
-    return Published(
-        first,
-        one.accepted + other.accepted,
-        one.dropped + other.dropped,
-        one.repeated + other.repeated,
-    )
+    def _check_kept(self, *, lost: bool) -> None:
+        if lost and self.queue.door.blocks:
+            msg = f"queue {self.queue.name!r} lost the event to a failing disk: publish it again"
+            raise StorageFailed(msg)
 
 
-def as_bytes(value: object) -> bytes:
-    """An event's value, which nobody else can change any more."""
-    if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value)
-    msg = f"an event's value is bytes, not {type(value).__name__}; encode it first"
-    raise TypeError(msg)
-
-
-def nanoseconds(timestamp: int) -> int:
-    """A timestamp in microseconds as the queue carries it."""
-    if not -_MAX_MICROSECONDS < operator.index(timestamp) < _MAX_MICROSECONDS:
-        msg = f"timestamp {timestamp} is no number of microseconds since the epoch"
-        raise ValueError(msg)
-    return timestamp * 1000
-
-
-def measured(
-    key: str | None,
-    headers: Mapping[str, str] | None,
-    severity: int | None,
-    source: str | None,
-) -> int:
-    """The size of an event's optional columns.
-
-    Encoding here, and not only when the block is sealed, gives a wrong type or a lone surrogate
-    back to the publisher who sent it instead of to the thread that seals everybody's events.
-    """
-    size = 0
-    for name, text in (("key", key), ("source", source)):
-        if text is not None:
-            if not isinstance(text, str):
-                msg = f"{name} is text, not {type(text).__name__}"
-                raise TypeError(msg)
-            size += len(text.encode())
-    if headers is not None:
-        if not isinstance(headers, Mapping):
-            msg = f"headers are a mapping of text to text, not {type(headers).__name__}"
-            raise TypeError(msg)
-        for name, text in headers.items():
-            size += len(name.encode()) + len(text.encode()) + 8
-    if isinstance(severity, bool):
-        msg = "severity is a number, not a bool"
-        raise TypeError(msg)
-    if severity is not None and not 0 <= operator.index(severity) <= MAX_SEVERITY:
-        msg = f"severity {severity} is not between 0 (emergency) and {MAX_SEVERITY} (debug)"
-        raise ValueError(msg)
-    return size
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

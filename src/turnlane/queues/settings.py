@@ -19,7 +19,7 @@ from turnlane.queues.completion import complete
 from turnlane.queues.contract import Durability, FullBehavior
 from turnlane.queues.kinds import ALL, IN_MEMORY, ON_DISK, STORING, WAITING, Kind
 from turnlane.queues.knobs import Compression, Count, DiskDurability, Name, Rate, knob
-from turnlane.queues.marks import Mark, Marks, events_of
+from turnlane.queues.marks import Mark, Marks
 
 
 class QueueSettings(BaseModel):
@@ -347,28 +347,7 @@ class QueueSettings(BaseModel):
     @cached_property
     def marks(self) -> Marks:
         """The marks in events."""
-        return Marks(
-            discard=self._at_least_one(self.discard_mark),
-            full_delay=self._at_least_one(self.full_delay_mark),
-            light_delay=self._at_least_one(self.light_delay_mark),
-            high=self._high(),
-            low=self._low(),
-        )
-
-    def _at_least_one(self, mark: int | Percentage | None) -> int | None:
-        events = None if mark is None else events_of(mark, self.size)
-        return None if events is None else max(1, events)
-
-    def _high(self) -> int | None:
-        return self._at_least_one(self.high_watermark) if self.kind is Kind.DISK_ASSISTED else None
-
-    def _low(self) -> int | None:
-        high = self._high()
-        if high is None:
-            return None
-        if self.low_watermark is None:
-            return Percentage(70).of(high)
-        return events_of(self.low_watermark, self.size)
+        return Marks.of(self)
 
     @model_validator(mode="before")
     @classmethod

@@ -58,6 +58,7 @@ class Store:
         self.log = written
         self.journal = journal
         self._directory = directory
+        self.queue_id = directory.queue_id
         self._state = state
         self._reader = written.reader()
         self._visitor = written.reader()

@@ -7,13 +7,12 @@ import ipaddress
 import re
 import socket
 from dataclasses import dataclass, replace
-from typing import Any, Final, Self
+from typing import ClassVar, Final, Self
 
-from pydantic import GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, core_schema
 
 from turnlane.errors import AddressTaken, ConfigError
+from turnlane.quantities import Written
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -22,8 +21,15 @@ _FORM: Final = re.compile(r"(?:\[([0-9A-Fa-f:.%]+)\]|([A-Za-z0-9._*-]*)):([0-9]{
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class Address(Written):
     """A host and a port; port 0 lets the operating system choose one."""
+
+    schema: ClassVar[JsonSchemaValue] = {
+        "type": "string",
+        "pattern": f"^(?:{_FORM.pattern})$",
+        "description": "an address: host:port",
+        "examples": ["127.0.0.1:8088", "[::1]:8088", ":8088"],
+    }
 
     host: str
     port: int
@@ -76,24 +82,6 @@ class Address:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, _source: object, _handler: object) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            cls.parse, serialization=core_schema.to_string_ser_schema()
-        )
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, _schema: CoreSchema, _handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        schema: dict[str, Any] = {
-            "type": "string",
-            "pattern": f"^(?:{_FORM.pattern})$",
-            "description": "an address: host:port",
-            "examples": ["127.0.0.1:8088", "[::1]:8088", ":8088"],
-        }
-        return schema
 
 
 def check_exposed(

@@ -130,6 +130,11 @@ class Authority:
         """The name of a valid token, ``None`` if there are no tokens; else ``NotAllowed``."""
         return self._known(bearer).name if self._tokens else None
 
+    def own(self, bearer: str | None, name: str) -> str:
+        """A name that a client calls itself, apart from the same one under another token."""
+        token = self.identify(bearer)
+        return name if token is None else f"{token}\n{name}"
+
     def _known(self, bearer: str | None) -> _Token:
         if bearer is None:
             raise _refusal("a token is needed: send Authorization: Bearer …", known=False)

@@ -11,12 +11,14 @@ from typing import Any
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from turnlane.delivery.columns import DIRECT, PAYLOAD
 from turnlane.pipeline.cases import Case, CaseEvent, Row
 from turnlane.pipeline.settings import MAIN, ActionSettings, PipelineSettings
+from turnlane.spark.answers import answer
 from turnlane.spark.columns import read_schema
-from turnlane.spark.payloads import PAYLOAD, with_payload
-from turnlane.spark.pipeline import Pipeline, answer
-from turnlane.spark.routing import DIRECT, QUEUE
+from turnlane.spark.payloads import with_payload
+from turnlane.spark.pipeline import Pipeline
+from turnlane.spark.routing import QUEUE
 
 
 class Trial:
@@ -46,13 +48,11 @@ class Trial:
         return self._spark.createDataFrame(rows, read_schema(include_headers=True))
 
     def _of(self, action: ActionSettings) -> DataFrame:
-        events = self._arrived(action)
-        others = {name: self._queue(name) for name in action.with_queues}
-        return answer(action, events, others)
+        return answer(action, self._arrived(action), self._queue)
 
     def _arrived(self, action: ActionSettings) -> DataFrame:
         """What is routed to an action, as its lane would read it."""
-        route = DIRECT if action.is_direct else QUEUE
+        route = DIRECT if action.is_called_by_main else QUEUE
         return (
             self._routed.where(F.array_contains(route, action.name))
             .drop(DIRECT)
@@ -64,7 +64,7 @@ class Trial:
         for action in self._settings.queued:
             if action.name == name:
                 return self._arrived(action)
-        return self._source if name == MAIN else self._source.limit(0)
+        return self._source.limit(0)
 
 
 def _columns(event: CaseEvent, now: datetime, offset: int) -> tuple[Any, ...]:

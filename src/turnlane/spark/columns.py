@@ -11,8 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
+from turnlane.delivery.columns import DIRECT, PAYLOAD
 from turnlane.errors import SchemaMismatch
 from turnlane.events import Block, conform, typed
+from turnlane.outputs.identity import ROW
 
 READ_SCHEMA = (
     "key string, value binary, timestamp timestamp, severity tinyint, source string, "
@@ -20,7 +22,7 @@ READ_SCHEMA = (
 )
 HEADERS = "headers map<string,string>"
 
-_PLACE = ("queue", "partition", "offset", "direct", "payload")
+_PLACE = ("queue", "partition", "offset", DIRECT, PAYLOAD, ROW)
 """Columns that say where an event is, or goes, or how it looks there; they are not stored."""
 
 

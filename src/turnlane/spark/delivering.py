@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from turnlane.delivery.columns import DIRECT, PAYLOAD
 from turnlane.delivery.engine import GRACE, Engine
 from turnlane.delivery.outcome import DeadLetter, Outcome
 from turnlane.delivery.settings import FailoverSettings, Ordering
@@ -43,7 +44,7 @@ class Delivery:
         self._order = _Order(step.delivery.ordering)
         self._until = time.monotonic() + step.delivery.max_time
 
-    def run(self, blocks: Iterable[Block]) -> Iterator[tuple[Block, Outcome]]:
+    def run(self, blocks: Iterable[Block]) -> Generator[tuple[Block, Outcome]]:
         """Deliver blocks, all that the task has; gives each back with what became of it."""
         taken: deque[Block] = deque()
 
@@ -52,11 +53,12 @@ class Delivery:
                 taken.append(block)
                 yield _handed(block, self._step)
 
-        for outcome in self._engine.run(handed()):
-            block = taken.popleft()
-            final = self._failed_over(block, outcome)
-            self._order.note(block, final.kept)
-            yield block, final
+        with closing(self._engine.run(handed())) as outcomes:
+            for outcome in outcomes:
+                block = taken.popleft()
+                final = self._failed_over(block, outcome)
+                self._order.note(block, final.kept)
+                yield block, final
 
     def deliver(self, rows: Block) -> Outcome:
         """Deliver some of the task's rows: those before have had their chance."""
@@ -106,7 +108,13 @@ class Delivery:
         counted = Counted(output)
         gate = self._gates.gate(name, self._step.reads, self._step.delivery, counted.doing)
         self._opened.enter_context(gate)
-        engine = Engine(counted, self._step.delivery, gate, grace=_grace_of(output.settings))
+        engine = Engine(
+            counted,
+            self._step.delivery,
+            gate,
+            grace=_grace_of(output.settings),
+            takes_apart=output.takes_apart,
+        )
         return self._opened.enter_context(engine)
 
 
@@ -149,6 +157,10 @@ class Counted:
             with self._lock:
                 self._sending -= 1
 
+    def cancel(self) -> None:
+        """As the output does."""
+        self._output.cancel()
+
 
 class _Order:
     """Which rows may not be tried any more: others before them wait."""
@@ -181,14 +193,14 @@ class _Order:
 def _handed(rows: Block, step: Step, output: dict[str, Any] | None = None) -> Block:
     """Rows as outputs get them: with the queue they come from, and the payload they want."""
     names = rows.schema.names
-    if "direct" in names:  # in the main lane `queue` says where rows go
-        rows = rows.drop_columns(["direct"])
-        at = rows.schema.get_field_index("queue")
-        rows = rows.set_column(at, "queue", pa.repeat(pa.scalar(step.reads), rows.num_rows))
+    if DIRECT in names:  # in the main lane `queue` says where rows go
+        rows = rows.drop_columns([DIRECT, "queue"])
+    if "queue" not in rows.schema.names and "offset" in names:
+        rows = rows.append_column("queue", pa.repeat(pa.scalar(step.reads), rows.num_rows))
     form = (output or step.output or {}).get("format")
-    if form == "raw" and "payload" in names and "value" in names:
-        at = rows.schema.get_field_index("payload")
-        rows = rows.set_column(at, "payload", rows.column("value"))
+    if form == "raw" and PAYLOAD in names and "value" in names:
+        at = rows.schema.get_field_index(PAYLOAD)
+        rows = rows.set_column(at, PAYLOAD, rows.column("value"))
     return rows
 
 

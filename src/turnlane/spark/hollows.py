@@ -18,8 +18,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import ArrayType, MapType
 
-HOLLOWS: Final = "hollows"
-"""The column with a bit for every column of lists or maps: whether it is null."""
+from turnlane.delivery.columns import HOLLOWS
+
 _MOST: Final = 62
 """Columns that have a bit; others go as they are."""
 

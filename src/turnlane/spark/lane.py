@@ -13,6 +13,7 @@ from typing import Final
 
 from pyspark.sql.streaming.query import StreamingQuery
 
+from turnlane.backoff import doubled
 from turnlane.spark.suspension import Suspension
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ FIRST_PAUSE: Final = 1.0
 LAST_PAUSE: Final = 60.0
 """Seconds between attempts, doubling from one to the other."""
 LOOK_SECONDS: Final = 0.2
+IDLE_LOOK_SECONDS: Final = 1.0
+"""Between looks at a query that has batches, and at one that has none: a look is not free."""
 BATCH_SECONDS: Final = 10.0
 """How long a batch may go on once the lane is to stop: a task stops sending after half of that."""
 PROCESSING: Final = "Processing new data"
@@ -120,7 +123,7 @@ class Lane:
         )
 
     def _run(self) -> None:
-        pause = FIRST_PAUSE
+        failures = 0
         while not self._stop.is_set():
             batches = self._batches
             try:
@@ -130,11 +133,10 @@ class Lane:
                 log.warning("lane %s failed: %s", self.name, self._reason)
             if self._stop.is_set():
                 break
-            if self._batches > batches:
-                pause = FIRST_PAUSE  # it had recovered: a batch that fails for ever is the first
+            # It had recovered if there was a batch: one that fails for ever is the first.
+            failures = 1 if self._batches > batches else failures + 1
             self._state = LaneState.WAITING
-            self._stop.wait(pause)
-            pause = min(2 * pause, LAST_PAUSE)
+            self._stop.wait(doubled(FIRST_PAUSE, LAST_PAUSE, failures))
             self._restarts += 1
         self._state = LaneState.STOPPED
 
@@ -142,9 +144,11 @@ class Lane:
         self._state = LaneState.STARTING
         query = self._query = self._start(uuid.uuid4().hex)
         try:
+            pause = LOOK_SECONDS
             while query.isActive and not self._stop.is_set():
-                self._stop.wait(LOOK_SECONDS)
-                self._look(query)
+                self._stop.wait(pause)
+                is_busy = self._look(query)
+                pause = LOOK_SECONDS if is_busy else min(1.5 * pause, IDLE_LOOK_SECONDS)
             self._let_batch_end(query)
         finally:
             self._suspension = None
@@ -164,7 +168,9 @@ class Lane:
                 return
             time.sleep(0.01)
 
-    def _look(self, query: StreamingQuery) -> None:
+    def _look(self, query: StreamingQuery) -> bool:
+        """Take note of how the query does; whether it has done anything since the last look."""
+        batches = self._batches
         progress = query.lastProgress
         if progress is not None:
             batch = (str(query.runId), progress.batchId)
@@ -176,6 +182,7 @@ class Lane:
             self._reason = None
         self._suspension = self._held_up()
         self._watch(query)
+        return self._batches > batches
 
 
 def reason_of(error: BaseException) -> str:

@@ -3,14 +3,77 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self
 
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import to_jsonable_python
 
 from turnlane.delivery.settings import Ordering
 from turnlane.pipeline.settings import MAIN, LaneSettings
+from turnlane.problems import Contradiction, Problem
+from turnlane.quantities import Duration
+from turnlane.spark.options import ReadOptions, WriteOptions
 from turnlane.spark.steps import Step, ordering_of, ways_of
+from turnlane.spark.suspension import Way
+
+
+def _json(value: object) -> object:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+class LaneReadOptions(ReadOptions):
+    """The options of a lane's reader."""
+
+    lane: str = Field(description="The lane whose cursor the sink moves.")
+    run: str = Field(description="Tells this start of a lane from earlier ones.")
+    ways: Annotated[tuple[tuple[Way, ...], ...], BeforeValidator(_json)] = Field(
+        default=(), description="What must be free for a batch, as JSON; see `suspension.py`."
+    )
+    ordering: Ordering = Field(default=Ordering.NONE, description="What waits for what.")
+    fresh_share: float = Field(
+        default=0.0, ge=0, le=1, description="The share of the newest of a backlog."
+    )
+    probe_events: int = Field(
+        default=1000, ge=1, description="The events of a batch that is a probe."
+    )
+    batch_seconds: Duration = Field(default=5.0, gt=0, description="How long tasks go on sending.")
+
+
+class LaneWriteOptions(WriteOptions):
+    """The options of a lane's sink, and of one that delivers a batch for a lane."""
+
+    lane: str | None = Field(default=None, description="The lane whose cursor a commit moves.")
+    run: str | None = Field(
+        default=None, description="Tells this start of a lane from earlier ones."
+    )
+    steps: Annotated[tuple[Step, ...], BeforeValidator(_json)] = Field(
+        default=(), description="What tasks do for each action, as JSON; see `steps.py`."
+    )
+    routed: bool = Field(
+        default=False,
+        description="Beside `steps`: whether the column `queue` sends rows on to queues, too.",
+    )
+
+    @model_validator(mode="after")
+    def _run_given(self) -> Self:
+        if (self.lane is None) != (self.run is None):
+            raise Contradiction([Problem("run", "goes with lane")])
+        return self
+
+
+def read_options(given: Mapping[str, str]) -> ReadOptions:
+    """The options of a lane's reader if they name one, else anyone's. Raises ``ConfigError``."""
+    return (LaneReadOptions if _named(given) & {"lane"} else ReadOptions).of(given)
+
+
+def write_options(given: Mapping[str, str]) -> WriteOptions:
+    """The same of sinks."""
+    return (LaneWriteOptions if _named(given) & {"lane", "steps"} else WriteOptions).of(given)
+
+
+def _named(given: Mapping[str, str]) -> set[str]:
+    return {name.lower() for name in given}
 
 
 def reading(lane: str, run: str, settings: LaneSettings, steps: Sequence[Step]) -> dict[str, str]:
@@ -31,8 +94,6 @@ def reading(lane: str, run: str, settings: LaneSettings, steps: Sequence[Step]) 
     if age and settings.min_events == 1:
         full = max(each.batch_events for each in mine)
         options |= {"minOffsetsPerTrigger": str(full), "maxTriggerDelay": f"{age}s"}
-    if any(each.rate_limit for each in mine):
-        options["workers"] = "1"  # a rate is for all tasks together: one of them keeps to it
     return options
 
 

@@ -19,9 +19,10 @@ from pyspark.sql.types import StructType
 from turnlane.client.keys import nodes_of
 from turnlane.client.remote import Unsettled
 from turnlane.queues.spans import Span, count_of, hulls, inside
+from turnlane.spark.batch_wait import BatchWait
 from turnlane.spark.columns import RowMaker
 from turnlane.spark.lane_nodes import Gates, LaneNodes
-from turnlane.spark.options import ReadOptions
+from turnlane.spark.lane_options import LaneReadOptions
 from turnlane.spark.reading import QueueReading, gathered
 from turnlane.spark.shares import Share, batch_of, shared
 from turnlane.spark.sizing import BatchSize
@@ -46,10 +47,10 @@ class SharePartition(InputPartition):
 class LaneReader(QueueReading, DataSourceStreamReader):
     """A queue as a lane reads it. The driver has one, and each task one for its share."""
 
-    def __init__(self, options: ReadOptions, schema: StructType) -> None:
+    _options: LaneReadOptions
+
+    def __init__(self, options: LaneReadOptions, schema: StructType) -> None:
         super().__init__(options, schema)
-        assert options.lane is not None
-        assert options.run is not None
         self._size = BatchSize.at_first(
             options.probe_events, options.max_offsets_per_trigger or LARGEST, options.batch_seconds
         )
@@ -57,13 +58,11 @@ class LaneReader(QueueReading, DataSourceStreamReader):
         self._count = 0
         self._begun: float | None = None
         """When the last batch was planned, until it is known how it went."""
-        self._waiting_since: float | None = None
+        self._wait = BatchWait(options.min_offsets_per_trigger, options.max_trigger_delay)
         self._seen: Offset = {}
 
     def _lane(self) -> LaneNodes:
         options = self._options
-        assert options.lane is not None
-        assert options.run is not None
         return LaneNodes(self._nodes(), options.lane, options.run, options.queue)
 
     # ── in the driver ────────────────────────────────────────────────────────────────────────────
@@ -110,21 +109,11 @@ class LaneReader(QueueReading, DataSourceStreamReader):
         self._begun = None
 
     def _enough(self, pending: int) -> bool:
-        """Whether there is enough for a batch, or it has been waited for long enough."""
-        if not pending:
-            self._waiting_since = None
-            return False
-        now = time.monotonic()
-        if self._waiting_since is None:
-            self._waiting_since = now
-        options = self._options
-        left = self._waiting_since + options.max_trigger_delay - now
-        if pending < options.min_offsets_per_trigger and left > 0:
+        left = self._wait.left(pending, time.monotonic())
+        if left:
             # Spark asks again at once: not to burn a core while there is too little.
-            time.sleep(min(options.poll_timeout, left))
-            return False
-        self._waiting_since = None
-        return True
+            time.sleep(min(self._options.poll_timeout, left))
+        return bool(pending) and not left
 
     def _next(self, start: Offset, found: dict[int, Unsettled]) -> Offset:
         """The offset of the batch: how far it goes, and a count if that is no farther."""

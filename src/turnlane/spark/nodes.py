@@ -19,7 +19,7 @@ import pyarrow as pa
 from turnlane.client.keys import nodes_of
 from turnlane.client.remote import Credentials, RemoteNode
 from turnlane.client.url import Url
-from turnlane.errors import TransportDown
+from turnlane.errors import TransportDown, WriterAhead
 from turnlane.events import Block
 from turnlane.spark.options import SourceOptions
 from turnlane.spark.ranges import Positions
@@ -139,52 +139,56 @@ class Nodes:
             log.warning("node %d is back", node)
 
     def bytes_per_event(self, queue: str) -> float:
-        """The average size of an event that waits, at least 1."""
-        sizes = [1.0]
-        for node in self._nodes:
-            stats = node.stats(queue)[queue]
-            sizes.append(stats["bytes"] / max(1, stats["size"]))
-        return max(sizes)
+        """The average size of an event that waits, at least 1, where it is largest.
+
+        Nodes that are away are left out.
+        """
+        questions = {n: partial(node.stats, queue) for n, node in enumerate(self._nodes)}
+        found = self.answers(f"stats {queue}", questions, 0.0).values()
+        stats = [each[queue] for each in found]
+        sizes: list[float] = [each["bytes"] / max(1, each["size"]) for each in stats]
+        return max(1.0, *sizes)
 
     def read(self, node: int, queue: str, first: int, end: int) -> Iterator[tuple[int, Block]]:
         """Blocks of a range, with their first offsets."""
         return self._nodes[node].read(queue, first, end)
 
-    def offsets_at(self, queue: str, milliseconds: int) -> dict[int, int]:
-        """On every node, the offset of the first event of a time or later.
+    def offset_at(self, node: int, queue: str, milliseconds: int) -> int:
+        """On a node, the offset of the first event of a time or later.
 
         By bisection, for which events are taken to have come in the order of their timestamps.
         """
-        return {
-            number: self._offset_at(node, queue, milliseconds * 1000)
-            for number, node in enumerate(self._nodes)
-        }
-
-    def _offset_at(self, node: RemoteNode, queue: str, microseconds: int) -> int:
-        ends = node.wait(queue, -1, 0.0)
+        remote, microseconds = self._nodes[node], milliseconds * 1000
+        ends = remote.wait(queue, -1, 0.0)
         low, high = ends.low, ends.end
         while low < high:
             middle = (low + high) // 2
-            stamp = _first_timestamp(node.read(queue, middle, middle + 1))
+            stamp = _first_timestamp(remote.read(queue, middle, middle + 1))
             if stamp is not None and stamp >= microseconds:
                 high = middle
             else:
                 low = middle + 1
         return low
 
-    def settle(self, node: int, queue: str, end: int) -> None:
-        """Everything before ``end`` is done with."""
-        low = self._nodes[node].wait(queue, -1, 0.0).low
-        if low < end:
-            self._nodes[node].settle(queue, low, end)
+    def settle(self, node: int, queue: str, first: int, end: int) -> None:
+        """The offsets ``first`` to ``end - 1`` are done with.
+
+        Not if the queue does not go as far: then they were read from another one of its name.
+        """
+        if self._nodes[node].wait(queue, -1, 0.0).end >= end:
+            self._nodes[node].settle(queue, first, end)
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────
 
     def commit(
         self, node: int, stages: Sequence[str], *, writer: str | None = None, epoch: int = 0
     ) -> None:
-        """Publish stages; a repeat of a writer's epoch does nothing."""
-        self._nodes[node].commit(stages, writer=writer, epoch=epoch)
+        """Publish stages; a repeat of a writer's epoch does nothing. Raises ``WriterAhead``."""
+        if self._nodes[node].commit(stages, writer=writer, epoch=epoch) or writer is None:
+            return
+        last = self._nodes[node].epoch(writer)
+        if last is not None and last > epoch:
+            raise WriterAhead.of(writer, last, epoch)
 
     def abort(self, node: int, stages: Sequence[str]) -> None:
         """Give stages up. One that cannot be reached gives them up by itself, in time."""

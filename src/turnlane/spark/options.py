@@ -11,18 +11,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic.alias_generators import to_camel
 
-from turnlane.delivery.settings import Ordering
 from turnlane.errors import ConfigError
 from turnlane.problems import Contradiction, Problem, config_error, did_you_mean
 from turnlane.quantities import Duration, Size
-from turnlane.spark.steps import Step
-from turnlane.spark.suspension import Way
 
 EARLIEST: Final = "earliest"
 LATEST: Final = "latest"
+FROM_EARLIEST: Final = -2
+FROM_LATEST: Final = -1
+"""The same for one node, as the Kafka source has it."""
 
 Offsets = Literal["earliest", "latest"] | dict[int, int]
 """Where to begin or end: everywhere the same, or an offset for each node by its number."""
@@ -39,11 +47,31 @@ def _offsets(value: object) -> object:
         ) from None
 
 
-def _json(value: object) -> object:
-    return json.loads(value) if isinstance(value, str) else value
+def _known(offsets: Offsets) -> Offsets:
+    for node, offset in offsets.items() if isinstance(offsets, dict) else ():
+        if offset < FROM_EARLIEST:
+            raise ValueError(f"an offset, -1 (latest) or -2 (earliest), not {offset} for {node}")
+    return offsets
 
 
-OffsetsOption = Annotated[Offsets, BeforeValidator(_offsets)]
+def _end(offsets: Offsets) -> Offsets:
+    named = offsets.values() if isinstance(offsets, dict) else [offsets]
+    if EARLIEST in named or FROM_EARLIEST in named:
+        raise ValueError("there is nothing before the earliest event to read")
+    return offsets
+
+
+Beginning = Annotated[Offsets, BeforeValidator(_offsets), AfterValidator(_known)]
+Ending = Annotated[Beginning, AfterValidator(_end)]
+
+
+def with_path(options: Mapping[str, str], name: str) -> dict[str, str]:
+    """Options in which the path, as in ``load("orders")`` or ``save("orders")``, is ``name``."""
+    given = dict(options)
+    path = given.pop("path", None)
+    if path is not None:
+        given.setdefault(name, path)
+    return given
 
 
 class Options(BaseModel):
@@ -119,13 +147,14 @@ class ReadOptions(SourceOptions):
     """The options of reading."""
 
     queue: str = Field(description="The queue to read.")
-    starting_offsets: OffsetsOption = Field(
+    starting_offsets: Beginning = Field(
         default=EARLIEST,
         description="Where a new query begins: `earliest` (the oldest event that is not settled), "
-        '`latest`, or offsets by node, as in `{"0": 42}`.',
+        '`latest`, or offsets by node, as in `{"0": 42}`, where -2 is earliest and -1 latest.',
     )
-    ending_offsets: OffsetsOption = Field(
-        default=LATEST, description="Where a batch query ends: `latest`, or offsets by node."
+    ending_offsets: Ending = Field(
+        default=LATEST,
+        description="Where a batch query ends: `latest`, or offsets by node; -1 is latest.",
     )
     starting_timestamp: int | None = Field(
         default=None,
@@ -136,19 +165,24 @@ class ReadOptions(SourceOptions):
         default=None, ge=1, description="The most events a batch."
     )
     max_bytes_per_trigger: Size | None = Field(
-        default=None, ge=1, description="The most bytes a batch."
+        default=None,
+        ge=1,
+        description="The most bytes a batch, by the average size of events.",
     )
     min_offsets_per_trigger: int = Field(
         default=1, ge=1, description="Wait for so many events, `maxTriggerDelay` at most."
     )
     max_trigger_delay: Duration = Field(default=900.0, description="See `minOffsetsPerTrigger`.")
     min_partitions: int = Field(
-        default=1, ge=1, description="The fewest partitions of a batch with data."
+        default=1,
+        ge=1,
+        description="The fewest partitions of a batch, if it has so many events.",
     )
     workers: int | None = Field(
         default=None,
         ge=1,
-        description="The most partitions of a batch. Default: Spark's parallelism.",
+        description="The most partitions of a batch, or one for each node if there are more. "
+        "Default: 2, or `minPartitions` if that is more.",
     )
     worker_minimum_events: int = Field(
         default=100_000, ge=1, description="One more partition for every so many events."
@@ -158,7 +192,8 @@ class ReadOptions(SourceOptions):
     )
     fail_on_data_loss: bool = Field(
         default=True,
-        description="Fail if events that the checkpoint has not seen are gone; else go on.",
+        description="Fail if events that were to be read are gone, settled by somebody else or "
+        "with a queue that was made anew; else warn, and go on with what there is.",
     )
     include_headers: bool = Field(
         default=False,
@@ -166,33 +201,15 @@ class ReadOptions(SourceOptions):
     )
     consume: bool = Field(
         default=True,
-        description="Whether a streaming query settles what it has committed, so that the queue "
-        "can let go of it. A batch query never does.",
+        description="Whether a streaming query settles what it has read and committed, so that the "
+        "queue can let go of it. A batch query never does.",
     )
     push_filters: bool = Field(
         default=False,
         description="Let filters on `offset` and `partition` decide what a batch query reads. "
         "Needs Spark's `spark.sql.python.filterPushdown.enabled`.",
     )
-    poll_timeout: Duration = Field(default=1.0, description="How long a node is asked to wait.")
-    lane: str | None = Field(default=None, description="The lane whose cursor the sink moves.")
-    run: str | None = Field(
-        default=None, description="Tells this start of a lane from earlier ones."
-    )
-    ways: Annotated[tuple[tuple[Way, ...], ...], BeforeValidator(_json)] = Field(
-        default=(),
-        description="For lanes: what must be free for a batch, as JSON; see `suspension.py`.",
-    )
-    ordering: Ordering = Field(default=Ordering.NONE, description="For lanes: what waits for what.")
-    fresh_share: float = Field(
-        default=0.0, ge=0, le=1, description="For lanes: the share of the newest of a backlog."
-    )
-    probe_events: int = Field(
-        default=1000, ge=1, description="For lanes: the events of a batch that is a probe."
-    )
-    batch_seconds: Duration = Field(
-        default=5.0, gt=0, description="For lanes: how long tasks go on sending."
-    )
+    poll_timeout: Duration = Field(default=3.0, description="How long a node is asked to wait.")
 
 
 class WriteOptions(SourceOptions):
@@ -205,19 +222,7 @@ class WriteOptions(SourceOptions):
     writer_id: str | None = Field(
         default=None,
         description="Makes a streaming write exactly once: a batch that was committed under this "
-        "id is not written again. Default: from `checkpointLocation`.",
-    )
-    steps: Annotated[tuple[Step, ...], BeforeValidator(_json)] = Field(
-        default=(),
-        description="For lanes: what tasks do for each action, as JSON; see `steps.py`.",
-    )
-    routed: bool = Field(
-        default=False,
-        description="Beside `steps`: whether the column `queue` sends rows on to queues, too.",
+        "id is not written again. Default: by the query to which `checkpointLocation` belongs.",
     )
     checkpoint_location: str | None = Field(default=None, description="Spark's own.")
     query_name: str | None = Field(default=None, description="Spark's own.")
-    lane: str | None = Field(default=None, description="The lane whose cursor a commit moves.")
-    run: str | None = Field(
-        default=None, description="Tells this start of a lane from earlier ones."
-    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from turnlane.spark.routing import DIRECT, QUEUE
+from turnlane.delivery.columns import DIRECT, PAYLOAD
+from turnlane.spark.routing import QUEUE
 
-PAYLOAD = "payload"
 _PLACE = ("partition", "offset")
 
 

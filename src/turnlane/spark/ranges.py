@@ -35,22 +35,29 @@ def admitted(start: Positions, end: Positions, limit: int | None) -> dict[int, i
     return ends
 
 
+def apportioned(pieces: int, events: Positions) -> dict[int, int]:
+    """So many pieces shared among nodes by their events: each has one, none more than events."""
+    shares = dict.fromkeys(events, 1)
+    for _ in range(min(pieces, sum(events.values())) - len(events)):
+        largest = max(shares, key=lambda node: events[node] / shares[node])
+        shares[largest] += 1
+    return shares
+
+
 def sliced(
     start: Positions, end: Positions, *, at_least: int, at_most: int, per: int
 ) -> list[Slice]:
     """Cut a batch into tasks: one more for every ``per`` events, none if there are none.
 
     No slice holds events of two nodes, so there may be more than ``at_most`` if there are more
-    nodes than that.
+    nodes than that. None is empty, so there may be fewer than ``at_least``.
     """
     events = {node: end[node] - start[node] for node in start if end[node] > start[node]}
-    total = sum(events.values())
-    if not total:
-        return []
-    wanted = min(max(at_least, -(-total // per)), max(at_most, at_least))
+    wanted = min(max(at_least, -(-sum(events.values()) // per)), max(at_most, at_least))
+    pieces_of = apportioned(wanted, events)
     slices = []
     for node, count in sorted(events.items()):
-        pieces = min(count, max(1, round(wanted * count / total)))
+        pieces = pieces_of[node]
         cuts = [start[node] + count * piece // pieces for piece in range(pieces + 1)]
         slices += [Slice(node, *pair) for pair in itertools.pairwise(cuts)]
     return slices

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
+from turnlane.delivery.columns import DIRECT
 from turnlane.formats.parse_settings import PARSE_ERROR
 from turnlane.pipeline.settings import ActionSettings
+from turnlane.spark.tolerant import tolerant
 
-QUEUE, DIRECT = "queue", "direct"
-"""The columns that say where a row goes: queues of actions, and outputs that are called at once."""
+QUEUE = "queue"
+"""The column that says into which queues a row goes; ``DIRECT`` has the outputs that are called."""
 
 
 def routed(
-    events: DataFrame, actions: Sequence[ActionSettings], dead_letters: str | None = None
+    events: DataFrame,
+    actions: Sequence[ActionSettings],
+    dead_letters: str | None = None,
+    joined: Collection[str] = (),
 ) -> DataFrame:
     """Events with their routes, those that go nowhere left out.
 
-    As in rsyslog, a direct ``discard`` ends the event's way: later actions do not see it. What
-    could not be parsed goes to ``dead_letters``, if there is such a queue, and nowhere else.
+    As in rsyslog, a direct ``discard`` ends the event's way: later actions do not see it. Behind a
+    queue it takes nothing, unless the queue is ``joined``. What could not be parsed goes to
+    ``dead_letters``, if there is such a queue, and nowhere else.
     """
     queued: list[Column] = []
     direct: list[Column] = []
@@ -30,12 +36,12 @@ def routed(
         going = F.col(PARSE_ERROR).isNull()
     for action in actions:
         matches = _all_of(going, _condition(action))
-        if action.discards:
+        if action.discards and action.name not in joined:
             if action.is_direct:
                 going = F.expr("false") if matches is None else _all_of(going, ~matches)
             continue
         name = F.lit(action.name)
-        (direct if action.is_direct or action.tries_direct else queued).append(
+        (direct if action.is_called_by_main else queued).append(
             name if matches is None else F.when(matches, name)
         )
     routes = {QUEUE: _present(queued), DIRECT: _present(direct)}
@@ -44,7 +50,9 @@ def routed(
 
 def _condition(action: ActionSettings) -> Column | None:
     """The filter; what is neither true nor false does not pass."""
-    return None if action.filter is None else F.coalesce(F.expr(action.filter), F.expr("false"))
+    if action.filter is None:
+        return None
+    return F.coalesce(F.expr(tolerant(action.filter)), F.expr("false"))
 
 
 def _all_of(one: Column | None, other: Column | None) -> Column | None:

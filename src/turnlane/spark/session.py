@@ -18,6 +18,8 @@ from turnlane.pipeline.settings import SparkSettings
 DEFAULTS = {
     # Lanes share the cores fairly: a long batch of one does not keep the others waiting.
     "spark.scheduler.mode": "FAIR",
+    # What does not fit is null, and passes no filter; else one such event stops a lane for good.
+    "spark.sql.ansi.enabled": "false",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
     "spark.sql.python.filterPushdown.enabled": "true",
     # Half the time per batch on a local file system.

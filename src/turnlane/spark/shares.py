@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from turnlane.delivery.settings import Ordering
 from turnlane.queues.spans import Span, count_of, newest_of, oldest_of
-from turnlane.spark.ranges import admitted
+from turnlane.spark.ranges import admitted, apportioned
 
 Waiting = Mapping[int, Sequence[Span]]
 """By node, the offsets of events that wait."""
@@ -52,12 +52,10 @@ def shared(batch: Waiting, ordering: Ordering, *, at_most: int, per: int) -> lis
     one task.
     """
     counts = {node: count_of(spans) for node, spans in batch.items() if spans}
-    total = sum(counts.values())
-    wanted = min(-(-total // per), at_most)
+    pieces_of = apportioned(min(-(-sum(counts.values()) // per), at_most), counts)
     shares: list[Share] = []
     for node, count in sorted(counts.items()):
-        spans = tuple(batch[node])
-        pieces = min(count, max(1, round(wanted * count / total)))
+        spans, pieces = tuple(batch[node]), pieces_of[node]
         if ordering is Ordering.STRICT:
             shares.append(Share(node, spans))
         elif ordering is Ordering.KEY:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from pyspark.sql import DataFrame
+from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import ActionSettings
+from turnlane.spark.sinks import streams_into
+from turnlane.spark.tolerant import tolerant
 
 WORTH_A_FILE: Final = 100_000
 """Events that a lane waits for before it writes files, for `max_age` at most. Every batch makes a
@@ -25,7 +29,33 @@ def patient(action: ActionSettings) -> ActionSettings:
     return action.model_copy(update={"lane": lane})
 
 
-def in_few_files(rows: DataFrame, action: ActionSettings) -> DataFrame:
+def to_sink(rows: DataFrame, action: ActionSettings) -> DataStreamWriter:
+    """A query into an action's sink, not started yet."""
+    settings = action.output
+    rows = _in_few_files(chosen(rows, settings), action)
+    if not streams_into(rows.sparkSession, settings.format):
+        return rows.writeStream.foreachBatch(partial(_append, settings))
+    writer = rows.writeStream.format(settings.format).options(**settings.options)
+    if settings.path is not None:
+        writer = writer.option("path", settings.path)
+    return writer.partitionBy(*settings.partition_by) if settings.partition_by else writer
+
+
+def chosen(rows: DataFrame, sink: SparkSinkSettings) -> DataFrame:
+    """Rows with the columns that are to be written."""
+    return rows.selectExpr(*map(tolerant, sink.columns)) if sink.columns else rows
+
+
+def _append(sink: SparkSinkSettings, rows: DataFrame, batch: int) -> None:
+    """Write one batch into a sink that knows nothing of streams; a repeat comes in twice."""
+    del batch
+    writer = rows.write.format(sink.format).options(**sink.options).mode("append")
+    if sink.partition_by:
+        writer = writer.partitionBy(*sink.partition_by)
+    writer.save(sink.path)
+
+
+def _in_few_files(rows: DataFrame, action: ActionSettings) -> DataFrame:
     """Rows, so partitioned that a batch makes as many files as the sink says.
 
     What is read straight from a queue comes in few partitions by itself. After an aggregation

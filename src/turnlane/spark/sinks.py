@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from turnlane.errors import Never
+from turnlane.errors import ConfigError, Never
 from turnlane.outputs.spark import SparkSinkSettings
 
 LOG: Final = "_spark_metadata"
@@ -31,6 +33,29 @@ def check_sink(spark: SparkSession, sink: SparkSinkSettings, checkpoint: Path) -
         f"over what comes now: bring the checkpoint back, or give the output another path, or move "
         f"{LOG} out of this one"
     )
+
+
+def streams_into(spark: SparkSession, name: str) -> bool:
+    """Whether Spark writes streams in a format; others, such as JDBC, take only whole tables.
+
+    Raises ``ConfigError`` if Spark does not find the format.
+    """
+    jvm: Any = spark._jvm  # noqa: SLF001 - pyspark does not tell
+    conf = spark._jsparkSession.sessionState().conf()  # noqa: SLF001
+    formats = jvm.org.apache.spark.sql.execution.datasources.DataSource
+    try:
+        found = formats.lookupDataSource(name, conf)
+    except PySparkException as error:
+        raise ConfigError("format", str(error).partition("\n")[0]) from None
+    except Py4JJavaError as error:  # one that pyspark has no name for
+        why = str(error.java_exception.getMessage()).partition("\n")[0]
+        raise ConfigError("format", why) from None
+    takers = (
+        jvm.org.apache.spark.sql.sources.StreamSinkProvider,
+        jvm.org.apache.spark.sql.execution.datasources.FileFormat,
+        jvm.org.apache.spark.sql.connector.catalog.TableProvider,
+    )
+    return any(taker._java_lang_class.isAssignableFrom(found) for taker in takers)  # noqa: SLF001
 
 
 def _has_begun(checkpoint: Path) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from pyspark.sql.datasource import (
     DataSource,
     DataSourceReader,
@@ -13,20 +11,19 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
+from turnlane.errors import ConfigError
 from turnlane.spark.columns import check_writable, read_schema
+from turnlane.spark.lane_options import (
+    LaneReadOptions,
+    LaneWriteOptions,
+    read_options,
+    write_options,
+)
 from turnlane.spark.lane_reading import LaneReader
-from turnlane.spark.options import ReadOptions, WriteOptions
-from turnlane.spark.reading import BatchReader, PruningReader, StreamReader
+from turnlane.spark.options import ReadOptions, WriteOptions, with_path
+from turnlane.spark.reading import BatchReader, PruningReader
+from turnlane.spark.stream_reading import StreamReader
 from turnlane.spark.writing import BatchWriter, StreamWriter
-
-
-def _with_queue(options: Mapping[str, str]) -> dict[str, str]:
-    """``load("orders")`` and ``save("orders")`` name the queue."""
-    given = dict(options)
-    path = given.pop("path", None)
-    if path is not None:
-        given.setdefault("queue", path)
-    return given
 
 
 class TurnlaneSource(DataSource):
@@ -45,11 +42,13 @@ class TurnlaneSource(DataSource):
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
         options = self._reading()
-        kind = StreamReader if options.lane is None else LaneReader
-        return kind(options, schema)
+        if isinstance(options, LaneReadOptions):
+            return LaneReader(options, schema)
+        return StreamReader(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001
-        del overwrite  # a queue is only ever appended to
+        if overwrite:
+            raise ConfigError("mode", "is append: a queue is only ever appended to")
         return BatchWriter(self._writing(schema))
 
     def streamWriter(  # noqa: N802
@@ -57,14 +56,14 @@ class TurnlaneSource(DataSource):
         schema: StructType,
         overwrite: bool,  # noqa: FBT001
     ) -> DataSourceStreamWriter:
-        del overwrite
+        del overwrite  # results that change are written anew, as further events
         return StreamWriter(self._writing(schema))
 
     def _reading(self) -> ReadOptions:
-        return ReadOptions.of(_with_queue(self.options))
+        return read_options(with_path(self.options, "queue"))
 
     def _writing(self, schema: StructType) -> WriteOptions:
-        options = WriteOptions.of(_with_queue(self.options))
-        if not options.steps:
+        options = write_options(with_path(self.options, "queue"))
+        if not (isinstance(options, LaneWriteOptions) and options.steps):
             check_writable(schema, needs_route=options.queue is None)
         return options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -9,14 +10,17 @@ from contextlib import ExitStack
 import numpy as np
 import pyarrow as pa
 
-from turnlane.client.remote import StageWriter
+from turnlane.client.stage_writer import StageWriter
 from turnlane.delivery.dead_letters import dead_letter_block
 from turnlane.delivery.outcome import DeadLetter
+from turnlane.errors import RetryLater
 from turnlane.events import Block
 from turnlane.queues.spans import hulls, inside, spans_of
 from turnlane.spark.columns import as_block
 from turnlane.spark.nodes import Nodes, by_content, by_partition
 from turnlane.spark.passage import Buried
+
+log = logging.getLogger(__name__)
 
 
 class Stages:
@@ -60,6 +64,17 @@ class Stages:
         for (node, _, _), stage in self._stages.items():
             stages.setdefault(node, []).append(stage.finish())
         return stages
+
+    def give_up(self) -> None:
+        """Nothing of it is wanted any more."""
+        for (node, _, _), stage in self._stages.items():
+            try:
+                stage.close()
+                if stage.id is not None:
+                    self._nodes.abort(node, [stage.id])
+            except RetryLater as error:
+                log.info("the node forgets a stage by itself: %s", error)
+        self._stages.clear()
 
     def _by_node(self, rows: Block) -> Sequence[tuple[int, Block]]:
         if self._nodes.count == 1:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from turnlane.delivery.settings import DeliverySettings, Ordering
 from turnlane.pipeline.settings import MAIN, ActionSettings, PipelineSettings
+from turnlane.spark.needs import wanted_by_tasks
 from turnlane.spark.suspension import Way
 
 FAILOVER: Final = "failover"
@@ -47,11 +48,11 @@ def steps_of_main(settings: PipelineSettings) -> list[Step]:
 def _is_step(action: ActionSettings) -> bool:
     if action.discards:
         return False
-    return action.is_direct or action.tries_direct or action.delivery.only_when_suspended
+    return action.is_called_by_main or action.delivery.only_when_suspended
 
 
 def _main_step(action: ActionSettings) -> Step:
-    only_queue = not (action.is_direct or action.tries_direct)
+    only_queue = not action.is_called_by_main
     return Step(
         action=action.name,
         reads=MAIN,
@@ -73,7 +74,7 @@ def step_of_lane(action: ActionSettings) -> Step:
         output=action.output.model_dump(mode="json"),
         delivery=action.delivery,
         dead_letters=action.dead_letters,
-        rereads=action.transform is not None,
+        rereads=action.transform is not None or wanted_by_tasks(action) is not None,
         version=_version(action),
     )
 

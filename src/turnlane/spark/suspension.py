@@ -53,9 +53,9 @@ def _of_ways(ways: Ways, breakers: Breakers) -> Suspension:
     waits = [_wait(*each) for each in zip(ways, own, [own[0], *own], strict=False)]
     wait, first = min(waits), own[0]
     free = [breaker for breaker, each in zip(own, waits, strict=True) if each <= 0]
-    is_probe = bool(free) and all(map(_is_open, free))
+    is_probe = bool(free) and all(map(_is_failing, free))
     if not _is_open(first) or (free and not is_probe):
-        return Suspension(wait)
+        return Suspension(wait, is_probe)
     return Suspension(wait, is_probe, f"{ways[0].action}: {first.get('error') or 'unknown'}")
 
 
@@ -69,3 +69,8 @@ def _wait(way: Way, own: Mapping[str, Any], before: Mapping[str, Any]) -> float:
 
 def _is_open(breaker: Mapping[str, Any]) -> bool:
     return bool(breaker.get("state", "closed") != "closed")
+
+
+def _is_failing(breaker: Mapping[str, Any]) -> bool:
+    """Whether it is open, or on its way there: a full batch would be read for nothing."""
+    return _is_open(breaker) or breaker.get("failures", 0) > 0

@@ -99,7 +99,8 @@ class TableWriteOptions(TableOptions):
     writer_id: str | None = Field(
         default=None,
         description="Makes a streaming write exactly once: the batch that was committed last under "
-        "this id is not written again. Default: from `checkpointLocation`.",
+        "this id is not written again. Default: by the query to which `checkpointLocation` "
+        "belongs.",
     )
     checkpoint_location: str | None = Field(default=None, description="Spark's own.")
     query_name: str | None = Field(default=None, description="Spark's own.")

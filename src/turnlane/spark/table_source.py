@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pyspark.sql.datasource import (
     DataSource,
     DataSourceReader,
@@ -13,6 +11,8 @@ from pyspark.sql.datasource import (
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
+from turnlane.errors import ConfigError
+from turnlane.spark.options import with_path
 from turnlane.spark.table_options import TableOptions, TableReadOptions, TableWriteOptions
 from turnlane.spark.table_reading import PruningTableReader, TableReader
 from turnlane.spark.table_writing import TableBatchWriter, TableStreamWriter
@@ -36,7 +36,8 @@ class TurnlaneTableSource(DataSource):
         return kind(options, schema, _definition(options))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001
-        del overwrite  # a queue is only ever appended to
+        if overwrite:
+            raise ConfigError("mode", "is append: a queue is only ever appended to")
         return TableBatchWriter(self._writing(schema))
 
     def streamWriter(  # noqa: N802
@@ -44,24 +45,16 @@ class TurnlaneTableSource(DataSource):
         schema: StructType,
         overwrite: bool,  # noqa: FBT001
     ) -> DataSourceStreamWriter:
-        del overwrite
+        del overwrite  # results that change are written anew, as further events
         return TableStreamWriter(self._writing(schema))
 
     def _reading(self) -> TableReadOptions:
-        return TableReadOptions.of(self._given())
+        return TableReadOptions.of(with_path(self.options, "table"))
 
     def _writing(self, schema: StructType) -> TableWriteOptions:
-        options = TableWriteOptions.of(self._given())
+        options = TableWriteOptions.of(with_path(self.options, "table"))
         check_columns(schema.names, _definition(options))
         return options
-
-    def _given(self) -> dict[str, Any]:
-        """``load("mails")`` and ``save("mails")`` name the table."""
-        given = dict(self.options)
-        path = given.pop("path", None)
-        if path is not None:
-            given.setdefault("table", path)
-        return given
 
 
 def _definition(options: TableOptions) -> Definition:

@@ -19,6 +19,7 @@ from pyspark.sql.datasource import (
 )
 
 from turnlane.spark.table_options import TableWriteOptions
+from turnlane.spark.writers import writer_of
 from turnlane.table.columns import fitted, rows_of
 from turnlane.table.shards import Shard
 from turnlane.table.spread import Spread
@@ -80,20 +81,25 @@ class TableWriting:
         self._options = options
         self._job = job
 
-    def _written(self, batches: Iterator[pa.RecordBatch]) -> StagedRows:
+    # Spark's own Arrow writers, too, take batches where their base classes have rows.
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """A task's part: called where the rows are."""
         with ExitStack() as opened:
             spread = opened.enter_context(self._options.opened())
-            return TableTask(spread, self._job, opened).run(batches)
+            return TableTask(spread, self._job, opened).run(iterator)
 
     def _committed(
-        self, messages: Sequence[WriterCommitMessage | None], epoch: int | None = None
+        self,
+        messages: Sequence[WriterCommitMessage | None],
+        epoch: int | None = None,
+        writer: str | None = None,
     ) -> None:
         staged = [message for message in messages if isinstance(message, StagedRows)]
         with self._options.opened() as spread:
             for address in sorted({each for message in staged for each in message.addresses}):
                 stages = [each.stage for each in staged if address in each.addresses]
                 with Staging(spread.dialect(Shard(address)), spread.definition) as staging:
-                    staging.commit(self._job, stages, epoch)
+                    staging.commit(self._job, stages, epoch, writer)
 
     def _aborted(self) -> None:
         with self._options.opened() as spread:
@@ -102,16 +108,11 @@ class TableWriting:
                     staging.discard(self._job)
 
 
-class TableBatchWriter(TableWriting, DataSourceArrowWriter):
+class TableBatchWriter(TableWriting, DataSourceArrowWriter):  # type: ignore[misc]  # write()
     """Schedules events, once."""
 
     def __init__(self, options: TableWriteOptions) -> None:
         super().__init__(options, job_of(None))
-
-    def write(  # type: ignore[override]  # as Spark's own Arrow writers have it
-        self, iterator: Iterator[pa.RecordBatch]
-    ) -> WriterCommitMessage:
-        return self._written(iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         self._committed(messages)
@@ -121,19 +122,17 @@ class TableBatchWriter(TableWriting, DataSourceArrowWriter):
         self._aborted()
 
 
-class TableStreamWriter(TableWriting, DataSourceStreamArrowWriter):
+class TableStreamWriter(TableWriting, DataSourceStreamArrowWriter):  # type: ignore[misc]  # write()
     """Schedules events a batch at a time: exactly once if the query has an id."""
 
     def __init__(self, options: TableWriteOptions) -> None:
+        # Tasks, too, find this name: they may not see the checkpoint itself.
         super().__init__(options, job_of(options.writer_id or options.checkpoint_location))
 
-    def write(  # type: ignore[override]  # as Spark's own Arrow writers have it
-        self, iterator: Iterator[pa.RecordBatch]
-    ) -> WriterCommitMessage:
-        return self._written(iterator)
-
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        self._committed(messages, batchId)
+        options = self._options
+        writer = writer_of(options.writer_id, options.checkpoint_location)
+        self._committed(messages, batchId, writer)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         del messages, batchId

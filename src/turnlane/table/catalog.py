@@ -8,6 +8,7 @@ from turnlane.table.definition import Definition
 from turnlane.table.grammar import parse_definition
 from turnlane.table.sql.dialect import Dialect
 from turnlane.table.sql.session import Execute, Session
+from turnlane.table.staging import clear_away
 
 
 class Catalog(Closing):
@@ -71,6 +72,7 @@ class Catalog(Closing):
             execute(f"DELETE FROM turnlane_lease WHERE queue = {mark}", (name,))
             if found:
                 execute(f"DROP TABLE IF EXISTS {self.dialect.identifier(name)}")
+                clear_away(self.dialect, name, execute)
 
         self._session.transact(work)
         return found

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from turnlane.table.fence import BATCH
 from turnlane.table.settings import TableSettings
 from turnlane.table.sql.dialect import Row
 from turnlane.table.stock import Stock
-from turnlane.table.store import BATCH, Store
+from turnlane.table.store import Store
 
 SECONDS: Final = 10.0
 """Between two rounds; at most, for queues with short timeouts."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from turnlane.errors import DatabaseDown, DatabaseReadOnly
 from turnlane.table.dispatch import Assignment, assign
 from turnlane.table.event import COLUMNS, TableEvent
-from turnlane.table.keyspace import keyspace_id
 from turnlane.table.pace import Pace
 from turnlane.table.places import Place
 from turnlane.table.realm import Realm
@@ -71,20 +71,29 @@ class Firing:
         due = realm.stock.window.take(allowed, realm.now())
         if realm.stock.order is not None:
             due = realm.stock.order.admit(due)
-        decided = assign(due, places, self._key)
+        decided = assign(due, places, realm.stock.key)
         left += decided.left
-        realm.stock.pass_over(decided.homeless, realm.now())
+        realm.stock.leave(decided.homeless)
         fired = self._hand_out(decided, now)
         self._pace.give_back(allowed - fired)
         return bool(decided.left) and realm.lead.fires
 
-    def fire_new(
-        self, columns: Sequence[str], rows: Sequence[Row], places: Sequence[Place]
-    ) -> bool:
+    def fire_new(self, rows: Sequence[Mapping[str, Any]], places: Sequence[Place]) -> bool:
         """Write events that are due at once as fired and send them off; false if that cannot be.
 
         It cannot while others wait before them, or a receiver would have to be chosen by key.
         """
+        columns = tuple(rows[0]) if rows else ()
+        at_once = all(
+            tuple(row) == columns and "fire_at" not in row and "after_group" not in row
+            for row in rows
+        )
+        values = [tuple(row.values()) for row in rows]
+        return at_once and self._write_new(columns, values, places)
+
+    def _write_new(
+        self, columns: Sequence[str], rows: Sequence[Row], places: Sequence[Place]
+    ) -> bool:
         realm = self._realm
         now = realm.clock.monotonic()
         if (
@@ -209,10 +218,3 @@ class Firing:
             if event.id in standing:
                 event.marked, event.read_at = True, now
         return standing
-
-    def _key(self, event: TableEvent) -> int:
-        found = event.keyspace_id
-        if found is not None:
-            return found
-        column = self._realm.store.definition.shard_by
-        return keyspace_id(event.fire_at if column is None else event[column])

@@ -1,8 +1,8 @@
 """Gaps: ids that were given out to transactions that have not committed yet, or never will.
 
 The manager reads new rows by ascending ids. Transactions commit in another order than they took
-their ids, so an id that is missing may still appear: it is asked for again for a while. What
-appears later than that is found by the sweep over fire times.
+their ids, so an id that is missing may still appear: it is asked for again, and less often when
+it has lapsed.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from turnlane.table.lapsed import Lapsed
+
 MOST: Final = 1_000
-"""Ids to ask for again; when more are missing, the oldest are left to the sweep."""
+"""Ids to ask for often; when more are missing, the oldest lapse."""
 
 PATIENCE: Final = 60.0
-"""Seconds for which a missing id is asked for."""
+"""Seconds for which a missing id is asked for often."""
 
 
 class Gaps:
@@ -24,6 +26,7 @@ class Gaps:
         self.highest = highest
         self._missing: dict[int, float] = {}
         """With the time until which they are asked for, in order of that time."""
+        self.lapsed = Lapsed()
 
     def saw(self, ids: Sequence[int], now: float) -> None:
         """Take note of ids that were read, in ascending order."""
@@ -34,6 +37,7 @@ class Gaps:
         for each in ids:
             if each > self.highest + 1:
                 first = max(self.highest + 1, each - MOST)
+                self.lapsed.add(range(self.highest + 1, first))
                 self._missing.update(dict.fromkeys(range(first, each), until))
             self._missing.pop(each, None)
             self.highest = max(self.highest, each)
@@ -42,7 +46,7 @@ class Gaps:
     def missing(self, now: float) -> list[int]:
         """The ids to ask for again."""
         while self._missing and next(iter(self._missing.values())) <= now:
-            del self._missing[next(iter(self._missing))]
+            self._lapse()
         return list(self._missing)
 
     def youngest(self, now: float) -> float:
@@ -53,4 +57,9 @@ class Gaps:
 
     def _limit(self) -> None:
         while len(self._missing) > MOST:
-            del self._missing[next(iter(self._missing))]
+            self._lapse()
+
+    def _lapse(self) -> None:
+        oldest = next(iter(self._missing))
+        del self._missing[oldest]
+        self.lapsed.add(range(oldest, oldest + 1))

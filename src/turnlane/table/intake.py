@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
+from turnlane.table.backlogs import NEVER
 from turnlane.table.event import TableEvent
-from turnlane.table.reader import PAGE, Reader
+from turnlane.table.keyspace import KeyRange
+from turnlane.table.places import Place
+from turnlane.table.reader import PAGE, Reader, Times
 from turnlane.table.realm import Realm
+from turnlane.table.sql.dialect import Row
 
 
 class Intake:
@@ -12,38 +19,32 @@ class Intake:
 
     def __init__(self, realm: Realm) -> None:
         self._realm = realm
-        self.reader = Reader(
-            realm.store,
-            realm.settings,
-            realm.store.dialect.idle_poll,
-            realm.stock.take_passed_over,
-        )
+        self._backlogs = realm.stock.backlogs
+        dialect = realm.store.dialect
+        self.reader = Reader(realm.store, realm.settings, dialect.idle_poll, self._backlogs)
         self._listening = False
+        self._more = False
+        """Whether events are left in the table that a receiver would take."""
 
-    def read(self, now: float) -> None:
+    def read(self, now: float, places: Sequence[Place]) -> None:
         """Read what is due to be read."""
         realm = self._realm
-        room = self._room()
-        if now < self.reader.next_time(room):
-            return
-        rows = self.reader.read(realm.token, room, now, realm.now())
-        horizon = realm.horizon()
-        fresh = [
-            TableEvent(row, realm.court, now)
-            for row in realm.stock.unknown(rows)
-            if row[1] <= horizon
-        ]
-        free = [event for event in fresh if event.after_group is None]
-        realm.stock.window.add(free, realm.now())
-        waiting = {group for event in fresh if (group := event.after_group) is not None}
-        if waiting:
-            # Their groups may be done already; then the sweep finds them.
-            realm.store.ack(realm.token, (), waiting)
+        if self._backlogs.cut(place.key_range for place in places):
             self.reader.sweep_soon()
+        room = self._room() or self._make_room()
+        wanted = self._wanted(places) if room else []
+        if now >= self.reader.next_time(room):
+            rows = self.reader.read(realm.token, room, now, self._times())
+            self._take_in(self._others(self._fresh(rows, now)))
+        for span in wanted:
+            rows = self.reader.read_left(realm.token, span, room, self._times())
+            self._take_in(self._fresh(rows, now))
+        self._more = any(span in self._backlogs for span in wanted)
+        self._fit()
 
     def next_time(self) -> float:
         """When to read again; monotonic."""
-        return self.reader.next_time(self._room())
+        return float("-inf") if self._more else self.reader.next_time(self._room())
 
     def listen(self) -> None:
         """Be woken by inserts while it is quiet; under load, looking is cheaper for everybody."""
@@ -55,14 +56,92 @@ class Intake:
             store.listen(self._realm.token, on=wanted)
             self._listening = wanted
 
-    def _room(self) -> int:
-        """How many events the window takes; none until it is half empty: pages are large.
+    def _times(self) -> Times:
+        return Times(self._realm.now(), self._realm.horizon())
 
-        Of a backlog only two pages are read ahead: what waits in memory gets stale.
+    # ── rows ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _fresh(self, rows: Sequence[Row], now: float) -> list[TableEvent]:
+        """Those of the rows that are not in memory, and not too far off."""
+        realm = self._realm
+        horizon = realm.horizon()
+        unknown = realm.stock.unknown(rows)
+        return [TableEvent(row, realm.court, now) for row in unknown if row[1] <= horizon]
+
+    def _others(self, events: list[TableEvent]) -> list[TableEvent]:
+        """All but those of backlogs, which are read again in their turn."""
+        if not self._backlogs:
+            return events
+        left = {event for event in events if self._realm.stock.span(event) in self._backlogs}
+        self._realm.stock.leave(left)
+        return [event for event in events if event not in left]
+
+    def _take_in(self, events: Sequence[TableEvent]) -> None:
+        realm = self._realm
+        free = [event for event in events if event.after_group is None]
+        realm.stock.window.add(free, realm.now())
+        waiting = {group for event in events if (group := event.after_group) is not None}
+        if waiting:
+            # Their groups may be done already.
+            self.reader.ask(realm.store.ack(realm.token, (), waiting).released)
+
+    # ── room ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _room(self) -> int:
+        """How many events that are due the window takes; none until it is half empty.
+
+        (Pages are large.) Of a backlog only two pages are read ahead: what waits in memory gets
+        stale.
         """
-        window = self._realm.stock.window
-        limit = self._realm.settings.window_events
-        if window.has_due(self._realm.now()):
-            limit = min(limit, 2 * PAGE)
-        waiting = len(window)
+        realm = self._realm
+        limit = self._most_due
+        waiting = realm.stock.window.count_due(realm.now())
         return limit - waiting if waiting <= limit // 2 else 0
+
+    @property
+    def _most_due(self) -> int:
+        return min(self._realm.settings.window_events, 2 * PAGE)
+
+    def _make_room(self) -> int:
+        """Leave events of crowded parts of the key space in the table; how much room that makes.
+
+        If all parts are alike, nobody waits for room but those who are crowded.
+        """
+        stock = self._realm.stock
+        if len(self._backlogs.spans) == 1:
+            return 0
+        share = max(1, self._most_due // (4 * len(self._backlogs.spans)))
+        kept: Counter[KeyRange] = Counter()
+        gone = []
+        for event in stock.window.due(self._realm.now()):
+            span = stock.span(event)
+            kept[span] += 1
+            if kept[span] > share:
+                gone.append(event)
+        stock.window.forget(gone)
+        stock.leave(gone)
+        return self._room()
+
+    def _wanted(self, places: Sequence[Place]) -> list[KeyRange]:
+        """Backlogs of which a receiver could take events, and none wait in memory."""
+        if not self._backlogs:
+            return []
+        stock = self._realm.stock
+        there = {stock.span(event) for event in stock.window.due(self._realm.now())}
+        free = [place.key_range for place in places if place.room]
+        return [
+            span
+            for span in self._backlogs
+            if span not in there and any(each.overlaps(span) for each in free)
+        ]
+
+    def _fit(self) -> None:
+        """Have the window reach no further than it has room, and again further when it has."""
+        stock, limit = self._realm.stock, self._realm.settings.window_events
+        if len(stock.window) > limit:
+            first = stock.window.trim(limit * 3 // 4)
+            if first is not None:
+                stock.reach = first - 1
+        elif stock.reach < NEVER and len(stock.window) <= limit // 2:
+            stock.reach = NEVER
+            self.reader.sweep_soon()

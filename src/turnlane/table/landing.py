@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from turnlane.errors import TurnlaneError
 from turnlane.table.event import TableEvent
 from turnlane.table.places import Place
+from turnlane.table.reader import Reader
 from turnlane.table.realm import Realm
 from turnlane.table.sql.dialect import Row
 from turnlane.table.verdicts import Judge
@@ -20,13 +21,11 @@ LATER = 5_000_000
 class Landing:
     """Settles events and retries them. Called by a reign."""
 
-    def __init__(
-        self, realm: Realm, chance: Callable[[], float], sweep: Callable[[], None]
-    ) -> None:
+    def __init__(self, realm: Realm, chance: Callable[[], float], reader: Reader) -> None:
         self._realm = realm
         self._stock = realm.stock
         self._judge = Judge(realm.settings, chance)
-        self._sweep = sweep
+        self._reader = reader
 
     # ── what receivers say ───────────────────────────────────────────────────────────────────────
 
@@ -101,7 +100,7 @@ class Landing:
         """Retry events that an earlier manager fired."""
         verdicts = [self._judge.of(row[0], row[1], None, LATE, more=False) for row in rows]
         self._realm.store.put_back(self._realm.token, verdicts)
-        self._sweep()
+        self._reader.sweep_soon()
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
 
@@ -121,8 +120,10 @@ class Landing:
     # ── how ──────────────────────────────────────────────────────────────────────────────────────
 
     def _store_acks(self) -> None:
-        stored = self._stock.settling.store(self._realm.store, self._realm.token)
+        now = self._realm.clock.monotonic()
+        stored, released = self._stock.settling.store(self._realm.store, self._realm.token, now)
         self._realm.counts.acked += stored
+        self._reader.ask(released)
 
     def _land(self, event_id: int) -> TableEvent | None:
         """Take an event out of the air."""

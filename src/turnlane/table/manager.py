@@ -7,7 +7,6 @@ and others talk to it through an inbox.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import threading
@@ -17,14 +16,21 @@ from typing import Any
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.closing import Closing
-from turnlane.errors import DatabaseDown, DatabaseReadOnly, LeadLost, QueueClosed, RetryLater
+from turnlane.errors import (
+    DatabaseDown,
+    DatabaseReadOnly,
+    LeadLost,
+    NoSuchQueue,
+    QueueClosed,
+)
 from turnlane.table.event import COLUMNS, TableEvent
+from turnlane.table.inbox import Inbox, Message
 from turnlane.table.lead import Lead
 from turnlane.table.places import Counts, Place
+from turnlane.table.presence import PAUSE, Presence
 from turnlane.table.receiver import Receiver
 from turnlane.table.reign import Reign
 from turnlane.table.settling import Waiter
-from turnlane.table.sql.dialect import Row
 from turnlane.table.store import Store
 
 log = logging.getLogger(__name__)
@@ -58,9 +64,10 @@ class Manager(Closing):
         self._clock = clock
         self._chance = chance
         self._lead = Lead(store, store.definition.settings.lease, clock)
+        self._presence = Presence(store)
         self._reign: Reign | None = None
         self._places: dict[Receiver, Place] = {}
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox = Inbox()
         self._acks: deque[TableEvent] = deque()
         self._enough = 1
         self._wake = threading.Event()
@@ -123,13 +130,14 @@ class Manager(Closing):
         """Have events fired again."""
         self._tell(lambda: self._leading(lambda reign: reign.landing.nack(events, delay, error)))
 
-    def flush(self, timeout: float | None = None) -> bool:
+    def flush(self, timeout: float | None = None, receiver: Receiver | None = None) -> bool:
         """Wait until all acks taken so far are stored or lost; false if the time is over.
 
+        Only those of a receiver, if it is given: one that somebody holds up is no other's matter.
         :attr:`lost_acks` says which; ``LeadLost`` is raised if they are lost while it waits.
         """
         waiter = Waiter()
-        self._tell(lambda: self._await_acks(waiter))
+        self._tell(lambda: self._await_acks(waiter, receiver))
         return waiter.wait(timeout)
 
     def enqueue(self, rows: Sequence[Mapping[str, Any]], timeout: float | None = None) -> bool:
@@ -138,7 +146,7 @@ class Manager(Closing):
         Those that are due at once are written as fired and sent off, with no way through the table.
         After the time is over they may still be stored: name events that must not be there twice.
         """
-        self.store.check_columns(rows)
+        self.store.inserts.check(rows)
         waiter = Waiter()
         self._tell(lambda: self._enqueue(rows, waiter))
         return waiter.wait(timeout)
@@ -165,6 +173,9 @@ class Manager(Closing):
             self._step()
         except LeadLost as error:
             self._lose(error)
+        except NoSuchQueue as error:
+            self._presence.miss(str(error))
+            return PAUSE
         except (DatabaseDown, DatabaseReadOnly) as error:
             log.warning("queue %s: %s", self.store.definition.name, error)
             self._lead.hold_up()
@@ -176,7 +187,7 @@ class Manager(Closing):
     def _step(self) -> None:
         self._lead.keep()
         if self._reign is None and not self._take_lead():
-            self._read_inbox()
+            self._inbox.read()
             return
         reign = self._reign
         assert reign is not None
@@ -184,11 +195,14 @@ class Manager(Closing):
             self._poked = False
             reign.reader.poke()
         self._take_acks(reign)
-        self._read_inbox()
+        self._inbox.read()
         reign.step(list(self._places.values()))
 
     def _take_lead(self) -> bool:
         if self._clock.monotonic() < self._lead.next_time() or not self._lead.take():
+            return False
+        if not self._presence.is_same():
+            self._lead.give_up()
             return False
         log.info("leading queue %s", self.store.definition.name)
         reign = Reign(
@@ -230,15 +244,6 @@ class Manager(Closing):
         if taken:
             reign.landing.ack(taken)
 
-    def _read_inbox(self) -> None:
-        for _ in range(len(self._inbox)):
-            message = self._inbox.popleft()
-            try:
-                message()
-            except RetryLater:
-                self._inbox.appendleft(message)  # the database failed: it is done again
-                raise
-
     def _leading(self, action: Callable[[Reign], None]) -> None:
         if self._reign is not None:
             action(self._reign)
@@ -261,13 +266,14 @@ class Manager(Closing):
         self.lost_acks += len(self._acks)
         self._acks.clear()
 
-    def _await_acks(self, waiter: Waiter) -> None:
+    def _await_acks(self, waiter: Waiter, receiver: Receiver | None) -> None:
         if self._reign is None:
             self._drop_acks()
             waiter.tell()
         else:
             self._take_acks(self._reign)
-            self._reign.stock.settling.wait(waiter)
+            seat = None if receiver is None else self._places.get(receiver)
+            self._reign.stock.settling.wait(waiter, seat)
 
     def _enqueue(self, rows: Sequence[Mapping[str, Any]], waiter: Waiter) -> None:
         try:
@@ -280,18 +286,10 @@ class Manager(Closing):
             waiter.tell()
 
     def _fire_or_insert(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        columns = tuple(rows[0]) if rows else ()
-        at_once = all(
-            tuple(row) == columns and "fire_at" not in row and "after_group" not in row
-            for row in rows
-        )
-        values: list[Row] = [tuple(row.values()) for row in rows]
-        places = list(self._places.values())
         reign = self._reign
-        if at_once and reign is not None and reign.firing.fire_new(columns, values, places):
-            return
-        self.store.insert(rows)
-        self._poked = True
+        if reign is None or not reign.firing.fire_new(rows, list(self._places.values())):
+            self.store.inserts.insert(rows)
+            self._poked = True
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────
 
@@ -299,13 +297,20 @@ class Manager(Closing):
         while not self._closed:
             try:
                 pause = self.run_once()
-            except Exception:
-                # Not one of ours: what is in memory may be wrong. Begin anew from the table.
-                log.exception("queue %s: the manager starts anew", self.store.definition.name)
-                self._lose(LeadLost("the manager failed"))
-                pause = LONGEST_WAIT
+            except Exception as error:  # noqa: BLE001 - it is told there
+                pause = self._start_anew(error)
             self._wake.wait(pause)
             self._wake.clear()
+
+    def _start_anew(self, error: Exception) -> float:
+        """Not an error of ours: what is in memory may be wrong. Begin anew from the table."""
+        gone = self._presence.why_gone()
+        if gone is not None:
+            self._presence.miss(gone)
+        else:
+            log.error("queue %s: starting anew", self.store.definition.name, exc_info=error)
+        self._lose(LeadLost("the manager failed"))
+        return LONGEST_WAIT if gone is None else PAUSE
 
     def _end(self) -> None:
         try:
@@ -320,22 +325,16 @@ class Manager(Closing):
             self._reign.landing.abandon(QueueClosed("the manager is closed"))
             self._reign = None
         self._ended = True
-        self._read_rest()
+        self._inbox.empty()  # nobody waits for a manager that is closed
         for receiver in list(self._places):
             receiver.left(self)
         self.store.close()
 
-    def _read_rest(self) -> None:
-        """Nobody waits for a manager that is closed."""
-        while self._inbox:
-            with contextlib.suppress(IndexError):  # another thread took the last one
-                self._inbox.popleft()()
-
-    def _tell(self, message: Callable[[], None]) -> None:
-        self._inbox.append(message)
+    def _tell(self, message: Message) -> None:
+        self._inbox.put(message)
         self._wake.set()
         if self._ended:
-            self._read_rest()
+            self._inbox.empty()
 
     def _poke(self) -> None:
         self._poked = True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from turnlane.table.keyspace import keyspace_id
-from turnlane.table.shard_store import BATCH, MOVED, Batch, ShardStore, Take
+from turnlane.table.letters import MOVED, Batch, Take
+from turnlane.table.shard_store import BATCH, ShardStore
 from turnlane.table.shards import Shard
 from turnlane.table.sites import Sites
 from turnlane.table.sql.dialect import Row

@@ -44,6 +44,19 @@ class Order:
         key = self._key(event)
         return self._next(key) if self._out.get(key) == event.id else None
 
+    def leave(self, event: TableEvent) -> list[TableEvent]:
+        """An event is left in the table; returns those behind it, which are left there too.
+
+        One that was fired before keeps its key busy, wherever it is.
+        """
+        key = self._key(event)
+        if event.attempts or self._out.get(key) != event.id:
+            return []
+        del self._out[key]
+        behind = [each for _, _, each in self._waiting.pop(key, [])]
+        self._parked.difference_update(each.id for each in behind)
+        return behind
+
     def retried(self, event: TableEvent) -> None:
         """An event that was fired before and is not settled: its key is busy."""
         self._out.setdefault(self._key(event), event.id)

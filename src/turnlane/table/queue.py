@@ -66,7 +66,7 @@ class TableQueue(Closing):
         values.update({key: value for key, value in given.items() if value is not None})
         if delay is not None and "fire_at" in values:
             raise ValueError("give a time or a delay, not both")
-        return self._store.enqueue(connection, values, delay)
+        return self._store.inserts.enqueue(connection, values, delay)
 
     def enqueue_many(self, connection: Connection, rows: Iterable[Mapping[str, Any]]) -> int:
         """Insert many events at once, in the transaction of ``connection``; returns how many.
@@ -74,7 +74,7 @@ class TableQueue(Closing):
         A row may also set ``fire_at`` (nanoseconds), ``event_name``, ``priority``,
         ``event_group`` and ``after_group``.
         """
-        return self._store.enqueue_many(connection, rows)
+        return self._store.inserts.enqueue_many(connection, rows)
 
     def put(self, rows: Sequence[Mapping[str, Any]], timeout: float | None = None) -> bool:
         """Store events in a transaction of the manager's own; false if the time is over.
@@ -85,7 +85,7 @@ class TableQueue(Closing):
 
     def insert(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Insert events in one transaction of their own; as :meth:`enqueue_many` has them."""
-        self._store.insert(rows)
+        self._store.inserts.insert(rows)
 
     def receive(self, key_range: str = "-", prefetch: int = PREFETCH) -> Receiver:
         """A receiver of the events in a key range; starts a manager in this process.

@@ -1,26 +1,31 @@
 """The reader: finds the rows that belong into the window.
 
 Three ways, because none is enough. *New rows* are read by ascending id: a short range at the end of
-an index, whatever the table holds. *Gaps* in the ids are asked for again. The *sweep* goes through
+an index, whatever the table holds. *Gaps* in the ids are asked for again, often at first and then
+every few seconds, as long as their transactions may be open. The *sweep* goes through
 fire times up to the window's end: it finds what comes into the window, what was committed late,
 what somebody edited by hand, and after a downtime everything, page by page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Iterable
+from typing import Final, NamedTuple
 
+from turnlane.table.backlogs import Backlogs
 from turnlane.table.gaps import Gaps
+from turnlane.table.keyspace import KeyRange
 from turnlane.table.settings import TableSettings
 from turnlane.table.sql.dialect import Row
-from turnlane.table.store import Store
+from turnlane.table.store import Position, Store
 
 SWEEP_SECONDS: Final = 5.0
-FULL_SWEEP_SECONDS: Final = 3600.0
+FULL_SWEEP_SECONDS: Final = 60.0
+KEPT_SWEEP_SECONDS: Final = 3600.0
 RECENT: Final = 600 * 1_000_000_000
 """A sweep starts ten minutes back: it need not pass over all the acked rows of the past. Older
-ones can be found by their ids, and by a full sweep at the start and every hour."""
+ones are found by their ids, and by a full sweep: at the start, and every minute, or every hour if
+acked rows are kept."""
 
 PAGE: Final = 2_000
 """Rows to a page of a backlog, and to a look at new rows."""
@@ -39,6 +44,17 @@ time from due to received is the same."""
 GAP_POLLS: Final = (0.02, 1.0)
 """The shortest and the longest time between looks for ids that are missing."""
 
+LAPSED_POLL: Final = 3.0
+"""Seconds between looks for those that are missing for long."""
+
+
+class Times(NamedTuple):
+    """On the database's clock."""
+
+    now: int
+    horizon: int
+    """The end of the window."""
+
 
 class Reader:
     """Where the manager is in the table. Times are passed in: monotonic, and the database's."""
@@ -48,20 +64,20 @@ class Reader:
         store: Store,
         settings: TableSettings,
         slow_poll: float,
-        passed_over: Callable[[], int],
+        backlogs: Backlogs,
     ) -> None:
         self._store = store
-        self._passed_over = passed_over
-        """Says from which fire time on events were read and left there."""
-        self._ahead = round(settings.window * 1e9)
+        self._backlogs = backlogs
         self._every = min(SWEEP_SECONDS, settings.window / 3)
+        self._every_full = KEPT_SWEEP_SECONDS if settings.retention else FULL_SWEEP_SECONDS
         self._slow_poll = slow_poll
         self._gaps = Gaps(0)
-        self._position: tuple[int, int] | None = None
+        self._position: Position | None = None
         """Of a sweep that is under way."""
+        self._asked: set[int] = set()
         self._next_sweep = self._next_full = float("-inf")
         self._next_poll = float("-inf")
-        self._next_gaps = float("inf")
+        self._next_gaps = self._next_lapsed = float("inf")
         self._pause = FAST_POLL
         self.busy = 0
         """Looks in a row that found new rows."""
@@ -70,6 +86,9 @@ class Reader:
         """Begin anew, from what the table holds now."""
         # Before the sweep: what is inserted from here on is read by its id.
         self._gaps = Gaps(self._store.last_id())
+        running = self._store.running()
+        if running is not None:
+            self._gaps.lapsed.began(running)
         self._next_full = self._next_sweep = float("-inf")
         self.poke()
 
@@ -81,36 +100,54 @@ class Reader:
         """Rows that were passed over may be wanted now."""
         self._next_sweep = float("-inf")
 
-    def read(self, token: int, room: int, now: float, database_now: int) -> list[Row]:
+    def ask(self, ids: Iterable[int]) -> None:
+        """Events of these ids are to be fired now."""
+        self._asked.update(ids)
+
+    def read(self, token: int, room: int, now: float, times: Times) -> list[Row]:
         """Rows to be fired; some of them may be known. ``room`` is what the window can take."""
+        if self._asked and room > 0:
+            rows = self._store.read_ids(token, list(self._asked))
+            self._asked.clear()
+            return rows
         if now >= self._next_sweep and self._position is None:
-            self._start_sweep(now, database_now)
+            self._start_sweep(now, times.now)
         if self._position is not None:
-            return self._page(token, database_now, min(room, PAGE)) if room > 0 else []
+            return self._page(token, times.horizon, min(room, PAGE)) if room > 0 else []
         if room <= 0:
             # New rows are not read: the sweep will come to them.
-            self._position = (database_now - RECENT, -1)
+            self._position = (times.now - RECENT, -1)
             return []
-        return self._new_rows(token, now) + self._gap_rows(token, now)
+        rows = self._new_rows(token, now) + self._gap_rows(token, now)
+        return rows + self._lapsed_rows(token, now)
+
+    def read_left(self, token: int, span: KeyRange, room: int, times: Times) -> list[Row]:
+        """Rows of a part of the key space that were left in the table."""
+        limit = min(room, PAGE)
+        after = self._backlogs.position(span)
+        rows = self._store.read_due(token, after, times.horizon, limit, (span,))
+        self._backlogs.advance(span, _end(rows, limit))
+        return rows
 
     def next_time(self, room: int) -> float:
         """When to read again; monotonic."""
-        if self._position is not None:
+        if self._position is not None or self._asked:
             return float("-inf") if room > 0 else float("inf")
-        return min(self._next_poll, self._next_sweep, self._next_gaps)
+        return min(self._next_poll, self._next_sweep, self._next_gaps, self._next_lapsed)
 
     def _start_sweep(self, now: float, database_now: int) -> None:
-        self._position = (min(database_now - RECENT, self._passed_over()), -1)
+        self._position = (min(database_now - RECENT, self._backlogs.take_first()), -1)
         if now >= self._next_full:
             self._position = FIRST
-            self._next_full = now + FULL_SWEEP_SECONDS
+            self._next_full = now + self._every_full
         self._next_sweep = now + self._every
 
-    def _page(self, token: int, database_now: int, limit: int) -> list[Row]:
+    def _page(self, token: int, until: int, limit: int) -> list[Row]:
         assert self._position is not None
-        until = database_now + self._ahead
-        rows = self._store.read_due(token, self._position, until, limit)
-        self._position = (rows[-1][1], rows[-1][0]) if len(rows) == limit else None
+        self._backlogs.lower(self._position)
+        ranges = self._backlogs.others
+        rows = self._store.read_due(token, self._position, until, limit, ranges) if ranges else []
+        self._position = _end(rows, limit)
         return rows
 
     def _new_rows(self, token: int, now: float) -> list[Row]:
@@ -138,6 +175,20 @@ class Reader:
         self._plan_gaps(now)
         return rows
 
+    def _lapsed_rows(self, token: int, now: float) -> list[Row]:
+        lapsed = self._gaps.lapsed
+        if now < self._next_lapsed:
+            if lapsed and self._next_lapsed == float("inf"):
+                self._next_lapsed = now + LAPSED_POLL
+            return []
+        running = self._store.running()
+        rows = self._store.read_ids(token, lapsed.ids) if lapsed.ids else []
+        more = lapsed.saw(row[0] for row in rows)
+        if more or (running is not None and lapsed.over(running)):
+            self._next_full = self._next_sweep = float("-inf")
+        self._next_lapsed = now + LAPSED_POLL if lapsed else float("inf")
+        return rows
+
     def _plan_gaps(self, now: float) -> None:
         """The longer an id is missing, the less likely it is to come soon."""
         shortest, longest = GAP_POLLS
@@ -149,3 +200,8 @@ class Reader:
     def idle(self) -> bool:
         """Whether nothing has come for a while."""
         return self._pause >= 20 * FAST_POLL
+
+
+def _end(rows: list[Row], limit: int) -> Position | None:
+    """The position of the last row of a page, if there may be more."""
+    return (rows[-1][1], rows[-1][0]) if len(rows) == limit else None

@@ -35,5 +35,6 @@ class Realm:
         return self.lead.now()
 
     def horizon(self) -> int:
-        """The end of the window, on the database's clock."""
-        return self.now() + round(self.settings.window * 1e9)
+        """The end of the window, on the database's clock: nearer while it is full."""
+        now = self.now()
+        return max(now, min(now + round(self.settings.window * 1e9), self.stock.reach))

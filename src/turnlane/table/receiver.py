@@ -33,8 +33,8 @@ class Source(Protocol):
     def detach(self, receiver: Receiver) -> None:
         """Stop sending events to the receiver."""
 
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all acks taken so far are stored."""
+    def flush(self, timeout: float | None = None, receiver: Receiver | None = None) -> bool:
+        """Wait until all acks taken so far are stored, or those of one receiver."""
 
 
 class Receiver(Closing):
@@ -118,7 +118,7 @@ class Receiver(Closing):
         Raises ``LeadLost`` if a manager lost the lead before: the events fire again elsewhere.
         """
         sources = [*self._sources, *self._gone]
-        stored = [source.flush(timeout) for source in sources]
+        stored = [source.flush(timeout, self) for source in sources]
         lost = [source for source in sources if self._has_lost(source)]
         if lost:
             raise LeadLost("acks were not stored: their events fire again elsewhere")

@@ -39,7 +39,7 @@ class Reign:
         self._realm = Realm(store, lead, lead.token, court, counts, clock, self.stock)
         self._intake = Intake(self._realm)
         self.firing = Firing(self._realm)
-        self.landing = Landing(self._realm, chance, self.reader.sweep_soon)
+        self.landing = Landing(self._realm, chance, self.reader)
         self.collector = Collector(
             store, store.definition.settings, self.stock, self.landing.collected
         )
@@ -68,7 +68,7 @@ class Reign:
         if self.stock.flights:
             realm.lead.keep(proven=True)
         if places:
-            self._intake.read(now)
+            self._intake.read(now, places)
             self.firing.fire(places)
         if self.collector.run_once(realm.token, now, realm.now()):
             self.reader.sweep_soon()

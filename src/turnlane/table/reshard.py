@@ -23,9 +23,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from turnlane.errors import ConfigError, ReshardUnderWay
+from turnlane.table.letters import Take
 from turnlane.table.mover import Mover
 from turnlane.table.settings import Ordering
-from turnlane.table.shard_store import BATCH, ShardStore, Take
+from turnlane.table.shard_store import BATCH, ShardStore
 from turnlane.table.shards import Shard, ShardMap
 from turnlane.table.sites import Sites
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 
 from turnlane.table.event import TableEvent
 from turnlane.table.store import Store
@@ -13,6 +13,9 @@ FULL = 1_000
 
 DELAY = 0.05
 """Seconds for which an ack waits for others, unless somebody waits for it."""
+
+HELD = 0.25
+"""Seconds until another try with an ack whose row somebody else is about to change."""
 
 
 class Waiter:
@@ -40,27 +43,34 @@ class Settling:
     """Acks by event id. Kept until the database has them, however long it is away."""
 
     def __init__(self) -> None:
-        self._acks: dict[int, str | None] = {}
-        """With their event groups."""
+        self._acks: dict[int, TableEvent] = {}
         self._doubtful: set[int] = set()
         """Acks of events that nobody here remembers to have fired."""
+        self._held: dict[int, TableEvent] = {}
+        """Acks of events whose rows somebody else is about to change: they are tried again."""
         self._since: float | None = None
-        self._waiters: list[Waiter] = []
+        self._again: float | None = None
+        self._waiters: list[tuple[Waiter, object]] = []
+        """Each with the seat whose acks he waits for; nothing: for all."""
+        self._patient: list[tuple[Waiter, set[int]]] = []
+        """Those who wait for acks that are held."""
 
     def __contains__(self, event_id: int) -> bool:
-        return event_id in self._acks or event_id in self._doubtful
+        return event_id in self._acks or event_id in self._doubtful or event_id in self._held
 
     def __len__(self) -> int:
-        return len(self._acks) + len(self._doubtful)
+        return len(self._acks) + len(self._doubtful) + len(self._held)
 
     @property
     def ids(self) -> Container[int]:
         """Of all events whose acks wait."""
-        return self._acks.keys() | self._doubtful if self._doubtful else self._acks.keys()
+        if not self._doubtful and not self._held:
+            return self._acks.keys()
+        return self._acks.keys() | self._doubtful | self._held.keys()
 
     def ack(self, events: Iterable[TableEvent], now: float) -> None:
         """Take the acks of events."""
-        self._acks.update({event.id: event.group for event in events})
+        self._acks.update({event.id: event for event in events})
         if self._acks and self._since is None:
             self._since = now
 
@@ -70,38 +80,74 @@ class Settling:
         if self._doubtful and self._since is None:
             self._since = now
 
-    def wait(self, waiter: Waiter) -> None:
-        """Tell ``waiter`` when everything taken so far is stored."""
-        self._waiters.append(waiter)
+    def wait(self, waiter: Waiter, seat: object = None) -> None:
+        """Tell ``waiter`` when everything taken so far is stored, of one seat or of all."""
+        self._waiters.append((waiter, seat))
 
     def next_time(self) -> float | None:
         """When to store what there is; monotonic."""
-        if self._waiters or len(self) >= FULL:
+        if self._waiters or len(self._acks) + len(self._doubtful) >= FULL:
             return float("-inf")
-        return None if self._since is None else self._since + DELAY
+        fresh = None if self._since is None else self._since + DELAY
+        return min((when for when in (fresh, self._again) if when is not None), default=None)
 
-    def store(self, store: Store, token: int) -> int:
-        """Store the acks; how many. Whatever it raises, they are kept."""
-        count = len(self)
+    def store(self, store: Store, token: int, now: float) -> tuple[int, list[int]]:
+        """Store the acks; how many, and what waited for a group that is done by that.
+
+        Whatever it raises, they are kept.
+        """
+        before = len(self)
+        released: list[int] = []
+        if self._again is not None and self._again <= now:
+            stored = store.ack(token, *_named(self._held), wary=True)
+            self._again = None
+            self._held = {each: self._held[each] for each in stored.held}
+            released += stored.released
         if self._acks:
-            groups = {group for group in self._acks.values() if group is not None}
-            store.ack(token, list(self._acks), groups)
+            stored = store.ack(token, *_named(self._acks))
+            self._held.update({each: self._acks[each] for each in stored.held})
             self._acks.clear()
+            released += stored.released
         if self._doubtful:
-            store.late_ack(token, list(self._doubtful))
-            self._doubtful.clear()
-        self._since = None
-        self._tell(None)
-        return count
+            stored = store.late_ack(token, list(self._doubtful))
+            self._doubtful = stored.held
+            released += stored.released
+        self._plan(now)
+        self._tell_who_can_go()
+        return before - len(self), released
 
     def abandon(self, error: Exception) -> None:
         """The acks will not be stored: their events fire again elsewhere."""
         self._acks.clear()
         self._doubtful.clear()
-        self._since = None
-        self._tell(error)
-
-    def _tell(self, error: Exception | None) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
+        self._held.clear()
+        self._plan(0.0)
+        waiters = [*self._waiters, *self._patient]
+        self._waiters, self._patient = [], []
+        for waiter, _ in waiters:
             waiter.tell(error)
+
+    def _plan(self, now: float) -> None:
+        self._since = None
+        if not self._held and not self._doubtful:
+            self._again = None
+        elif self._again is None:
+            self._again = now + HELD
+
+    def _tell_who_can_go(self) -> None:
+        """Others wait on for what is held of theirs; what is doubtful is everybody's."""
+        for waiter, seat in self._waiters:
+            held = {each for each, event in self._held.items() if seat in (None, event.seat)}
+            self._patient.append((waiter, held | self._doubtful))
+        self._waiters = []
+        left = self._held.keys() | self._doubtful
+        self._patient = [(waiter, ids & left) for waiter, ids in self._patient]
+        for waiter, ids in self._patient:
+            if not ids:
+                waiter.tell()
+        self._patient = [(waiter, ids) for waiter, ids in self._patient if ids]
+
+
+def _named(acks: Mapping[int, TableEvent]) -> tuple[list[int], set[str]]:
+    """The ids of events, and their groups."""
+    return list(acks), {event.group for event in acks.values() if event.group is not None}

@@ -9,18 +9,17 @@ dies in between, an event is in one place, and whoever comes next goes on.
 
 from __future__ import annotations
 
-import enum
-import json
-import uuid
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 from turnlane.closing import Closing
 from turnlane.errors import LeadLost, NoSuchQueue, ReshardUnderWay
 from turnlane.table.definition import Definition
+from turnlane.table.letters import MOVED, ONLINE, Batch, Take, columns_of, welcome
+from turnlane.table.shard_tables import ShardTables
 from turnlane.table.shards import ShardMap
 from turnlane.table.sql.dialect import Dialect, Row
-from turnlane.table.sql.session import Execute, Session
+from turnlane.table.sql.session import Execute
 
 BATCH: Final = 1_000
 """Events that are moved at a time."""
@@ -29,45 +28,6 @@ CLOSED: Final = "(closed)"
 """Holds the lease of a shard that nobody may lead: one that is retired, or not open yet."""
 
 FOR_EVER: Final = 2**63 - 1
-
-MOVED: Final = (
-    "fire_at",
-    "state",
-    "attempts",
-    "priority",
-    "event_name",
-    "event_group",
-    "after_group",
-    "last_error",
-)
-"""The columns of an event that go with it, beside the user's. It gets another id."""
-
-
-class Take(enum.Enum):
-    """Which events are taken out of a table, as a condition in SQL."""
-
-    FAR = (
-        "fire_at > %s AND state = 'to_be_fired' AND attempts = 0 "
-        "AND event_group IS NULL AND after_group IS NULL"
-    )
-    """Those that no manager has in memory, because they are due later than its window reaches."""
-    HISTORY = "state = 'acked'"
-    PLAIN = "after_group IS NULL"
-    ALL = "1 = 1"
-    """Also those that wait for a group, whose members have to be there before them."""
-
-
-ONLINE: Final = (Take.FAR, Take.HISTORY)
-"""What can be moved while a manager fires from the same table."""
-
-
-class Batch(NamedTuple):
-    """Events on their way."""
-
-    number: int
-    version: int
-    """Of the map that says where they go."""
-    rows: list[Row]
 
 
 class ShardStore(Closing):
@@ -80,20 +40,20 @@ class ShardStore(Closing):
         self.dialect = dialect
         self.definition = definition
         self._name = definition.name
-        self._session = Session(dialect)
-        self._columns = (*MOVED, *definition.names)
-        self._prepared = False
+        self._tables = ShardTables(dialect, definition)
         self._id: str | None = None
 
     def close(self) -> None:
-        self._session.close()
+        self._tables.session.close()
 
     @property
     def id(self) -> str:
         """The name of this shard's outbox, for those who take events from it."""
         if self._id is None:
-            self._prepare()
-            found = self._query("SELECT shard_id FROM turnlane_shard WHERE queue = %s", self._name)
+            self._tables.prepare()
+            found = self._tables.query(
+                "SELECT shard_id FROM turnlane_shard WHERE queue = %s", self._name
+            )
             self._id = str(found[0][0])
         return self._id
 
@@ -101,8 +61,8 @@ class ShardStore(Closing):
 
     def newest_map(self) -> ShardMap | None:
         """The newest map that this database knows."""
-        self._prepare()
-        found = self._query(
+        self._tables.prepare()
+        found = self._tables.query(
             "SELECT map FROM turnlane_map WHERE queue = %s ORDER BY version DESC LIMIT 1",
             self._name,
         )
@@ -110,7 +70,7 @@ class ShardStore(Closing):
 
     def map_of(self, version: int) -> ShardMap:
         """The map of a version: one that is kept, or the planned one."""
-        found = self._query(
+        found = self._tables.query(
             "SELECT map FROM turnlane_map WHERE queue = %s AND version = %s", self._name, version
         )
         if found:
@@ -122,59 +82,63 @@ class ShardStore(Closing):
 
     def keep_map(self, shards: ShardMap) -> None:
         """Keep a map; it is in force from now on, unless there is a newer one."""
-        self._prepare()
+        self._tables.prepare()
 
         def work(execute: Execute) -> None:
             self._lock_shard(execute)
             known = execute(
-                self._sql("SELECT 1 FROM turnlane_map WHERE queue = %s AND version = %s"),
+                self._tables.sql("SELECT 1 FROM turnlane_map WHERE queue = %s AND version = %s"),
                 (self._name, shards.version),
             )
             if not known.rows():
                 execute(
-                    self._sql("INSERT INTO turnlane_map (queue, version, map) VALUES (%s, %s, %s)"),
+                    self._tables.sql(
+                        "INSERT INTO turnlane_map (queue, version, map) VALUES (%s, %s, %s)"
+                    ),
                     (self._name, shards.version, shards.to_json()),
                 )
 
-        self._session.transact(work)
+        self._tables.session.transact(work)
 
     # ── plans ────────────────────────────────────────────────────────────────────────────────────
 
     def plan(self) -> ShardMap | None:
         """The map that a reshard under way leads to."""
-        self._prepare()
-        found = self._query("SELECT plan FROM turnlane_shard WHERE queue = %s", self._name)
+        self._tables.prepare()
+        found = self._tables.query("SELECT plan FROM turnlane_shard WHERE queue = %s", self._name)
         return ShardMap.from_json(found[0][0]) if found and found[0][0] else None
 
     def set_plan(self, plan: ShardMap) -> None:
         """Begin a reshard. Raises ``ReshardUnderWay`` if there is another."""
-        self._prepare()
+        self._tables.prepare()
         text = plan.to_json()
 
         def work(execute: Execute) -> None:
             kept = self._lock_shard(execute)[2]
             newest = execute(
-                self._sql("SELECT COALESCE(MAX(version), -1) FROM turnlane_map WHERE queue = %s"),
+                self._tables.sql(
+                    "SELECT COALESCE(MAX(version), -1) FROM turnlane_map WHERE queue = %s"
+                ),
                 (self._name,),
             ).rows()[0][0]
             if (kept is not None and kept != text) or (kept is None and newest >= plan.version):
                 raise ReshardUnderWay(f"{self._name!r} is being resharded otherwise; resume that")
             execute(
-                self._sql("UPDATE turnlane_shard SET plan = %s WHERE queue = %s"),
+                self._tables.sql("UPDATE turnlane_shard SET plan = %s WHERE queue = %s"),
                 (text, self._name),
             )
 
-        self._session.transact(work)
+        self._tables.session.transact(work)
 
     def end_plan(self) -> None:
         """The reshard is over."""
-        self._change("UPDATE turnlane_shard SET plan = NULL WHERE queue = %s", self._name)
+        self._tables.change("UPDATE turnlane_shard SET plan = NULL WHERE queue = %s", self._name)
 
     # ── the lease ────────────────────────────────────────────────────────────────────────────────
 
     def is_led(self) -> bool:
         """Whether a manager holds the lease at this moment."""
-        owner, _, expires_at, now = self._query(
+        owner, _, expires_at, now = self._tables.query(
             "SELECT owner, token, expires_at, {now} FROM turnlane_lease WHERE queue = %s",
             self._name,
         )[0]
@@ -182,7 +146,7 @@ class ShardStore(Closing):
 
     def shut(self) -> None:
         """Have nobody lead here: a manager that does can write nothing from now on."""
-        self._change(
+        self._tables.change(
             "UPDATE turnlane_lease SET owner = %s, token = token + 1, expires_at = %s, "
             "listening = 0 WHERE queue = %s AND (owner IS NULL OR owner <> %s)",
             *(CLOSED, FOR_EVER, self._name, CLOSED),
@@ -190,7 +154,7 @@ class ShardStore(Closing):
 
     def open(self) -> None:
         """Let managers lead."""
-        self._change(
+        self._tables.change(
             "UPDATE turnlane_lease SET owner = NULL, expires_at = 0 "
             "WHERE queue = %s AND owner = %s",
             *(self._name, CLOSED),
@@ -200,13 +164,13 @@ class ShardStore(Closing):
 
     def now(self) -> int:
         """The database's clock."""
-        found: int = self._query("SELECT {now}")[0][0]
+        found: int = self._tables.query("SELECT {now}")[0][0]
         return found
 
     def left(self) -> int:
         """How many events are in the table or the outbox."""
         counted = "SELECT (SELECT COUNT(*) FROM {table}) + (SELECT COUNT(*) FROM {outbox})"
-        found: int = self._query(counted)[0][0]
+        found: int = self._tables.query(counted)[0][0]
         return found
 
     def take(self, what: Take, version: int, *parameters: int) -> int:
@@ -215,7 +179,7 @@ class ShardStore(Closing):
         Raises ``LeadLost`` if a manager may have them in memory.
         """
         limit = " LIMIT %s" if what is not Take.ALL else ""
-        chosen = self._sql(
+        chosen = self._tables.sql(
             f"SELECT event_id FROM {{table}} WHERE {what.value} "
             f"ORDER BY fire_at, event_id{limit} {{lock}}"
         )
@@ -231,29 +195,29 @@ class ShardStore(Closing):
                 self._put_out(execute, ids, number + 1, version)
             return len(ids)
 
-        self._prepare()
-        return self._session.transact(work)
+        self._tables.prepare()
+        return self._tables.session.transact(work)
 
     def _put_out(self, execute: Execute, ids: Sequence[int], number: int, version: int) -> None:
         condition, parameters = self.dialect.ids(ids)
         execute(
-            self._sql(
+            self._tables.sql(
                 "INSERT INTO {outbox} (batch, version, event_id, {columns}) "
                 "SELECT %s, %s, event_id, {columns} FROM {table} WHERE event_id "
             )
             + condition,
             (number, version, *parameters),
         )
-        execute(self._sql("DELETE FROM {table} WHERE event_id ") + condition, parameters)
+        execute(self._tables.sql("DELETE FROM {table} WHERE event_id ") + condition, parameters)
         execute(
-            self._sql("UPDATE turnlane_shard SET batch = %s WHERE queue = %s"),
+            self._tables.sql("UPDATE turnlane_shard SET batch = %s WHERE queue = %s"),
             (number, self._name),
         )
 
     def first_batch(self) -> Batch | None:
         """The oldest batch in the outbox."""
-        self._prepare()
-        rows = self._query(
+        self._tables.prepare()
+        rows = self._tables.query(
             "SELECT batch, version, {columns} FROM {outbox} "
             "WHERE batch = (SELECT MIN(batch) FROM {outbox}) ORDER BY fire_at, event_id"
         )
@@ -263,82 +227,66 @@ class ShardStore(Closing):
 
     def strike(self, number: int) -> None:
         """A batch has arrived."""
-        self._change("DELETE FROM {outbox} WHERE batch = %s", number)
+        self._tables.change("DELETE FROM {outbox} WHERE batch = %s", number)
 
     # ── the way in ───────────────────────────────────────────────────────────────────────────────
 
     def arrive(self, source: str, number: int, rows: Sequence[Row]) -> bool:
         """Insert a batch from another shard's outbox; false if it was here before."""
-        self._prepare()
+        self._tables.prepare()
         self._expect(source)
         key = (self._name, source)
 
         def work(execute: Execute) -> bool:
             last = execute(
-                self._sql(
+                self._tables.sql(
                     "SELECT batch FROM turnlane_arrival WHERE queue = %s AND source = %s {lock}"
                 ),
                 key,
             ).rows()[0][0]
             if last >= number:
                 return False
-            self._session.insert_many(self._name, self._columns, self._welcome(execute, rows))
+            here = welcome(rows, self.definition, self._names_taken(execute, rows))
+            self._tables.session.insert_many(self._name, columns_of(self.definition), here)
             execute(
-                self._sql(
+                self._tables.sql(
                     "UPDATE turnlane_arrival SET batch = %s WHERE queue = %s AND source = %s"
                 ),
                 (number, *key),
             )
             return True
 
-        return self._session.transact(work)
+        return self._tables.session.transact(work)
 
-    def _welcome(self, execute: Execute, rows: Sequence[Row]) -> list[Row]:
-        """The rows as this database takes them; a name that is taken here is left off.
-
-        What was fired is to be fired again: no ack can reach the manager that did it.
-        """
-        at_state, at_name = self._columns.index("state"), self._columns.index("event_name")
-        wanted = [row[at_name] for row in rows if row[at_name] is not None]
-        taken = self._names_taken(execute, wanted) if wanted else set()
-        booleans = {column.name for column in self.definition.columns if column.type == "BOOLEAN"}
-        at_booleans = [at for at, name in enumerate(self._columns) if name in booleans]
-        welcome = []
-        for row in rows:
-            values = list(map(portable, row))
-            if values[at_state] == "fired":
-                values[at_state] = "to_be_fired"
-            if values[at_name] in taken:
-                values[at_name] = None
-            for at in at_booleans:  # MySQL and SQLite have numbers for them
-                values[at] = None if values[at] is None else bool(values[at])
-            welcome.append(tuple(values))
-        return welcome
-
-    def _names_taken(self, execute: Execute, names: Sequence[str]) -> set[str]:
+    def _names_taken(self, execute: Execute, rows: Sequence[Row]) -> set[str]:
+        """Those of the rows' names that are in the table."""
+        at = MOVED.index("event_name")
+        names = [row[at] for row in rows if row[at] is not None]
+        if not names:
+            return set()
         marks = ", ".join(["%s"] * len(names))
-        found = execute(
-            self._sql(f"SELECT event_name FROM {{table}} WHERE event_name IN ({marks})"), names
-        ).rows()
-        return {row[0] for row in found}
+        statement = f"SELECT event_name FROM {{table}} WHERE event_name IN ({marks})"
+        return {row[0] for row in execute(self._tables.sql(statement), names).rows()}
 
     def _expect(self, source: str) -> None:
         known = "SELECT 1 FROM turnlane_arrival WHERE queue = %s AND source = %s"
-        if self._query(known, self._name, source):
+        if self._tables.query(known, self._name, source):
             return
         try:
-            self._change(
+            self._tables.change(
                 "INSERT INTO turnlane_arrival (queue, source) VALUES (%s, %s)", self._name, source
             )
         except self.dialect.error:
-            if not self._query(known, self._name, source):  # else another was quicker
+            if not self._tables.query(known, self._name, source):  # else another was quicker
                 raise
 
     # ── how ──────────────────────────────────────────────────────────────────────────────────────
 
     def _lock_shard(self, execute: Execute) -> tuple[str, int, str | None]:
         found = execute(
-            self._sql("SELECT shard_id, batch, plan FROM turnlane_shard WHERE queue = %s {lock}"),
+            self._tables.sql(
+                "SELECT shard_id, batch, plan FROM turnlane_shard WHERE queue = %s {lock}"
+            ),
             (self._name,),
         ).rows()
         shard_id, batch, plan = found[0]
@@ -346,74 +294,8 @@ class ShardStore(Closing):
 
     def _check_shut(self, execute: Execute) -> None:
         found = execute(
-            self._sql("SELECT owner FROM turnlane_lease WHERE queue = %s {lock}"), (self._name,)
+            self._tables.sql("SELECT owner FROM turnlane_lease WHERE queue = %s {lock}"),
+            (self._name,),
         ).rows()
         if not found or found[0][0] != CLOSED:
             raise LeadLost(f"{self._name!r} is not shut here: a manager may fire its events")
-
-    def _prepare(self) -> None:
-        """Make the tables, once."""
-        if self._prepared:
-            return
-        for statement in self._tables():
-            self._change(statement)
-        known = "SELECT 1 FROM turnlane_shard WHERE queue = %s"
-        if not self._query(known, self._name):
-            try:
-                self._change(
-                    "INSERT INTO turnlane_shard (queue, shard_id) VALUES (%s, %s)",
-                    *(self._name, uuid.uuid4().hex),
-                )
-            except self.dialect.error:
-                if not self._query(known, self._name):  # else another was quicker
-                    raise
-        self._prepared = True
-
-    def _tables(self) -> list[str]:
-        mysql = self.dialect.name == "mysql"
-        text = "VARCHAR(64)" + (" CHARACTER SET utf8mb4 COLLATE utf8mb4_bin" if mysql else "")
-        number = f"CAST(0 AS {'SIGNED' if mysql else 'BIGINT'})"
-        return [
-            (
-                f"CREATE TABLE IF NOT EXISTS turnlane_map (queue {text} NOT NULL, "
-                "version BIGINT NOT NULL, map TEXT NOT NULL, PRIMARY KEY (queue, version))"
-            ),
-            (
-                f"CREATE TABLE IF NOT EXISTS turnlane_shard (queue {text} PRIMARY KEY, "
-                f"shard_id {text} NOT NULL, batch BIGINT NOT NULL DEFAULT 0, plan TEXT)"
-            ),
-            (
-                f"CREATE TABLE IF NOT EXISTS turnlane_arrival (queue {text} NOT NULL, "
-                f"source {text} NOT NULL, batch BIGINT NOT NULL DEFAULT 0, "
-                "PRIMARY KEY (queue, source))"
-            ),
-            (
-                f"CREATE TABLE IF NOT EXISTS {{outbox}} AS SELECT {number} AS batch, "
-                f"{number} AS version, event_id, {{columns}} FROM {{table}} WHERE 1 = 0"
-            ),
-        ]
-
-    def _query(self, template: str, *parameters: object) -> list[Row]:
-        return self._session.query(self._sql(template), parameters)
-
-    def _change(self, template: str, *parameters: object) -> int:
-        return self._session.change(self._sql(template), parameters)
-
-    def _sql(self, template: str) -> str:
-        return self.dialect.sql(
-            template,
-            table=self.dialect.identifier(self._name),
-            outbox=self.dialect.identifier(f"turnlane_move_{self._name}"),
-            columns=", ".join([*MOVED, *map(self.dialect.identifier, self.definition.names)]),
-        )
-
-
-def portable(value: Any) -> Any:  # noqa: ANN401 - whatever a column holds
-    """A value as any of the databases takes it."""
-    if value is None or isinstance(value, int | float | str | bytes):
-        return value
-    if isinstance(value, dict | list):
-        return json.dumps(value)
-    if isinstance(value, bytearray | memoryview):
-        return bytes(value)
-    return str(value)  # numbers, times and the like, in the form that SQL reads

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from turnlane.closing import Closing
+from turnlane.errors import WriterAhead
 from turnlane.table.definition import ENQUEUED, Definition
 from turnlane.table.sql.dialect import Dialect
 from turnlane.table.sql.session import Execute, Session
@@ -27,6 +28,27 @@ COUNTS: Final = ("stage", "number")
 def job_of(writer: str | None) -> str:
     """A name for all stages of a writer; another one every time if it has no name."""
     return uuid.uuid4().hex if writer is None else hashlib.sha256(writer.encode()).hexdigest()[:32]
+
+
+def clear_away(dialect: Dialect, queue: str, execute: Execute) -> None:
+    """Remove all stages of a queue that is dropped, and what was noted of its writers."""
+    execute(f"DROP TABLE IF EXISTS {dialect.identifier(PREFIX + queue)}")
+    execute(_writers(dialect))  # which nobody may have needed so far
+    execute(f"DELETE FROM turnlane_writer WHERE queue = {dialect.mark}", (queue,))
+
+
+def _writers(dialect: Dialect) -> str:
+    return (
+        "CREATE TABLE IF NOT EXISTS turnlane_writer (queue VARCHAR(64) NOT NULL, "
+        "job VARCHAR(32) NOT NULL, epoch BIGINT NOT NULL, "
+        f"PRIMARY KEY (queue, job)) {_end(dialect)}"
+    )
+
+
+def _end(dialect: Dialect) -> str:
+    """What the declaration of a table ends with."""
+    names = "ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
+    return names if dialect.name == "mysql" else ""
 
 
 class Staging(Closing):
@@ -60,16 +82,19 @@ class Staging(Closing):
 
         self._session.transact(work)
 
-    def commit(self, job: str, stages: Sequence[str], epoch: int | None = None) -> int:
+    def commit(
+        self, job: str, stages: Sequence[str], epoch: int | None = None, writer: str | None = None
+    ) -> int:
         """Move stages into the table and forget all others of the job; how many events.
 
-        None if the batch ``epoch`` was the last that was committed. An event whose name is in the
-        table is left out.
+        None if the batch ``epoch`` was the last that its ``writer``, by default the job, has
+        committed; raises ``WriterAhead`` if that has committed a later one. An event whose name is
+        in the table is left out.
         """
         self._prepare()
 
         def work(execute: Execute) -> int:
-            if epoch is not None and not self._note(execute, job, epoch):
+            if epoch is not None and not self._note(execute, writer or job, epoch):
                 moved = 0
             else:
                 moved = sum(execute(self._move(), (stage,)).count for stage in sorted(stages))
@@ -85,12 +110,14 @@ class Staging(Closing):
 
     # ── how ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _note(self, execute: Execute, job: str, epoch: int) -> bool:
+    def _note(self, execute: Execute, writer: str, epoch: int) -> bool:
         """Note a batch; false if it is the last that was noted."""
-        key = (self.definition.name, job)
+        key = (self.definition.name, job_of(writer))
         found = execute(
             self._sql("SELECT epoch FROM turnlane_writer WHERE queue = %s AND job = %s {lock}"), key
         ).rows()
+        if found and found[0][0] > epoch:
+            raise WriterAhead.of(writer, found[0][0], epoch)
         if found and found[0][0] == epoch:
             return False
         change = (
@@ -132,21 +159,15 @@ class Staging(Closing):
         self._prepared = True
 
     def _tables(self) -> list[str]:
-        names = "ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
-        end = names if self.dialect.name == "mysql" else ""
         return [
             (
                 "CREATE TABLE IF NOT EXISTS {stages} (stage VARCHAR(80) NOT NULL, "
                 "number BIGINT NOT NULL, staged_at BIGINT NOT NULL DEFAULT {now}, "
                 "fire_at BIGINT, priority SMALLINT, event_name VARCHAR(255), "
                 "event_group VARCHAR(255), after_group VARCHAR(255), {declared}, "
-                f"PRIMARY KEY (stage, number)) {end}"
+                f"PRIMARY KEY (stage, number)) {_end(self.dialect)}"
             ),
-            (
-                "CREATE TABLE IF NOT EXISTS turnlane_writer (queue VARCHAR(64) NOT NULL, "
-                "job VARCHAR(32) NOT NULL, epoch BIGINT NOT NULL, "
-                f"PRIMARY KEY (queue, job)) {end}"
-            ),
+            _writers(self.dialect),
         ]
 
     def _sql(self, template: str) -> str:

@@ -17,11 +17,14 @@ _FENCED: Final = "EXISTS (SELECT 1 FROM turnlane_lease WHERE queue = %s AND toke
 _PENDING: Final = "state = 'to_be_fired' AND after_group IS NULL"
 _STANDING: Final = "state IN ('to_be_fired', 'fired')"
 _HOLDING: Final = (
-    "WITH fence AS MATERIALIZED ("
-    "SELECT token FROM turnlane_lease WHERE queue = %s AND token = %s {share}), settled AS ("
+    "WITH fence AS MATERIALIZED (SELECT token, set_config('lock_timeout', '200ms', true) "
+    "FROM turnlane_lease WHERE queue = %s AND token = %s {share}), settled AS ("
 )
 _HELD: Final = "EXISTS (SELECT 1 FROM fence)) SELECT token FROM fence"
-"""Around a statement: nothing happens, and nothing is returned, unless the lease row is held."""
+"""Around a statement: nothing happens, and nothing is returned, unless the lease row is held.
+
+It waits for no row that somebody else holds, or not for long: PostgreSQL has no DELETE that skips
+such rows, and to lock them first would cost as much as to delete them."""
 
 _PLAIN: Final = {
     # the lease
@@ -35,14 +38,10 @@ _PLAIN: Final = {
     "listen": "UPDATE turnlane_lease SET listening = %s WHERE queue = %s AND token = %s",
     "fence": "SELECT token FROM turnlane_lease WHERE queue = %s AND token = %s {share}",
     # what the manager reads
+    "definition": "SELECT definition FROM turnlane_queue WHERE name = %s",
     "last_id": "SELECT COALESCE(MAX(event_id), 0) FROM {table}",
     "read_new": "SELECT {columns} FROM {table} {by_id} "
     f"WHERE event_id > %s AND state = 'to_be_fired' AND {_FENCED} ORDER BY event_id LIMIT %s",
-    # The first condition is for databases that find no range in the second. Bounds are parameters:
-    # a clock that moves while a statement runs is no bound for an index.
-    "read_due": "SELECT {columns} FROM {table} {by_time} "
-    "WHERE fire_at >= %s AND (fire_at, event_id) > (%s, %s) AND fire_at <= %s "
-    f"AND {_PENDING} AND {_FENCED} ORDER BY fire_at, event_id LIMIT %s",
     "read_retried": "SELECT {columns} FROM {table} "
     f"WHERE {_STANDING} AND attempts > 0 AND {_FENCED}",
     "old_fired": "SELECT event_id, attempts FROM {table} {by_time} "
@@ -50,14 +49,14 @@ _PLAIN: Final = {
     "ORDER BY fire_at, event_id LIMIT %s",
     "old_acked": "SELECT event_id FROM {table} {by_time} WHERE fire_at <= %s AND state = 'acked' "
     "ORDER BY fire_at, event_id LIMIT %s",
-    # groups: the members are looked up first, because MySQL updates no table that it reads
+    # groups
     "done_groups": "SELECT DISTINCT w.after_group FROM {table} AS w "
     "WHERE w.after_group IS NOT NULL AND w.state IN ('to_be_fired', 'fired') AND NOT EXISTS ("
     "SELECT 1 FROM {table} AS m WHERE m.event_group = w.after_group AND m.state <> 'acked')",
-    "release_group": "UPDATE {table} SET after_group = NULL, fire_at = "
-    "CASE WHEN fire_at > {now} THEN fire_at ELSE {now} END "
-    f"WHERE after_group = %s AND {_STANDING} AND NOT EXISTS (SELECT 1 FROM "
-    "(SELECT event_id FROM {table} WHERE event_group = %s AND state <> 'acked' LIMIT 1) AS member)",
+    "unsettled_member": "SELECT event_id FROM {table} WHERE event_group = %s AND state <> 'acked' "
+    "LIMIT 1",
+    "lock_waiting": f"SELECT event_id FROM {{table}} WHERE after_group = %s AND {_STANDING} "
+    "{lock_free}",
     # what people ask
     "counts": "SELECT state, COUNT(*) FROM {table} GROUP BY state",
     "retry_all": "UPDATE {table} SET state = 'to_be_fired', attempts = 0, fire_at = {now} "
@@ -65,41 +64,51 @@ _PLAIN: Final = {
     "peek": "SELECT {peeked} FROM {table} WHERE state = %s ORDER BY fire_at, event_id LIMIT %s",
 }
 
-_BY_IDS: Final = {
+_OF_SOME: Final = {
+    # The first condition is for databases that find no range in the second. Bounds are parameters:
+    # a clock that moves while a statement runs is no bound for an index.
+    "read_due": "SELECT {columns} FROM {table} {by_time} "
+    "WHERE fire_at >= %s AND (fire_at, event_id) > (%s, %s) AND fire_at <= %s AND {which} "
+    f"AND {_PENDING} AND {_FENCED} ORDER BY fire_at, event_id LIMIT %s",
     "read_ids": "SELECT {columns} FROM {rows} "
-    f"WHERE event_id {{ids}} AND state = 'to_be_fired' AND {_FENCED}",
-    "standing": f"SELECT event_id FROM {{rows}} WHERE event_id {{ids}} AND {_STANDING}",
+    f"WHERE event_id {{which}} AND state = 'to_be_fired' AND {_FENCED}",
+    "unsettled": "SELECT event_id FROM {rows} WHERE event_id {which} AND state <> 'acked'",
+    "standing": f"SELECT event_id FROM {{rows}} WHERE event_id {{which}} AND {_STANDING}",
     # These wait for nobody: a user's transaction may hold a row, to ack it, for minutes.
-    "lock_standing": f"SELECT event_id FROM {{rows}} WHERE event_id {{ids}} AND {_STANDING} "
+    "lock_standing": f"SELECT event_id FROM {{rows}} WHERE event_id {{which}} AND {_STANDING} "
     "{lock_free}",
     # A row that somebody moved into the future must not fire now.
-    "lock_due": "SELECT event_id FROM {rows} WHERE event_id {ids} AND fire_at <= {now} "
+    "lock_due": "SELECT event_id FROM {rows} WHERE event_id {which} AND fire_at <= {now} "
     f"AND {_PENDING} {{lock_free}}",
-    "lock_fired": "SELECT event_id FROM {rows} WHERE event_id {ids} AND state = 'fired' "
+    "lock_fired": "SELECT event_id FROM {rows} WHERE event_id {which} AND state = 'fired' "
     "{lock_free}",
-    "mark": "UPDATE {rows} SET state = 'fired', attempts = attempts + 1 WHERE event_id {ids}",
+    "lock_unsettled": "SELECT event_id FROM {rows} WHERE event_id {which} AND state <> 'acked' "
+    "{lock_free}",
+    "mark": "UPDATE {rows} SET state = 'fired', attempts = attempts + 1 WHERE event_id {which}",
     "unmark": "UPDATE {rows} SET state = 'to_be_fired', attempts = attempts - 1 "
-    "WHERE event_id {ids}",
-    "ack_delete": "{delete} WHERE event_id {ids}",
-    "ack_keep": "UPDATE {rows} SET state = 'acked' WHERE event_id {ids} AND state <> 'acked'",
-    "fenced_ack_delete": f"{_HOLDING}{{delete}} WHERE event_id {{ids}} AND {_HELD}",
+    "WHERE event_id {which}",
+    "ack_delete": "{delete} WHERE event_id {which}",
+    "ack_keep": "UPDATE {rows} SET state = 'acked' WHERE event_id {which} AND state <> 'acked'",
+    "fenced_ack_delete": f"{_HOLDING}{{delete}} WHERE event_id {{which}} AND {_HELD}",
     "fenced_ack_keep": f"{_HOLDING}UPDATE {{rows}} SET state = 'acked' "
-    f"WHERE event_id {{ids}} AND state <> 'acked' AND {_HELD}",
+    f"WHERE event_id {{which}} AND state <> 'acked' AND {_HELD}",
+    "let_go": "UPDATE {rows} SET after_group = NULL, "
+    "fire_at = CASE WHEN fire_at > {now} THEN fire_at ELSE {now} END WHERE event_id {which}",
     "fired_before": "SELECT event_id, event_group FROM {rows} "
-    "WHERE event_id {ids} AND (state IN ('fired', 'dead') OR attempts > 0) AND state <> 'acked'",
-    "delete": "{delete} WHERE event_id {ids} AND state = 'acked'",
+    "WHERE event_id {which} AND (state IN ('fired', 'dead') OR attempts > 0) AND state <> 'acked'",
+    "delete": "{delete} WHERE event_id {which} AND state = 'acked'",
     # What was only fired keeps its attempts: a late ack of it is still good. MySQL sets columns in
     # their order here.
     "retry": "UPDATE {rows} SET fire_at = {now}, "
     "attempts = CASE state WHEN 'dead' THEN 0 ELSE attempts END, state = 'to_be_fired' "
-    "WHERE event_id {ids} AND state IN ('dead', 'fired')",
-    "cancel": "{delete} WHERE event_id {ids} AND state = 'to_be_fired'",
+    "WHERE event_id {which} AND state IN ('dead', 'fired')",
+    "cancel": "{delete} WHERE event_id {which} AND state = 'to_be_fired'",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class ByIds:
-    """A statement about events by their ids; the condition stands between its halves."""
+class OfSome:
+    """A statement about some events; which, is a condition that stands between its halves."""
 
     before: str
     after: str
@@ -121,32 +130,37 @@ class Statements:
     release: str
     listen: str
     fence: str
+    definition: str
     last_id: str
     read_new: str
-    read_due: str
     read_retried: str
     old_fired: str
     old_acked: str
     done_groups: str
-    release_group: str
+    unsettled_member: str
+    lock_waiting: str
     counts: str
     retry_all: str
     peek: str
-    read_ids: ByIds
-    standing: ByIds
-    lock_standing: ByIds
-    lock_due: ByIds
-    lock_fired: ByIds
-    mark: ByIds
-    unmark: ByIds
-    ack_delete: ByIds
-    ack_keep: ByIds
-    fenced_ack_delete: ByIds
-    fenced_ack_keep: ByIds
-    fired_before: ByIds
-    delete: ByIds
-    retry: ByIds
-    cancel: ByIds
+    read_due: OfSome
+    read_ids: OfSome
+    unsettled: OfSome
+    standing: OfSome
+    lock_standing: OfSome
+    lock_due: OfSome
+    lock_fired: OfSome
+    lock_unsettled: OfSome
+    mark: OfSome
+    unmark: OfSome
+    ack_delete: OfSome
+    ack_keep: OfSome
+    fenced_ack_delete: OfSome
+    fenced_ack_keep: OfSome
+    let_go: OfSome
+    fired_before: OfSome
+    delete: OfSome
+    retry: OfSome
+    cancel: OfSome
 
     @classmethod
     def of(cls, dialect: Dialect, definition: Definition) -> Self:
@@ -166,10 +180,10 @@ class Statements:
         made: dict[str, Any] = {"table": table}
         for name, template in _PLAIN.items():
             made[name] = dialect.sql(template, **names)
-        for name, template in _BY_IDS.items():
-            # Cut before the names are filled in: a queue may be called {ids}.
-            before, after = template.split("{ids}")
-            made[name] = ByIds(dialect.sql(before, **names), dialect.sql(after, **names))
+        for name, template in _OF_SOME.items():
+            # Cut before the names are filled in: a queue may be called {which}.
+            before, after = template.split("{which}")
+            made[name] = OfSome(dialect.sql(before, **names), dialect.sql(after, **names))
         assert made.keys() == {field.name for field in fields(cls)}
         return cls(**made)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Sequence
-from typing import Final
 
+from turnlane.table.backlogs import NEVER, Backlogs
 from turnlane.table.definition import Definition
 from turnlane.table.event import TableEvent
 from turnlane.table.flights import Flights
+from turnlane.table.keyspace import KeyRange, keyspace_id
 from turnlane.table.ordering import Order
 from turnlane.table.settings import Ordering
 from turnlane.table.settling import Settling
@@ -18,12 +19,9 @@ LOOK_AFTER = 1.0
 """Seconds after which the row of a fired event is marked, or looked at again. Most events are
 acked before, and cost no mark at all."""
 
-NEVER: Final = 2**63 - 1
-"""The last fire time there is."""
-
 
 class Stock:
-    """What waits, what is out, and what is settled but not stored yet."""
+    """What waits, what is out, what is settled but not stored yet; and what is left for now."""
 
     def __init__(self, definition: Definition) -> None:
         timeout = definition.settings.ack_timeout
@@ -31,7 +29,10 @@ class Stock:
         self.flights = Flights(timeout, min(LOOK_AFTER, timeout / 3))
         self.settling = Settling()
         self.order = _order(definition)
-        self._passed_over = NEVER
+        self.reach = NEVER
+        """The last fire time for which the window has room."""
+        self.backlogs = Backlogs()
+        self._shard_by = definition.shard_by
 
     def knows(self, event_id: int) -> bool:
         """Whether a row that was read is in memory already."""
@@ -68,16 +69,23 @@ class Stock:
         if self.order is not None:
             self.window.add(self.order.gone(ids), now)
 
-    def pass_over(self, events: Iterable[TableEvent], now: int) -> None:
-        """Forget events for which there is no receiver; they are found again when one comes."""
-        dropped = list(events)
-        self._passed_over = min([event.fire_at for event in dropped] + [self._passed_over])
-        self.over(dropped, now)
+    def leave(self, events: Iterable[TableEvent]) -> None:
+        """Forget events that no receiver can take; they are read again when one can."""
+        for event in events:
+            following = [] if self.order is None else self.order.leave(event)
+            for each in (event, *following):
+                self.backlogs.leave(self.span(each), each.fire_at, each.id)
 
-    def take_passed_over(self) -> int:
-        """The first fire time of such events, for who looks for them again from there on."""
-        first, self._passed_over = self._passed_over, NEVER
-        return first
+    def span(self, event: TableEvent) -> KeyRange:
+        """The part of the key space in which an event's key lies."""
+        return self.backlogs.span(self.key(event))
+
+    def key(self, event: TableEvent) -> int:
+        """Where an event's key lies; SQLite leaves that to whoever asks."""
+        found = event.keyspace_id
+        if found is not None:
+            return found
+        return keyspace_id(event.fire_at if self._shard_by is None else event[self._shard_by])
 
 
 def _order(definition: Definition) -> Order | None:

@@ -1,34 +1,33 @@
 """The table of one queue in one database: all that is read from it and written to it.
 
-Whatever a manager writes is *fenced*: the transaction first holds the lease row in place and sees
-that it still carries the manager's token. A takeover waits for such a transaction, and one that
-comes after a takeover fails with ``LeadLost`` and changes nothing. Whatever a manager reads to fire
+Whatever a manager writes is *fenced* (see :mod:`turnlane.table.fence`). Whatever it reads to fire
 from is read under the same condition.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
 
 from turnlane.closing import Closing
-from turnlane.errors import LeadLost, NoSuchQueue
-from turnlane.table.definition import ENQUEUED, Definition
+from turnlane.errors import NoSuchQueue
+from turnlane.table.acks import Acks, Stored
+from turnlane.table.definition import Definition
 from turnlane.table.event import COLUMNS
+from turnlane.table.fence import BATCH, Fence, batches
+from turnlane.table.inserts import Inserts
+from turnlane.table.keyspace import EVERYTHING, KeyRange
+from turnlane.table.lapsed import Running
 from turnlane.table.sql.dialect import STATES, Connection, Dialect, Row, Verdict
-from turnlane.table.sql.session import Execute, Executed, Session, understood
-from turnlane.table.statements import ByIds, Statements
-
-T = TypeVar("T")
-
-BATCH: Final = 1_000
-"""Events to a statement. Larger ones hold locks for longer and are no faster."""
-
+from turnlane.table.sql.session import Execute, Executed
+from turnlane.table.statements import OfSome
 
 PARAMETERS: Final = 30_000
 """To a statement: what every database takes."""
+
+Position = tuple[int, int]
+"""A place in the order of events: fire time, then id."""
 
 
 class Grant(NamedTuple):
@@ -51,8 +50,11 @@ class Store(Closing):
     def __init__(self, dialect: Dialect, definition: Definition) -> None:
         self.dialect = dialect
         self.definition = definition
-        self.session = Session(dialect)
-        self._sql = Statements.of(dialect, definition)
+        self.inserts = Inserts(dialect, definition)
+        self._fence = Fence(dialect, definition)
+        self._acks = Acks(self._fence, keep=definition.settings.retention > 0)
+        self.session = self._fence.session
+        self._sql = self._fence.sql
         self._name = definition.name
 
     def close(self) -> None:
@@ -66,7 +68,7 @@ class Store(Closing):
         def work(execute: Execute) -> Grant | None:
             found = execute(self._sql.lease, (self._name,)).rows()
             if not found:
-                raise NoSuchQueue(f"there is no queue {self._name!r} in this database")
+                raise self.missing()
             holder, token, expires_at, now = found[0]
             if holder is not None and expires_at > now:
                 return None
@@ -79,7 +81,7 @@ class Store(Closing):
         """Keep the lease for longer; returns the database's clock. Raises ``LeadLost``."""
         span = round(seconds * 1e9)
         if not self.session.change(self._sql.renew, (span, self._name, token)):
-            raise LeadLost(f"another manager leads {self._name!r}")
+            raise self._fence.lost()
         expires_at: int = self.session.query(self._sql.expiry, (self._name,))[0][0]
         return expires_at - span
 
@@ -98,6 +100,21 @@ class Store(Closing):
         found: int = self.session.query(self._sql.last_id)[0][0]
         return found
 
+    def defined(self) -> str | None:
+        """The statement that made the queue; none if it was dropped."""
+        found = self.session.query(self._sql.definition, (self._name,))
+        return str(found[0][0]) if found else None
+
+    def missing(self) -> NoSuchQueue:
+        """What there is to say when it was dropped."""
+        return NoSuchQueue(f"there is no queue {self._name!r} in this database")
+
+    def running(self) -> Running | None:
+        """Which transactions are under way in the database, if it says so."""
+        if self.dialect.running is None:
+            return None
+        return Running(*self.session.query(self.dialect.running)[0])
+
     def read_new(self, token: int, after: int, limit: int) -> list[Row]:
         """Events to be fired with ids above ``after``, in the order of ids."""
         return self.session.query(self._sql.read_new, (after, self._name, token, limit))
@@ -108,10 +125,21 @@ class Store(Closing):
         statement = self._sql.read_ids.where(condition)
         return self.session.query(statement, (*parameters, self._name, token))
 
-    def read_due(self, token: int, after: tuple[int, int], until: int, limit: int) -> list[Row]:
-        """Events due up to ``until``, in the order of (fire time, id), after a position."""
-        parameters = (after[0], *after, until, self._name, token, limit)
-        return self.session.query(self._sql.read_due, parameters)
+    def read_due(
+        self,
+        token: int,
+        after: Position,
+        until: int,
+        limit: int,
+        ranges: Sequence[KeyRange] = (EVERYTHING,),
+    ) -> list[Row]:
+        """Events due up to ``until``, in the order of (fire time, id), after a position.
+
+        Only those whose keys lie in the ranges.
+        """
+        condition, within = self._within(ranges)
+        parameters = (after[0], *after, until, *within, self._name, token, limit)
+        return self.session.query(self._sql.read_due.where(condition), parameters)
 
     def read_retried(self, token: int) -> list[Row]:
         """Events that were fired before and are not settled, whenever they are due again."""
@@ -119,12 +147,7 @@ class Store(Closing):
 
     def standing(self, ids: Sequence[int]) -> set[int]:
         """Those of the ids that are not settled: nobody acked or deleted their rows."""
-        standing: set[int] = set()
-        for batch in _batches(ids):
-            condition, parameters = self.dialect.ids(batch)
-            rows = self.session.query(self._sql.standing.where(condition), parameters)
-            standing.update(row[0] for row in rows)
-        return standing
+        return {row[0] for row in self._fence.query(self._sql.standing, ids)}
 
     def old_fired(self, since: int, until: int, limit: int) -> list[Row]:
         """Id and attempts of fired events that were due between two times."""
@@ -143,40 +166,22 @@ class Store(Closing):
         """Marked events were not received: they are to be fired as before. Returns which."""
         return self._mark(token, ids, self._sql.lock_fired, self._sql.unmark)
 
-    def ack(self, token: int, ids: Sequence[int], groups: Iterable[str] = ()) -> None:
-        """Settle events, and let go of what waited for the last of their groups."""
-        keep = self.definition.settings.retention > 0
-        statement = self._sql.ack_keep if keep else self._sql.ack_delete
-        groups = tuple(groups)
-        if self.dialect.fenced_in_one and not groups:
-            self._ack_in_one(token, ids, keep=keep)
-            return
+    def ack(
+        self, token: int, ids: Sequence[int], groups: Iterable[str] = (), *, wary: bool = False
+    ) -> Stored:
+        """Settle events, and let go of what waited for the last of their groups.
 
-        def work(execute: Execute) -> None:
-            self._fence(execute, token)
-            for batch in _batches(ids):
-                self._run(execute, statement, batch)
-            for group in groups:
-                execute(self._sql.release_group, (group, group))
+        Not those that somebody is about to change; ``wary`` says that it is likely.
+        """
+        return self._acks.store(token, ids, groups, wary=wary)
 
-        self.session.transact(work)
-
-    def late_ack(self, token: int, ids: Sequence[int]) -> list[str]:
-        """Settle those of the events that were fired at some time; returns the groups concerned."""
-
-        def work(execute: Execute) -> list[Row]:
-            self._fence(execute, token)
-            return [
-                row
-                for batch in _batches(ids)
-                for row in self._run(execute, self._sql.fired_before, batch).rows()
-            ]
-
-        fired = self.session.transact(work)
+    def late_ack(self, token: int, ids: Sequence[int]) -> Stored:
+        """Settle those of the events that were fired at some time."""
+        fired = self._acks.fired(token, ids)
+        if not fired:
+            return Stored(set(), [])
         groups = {row[1] for row in fired if row[1] is not None}
-        if fired:
-            self.ack(token, [row[0] for row in fired], groups)
-        return sorted(groups)
+        return self._acks.store(token, [row[0] for row in fired], groups)
 
     def put_back(self, token: int, verdicts: Sequence[Verdict]) -> set[int]:
         """Apply verdicts; returns the ids of those events that were not settled.
@@ -185,18 +190,18 @@ class Store(Closing):
         """
 
         def work(execute: Execute) -> set[int]:
-            self._fence(execute, token)
             standing: set[int] = set()
-            for batch in _batches(verdicts):
+            for batch in batches(verdicts):
                 ids = [verdict.event_id for verdict in batch]
-                free = {row[0] for row in self._run(execute, self._sql.lock_standing, ids).rows()}
+                locked = self._fence.run(execute, self._sql.lock_standing, ids)
+                free = {row[0] for row in locked.rows()}
                 if free:
                     applied = [verdict for verdict in batch if verdict.event_id in free]
                     execute(*self.dialect.put_back(self._sql.table, applied))
                 standing |= free
             return standing
 
-        return self.session.transact(work)
+        return self._fence.transact(token, work)
 
     def insert_fired(self, token: int, columns: Sequence[str], rows: Sequence[Row]) -> list[int]:
         """Insert events that are fired as they are written; returns their ids, in order."""
@@ -205,85 +210,35 @@ class Store(Closing):
         room = max(1, PARAMETERS // max(1, len(columns)))
 
         def work(execute: Execute) -> list[int]:
-            self._fence(execute, token)
             ids: list[int] = []
             for at in range(0, len(rows), room):
                 batch = rows[at : at + room]
-                statement = self._insert(names, marks, len(batch))
+                statement = self.inserts.statement(names, marks, len(batch))
                 executed = execute(statement, tuple(itertools.chain.from_iterable(batch)))
                 ids += self._new_ids(execute, executed, len(batch))
             return ids
 
-        return self.session.transact(work)
+        return self._fence.transact(token, work)
 
     def release_groups(self, token: int) -> int:
         """Let go of all events whose groups are done; how many."""
 
         def work(execute: Execute) -> int:
-            self._fence(execute, token)
-            groups = execute(self._sql.done_groups).rows()
-            return sum(
-                execute(self._sql.release_group, (group, group)).count for (group,) in groups
-            )
+            groups = [row[0] for row in execute(self._sql.done_groups).rows()]
+            return len(self._acks.release(execute, groups))
 
-        return self.session.transact(work)
+        return self._fence.transact(token, work)
 
     def purge(self, token: int, until: int, limit: int = BATCH) -> int:
         """Delete acked events that were due by ``until``; at most ``limit`` of them."""
 
         def work(execute: Execute) -> int:
-            self._fence(execute, token)
             old = [row[0] for row in execute(self._sql.old_acked, (until, limit)).rows()]
-            return self._run(execute, self._sql.delete, old).count if old else 0
+            return self._fence.run(execute, self._sql.delete, old).count if old else 0
 
-        return self.session.transact(work)
+        return self._fence.transact(token, work)
 
     # ── what users do ────────────────────────────────────────────────────────────────────────────
-
-    def enqueue(
-        self, connection: Connection, row: Mapping[str, Any], delay: float | None = None
-    ) -> int:
-        """Insert one event in the transaction that ``connection`` is in; returns its id."""
-        columns = tuple(row)
-        self._check(columns)
-        names = [self.dialect.identifier(name) for name in columns]
-        marks = [self.dialect.mark] * len(columns)
-        values = list(row.values())
-        if delay is not None:
-            names.append("fire_at")
-            marks.append(f"{self.dialect.now} + {self.dialect.mark}")
-            values.append(round(delay * 1e9))
-        cursor = connection.cursor()
-        cursor.execute(self._insert(names, marks), tuple(values))
-        if self.dialect.returning:
-            return int(cursor.fetchone()[0])
-        return int(cursor.lastrowid)
-
-    def enqueue_many(self, connection: Connection, rows: Iterable[Mapping[str, Any]]) -> int:
-        """Insert events in the transaction that ``connection`` is in; returns how many."""
-        listed = list(rows)
-        shapes: dict[tuple[str, ...], list[Row]] = {}
-        for row in listed:
-            shapes.setdefault(tuple(row), []).append(tuple(row.values()))
-        for columns in shapes:
-            self._check(columns)
-        for columns, values in shapes.items():
-            self.dialect.insert_many(connection, self._name, columns, values)
-        return len(listed)
-
-    def insert(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Insert events in a transaction of the store's own."""
-        with (
-            understood(self.dialect),
-            contextlib.closing(self.dialect.connect()) as connection,
-            self.dialect.transaction(connection),
-        ):
-            self.enqueue_many(connection, rows)
-
-    def check_columns(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raise ``ValueError`` for a column that an insert cannot set."""
-        for columns in {tuple(row) for row in rows}:
-            self._check(columns)
 
     def ack_in(self, connection: Connection, ids: Sequence[int]) -> int:
         """Settle events in the transaction that ``connection`` is in; returns how many."""
@@ -315,30 +270,26 @@ class Store(Closing):
 
     # ── how ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _fence(self, execute: Execute, token: int) -> None:
-        if not execute(self._sql.fence, (self._name, token)).rows():
-            raise LeadLost(f"another manager leads {self._name!r}")
+    def _within(self, ranges: Sequence[KeyRange]) -> tuple[str, tuple[int, ...]]:
+        """The condition that an event's key lies in one of the ranges, and its parameters."""
+        if EVERYTHING in ranges:
+            return "1 = 1", ()
+        keyspace, mark = self.dialect.keyspace(self.definition), self.dialect.mark
+        each = f"{keyspace} BETWEEN {mark} AND {mark}"
+        bounds = itertools.chain.from_iterable(span.stored for span in ranges)
+        return f"({' OR '.join([each] * len(ranges))})", tuple(bounds)
 
-    def _ack_in_one(self, token: int, ids: Sequence[int], *, keep: bool) -> None:
-        """Settle events by statements that are fenced themselves: a round trip to a batch."""
-        statement = self._sql.fenced_ack_keep if keep else self._sql.fenced_ack_delete
-        for batch in _batches(ids):
-            condition, parameters = self.dialect.ids(batch)
-            if not self.session.write(statement.where(condition), (self._name, token, *parameters)):
-                raise LeadLost(f"another manager leads {self._name!r}")
-
-    def _mark(self, token: int, ids: Sequence[int], lock: ByIds, change: ByIds) -> set[int]:
+    def _mark(self, token: int, ids: Sequence[int], lock: OfSome, change: OfSome) -> set[int]:
         def work(execute: Execute) -> set[int]:
-            self._fence(execute, token)
             changed: set[int] = set()
-            for batch in _batches(ids):
-                locked = [row[0] for row in self._run(execute, lock, batch).rows()]
+            for batch in batches(ids):
+                locked = [row[0] for row in self._fence.run(execute, lock, batch).rows()]
                 if locked:
-                    self._run(execute, change, locked)
+                    self._fence.run(execute, change, locked)
                 changed.update(locked)
             return changed
 
-        return self.session.transact(work)
+        return self._fence.transact(token, work)
 
     def _new_ids(self, execute: Execute, executed: Executed, count: int) -> list[int]:
         """The ids of rows just inserted: databases give them out in the order of the rows."""
@@ -347,32 +298,8 @@ class Store(Closing):
         first, step = execute("SELECT LAST_INSERT_ID(), @@auto_increment_increment").rows()[0]
         return list(range(first, first + count * step, step))
 
-    def _check(self, columns: Iterable[str]) -> None:
-        allowed = (*self.definition.names, *ENQUEUED)
-        for name in columns:
-            if name not in allowed:
-                raise ValueError(
-                    f"{name!r} is not a column that an insert into {self._name!r} sets"
-                )
-
-    def _insert(self, names: Sequence[str], marks: Sequence[str], rows: int = 1) -> str:
-        """A statement that inserts rows and returns their ids, where the database does that."""
-        if not names:
-            names, marks = ["event_group"], ["NULL"]
-        returning = " RETURNING event_id" if self.dialect.returning else ""
-        values = ", ".join([f"({', '.join(marks)})"] * rows)
-        return f"INSERT INTO {self._sql.table} ({', '.join(names)}) VALUES {values}{returning}"
-
-    def _change_ids(self, statement: ByIds, ids: Sequence[int]) -> int:
+    def _change_ids(self, statement: OfSome, ids: Sequence[int]) -> int:
         def work(execute: Execute) -> int:
-            return sum(self._run(execute, statement, batch).count for batch in _batches(ids))
+            return sum(self._fence.run(execute, statement, batch).count for batch in batches(ids))
 
         return self.session.transact(work)
-
-    def _run(self, execute: Execute, statement: ByIds, ids: Sequence[int]) -> Executed:
-        condition, parameters = self.dialect.ids(ids)
-        return execute(statement.where(condition), parameters)
-
-
-def _batches(items: Sequence[T]) -> Iterable[Sequence[T]]:
-    return (items[at : at + BATCH] for at in range(0, len(items), BATCH))

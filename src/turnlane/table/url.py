@@ -9,6 +9,9 @@ from turnlane.table.sql.dialect import Dialect
 
 EXAMPLES = "sqlite:///queue.db, postgresql://user@host/database or mysql://user@host/database"
 
+TIMEOUTS = ("connect_timeout", "read_timeout", "write_timeout")
+"""Options of MySQL's driver, in seconds."""
+
 
 def dialect_of(url: str) -> Dialect:
     """The database at an address. Connects to nothing yet.
@@ -54,7 +57,16 @@ def _mysql(url: str) -> Dialect:
         "database": unquote(parts.path.removeprefix("/")),
     }
     for name, value in parse_qsl(parts.query):
-        if name not in {"unix_socket", "ssl_ca"}:
-            raise ConfigError("url", f"there is no option {name!r}; there are unix_socket, ssl_ca")
-        options[name] = value
+        options[name] = _mysql_option(name, value)
     return Mysql(options)
+
+
+def _mysql_option(name: str, value: str) -> object:
+    if name in {"unix_socket", "ssl_ca"}:
+        return value
+    if name not in TIMEOUTS:
+        there = ", ".join(("unix_socket", "ssl_ca", *TIMEOUTS))
+        raise ConfigError("url", f"there is no option {name!r}; there are {there}")
+    if not value.isdecimal() or not int(value):
+        raise ConfigError("url", f"{name} is a number of seconds, not {value!r}")
+    return int(value)

@@ -71,17 +71,46 @@ class Window:
         """Forget an event."""
         self._events.pop(event_id, None)
 
+    def forget(self, events: Iterable[TableEvent]) -> None:
+        """Forget events that are due, and their places in line."""
+        gone = {event.id for event in events}
+        for event_id in gone:
+            self._events.pop(event_id, None)
+        for priority, line in self._due.items():
+            self._due[priority] = deque(each for each in line if each not in gone)
+
     def has_due(self, now: int) -> bool:
         """Whether an event is due."""
         self._ripen(now)
         return any(self._due.values())
 
+    def due(self, now: int) -> list[TableEvent]:
+        """All events that are due, in the order in which they would go out."""
+        self._ripen(now)
+        lines = (self._due[priority] for priority in sorted(self._due, reverse=True))
+        found = dict.fromkeys(each for line in lines for each in line)
+        events = (self._events.get(each) for each in found)
+        return [event for event in events if event is not None and event.fire_at <= now]
+
+    def count_due(self, now: int) -> int:
+        """How many events are due; those that were discarded since may be counted in."""
+        self._ripen(now)
+        return sum(map(len, self._due.values()))
+
+    def trim(self, most: int) -> int | None:
+        """Forget the latest of more than so many events that are not due; from which time on."""
+        later = sorted({each for each in self._later if self._waits(*each)}, reverse=True)
+        gone = later[: max(0, len(self._events) - most)]
+        for _, event_id in gone:
+            del self._events[event_id]
+        self._later = later[len(gone) :][::-1]  # ascending, as a heap may be
+        return gone[-1][0] if gone else None
+
     def next_time(self) -> int | None:
         """When the next event becomes due that is not yet."""
         while self._later:
             fire_at, event_id = self._later[0]
-            event = self._events.get(event_id)
-            if event is not None and event.fire_at == fire_at:
+            if self._waits(fire_at, event_id):
                 return fire_at
             heapq.heappop(self._later)
         return None
@@ -92,6 +121,11 @@ class Window:
             event = self._events.get(event_id)
             if event is not None and event.fire_at == fire_at:
                 self._line(event.priority).append(event_id)
+
+    def _waits(self, fire_at: int, event_id: int) -> bool:
+        """Whether the event is there, and was not moved since."""
+        event = self._events.get(event_id)
+        return event is not None and event.fire_at == fire_at
 
     def _line(self, priority: int) -> deque[int]:
         return self._due.setdefault(priority, deque())

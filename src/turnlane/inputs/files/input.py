@@ -88,8 +88,8 @@ class FilesInput(Input):
     def prepare(self) -> None:
         """Load what was saved; everything of :meth:`start` but the thread."""
         queue = self.host.queue(self.settings.queue)
-        name = f"{self.settings.label.replace('/', '_')}.json"
-        file = PositionsFile(self.host.data / "inputs" / name, self._disk)
+        name = self.settings.label.replace("%", "%25").replace("/", "%2F")
+        file = PositionsFile(self.host.data / "inputs" / f"{name}.json", self._disk)
         self._publisher = LinePublisher(queue, self.files, self._on_progress)
         self._roster = Roster(self.files, self._watch, self._publisher, file)
 

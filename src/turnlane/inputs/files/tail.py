@@ -63,6 +63,8 @@ class Tail:
     changed_at: float = field(default_factory=time.monotonic)
     nameless_since: float | None = None
     """Since when no scan has found it."""
+    was_emptied: bool = False
+    """Whether it was begun anew when nothing was in it: what comes next may begin with a hole."""
 
     def sighted(self, sight: Sight) -> None:
         """A scan has found it."""
@@ -172,6 +174,8 @@ class Tail:
         data = os.pread(self.fd, known + size, self.position - known)
         if not data.startswith(self.before):
             raise Replaced
+        if self.was_emptied and self.position == 0 and data.startswith(b"\0"):
+            raise Replaced
         ended = self.position - known + len(data) >= self.state[0]
         skip = known + self._rest_of_newline(data[known : known + 2])
         start, before, data = self.position - known + skip, data[:skip], data[skip:]
@@ -206,6 +210,7 @@ class Tail:
         self.recover = False
         self.progress = Progress()
         self.stand_at(self._first_text() if position is None else position)
+        self.was_emptied = self.position == 0
 
     def _first_text(self) -> int:
         """Where the content begins, after the hole that a writer leaves who was not told.
@@ -218,4 +223,4 @@ class Tail:
             first = os.lseek(self.fd, 0, os.SEEK_DATA)
         data = os.pread(self.fd, 1 << 16, first)
         zeros = len(data) - len(data.lstrip(b"\0"))
-        return first + zeros if zeros else 0
+        return first + zeros

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from pyspark.errors import PySparkException
@@ -14,6 +15,8 @@ from turnlane.formats.parse_settings import PARSE_ERROR, ParseSettings
 
 _CUT: Final = "\x1f"
 """Stands between the groups. A text that holds it goes the slow way, a pass for each group."""
+_COMMENTED: Final = re.compile(r"\(\?[a-zA-Z]*x[a-zA-Z]*\)")
+"""How a pattern begins in which spaces mean nothing and comments may stand."""
 
 
 def regex(df: DataFrame, settings: ParseSettings) -> DataFrame:
@@ -22,7 +25,8 @@ def regex(df: DataFrame, settings: ParseSettings) -> DataFrame:
     The pattern may match anywhere in the text; ``^`` and ``$`` pin it.
     """
     grouped = settings.grouped()
-    _check(df.sparkSession, grouped.pattern)
+    for pattern in (grouped.pattern, _whole(grouped)):
+        _check(df.sparkSession, pattern)
     text = F.make_valid_utf8(F.col("value").cast("string"))
     cut = df.withColumn("_text", text).withColumn("_groups", _groups(F.col("_text"), grouped))
     columns = {
@@ -38,9 +42,8 @@ def regex(df: DataFrame, settings: ParseSettings) -> DataFrame:
 
 def _groups(text: Column, grouped: GroupedPattern) -> Column:
     """An empty text and then the groups; null or one element if nothing matches."""
-    whole = rf"\A(?s:.*?)(?:{grouped.pattern})(?s:.*)\z"
     numbers = grouped.numbers.values()
-    marked = F.regexp_replace(text, whole, _CUT + _CUT.join(f"${at}" for at in numbers))
+    marked = F.regexp_replace(text, _whole(grouped), _CUT + _CUT.join(f"${at}" for at in numbers))
     one_by_one = F.when(
         F.rlike(text, F.lit(grouped.pattern)),
         F.array(
@@ -48,6 +51,13 @@ def _groups(text: Column, grouped: GroupedPattern) -> Column:
         ),
     )
     return F.when(F.contains(text, F.lit(_CUT)), one_by_one).otherwise(F.split(marked, _CUT))
+
+
+def _whole(grouped: GroupedPattern) -> str:
+    """The pattern with all that is before and after its first match."""
+    # A line of its own for what follows: the last line of such a pattern may end in a comment.
+    end = "\n" if _COMMENTED.match(grouped.pattern) else ""
+    return rf"\A(?s:.*?)(?:{grouped.pattern}{end})(?s:.*)\z"
 
 
 def _check(session: SparkSession, pattern: str) -> None:

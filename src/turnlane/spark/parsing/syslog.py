@@ -187,7 +187,7 @@ def _bsd_time(suffix: str) -> Column:
 def _data() -> Column:
     """The structured data as it stands, be it nil; empty if it is malformed, null without any."""
     rest = _piece(_REST)
-    nil = (rest == _NIL) | F.startswith(rest, F.lit(_NIL + " "))
+    nil = (rest == _NIL) | F.left(rest, F.lit(2)).isin(_NIL + " ", _NIL + "\n")
     return F.when(F.col("_modern"), F.when(nil, _NIL).otherwise(cut_off(rest)))
 
 

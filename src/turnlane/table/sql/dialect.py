@@ -26,6 +26,11 @@ class Failure(enum.Enum):
 
     TRANSIENT = enum.auto()
     """A deadlock, a serialization failure, a busy file: the same transaction may succeed now."""
+    LOCKED = enum.auto()
+    """Somebody else holds a row: as above, in a while."""
+    MADE_TWICE = enum.auto()
+    """Somebody else makes the same table now: the same statement may find it there. Or it is not
+    ours, and no retry helps."""
     DISCONNECTED = enum.auto()
     READ_ONLY = enum.auto()
     NAME_TAKEN = enum.auto()
@@ -71,6 +76,8 @@ class Dialect(abc.ABC):
     """Whether one statement can hold the lease row in place and change other rows."""
     notifies: ClassVar[bool] = False
     """Whether inserts wake the manager if its lease row asks for that."""
+    running: ClassVar[str | None] = None
+    """Asks for the number of the oldest transaction that writes, and of the next one."""
     idle_poll: ClassVar[float] = 0.5
     """Seconds between looks at a quiet table; longer where something wakes the manager."""
 

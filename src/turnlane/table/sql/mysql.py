@@ -29,6 +29,10 @@ READ_ONLY = {1290, 1792, 1836}
 GONE = {1040, 1053, 1077, 1079, 1152, 1927, 2002, 2003, 2006, 2013, 2014, 2055}
 DUPLICATE = 1062
 
+OPTIONS = {"connect_timeout": 10, "read_timeout": 60, "write_timeout": 60}
+"""Seconds, unless the address says otherwise. A server that is gone without a word is noticed by
+them; a statement may wait for a lock for 50 seconds."""
+
 ROWS = 1_000
 """To a statement: enough to make round trips cheap, and far below the largest packet."""
 
@@ -44,10 +48,10 @@ class Mysql(Dialect):
     lock_free = "FOR UPDATE SKIP LOCKED"
     returning = False
     skipping = ("INSERT IGNORE INTO", "")
-    idle_poll = 0.25
+    idle_poll = 0.33
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = options
+        self._options = {**OPTIONS, **options}
 
     @property
     def error(self) -> type[Exception]:
@@ -60,9 +64,6 @@ class Mysql(Dialect):
             autocommit=True,
             charset="utf8mb4",
             client_flag=CLIENT.FOUND_ROWS,
-            connect_timeout=10,
-            read_timeout=60,
-            write_timeout=60,
             # Snapshots are per statement, as in PostgreSQL; locks are on rows, not on gaps.
             init_command="SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
         )

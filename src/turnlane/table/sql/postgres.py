@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import psycopg
+from psycopg.conninfo import conninfo_to_dict
 
 from turnlane.closing import Closing
+from turnlane.errors import ConfigError
 from turnlane.table.definition import Definition
 from turnlane.table.settings import Layout
 from turnlane.table.sql.dialect import (
@@ -21,23 +23,33 @@ from turnlane.table.sql.dialect import (
     declared,
     states,
 )
+from turnlane.table.sql.watch import Watch
 
 CHANNEL = "turnlane"
 
-TRANSIENT = {
-    "40001",  # serialization failure
-    "40P01",  # deadlock detected
-    "55P03",  # lock not available
-    "25P03",  # idle in transaction: ended
-    "57014",  # statement timeout
+FAILURES = {
+    "40001": Failure.TRANSIENT,  # serialization failure
+    "40P01": Failure.TRANSIENT,  # deadlock detected
+    "25P03": Failure.TRANSIENT,  # idle in transaction: ended
+    "57014": Failure.TRANSIENT,  # statement timeout
+    "55P03": Failure.LOCKED,  # lock not available
+    "25006": Failure.READ_ONLY,
 }
-READ_ONLY = {"25006"}
+
+OPTIONS = {
+    "application_name": "turnlane",
+    "connect_timeout": 10,
+    # A host that is gone without a word is noticed after 25 seconds: by itself, the system would
+    # wait for hours.
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 25_000,
+}
+"""What the driver is told unless the address says otherwise."""
 
 _LOOK = 0.1
 """Seconds between looks at whether a watch is to end."""
-
-_RETRY = 1.0
-"""Seconds before a watch that lost its connection makes another."""
 
 _KEY = "(('x' || substr(md5({key}), 1, 16))::bit(64)::bigint # (-9223372036854775808)::bigint)"
 
@@ -52,19 +64,24 @@ class Postgres(Dialect):
     lock_free = "FOR UPDATE SKIP LOCKED"
     fenced_in_one = True
     notifies = True
+    running = (
+        "SELECT txid_snapshot_xmin(s), txid_snapshot_xmax(s) FROM txid_current_snapshot() AS s"
+    )
     idle_poll = 1.0
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        try:
+            self._options: dict[str, Any] = {**OPTIONS, **conninfo_to_dict(url)}
+        except psycopg.ProgrammingError:
+            # Not told why: the driver's words may repeat the password.
+            raise ConfigError("url", "is no address that PostgreSQL's driver can read") from None
 
     @property
     def error(self) -> type[Exception]:
         return psycopg.Error
 
     def connect(self) -> psycopg.Connection:
-        return psycopg.connect(
-            self._url, autocommit=True, connect_timeout=10, application_name="turnlane"
-        )
+        return psycopg.connect(**self._options, autocommit=True)
 
     def own_connection(self) -> psycopg.Connection:
         connection = self.connect()
@@ -81,10 +98,10 @@ class Postgres(Dialect):
 
     def failure(self, error: Exception) -> Failure:
         state = getattr(error, "sqlstate", None)
-        if state in TRANSIENT or _made_twice(error):
-            return Failure.TRANSIENT
-        if state in READ_ONLY:
-            return Failure.READ_ONLY
+        if state in FAILURES:
+            return FAILURES[state]
+        if _made_twice(error):
+            return Failure.MADE_TWICE
         if state == "23505" and "event_name" in str(error):
             return Failure.NAME_TAKEN
         if state is None:
@@ -204,7 +221,17 @@ class Postgres(Dialect):
                 yield rows
 
     def watch(self, queue: str, poke: Callable[[], None]) -> Closing:
-        return _Watch(self.connect, queue, poke)
+        def hear(connection: Connection, over: threading.Event) -> None:
+            connection.execute(f"LISTEN {CHANNEL}")
+            poke()
+            while not over.is_set():
+                for notice in connection.notifies(timeout=_LOOK):
+                    if notice.payload == queue:
+                        poke()
+                    if over.is_set():
+                        return
+
+        return Watch(self, hear)
 
 
 def _made_twice(error: Exception) -> bool:
@@ -213,43 +240,6 @@ def _made_twice(error: Exception) -> bool:
         return False
     if error.sqlstate == "XX000":
         return "concurrently updated" in str(error)
-    if error.sqlstate == "42710":  # IF NOT EXISTS has looked for the table, not for its row type
-        return str(error).startswith('type "')
+    if error.sqlstate in {"42P07", "42710"}:  # the table, or its row type, came between
+        return True
     return error.sqlstate == "23505" and (error.diag.constraint_name or "").startswith("pg_")
-
-
-class _Watch(Closing):
-    """Listens on a connection of its own."""
-
-    def __init__(
-        self, connect: Callable[[], psycopg.Connection], queue: str, poke: Callable[[], None]
-    ) -> None:
-        self._connect = connect
-        self._queue = queue
-        self._poke = poke
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="turnlane-watch", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _listen(self) -> None:
-        while not self._over.is_set():
-            try:
-                with self._connect() as connection:
-                    connection.execute(f"LISTEN {CHANNEL}")
-                    self._poke()
-                    self._hear(connection)
-            except psycopg.Error:
-                # Until it listens again, the manager finds new rows by polling.
-                self._over.wait(_RETRY)
-
-    def _hear(self, connection: psycopg.Connection) -> None:
-        while not self._over.is_set():
-            for notice in connection.notifies(timeout=_LOOK):
-                if notice.payload == self._queue:
-                    self._poke()
-                if self._over.is_set():
-                    return

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 from turnlane.closing import Closing
 from turnlane.errors import DatabaseDown, DatabaseReadOnly, NameTaken
@@ -22,11 +22,19 @@ TRIES = 8
 """Of a transaction that meets deadlocks; then the caller hears of it."""
 
 
+class RowsLocked(Exception):
+    """Somebody else holds a row that a statement would change."""
+
+
 class Execute(Protocol):
     """Runs a statement within a transaction."""
 
     def __call__(self, statement: str, parameters: Sequence[Any] = ()) -> Executed:
         """Run it."""
+
+
+RETRIED: Final = {Failure.TRANSIENT, Failure.LOCKED, Failure.MADE_TWICE}
+"""What may well succeed a moment later."""
 
 
 class Executed:
@@ -64,9 +72,16 @@ class Session(Closing):
         self.writes += 1
         return changed
 
-    def write(self, statement: str, parameters: Sequence[Any] = ()) -> list[Row]:
-        """The rows of one statement that also changes some."""
-        rows = self.query(statement, parameters)
+    def write(
+        self, statement: str, parameters: Sequence[Any] = (), *, patient: bool = True
+    ) -> list[Row]:
+        """The rows of one statement that also changes some.
+
+        Unless it is patient, it raises ``RowsLocked`` when it would be tried again for that.
+        """
+        rows = self._try(
+            lambda execute: execute(statement, parameters).rows(), atomic=False, patient=patient
+        )
         self.writes += 1
         return rows
 
@@ -87,12 +102,14 @@ class Session(Closing):
         with self._lock:
             self._disconnect()
 
-    def _try(self, work: Callable[[Execute], T], *, atomic: bool) -> T:
+    def _try(self, work: Callable[[Execute], T], *, atomic: bool, patient: bool = True) -> T:
         with self._lock:
             for last in [False] * (TRIES - 1) + [True]:
                 try:
                     return self._once(work, atomic=atomic)
                 except (self.dialect.error, OSError) as error:
+                    if not patient and _failure(self.dialect, error) is Failure.LOCKED:
+                        raise RowsLocked from error
                     self._judge(error, last=last)
                 except BaseException:
                     # Nobody can say in what state the connection is.
@@ -120,7 +137,7 @@ class Session(Closing):
     def _judge(self, error: Exception, *, last: bool) -> None:
         """Return if the work may be tried again, else raise what the error means."""
         failure = _failure(self.dialect, error)
-        if failure is Failure.TRANSIENT and not last:
+        if failure in RETRIED and not last:
             log.debug("the database asks for a retry: %s", error)
             # Apart from each other, or the same transactions would meet again.
             time.sleep(random.uniform(0.001, 0.02))  # noqa: S311 - no secret
@@ -152,7 +169,7 @@ def _failure(dialect: Dialect, error: Exception) -> Failure:
 def _raise(failure: Failure, error: Exception) -> NoReturn:
     message = str(error).strip() or type(error).__name__
     match failure:
-        case Failure.TRANSIENT | Failure.DISCONNECTED:
+        case Failure.TRANSIENT | Failure.LOCKED | Failure.DISCONNECTED:
             raise DatabaseDown(f"the database does not answer: {message}") from error
         case Failure.READ_ONLY:
             raise DatabaseReadOnly(f"the database is read-only: {message}") from error

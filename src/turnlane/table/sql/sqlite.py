@@ -23,6 +23,7 @@ from turnlane.table.sql.dialect import (
     declared,
     states,
 )
+from turnlane.table.sql.watch import Watch
 
 BUSY_MS = 5_000
 """How long a writer waits for another before it counts as a transient failure."""
@@ -164,7 +165,17 @@ class Sqlite(Dialect):
         return self.bare(name)
 
     def watch(self, queue: str, poke: Callable[[], None]) -> Closing:  # noqa: ARG002 - a file
-        return _Watch(self.connect, poke)
+        """Look at the counter that every commit of another connection moves."""
+
+        def hear(connection: Connection, over: threading.Event) -> None:
+            seen = None
+            while not over.wait(LOOK_SECONDS):
+                version = connection.execute("PRAGMA data_version").fetchone()
+                if version != seen:
+                    seen = version
+                    poke()
+
+        return Watch(self, hear)
 
 
 def _begin(connection: sqlite3.Connection) -> None:
@@ -192,30 +203,3 @@ def _began(connection: sqlite3.Connection, *, last: bool) -> bool:
 def _whole(column: str) -> str:
     """A check: SQLite would take a text for a number, and every manager would stumble over it."""
     return f"CHECK (typeof({column}) = 'integer')"
-
-
-class _Watch(Closing):
-    """Looks at the counter that every commit of another connection moves."""
-
-    def __init__(self, connect: Callable[[], sqlite3.Connection], poke: Callable[[], None]) -> None:
-        self._connect = connect
-        self._poke = poke
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="turnlane-watch", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        with contextlib.closing(self._connect()) as connection:
-            seen = None
-            while not self._over.wait(LOOK_SECONDS):
-                try:
-                    version = connection.execute("PRAGMA data_version").fetchone()
-                except sqlite3.Error:
-                    continue  # the manager's own statements say what is wrong; polling goes on
-                if version != seen:
-                    seen = version
-                    self._poke()

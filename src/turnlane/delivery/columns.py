@@ -1,0 +1,14 @@
+"""The columns that turnlane itself adds to rows on their way to outputs."""
+
+from __future__ import annotations
+
+from typing import Final
+
+OURS: Final = "turnlane_"
+"""How the names of columns begin that are ours alone: no parser and no transform may make one."""
+DIRECT: Final = f"{OURS}direct"
+"""Which outputs are called at once."""
+HOLLOWS: Final = f"{OURS}hollows"
+"""A bit for every column of lists or maps: whether it is null."""
+PAYLOAD: Final = "payload"
+"""The event as the output sends it. Outputs of others read it, so it has a plain name."""

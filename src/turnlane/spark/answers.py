@@ -1,0 +1,63 @@
+"""What transforms, which are functions of the user's own, and SQL make of events."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from typing import Final
+
+from pyspark.sql import DataFrame
+
+from turnlane.errors import ConfigError
+from turnlane.pipeline.settings import EVENTS, ActionSettings
+from turnlane.spark.tolerant import tolerant
+
+_SPREAD: Final = re.compile(r"^[ :+|-]*(?:Repartition|RebalancePartitions)", re.MULTILINE)
+"""The line of a plan that has rows go from one task to another."""
+
+
+def answer(
+    action: ActionSettings, events: DataFrame, source_of: Callable[[str], DataFrame]
+) -> DataFrame:
+    """What an action's transform and SQL make of events; ``source_of`` has the queues it joins.
+
+    The views that this takes stay in the session of the events.
+    """
+    if action.transform is not None:
+        events = called(action.transform, events)
+    if action.sql is None:
+        return events
+    if action.watermark is not None:
+        events = events.withWatermark("timestamp", f"{action.watermark} seconds")
+    events.createOrReplaceTempView(EVENTS)
+    for name in action.with_queues:
+        source_of(name).createOrReplaceTempView(f"`{name}`")
+    return events.sparkSession.sql(tolerant(action.sql))
+
+
+def called(name: str, events: DataFrame) -> DataFrame:
+    """What the function ``module:function`` makes of events. Raises ``ConfigError``."""
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError("transform", f"{name}: {error}") from error
+    made = found(events)
+    if not isinstance(made, DataFrame):
+        raise ConfigError("transform", f"{name} returned {type(made).__name__}, not a DataFrame")
+    return made
+
+
+def check_together(action: ActionSettings, rows: DataFrame, where: str) -> None:
+    """Check that an event's rows stay together, if what was delivered is known by their numbers.
+
+    They are numbered in the task that has them: in two tasks, two would have the same, and one
+    would be taken for a repeat. Raises ``ConfigError``.
+    """
+    output = action.output
+    by_number = getattr(output, "exactly_once", False) or getattr(output, "producer", None)
+    plan: str = rows._jdf.queryExecution().analyzed().toString()  # noqa: SLF001 - pyspark only prints it
+    if by_number and _SPREAD.search(plan):
+        why = "spreads rows over tasks, so that several of one event could not be told apart"
+        raise ConfigError(f"{where}.transform", why)

@@ -1,0 +1,157 @@
+"""Reading a queue with Spark as it grows: Spark's checkpoint says how far a query has come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from turnlane.spark.batch_wait import BatchWait
+from turnlane.spark.nodes import Extent
+from turnlane.spark.offsets import UNHEARD, Offset, Place
+from turnlane.spark.options import ReadOptions
+from turnlane.spark.ranges import Positions, admitted
+from turnlane.spark.reading import QueueReading, SlicePartition
+from turnlane.spark.settling import Settling
+
+
+class StreamReader(QueueReading, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """A queue as it grows. Offsets are those of the queue, by node."""
+
+    def __init__(self, options: ReadOptions, schema: StructType) -> None:
+        super().__init__(options, schema)
+        self._target: dict[int, int] | None = None
+        """Where to stop, for ``Trigger.AvailableNow``."""
+        self._wait = BatchWait(options.min_offsets_per_trigger, options.max_trigger_delay)
+        self._seen: dict[int, int] = {}
+        self._settling: Settling | None = None
+        self._gone: dict[int, int] = {}
+        """How far queues were read that are no more: their successors are not to be settled."""
+
+    def initialOffset(self) -> Offset:  # noqa: N802
+        nodes, queue = self._nodes(), self._options.queue
+        unheard = dict.fromkeys(range(nodes.count), UNHEARD)
+        extents = nodes.wait(queue, unheard, 0.0)
+        return Place(unheard).begin(self._starts(extents), _lows(extents)).offset()
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        options = self._options
+        if options.max_offsets_per_trigger is not None:
+            return ReadMaxRows(options.max_offsets_per_trigger)
+        if options.max_bytes_per_trigger is not None:
+            return ReadMaxBytes(options.max_bytes_per_trigger)
+        return ReadAllAvailable()
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        extents = self._nodes().extents(self._options.queue)
+        self._target = {node: extent.end for node, extent in extents.items()}
+
+    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
+        place = Place.of(start)
+        extents = self._available(place)
+        first = self._beginnings(place, extents)
+        if first:
+            # A step without events, by which Spark learns where they begin.
+            return place.begin(first, _lows(extents)).offset()
+        self._check_gone(place.at, extents)
+        end = self._ends(place.at, extents)
+        if self._target is None and not self._enough(place.at, end):
+            return start
+        return place.moved(admitted(place.at, end, self._limit(limit))).offset()
+
+    def _available(self, place: Place) -> dict[int, Extent]:
+        """How far the nodes have come; waits a while. One that is away is left out."""
+        nodes, queue = self._nodes(), self._options.queue
+        timeout = 0.0 if self._target is not None else self._options.poll_timeout
+        known = dict.fromkeys(range(nodes.count), UNHEARD) | place.at
+        return nodes.wait(queue, known, timeout)
+
+    def _beginnings(self, place: Place, extents: dict[int, Extent]) -> dict[int, int]:
+        """Where reading begins on nodes of which the checkpoint does not say so.
+
+        A node that was added is read from its earliest event, wherever the query began. So is a
+        queue that was made anew.
+        """
+        heard = {node: each for node, each in extents.items() if place.at.get(node) == UNHEARD}
+        first = self._starts(heard) if heard else {}
+        for node, extent in extents.items():
+            at = place.at.get(node)
+            if at is None:
+                first[node] = extent.low
+            elif extent.end < at:
+                self._lost(f"node {node} ends at offset {extent.end}, before {at}")
+                first[node] = extent.low
+                self._gone[node] = at
+        return first
+
+    def _ends(self, at: Positions, extents: dict[int, Extent]) -> dict[int, int]:
+        """How far one could read. A node that is away stays where it is."""
+        end = {node: extents[node].end if node in extents else each for node, each in at.items()}
+        self._seen = dict(end)
+        if self._target is None:
+            return end
+        return {
+            node: min(each, max(at[node], self._target.get(node, 0))) for node, each in end.items()
+        }
+
+    def _enough(self, at: Positions, end: Positions) -> bool:
+        left = self._wait.left(sum(end.values()) - sum(at.values()), time.monotonic())
+        if left:
+            # Spark asks again at once: not to burn a core while there is too little.
+            time.sleep(min(self._options.poll_timeout, left))
+        return not left
+
+    def _limit(self, limit: ReadLimit) -> int | None:
+        """The most events of a batch: what the options say, unless Spark wants everything."""
+        if isinstance(limit, ReadAllAvailable):
+            return None
+        limits = []
+        options = self._options
+        if options.max_offsets_per_trigger is not None:
+            limits.append(options.max_offsets_per_trigger)
+        if options.max_bytes_per_trigger is not None:
+            each = self._nodes().bytes_per_event(options.queue)
+            limits.append(max(1, int(options.max_bytes_per_trigger / each)))
+        return min(limits, default=None)
+
+    def reportLatestOffset(self) -> dict[str, int] | None:  # noqa: N802
+        """How far the queue goes: Spark shows the lag."""
+        return {str(node): end for node, end in self._seen.items()} or None
+
+    def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
+        first, last = Place.of(start).at, Place.of(end).at
+        if not self._seen:
+            # A batch of the run before, which nobody has looked at since.
+            self._check_gone(first, self._nodes().wait(self._options.queue, first, 0.0))
+        # Where reading begins, or begins anew, there is nothing before: a step without events.
+        steps = {node for node in last if not 0 <= first.get(node, UNHEARD) <= last[node]}
+        return self._partitions({n: last[n] if n in steps else first[n] for n in last}, last)
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        assert isinstance(partition, SlicePartition)
+        return self._rows(partition.piece)
+
+    def commit(self, end: Offset) -> None:
+        """Spark is through with everything before ``end``."""
+        if not self._options.consume:
+            return
+        if self._settling is None:
+            self._settling = Settling(self._nodes(), self._options.queue)
+        # The last batch before a queue was made anew is committed after that was noticed.
+        place = Place.of(end)
+        left = {node: at for node, at in place.at.items() if self._gone.get(node) != at}
+        self._settling.settle(Place(left, place.begun))
+
+
+def _lows(extents: dict[int, Extent]) -> dict[int, int]:
+    return {node: extent.low for node, extent in extents.items()}

@@ -1,0 +1,80 @@
+"""The tables that a database has for a queue with several: made when they are needed."""
+
+from __future__ import annotations
+
+import uuid
+
+from turnlane.table.definition import Definition
+from turnlane.table.letters import columns_of
+from turnlane.table.sql.dialect import Dialect, Row
+from turnlane.table.sql.session import Session
+
+
+class ShardTables:
+    """``turnlane_map``, ``turnlane_shard``, ``turnlane_arrival`` and the outbox of one queue."""
+
+    def __init__(self, dialect: Dialect, definition: Definition) -> None:
+        self.dialect = dialect
+        self.definition = definition
+        self.session = Session(dialect)
+        self._name = definition.name
+        self._prepared = False
+
+    def prepare(self) -> None:
+        """Make the tables, once."""
+        if self._prepared:
+            return
+        for statement in self._tables():
+            self.change(statement)
+        known = "SELECT 1 FROM turnlane_shard WHERE queue = %s"
+        if not self.query(known, self._name):
+            try:
+                self.change(
+                    "INSERT INTO turnlane_shard (queue, shard_id) VALUES (%s, %s)",
+                    *(self._name, uuid.uuid4().hex),
+                )
+            except self.dialect.error:
+                if not self.query(known, self._name):  # else another was quicker
+                    raise
+        self._prepared = True
+
+    def _tables(self) -> list[str]:
+        mysql = self.dialect.name == "mysql"
+        text = "VARCHAR(64)" + (" CHARACTER SET utf8mb4 COLLATE utf8mb4_bin" if mysql else "")
+        number = f"CAST(0 AS {'SIGNED' if mysql else 'BIGINT'})"
+        return [
+            (
+                f"CREATE TABLE IF NOT EXISTS turnlane_map (queue {text} NOT NULL, "
+                "version BIGINT NOT NULL, map TEXT NOT NULL, PRIMARY KEY (queue, version))"
+            ),
+            (
+                f"CREATE TABLE IF NOT EXISTS turnlane_shard (queue {text} PRIMARY KEY, "
+                f"shard_id {text} NOT NULL, batch BIGINT NOT NULL DEFAULT 0, plan TEXT)"
+            ),
+            (
+                f"CREATE TABLE IF NOT EXISTS turnlane_arrival (queue {text} NOT NULL, "
+                f"source {text} NOT NULL, batch BIGINT NOT NULL DEFAULT 0, "
+                "PRIMARY KEY (queue, source))"
+            ),
+            (
+                f"CREATE TABLE IF NOT EXISTS {{outbox}} AS SELECT {number} AS batch, "
+                f"{number} AS version, event_id, {{columns}} FROM {{table}} WHERE 1 = 0"
+            ),
+        ]
+
+    def query(self, template: str, *parameters: object) -> list[Row]:
+        """The rows of one statement."""
+        return self.session.query(self.sql(template), parameters)
+
+    def change(self, template: str, *parameters: object) -> int:
+        """How many rows one statement changed."""
+        return self.session.change(self.sql(template), parameters)
+
+    def sql(self, template: str) -> str:
+        """A statement with the names of the tables and of the columns that are moved."""
+        return self.dialect.sql(
+            template,
+            table=self.dialect.identifier(self._name),
+            outbox=self.dialect.identifier(f"turnlane_move_{self._name}"),
+            columns=", ".join(map(self.dialect.identifier, columns_of(self.definition))),
+        )

@@ -1,0 +1,146 @@
+"""What tests of `turnlane queue …` share: the real command, and directories to run it on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import turnlane
+from turnlane.events import block_of, values_of
+from turnlane.queues.log.chunks import Whole, scan
+from turnlane.queues.log.files import Disk
+from turnlane.queues.log.frames import HEADER_SIZE
+
+CHUNK_0 = "0000000000000000.chunk"
+
+Run = subprocess.CompletedProcess[str]
+Row = dict[str, Any]
+
+KILLED = """
+import os, signal, sys, turnlane
+from turnlane.events import block_of, values_of
+
+queue = turnlane.open_queue(kind="disk", path=sys.argv[1], durability="always")
+queue.producer(ack="persisted").publish_block(block_of([b"%d" % n for n in range(100)]))
+queue.get(30).done()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def turnlane_queue(*args: object, **options: Any) -> Run:
+    command = [sys.executable, "-m", "turnlane", "queue", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def succeeded(*args: object) -> str:
+    run = turnlane_queue(*args)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def in_json(*args: object, code: int = 0) -> Row:
+    run = turnlane_queue(*args, "--json")
+    assert run.returncode == code, run.stdout + run.stderr
+    result: Row = json.loads(run.stdout)
+    return result
+
+
+def lines_in_json(*args: object) -> list[Row]:
+    return [json.loads(line) for line in succeeded(*args).splitlines()]
+
+
+def values(count: int, first: int = 0) -> list[bytes]:
+    return [b"event %d" % number for number in range(first, first + count)]
+
+
+def fill(path: Path, blocks: int = 20, **knobs: Any) -> turnlane.Queue:
+    """A queue of several chunks, ten events a frame, still open."""
+    queue = turnlane.open_queue(
+        kind="disk", path=path, durability="always", chunk_size="2Ki", compression="none", **knobs
+    )
+    producer = queue.producer(ack="persisted")
+    for number in range(blocks):
+        producer.publish_block(block_of(values(10, 10 * number), timestamps=1_700_000_000_123_456))
+    return queue
+
+
+def chunks(path: Path) -> list[Path]:
+    return sorted(path.glob("*.chunk"))
+
+
+def frames(chunk: Path) -> list[Whole]:
+    """The frames with events in a chunk, in order."""
+    fd = os.open(chunk, os.O_RDONLY)
+    try:
+        found = [item for item in scan(Disk(), fd, 0, 0) if isinstance(item, Whole)]
+    finally:
+        os.close(fd)
+    return found[1:]
+
+
+def flip(path: Path, byte: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[byte] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def fault_of(path: Path) -> Row:
+    """The only fault that verify finds."""
+    report = in_json("verify", path, code=1)
+    assert report["clean"] is False
+    (fault,) = [finding for finding in report["findings"] if finding["fault"]]
+    assert isinstance(fault, dict)
+    return fault
+
+
+def drained(path: Path) -> list[bytes | None]:
+    found: list[bytes | None] = []
+    with turnlane.open_queue(kind="disk", path=path) as queue:
+        while queue.stats().ledger.pending:
+            with queue.get() as batch:
+                found += values_of([batch.block])
+    return found
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()
+    }
+
+
+def rows_exported(path: Path) -> list[Row]:
+    return [json.loads(line) for line in turnlane_queue("export", path).stdout.splitlines()]
+
+
+# ── harm: each returns how many events are lost by it ────────────────────────────────────────────
+
+
+def harm_payload(path: Path) -> int:
+    flip(chunks(path)[1], frames(chunks(path)[1])[0].byte + HEADER_SIZE)
+    return 10
+
+
+def harm_header(path: Path) -> int:
+    flip(chunks(path)[1], frames(chunks(path)[1])[1].byte)
+    return 10
+
+
+def harm_schema(path: Path) -> int:
+    lost = sum(frame.header.count for frame in frames(chunks(path)[2]))
+    flip(chunks(path)[2], 5)
+    return lost
+
+
+def harm_by_deleting(path: Path) -> int:
+    lost = sum(frame.header.count for frame in frames(chunks(path)[-1]))
+    chunks(path)[-1].unlink()
+    return lost
+
+
+def harm_by_cutting(path: Path) -> int:
+    os.truncate(chunks(path)[1], frames(chunks(path)[1])[-1].byte + 8)
+    return 10

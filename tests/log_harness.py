@@ -1,0 +1,88 @@
+"""Logs as tests have them: opened in a line, filled with numbered events, read to the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from turnlane.events import block_of, values_of
+from turnlane.queues.log.compression import Compression, Mode
+from turnlane.queues.log.files import Disk
+from turnlane.queues.log.log import Fault, Found, Log
+from turnlane.queues.log.position import Position
+
+QUEUE_ID = "ab" * 16
+CHUNK_0 = "0000000000000000.chunk"
+
+
+def open_log(
+    directory: Path,
+    disk: Disk | None = None,
+    *,
+    hint: Position | None = None,
+    floor: int = 0,
+    chunk_size: int = 1 << 20,
+    mode: Mode = "none",
+    queue_id: str = QUEUE_ID,
+    durable: bool = True,
+) -> Log:
+    return Log.open(
+        directory,
+        disk or Disk(),
+        queue_id=queue_id,
+        chunk_size=chunk_size,
+        compression=Compression(mode),
+        hint=hint,
+        floor=floor,
+        durable=durable,
+    )
+
+
+def values(first: int, count: int) -> list[bytes]:
+    return [b"event %d" % offset for offset in range(first, first + count)]
+
+
+def fill(log: Log, count: int, blocks: int = 1) -> None:
+    for _ in range(blocks):
+        log.append(log.end, block_of(values(log.end, count), timestamps=1))
+
+
+def drained(log: Log, offset: int = 0, max_events: int = 1000) -> list[bytes | Fault | None]:
+    """Everything from ``offset`` on: values, and faults where there are none."""
+    reader = log.reader()
+    found: list[bytes | Fault | None] = []
+    while (result := reader.read(offset, max_events)) is not None:
+        if isinstance(result, Found):
+            assert result.first == offset
+            assert 0 < result.block.num_rows <= max_events
+            found += values_of([result.block])
+            offset += result.block.num_rows
+        else:
+            assert result.first == offset
+            found.append(result)
+            offset = result.end
+    reader.close()
+    return found
+
+
+def three_frames(directory: Path) -> tuple[Path, list[int]]:
+    """A chunk with three frames of ten events, and the bytes at which they begin and end."""
+    log = open_log(directory)
+    places = []
+    for _ in range(3):
+        fill(log, 10)
+        places.append(log.position.byte)
+    log.close()
+    return directory / CHUNK_0, places
+
+
+def kept(directory: Path) -> bytes:
+    """All bytes in quarantine."""
+    folder = directory / "quarantine"
+    files = sorted(folder.iterdir()) if folder.exists() else []
+    return b"".join(path.read_bytes() for path in files)
+
+
+def flip(path: Path, byte: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[byte] ^= 0x40
+    path.write_bytes(bytes(data))

@@ -1,0 +1,74 @@
+"""Which addresses are understood, and which may be listened on?"""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from turnlane.errors import (
+    AddressTaken,
+    ConfigError,
+)
+from turnlane.serving.address import Address, check_exposed
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port", "loopback"),
+    [
+        ("127.0.0.1:8088", "127.0.0.1", 8088, True),
+        (":8088", "127.0.0.1", 8088, True),
+        ("localhost:1", "localhost", 1, True),
+        ("[::1]:514", "::1", 514, True),
+        ("127.9.9.9:0", "127.9.9.9", 0, True),
+        ("0.0.0.0:80", "0.0.0.0", 80, False),
+        ("*:80", "0.0.0.0", 80, False),
+        ("[::]:80", "::", 80, False),
+        ("10.0.0.1:80", "10.0.0.1", 80, False),
+        ("logs.example:80", "logs.example", 80, False),
+    ],
+)
+def test_an_address_is_read_and_known_as_loopback(
+    text: str, host: str, port: int, loopback: bool
+) -> None:
+    address = Address.parse(text)
+    assert (address.host, address.port, address.is_loopback) == (host, port, loopback)
+    assert Address.parse(str(address)) == address
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "8088", 8088, "host", "host:", "host:99999", "::1:80", "a b:1"]
+)
+def test_what_is_no_address_is_refused_with_an_example(wrong: object) -> None:
+    with pytest.raises(ValueError, match=r"such as 127\.0\.0\.1:8088"):
+        Address.parse(wrong)
+
+
+def test_an_address_stands_in_a_model_and_is_written_back() -> None:
+    class Model(BaseModel):
+        listen: Address
+
+    model = Model.model_validate({"listen": ":80"})
+    assert model.model_dump(mode="json") == {"listen": "127.0.0.1:80"}
+    assert Model.model_json_schema()["properties"]["listen"]["type"] == "string"
+    with pytest.raises(ValidationError, match="is not an address"):
+        Model.model_validate({"listen": "x"})
+
+
+def test_a_public_address_needs_tls_and_tokens() -> None:
+    public = Address.parse("0.0.0.0:80")
+    for tls, tokens, missing in ((False, False, "tls and tokens"), (True, False, "tokens")):
+        with pytest.raises(ConfigError, match=f"needs {missing}: "):
+            check_exposed(public, tls=tls, tokens=tokens, insecure=False)
+    check_exposed(public, tls=True, tokens=True, insecure=False)
+    check_exposed(public, tls=False, tokens=False, insecure=True)
+    check_exposed(Address.parse(":80"), tls=False, tokens=False, insecure=False)
+
+
+def test_a_taken_port_and_an_unknown_host_are_told_apart() -> None:
+    with Address.parse(":0").listen() as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(AddressTaken, match=rf"listen: cannot listen on 127.0.0.1:{port}"):
+            Address.parse(f":{port}").listen()
+    with pytest.raises(ConfigError, match="no such host"):
+        Address.parse("no-such-host.invalid:0").listen()

@@ -1,0 +1,218 @@
+"""Does a client's queue keep its promises when it is spread over several nodes?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import turnlane
+from tests.contract.harness import PATIENCE, Acks, Task, assert_never, wait_until
+from tests.node.conftest import Serve, Served, values
+from tests.recovery.proxy_harness import impatience
+from turnlane.client import connect
+from turnlane.client.keys import node_of, nodes_of
+from turnlane.client.spread import SpreadQueue
+from turnlane.errors import (
+    NoSuchQueue,
+    NotSupported,
+    QueueClosed,
+    QueueEmpty,
+)
+from turnlane.events import block_of
+from turnlane.queues.contract import AckLevel
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _impatient() -> Iterator[None]:
+    with impatience():
+        yield
+
+
+@pytest.fixture
+def pair(serve: Serve) -> tuple[Served, Served]:
+    queues = {"q": {"kind": "memory"}}
+    return serve(queues, name="one"), serve(queues, name="two")
+
+
+@pytest.fixture
+def both(pair: tuple[Served, Served]) -> Iterator[turnlane.Client]:
+    one, two = pair
+    with connect(f"{one.url},{two.plane.address}") as client:
+        yield client
+
+
+def test_a_key_stays_at_one_node(pair: tuple[Served, Served], both: turnlane.Client) -> None:
+    producer = both.queue("q", shutdown_timeout=0).producer()
+    keys = [f"key-{number % 20}" for number in range(200)]
+    producer.publish_block(block_of([key.encode() for key in keys], keys=keys))
+    for key in keys[:20]:
+        producer.publish(key.encode(), key)
+    wait_until(lambda: sum(each.node.queue("q").end for each in pair) == 220)
+    found = [values(each.node, "q") for each in pair]
+    assert not set(found[0]) & set(found[1])
+    assert all(found)
+    for place, here in enumerate(found):
+        assert {node_of(value.decode(), 2) for value in here} == {place}
+        for value in set(here):
+            assert here.count(value) == 11
+
+
+def test_without_keys_the_nodes_take_turns(
+    pair: tuple[Served, Served], both: turnlane.Client
+) -> None:
+    producer = both.queue("q", shutdown_timeout=0).producer()
+    for _ in range(4):
+        producer.publish_block(block_of([b"x"] * 10))
+        producer.publish(b"y")
+        producer.publish(b"z")
+    wait_until(lambda: sum(each.node.queue("q").end for each in pair) == 48)
+    assert [each.node.queue("q").end for each in pair] == [24, 24]
+
+
+def test_getting_takes_from_all_nodes_and_acks_come_from_all(
+    pair: tuple[Served, Served], both: turnlane.Client
+) -> None:
+    queue = both.queue("q")
+    assert isinstance(queue, SpreadQueue)
+    producer = queue.producer(ack="delivered", on_ack=(acks := Acks()))
+    keys = [f"key-{number}" for number in range(50)]
+    producer.publish_block(block_of([b"x"] * 50, keys=keys))
+    found: list[str | None] = []
+    while len(found) < 50:
+        with queue.get(7, timeout=PATIENCE) as batch:
+            assert len(batch) <= 7
+            found += [event.key for event in batch]
+    assert sorted(map(str, found)) == sorted(keys)
+    acks.wait_for(50)
+    assert producer.flush(PATIENCE)
+    assert queue.stats().ledger.delivered == 50
+    assert queue.stats().ledger.adds_up
+
+
+def test_a_node_that_is_away_delays_only_its_own(
+    pair: tuple[Served, Served], both: turnlane.Client
+) -> None:
+    queue = both.queue("q", batch_size=4, batches=1, shutdown_timeout=0)
+    producer = queue.producer()
+    here = next(f"k{n}" for n in range(100) if node_of(f"k{n}", 2) == 0)
+    there = next(f"k{n}" for n in range(100) if node_of(f"k{n}", 2) == 1)
+    pair[1].plane.stop()
+    for _ in range(20):
+        producer.publish(b"x", here)
+    got = 0
+    while got < 20:
+        with queue.get(timeout=PATIENCE) as batch:
+            got += len(batch)
+    for _ in range(100):
+        if not producer.try_publish(b"y", there):
+            break
+    else:
+        pytest.fail("the node that is away does not push back")
+    assert producer.publish(b"x", here)
+
+
+def test_getting_from_several_nodes_times_out_and_is_woken_by_close(both: turnlane.Client) -> None:
+    queue = both.queue("q")
+    with pytest.raises(QueueEmpty):
+        queue.get(timeout=0.05)
+    with pytest.raises(ValueError, match="max_events is 0"):
+        queue.get(0)
+    getting = Task(queue.get)
+    assert_never(lambda: not getting.running)
+    queue.close()
+    with pytest.raises(QueueClosed):
+        getting.result()
+    with pytest.raises(QueueClosed):
+        queue.get()
+
+
+def test_a_batch_nobody_waited_for_is_given_back_at_close(
+    pair: tuple[Served, Served], both: turnlane.Client
+) -> None:
+    queue = both.queue("q")
+    for served in pair:
+        served.node.queue("q").producer().publish(b"x")
+    first = queue.get(timeout=PATIENCE)
+    wait_until(lambda: sum(len(each.node.leases) for each in pair) <= 2)
+    first.done()
+    queue.close()
+    wait_until(lambda: all(len(each.node.leases) == 0 for each in pair))
+    assert sum(each.node.queue("q").stats().ledger.pending for each in pair) == 1
+
+
+def test_smaller_batches_can_be_asked_for_at_any_time(
+    pair: tuple[Served, Served], both: turnlane.Client
+) -> None:
+    queue = both.queue("q")
+    for served in pair:
+        served.node.queue("q").producer().publish_block(block_of([b"x"] * 10))
+    taken = [queue.get(timeout=PATIENCE)]
+    while sum(map(len, taken)) < 20:
+        taken.append(queue.get(3, timeout=PATIENCE))
+    assert all(len(batch) <= 3 for batch in taken[1:])
+    for batch in taken:
+        batch.done()
+
+
+def test_an_error_of_one_of_several_nodes_is_raised(pair: tuple[Served, Served]) -> None:
+    pair[1].node.create("other", kind="memory")
+    with (
+        connect(f"{pair[0].url},{pair[1].plane.address}") as client,
+        pytest.raises(NoSuchQueue),
+    ):
+        client.queue("other", shutdown_timeout=0).get(timeout=PATIENCE)
+
+
+def test_what_only_one_node_can_do_has_to_be_asked_of_one(both: turnlane.Client) -> None:
+    with pytest.raises(NotSupported, match="say which node"):
+        both.stats()
+    both.create("new", kind="memory")
+    assert [sorted(node.queues()) for node in both.nodes] == [["new", "q"]] * 2
+    assert sorted(both.queues()) == ["new", "q"]
+    both.drop("new")
+    producer = both.queue("q", shutdown_timeout=0).producer()
+    with pytest.raises(NotSupported):
+        producer.publish_block(block_of([b"x"]), sequence=0)
+    keys = [f"k{number}" for number in range(20)]
+    with pytest.raises(NotSupported):
+        producer.try_publish_block(block_of([b"x"] * 20, keys=keys))
+    assert producer.try_publish_block(block_of([b"x"])) is not None
+    with pytest.raises(TypeError):
+        producer.publish(b"x", 5)  # type: ignore[arg-type]
+
+
+def test_a_closed_spread_producer_publishes_no_more(both: turnlane.Client) -> None:
+    producer = both.queue("q").producer(ack=AckLevel.ACCEPTED)
+    producer.close()
+    with pytest.raises(QueueClosed):
+        producer.publish(b"x")
+
+
+# Keys
+
+
+@given(st.lists(st.none() | st.text(max_size=40)), st.integers(1, 9), st.integers(0, 5))
+def test_columns_of_keys_are_spread_like_single_keys(
+    keys: list[str | None], nodes: int, skipped: int
+) -> None:
+    column = pa.array(keys, pa.string()).slice(skipped)
+    expected = [-1 if key is None else node_of(key, nodes) for key in keys[skipped:]]
+    assert nodes_of(column, nodes).tolist() == expected
+
+
+def test_keys_are_spread_evenly() -> None:
+    for template in ("{}", "user-{}", "{}@example.com"):
+        keys = pa.array([template.format(number) for number in range(10_000)])
+        counts = np.bincount(nodes_of(keys, 5))
+        assert counts.min() > 1800
+        assert counts.max() < 2200
+
+
+def test_the_hash_of_a_key_never_changes() -> None:
+    """Or events of a key would be at two nodes after an update of the client."""
+    assert [node_of(key, 1000) for key in ("", "a", "user-1", "Straße")] == [0, 215, 999, 267]

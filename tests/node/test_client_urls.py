@@ -1,0 +1,159 @@
+"""Are wrong addresses and credentials refused with words that help?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trustme
+
+from tests.contract.harness import PATIENCE
+from tests.node.conftest import Served, values
+from tests.recovery.proxy_harness import impatience
+from turnlane.client import connect
+from turnlane.client.remote import Credentials
+from turnlane.client.url import Url
+from turnlane.errors import (
+    ConfigError,
+    LaneTaken,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _impatient() -> Iterator[None]:
+    with impatience():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("url", "locations"),
+    [
+        ("turnlane://localhost:8815", ["grpc+tcp://localhost:8815"]),
+        ("turnlanes://a.example:1,[::1]:2/", ["grpc+tls://a.example:1", "grpc+tls://[::1]:2"]),
+        ("turnlane://localhost", ["grpc+tcp://localhost:8815"]),
+    ],
+)
+def test_urls_that_are_understood(url: str, locations: list[str]) -> None:
+    assert Url.parse(url).locations() == locations
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8815",
+        "http://localhost:8815",
+        "turnlane://",
+        "turnlane://a:b",
+        "turnlane://a:1,,b:2",
+        "turnlane://a:1,a:1",
+        "turnlane://a:70000",
+        "turnlane://a:0",
+        "turnlane://user@a:1",
+    ],
+)
+def test_urls_that_are_not_say_what_to_write(url: str) -> None:
+    with pytest.raises(ConfigError) as wrong:
+        connect(url)
+    assert wrong.value.knob == "url"
+
+
+def test_credentials_are_checked_and_not_shown(tmp_path: Path) -> None:
+    assert "hush" not in repr(Credentials("hush"))
+    with pytest.raises(ConfigError, match="token"):
+        Credentials("a\nb")
+    with pytest.raises(ConfigError, match="tls_key"):
+        Credentials(tls_cert=tmp_path)
+    with pytest.raises(ConfigError, match="tls_ca"):
+        connect("turnlanes://localhost:1", tls_ca=tmp_path / "missing.pem")
+
+
+def test_a_lease_that_is_no_duration_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="'soon' is not a duration") as wrong:
+        connect("turnlane://localhost:1", lease="soon")
+    assert wrong.value.knob == "lease"
+
+
+def test_tls_files_without_tls_are_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="turnlanes://") as wrong:
+        connect("turnlane://localhost:1", tls_ca=tmp_path / "ca.pem")
+    assert wrong.value.knob == "tls_ca"
+
+
+def test_tls_files_that_hold_something_else_are_named(tmp_path: Path) -> None:
+    authority, other = trustme.CA(), trustme.CA()
+    made = authority.issue_cert("localhost")
+    ca, cert, key, wrong_key = (tmp_path / name for name in ("ca", "cert", "key", "wrong"))
+    authority.cert_pem.write_to_path(ca)
+    made.cert_chain_pems[0].write_to_path(cert)
+    made.private_key_pem.write_to_path(key)
+    other.issue_cert("localhost").private_key_pem.write_to_path(wrong_key)
+    connect("turnlanes://localhost:1", tls_ca=ca, tls_cert=cert, tls_key=key).close()
+    for knob, files in [
+        ("tls_ca", {"tls_ca": key}),
+        ("tls_cert", {"tls_cert": key, "tls_key": key}),
+        ("tls_key", {"tls_cert": cert, "tls_key": wrong_key}),
+        ("tls_key", {"tls_cert": cert, "tls_key": cert}),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            connect("turnlanes://localhost:1", **files)  # type: ignore[arg-type]
+        assert error.value.knob == knob
+
+
+ENDING = """
+import sys, turnlane
+producer = turnlane.connect(sys.argv[1]).queue("disk").producer()
+for number in range(1000):
+    producer.publish(b"%d" % number)
+"""
+
+
+def test_a_program_that_just_ends_has_sent_everything(served: Served) -> None:
+    subprocess.run([sys.executable, "-c", ENDING, served.url], check=True)
+    assert values(served.node, "disk") == [b"%d" % number for number in range(1000)]
+
+
+def test_nothing_of_a_client_is_left_after_its_close(served: Served) -> None:
+    before = set(threading.enumerate())
+    with connect(served.url) as client:
+        queue = client.queue("disk")
+        queue.producer(ack="persisted").publish(b"x")
+        queue.get(timeout=PATIENCE).done()
+    names = {thread.name for thread in set(threading.enumerate()) - before}
+    assert {
+        name for name in names if "proxy" in name or "stream" in name or "leases" in name
+    } == set()
+
+
+def test_leaving_a_queues_block_sends_what_is_left(served: Served) -> None:
+    """Without this, whoever forgets to flush loses the last batches without a word."""
+    with served.client().queue("disk") as queue:
+        producer = queue.producer()
+        for number in range(5000):
+            producer.publish(b"%d" % number)
+    assert served.node.queue("disk").end == 5000
+    assert queue.stats().ledger.adds_up
+
+
+def test_a_block_that_fails_does_not_wait_for_the_node(served: Served) -> None:
+    served.plane.stop()
+    queue = served.client().queue("disk", shutdown_timeout="1h")
+
+    def fail() -> None:
+        with queue:
+            queue.producer().publish(b"never sent")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert queue.stats().ledger.dropped == {"closed": 1}
+
+
+def test_a_lane_that_the_node_has_forgotten_is_told_so(served: Served) -> None:
+    """A node that was started anew must not say yes to a commit that would settle nothing."""
+    client = served.client()
+    with pytest.raises(LaneTaken, match="start the lane anew"):
+        client.nodes[0].commit(lane="main", run="before the restart")

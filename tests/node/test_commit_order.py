@@ -1,0 +1,249 @@
+"""Commits that share a queue: is each carried out once, whoever waits, stops or is in the way?"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contract.harness import PATIENCE, Task, wait_until
+from tests.node.lane import contents, staged
+from tests.recovery.hooked_disk import HookedDisk, take
+from turnlane.errors import NoSuchStage, QueueClosed, RetryLater
+from turnlane.events import Block, block_of, values_of
+from turnlane.node.commit import Commit, Range
+from turnlane.node.node import Node
+from turnlane.queues.holding import HoldingQueue
+
+KNOBS: dict[str, Any] = {"durability": "always", "shutdown_timeout": "1s"}
+
+
+def fill(node: Node, name: str, count: int) -> None:
+    queue = node.queue(name)
+    queue.producer(ack=queue.usual_level).publish_block(block_of([b"x"] * count))
+
+
+def some(text: bytes, count: int) -> Block:
+    return block_of([b"%s%d" % (text, number) for number in range(count)])
+
+
+def values(text: bytes, count: int) -> list[bytes]:
+    return values_of([some(text, count)])
+
+
+def steps(node: Node) -> list[str]:
+    """The files of commits, by how they end."""
+    return sorted(path.suffix for path in (node.data / "commits").iterdir())
+
+
+def after_the_step(disk: HookedDisk, act: Callable[[], object]) -> None:
+    """Have something happen when the next commit can no longer be taken back."""
+    done = threading.Event()
+
+    def once(_: object) -> None:
+        if not done.is_set():
+            done.set()
+            act()
+
+    disk.on("sync_directory", once, match="commits")
+
+
+def await_blocked(queue: HoldingQueue) -> None:
+    wait_until(lambda: queue.stats().blocked_publishers > 0, "a commit that waits for room")
+
+
+def ask(node: Node, commit: Commit, monkeypatch: pytest.MonkeyPatch) -> Task[bool]:
+    """Begin a commit that has to wait for its keys; returns once it is about to."""
+    asked = threading.Event()
+    look_up = node.staging.queue_of
+
+    def queue_of(stage: str) -> str | None:
+        if stage in commit.stages:
+            asked.set()
+        return look_up(stage)
+
+    monkeypatch.setattr(node.staging, "queue_of", queue_of)
+    task = Task(lambda: node.commits.commit(commit))
+    assert asked.wait(PATIENCE)
+    return task
+
+
+class TestStopped:
+    """The node is closed while one commit is half carried out and another waits for it."""
+
+    @pytest.mark.parametrize("published", [0, 5], ids=["nothing in", "some in"])
+    def test_none_is_lost(
+        self, published: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        disk = HookedDisk()
+        queues = {"main": KNOBS, "other": KNOBS, "q": {**KNOBS, "size": 10}}
+        with Node(tmp_path, queues, disk=disk) as node:
+            fill(node, "main", 20)
+            fill(node, "other", 20)
+            # Two blocks: with room for five events the first is in when the node stops.
+            with node.staging.stage("q", some(b"a", 5).schema) as stage:
+                stage.add(some(b"a", 5))
+                stage.add(some(b"b", 5))
+                first = Commit([stage.finish()], [Range("main", 0, 20)])
+            second = Commit([staged(node, "q", some(b"c", 2))], [Range("other", 0, 20)])
+            after_the_step(disk, lambda: fill(node, "q", 10 - published))
+            tasks = [Task(lambda: node.commits.commit(first))]
+            await_blocked(node.queue("q"))
+            tasks.append(ask(node, second, monkeypatch))
+            node.close()
+            for task in tasks:
+                with pytest.raises(QueueClosed):
+                    task.result()
+            assert steps(node) == [".commit"]
+        with Node(tmp_path, {**queues, "q": KNOBS}) as node:
+            mine = contents(node.queue("q"))[10 - published :]
+            assert mine == values(b"a", 5) + values(b"b", 5)
+            assert node.queue("main").low == 20
+            assert node.queue("other").low == 0, "settled, and its events are nowhere"
+            again = Commit([staged(node, "q", some(b"c", 2))], [Range("other", 0, 20)])
+            assert node.commits.commit(again)
+            assert contents(node.queue("q"))[20 - published :] == values(b"c", 2)
+
+    def test_none_is_lost_on_a_failing_disk(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        disk = HookedDisk()
+        queues = {"main": KNOBS, "other": KNOBS, "q": KNOBS}
+        with Node(tmp_path, queues, disk=disk) as node:
+            fill(node, "main", 20)
+            fill(node, "other", 20)
+            first = Commit([staged(node, "q", some(b"a", 8))], [Range("main", 0, 20)])
+            second = Commit([staged(node, "q", some(b"b", 2))], [Range("other", 0, 20)])
+            disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
+            tasks = [Task(lambda: node.commits.commit(first))]
+            wait_until(lambda: ".commit" in steps(node), "the step")
+            tasks.append(ask(node, second, monkeypatch))
+            node.close()
+            for task in tasks:
+                with pytest.raises(QueueClosed):
+                    task.result()
+        with Node(tmp_path, queues) as node:
+            assert contents(node.queue("q")) == values(b"a", 8)
+            assert node.queue("main").low == 20
+            assert node.queue("other").low == 0
+
+    def test_a_commit_that_waits_for_the_disk_ends_with_the_node(self, tmp_path: Path) -> None:
+        """Its thread must not go on in a directory that another process may have by then."""
+        disk = HookedDisk()
+        with Node(tmp_path, {"q": KNOBS}, disk=disk) as node:
+            disk.fail("write", error=errno.ENOSPC, match=".writer", times=None)
+            commit = Commit([staged(node, "q", some(b"a", 2))], writer="w", epoch=1)
+            task = Task(lambda: node.commits.commit(commit))
+            wait_until(lambda: node.queue("q").end == 2, "the events")
+            node.close()
+            assert not node.commits._keys.is_busy
+            with pytest.raises(QueueClosed):
+                task.result()
+        with Node(tmp_path, {"q": KNOBS}) as node:
+            assert node.commits.epoch_of("w") == 1
+            assert contents(node.queue("q")) == values(b"a", 2)
+
+
+class TestInTheWay:
+    def test_who_waits_for_one_queue_keeps_no_other(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The lane that empties the full queue writes to the same dead letters."""
+        disk = HookedDisk()
+        queues = {"main": KNOBS, "other": KNOBS, "dead": KNOBS, "full": {**KNOBS, "size": 10}}
+        with Node(tmp_path, queues, disk=disk) as node:
+            fill(node, "main", 10)
+            fill(node, "other", 10)
+            first = Commit([staged(node, "full", some(b"a", 8))], [Range("main", 0, 10)])
+            both = [staged(node, "dead", some(b"b", 1)), staged(node, "full", some(b"b", 1))]
+            second = Commit(both, [Range("other", 0, 10)])
+            after_the_step(disk, lambda: fill(node, "full", 10))
+            tasks = [Task(lambda: node.commits.commit(first))]
+            await_blocked(node.queue("full"))
+            tasks.append(ask(node, second, monkeypatch))
+            emptied = Commit([staged(node, "dead", some(b"d", 1))], [Range("full", 0, 10)])
+            assert Task(lambda: node.commits.commit(emptied)).result()
+            assert [task.result() for task in tasks] == [True, True]
+            assert contents(node.queue("dead")) == [b"d0", b"b0"]
+            assert steps(node) == []
+
+    def test_a_queue_that_is_broken_is_noticed_before_the_step(self, tmp_path: Path) -> None:
+        with Node(tmp_path, {"main": KNOBS, "q": KNOBS}) as node:
+            fill(node, "main", 5)
+            commit = Commit([staged(node, "q", some(b"a", 5))], [Range("main", 0, 5)])
+            node.queue("q").finish()
+            with pytest.raises(QueueClosed):
+                node.commits.commit(commit)
+            assert steps(node) == []
+            assert node.queue("main").low == 0
+
+    def test_a_queue_that_breaks_after_it_refuses_others_their_step(self, tmp_path: Path) -> None:
+        disk = HookedDisk()
+        queues = {"main": KNOBS, "other": KNOBS, "q": KNOBS}
+        with Node(tmp_path, queues, disk=disk) as node:
+            fill(node, "main", 5)
+            commit = Commit([staged(node, "q", some(b"a", 5))], [Range("main", 0, 5)])
+            after_the_step(disk, node.queue("q").finish)
+            with pytest.raises(QueueClosed):
+                node.commits.commit(commit)
+            for each in (commit, Commit([staged(node, "q", some(b"b", 5))])):
+                with pytest.raises(RetryLater, match="next start"):
+                    node.commits.commit(each)
+            assert steps(node) == [".commit"]
+            assert node.commits.commit(Commit([staged(node, "other", some(b"c", 1))]))
+        with Node(tmp_path, queues) as node:
+            assert contents(node.queue("q")) == values(b"a", 5)
+            assert node.queue("main").low == 5
+
+    def test_nothing_is_kept_of_commits_that_are_through(self, tmp_path: Path) -> None:
+        with Node(tmp_path, {"q": KNOBS}) as node:
+            for number in range(5):
+                stage = staged(node, "q", some(b"a", 1))
+                assert node.commits.commit(Commit([stage], writer=f"w{number}", epoch=1))
+            with pytest.raises(NoSuchStage):
+                node.commits.commit(Commit(["nope"], writer="w", epoch=1))
+            assert not node.commits._keys.is_busy
+
+
+class TestDropped:
+    """A queue is dropped while a commit into it is under way."""
+
+    def test_the_rest_goes_on_and_a_repeat_is_one(self, tmp_path: Path) -> None:
+        disk = HookedDisk()
+        with Node(tmp_path, {"main": KNOBS, "a": KNOBS}, disk=disk) as node:
+            node.create("b", size=10, **KNOBS)
+            fill(node, "main", 20)
+            stages = [staged(node, "a", some(b"a", 2)), staged(node, "b", some(b"b", 10))]
+            commit = Commit(stages, [Range("main", 0, 20)])
+            after_the_step(disk, lambda: fill(node, "b", 5))
+            task = Task(lambda: node.commits.commit(commit))
+            await_blocked(node.queue("b"))
+            node.drop("b")
+            assert task.result()
+            assert node.queue("main").low == 20
+            node.create("b", size=10, **KNOBS)
+            assert not node.commits.commit(commit)
+            assert contents(node.queue("a")) == values(b"a", 2)
+            assert steps(node) == []
+            assert not list((tmp_path / "staging").iterdir())
+
+    def test_so_it_does_for_what_was_to_be_settled(self, tmp_path: Path) -> None:
+        disk = HookedDisk()
+        with Node(tmp_path, {"q": {**KNOBS, "size": 10}}, disk=disk) as node:
+            node.create("source", **KNOBS)
+            fill(node, "source", 5)
+            after_the_step(disk, lambda: fill(node, "q", 10))
+            commit = Commit([staged(node, "q", some(b"a", 5))], [Range("source", 0, 5)])
+            task = Task(lambda: node.commits.commit(commit))
+            await_blocked(node.queue("q"))
+            node.drop("source")
+            node.create("source", **KNOBS)
+            fill(node, "source", 5)
+            take(node.queue("q"), 10)
+            assert task.result()
+            assert node.queue("source").low == 0, "events of the new queue were settled"
+            assert steps(node) == []

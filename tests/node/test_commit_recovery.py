@@ -1,0 +1,412 @@
+"""What a start finds of commits: is all of it done in the end, once, and does the node start?"""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.contract.harness import Task, wait_until
+from tests.node.lane import contents, staged, start
+from tests.node.test_commit_order import KNOBS, await_blocked, fill, some, steps, values
+from tests.recovery.hooked_disk import take
+from turnlane.errors import ConfigError, NoSuchStage, QueueClosed, RetryLater, StorageFailed
+from turnlane.events import block_of
+from turnlane.node import writers
+from turnlane.node.commit import Commit, Range
+from turnlane.node.node import Node
+from turnlane.node.pending import Pending
+from turnlane.testing import FaultyDisk
+
+Queues = Mapping[str, Mapping[str, Any]]
+QUEUES: Queues = {"main": KNOBS, "a": KNOBS, "b": KNOBS}
+
+
+def interrupt(data: Path, queues: Queues = QUEUES, *, writer: str | None = "w") -> None:
+    """Leave a commit of which only the step is taken: 20 events to ``a``, 20 to ``b``."""
+    disk = FaultyDisk()
+    with Node(data, queues, disk=disk) as node:
+        fill(node, "main", 20)
+        stages = [staged(node, "a", some(b"a", 20)), staged(node, "b", some(b"b", 20))]
+        staged(node, "a", some(b"never committed", 1))
+        disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
+        commit = Commit(stages, [Range("main", 0, 20)], writer, 1)
+        task = Task(lambda: node.commits.commit(commit))
+        wait_until(lambda: steps(node) == [".commit"], "the step")
+        node.close()
+        with pytest.raises(QueueClosed):
+            task.result()
+
+
+def await_through(node: Node) -> None:
+    """Wait until a commit is through; its stages go last."""
+    wait_until(lambda: not list((node.data / "staging").iterdir()), "the commit")
+
+
+def check_through(node: Node) -> None:
+    assert contents(node.queue("a")) == values(b"a", 20)
+    assert contents(node.queue("b")) == values(b"b", 20)
+    assert node.queue("main").low == 20
+    assert node.commits.epoch_of("w") == 1
+    assert steps(node) == [".writer"]
+    assert not list((node.data / "staging").iterdir())
+
+
+class TestStart:
+    def test_on_a_full_disk(self, tmp_path: Path) -> None:
+        interrupt(tmp_path)
+        disk = FaultyDisk()
+        disk.fill()
+        with Task(lambda: Node(tmp_path, QUEUES, disk=disk)).result() as node:
+            assert ".commit" in steps(node)
+            disk.unfill()
+            await_through(node)
+            check_through(node)
+
+    @pytest.mark.parametrize(("op", "match"), [("sync", ".writer"), ("write", ".writer")])
+    def test_on_a_disk_that_fails(self, op: str, match: str, tmp_path: Path) -> None:
+        interrupt(tmp_path)
+        disk = FaultyDisk()
+        disk.fail(op, error=errno.ENOSPC, match=match, times=None)
+        with Node(tmp_path, QUEUES, disk=disk) as node:
+            assert ".commit" in steps(node)
+            disk.clear()
+            await_through(node)
+            check_through(node)
+
+    def test_that_is_interrupted_leaves_it_to_the_next(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        interrupt(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(Pending, "carry_out", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                Task(lambda: Node(tmp_path, QUEUES)).result()
+        with Node(tmp_path, QUEUES) as node:
+            check_through(node)
+
+    def test_without_what_was_being_written(self, tmp_path: Path) -> None:
+        with Node(tmp_path, QUEUES) as node:
+            assert steps(node) == []
+        for name in (f"{7:020}.commit.new", "cafe.writer.new"):
+            (tmp_path / "commits" / name).write_bytes(b"half")
+        with Node(tmp_path, QUEUES) as node:
+            assert steps(node) == []
+
+    def test_a_commit_that_cannot_be_read_now_keeps_it_from_starting(self, tmp_path: Path) -> None:
+        """Other commits would use its numbers."""
+        interrupt(tmp_path)
+        (left,) = (tmp_path / "commits").glob("*.commit")
+        aside = left.rename(tmp_path / "aside")
+        left.mkdir()  # whoever reads it hears an error
+        with pytest.raises(StorageFailed, match="cannot read"):
+            Node(tmp_path, QUEUES)
+        left.rmdir()
+        aside.rename(left)
+        with Node(tmp_path, QUEUES) as node:
+            check_through(node)
+
+    def test_stages_of_a_plan_that_is_no_plan_are_kept_and_others_are_not(
+        self, tmp_path: Path
+    ) -> None:
+        interrupt(tmp_path)
+        (left,) = (tmp_path / "commits").glob("*.commit")
+        left.write_bytes(b"{garbage")
+        staging = tmp_path / "staging"
+        for _ in range(2):
+            with Node(tmp_path, QUEUES) as node:
+                assert steps(node) == [".failed"]
+                assert [path.suffix for path in staging.iterdir()] == [".kept"] * 3
+                staged(node, "a", some(b"c", 1))
+        assert left.with_suffix(".failed").read_bytes() == b"{garbage"
+
+
+class TestLater:
+    """A commit that waits for room while the node is up."""
+
+    QUEUES: ClassVar[Queues] = {
+        "main": KNOBS,
+        "mem": {"kind": "memory"},
+        "small": {**KNOBS, "size": 4},
+    }
+
+    def leave(self, data: Path, ranges: list[Range]) -> str:
+        with Node(data, self.QUEUES) as node:
+            fill(node, "main", 10)
+            fill(node, "mem", 10)
+            stage = staged(node, "small", some(b"a", 10))
+            task = Task(lambda: node.commits.commit(Commit([stage], ranges)))
+            await_blocked(node.queue("small"))
+            node.close()
+            with pytest.raises(QueueClosed):
+                task.result()
+        return stage
+
+    def test_its_stages_are_not_taken_from_it(self, tmp_path: Path) -> None:
+        """Its client comes back, hears that the stage is gone, and gives it up."""
+        stage = self.leave(tmp_path, [Range("main", 0, 10)])
+        with Node(tmp_path, self.QUEUES) as node:
+            with pytest.raises(NoSuchStage):
+                node.commits.commit(Commit([stage]))
+            node.commits.abort([stage])
+            assert take(node.queue("small"), 10) == values(b"a", 10)
+            await_through(node)
+            assert steps(node) == []
+            assert node.queue("main").low == 10
+
+    def test_it_settles_nothing_that_came_since(self, tmp_path: Path) -> None:
+        """Offsets of a queue in memory are given out again, to other events."""
+        self.leave(tmp_path, [Range("main", 0, 10), Range("mem", 0, 10)])
+        for _ in range(2):
+            with Node(tmp_path, self.QUEUES) as node:
+                fill(node, "mem", 10)
+        with Node(tmp_path, self.QUEUES) as node:
+            fill(node, "mem", 10)
+            take(node.queue("small"), 10)
+            await_through(node)
+            assert steps(node) == []
+            assert node.queue("main").low == 10
+            assert node.queue("mem").low == 0
+
+    @pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
+    def test_nor_what_got_the_offsets_of_lost_events(self, kind: str, tmp_path: Path) -> None:
+        """A power cut takes events that were read before they were synced."""
+        self.leave(tmp_path, [Range("main", 0, 10)])
+        queues = {**self.QUEUES, "main": {**KNOBS, "kind": kind}}
+        # As if the last five had been lost: the log ends where it ends, the plan goes beyond.
+        (left,) = (tmp_path / "commits").glob("*.commit")
+        left.write_bytes(left.read_bytes().replace(b'["main", 0, 10', b'["main", 0, 15'))
+        for _ in range(2):
+            with Node(tmp_path, queues) as node:
+                assert ".commit" in steps(node)
+                fill(node, "main", 3)
+        with Node(tmp_path, queues) as node:
+            take(node.queue("small"), 10)
+            await_through(node)
+            assert steps(node) == []
+            assert node.queue("main").unsettled(100).spans == [(10, 16)]
+
+
+class TestRepeated:
+    """A commit that is through and whose file could not be removed is carried out again."""
+
+    def test_an_epoch_does_not_go_back(self, tmp_path: Path) -> None:
+        disk = FaultyDisk()
+        disk.fail("unlink", match=".commit")
+        with Node(tmp_path, QUEUES, disk=disk) as node:
+            for epoch in (5, 6):
+                stage = staged(node, "a", some(b"%d." % epoch, 1))
+                assert node.commits.commit(Commit([stage], writer="w", epoch=epoch))
+            assert steps(node) == [".commit", ".writer"]
+        with Node(tmp_path, QUEUES) as node:
+            assert steps(node) == [".writer"]
+            assert node.commits.epoch_of("w") == 6
+            stage = staged(node, "a", some(b"6.", 1))
+            assert not node.commits.commit(Commit([stage], writer="w", epoch=6))
+            assert contents(node.queue("a")) == [b"5.0", b"6.0"]
+
+    def test_a_queue_made_anew_is_not_meant(self, tmp_path: Path) -> None:
+        disk = FaultyDisk()
+        with Node(tmp_path, QUEUES, disk=disk) as node:
+            node.create("source", **KNOBS)
+            fill(node, "source", 5)
+            disk.fail("unlink", match=".commit")
+            stage = staged(node, "a", some(b"a", 5))
+            assert node.commits.commit(Commit([stage], [Range("source", 0, 5)]))
+            node.drop("source")
+            node.create("source", **KNOBS)
+            fill(node, "source", 5)
+        with Node(tmp_path, QUEUES) as node:
+            assert steps(node) == []
+            assert node.queue("source").low == 0
+            assert contents(node.queue("a")) == values(b"a", 5)
+
+    def test_a_stage_that_cannot_be_removed_is_no_failure(self, tmp_path: Path) -> None:
+        disk = FaultyDisk()
+        disk.fail("unlink", match=".stage")
+        with Node(tmp_path, QUEUES, disk=disk) as node:
+            assert node.commits.commit(Commit([staged(node, "a", some(b"a", 5))]))
+        with Node(tmp_path, QUEUES) as node:
+            assert contents(node.queue("a")) == values(b"a", 5)
+            assert not list((tmp_path / "staging").iterdir())
+
+    def test_a_step_that_can_neither_be_synced_nor_removed_is_taken(self, tmp_path: Path) -> None:
+        """The next start would find it, whatever its client does when told that it failed."""
+        disk = FaultyDisk()
+        with Node(tmp_path, QUEUES, disk=disk) as node:
+            fill(node, "main", 5)
+            stage = staged(node, "a", some(b"a", 5))
+            disk.fail("sync_directory", match="commits")
+            disk.fail("unlink", match=".commit", times=2)
+            assert node.commits.commit(Commit([stage], [Range("main", 0, 5)]))
+            assert node.queue("main").low == 5
+            assert contents(node.queue("a")) == values(b"a", 5)
+
+
+class TestFailed:
+    """A part that a start cannot carry out."""
+
+    def test_a_queue_that_is_not_configured_gets_its_part_when_it_is_back(
+        self, tmp_path: Path
+    ) -> None:
+        interrupt(tmp_path)
+        without = {name: QUEUES[name] for name in ("main", "a")}
+        for _ in range(2):
+            with Node(tmp_path, without) as node:
+                assert contents(node.queue("a")) == values(b"a", 20)
+                assert node.queue("main").low == 20
+                assert node.commits.epoch_of("w") == 1
+                assert steps(node) == [".failed", ".writer"]
+                assert len(list((tmp_path / "staging").iterdir())) == 1, "stages pile up"
+                staged(node, "a", some(b"never committed", 1))
+        with Node(tmp_path, QUEUES) as node:
+            check_through(node)
+
+    def test_until_then_nobody_uses_its_numbers(self, tmp_path: Path) -> None:
+        interrupt(tmp_path)
+        without = {name: QUEUES[name] for name in ("main", "a")}
+        with Node(tmp_path, without) as node:
+            node.create("b", **KNOBS)
+            with pytest.raises(RetryLater, match="failed"):
+                node.commits.commit(Commit([staged(node, "b", some(b"c", 1))]))
+            assert node.commits.commit(Commit([staged(node, "a", some(b"c", 1))]))
+        with Node(tmp_path, without) as node:
+            assert contents(node.queue("b")) == values(b"b", 20)
+            assert node.commits.commit(Commit([staged(node, "b", some(b"c", 1))]))
+            assert contents(node.queue("b")) == [*values(b"b", 20), b"c0"]
+
+    def test_a_range_of_a_queue_that_is_not_configured_is_settled_when_it_is_back(
+        self, tmp_path: Path
+    ) -> None:
+        interrupt(tmp_path)
+        with Node(tmp_path, {name: QUEUES[name] for name in ("a", "b")}) as node:
+            assert steps(node) == [".failed", ".writer"]
+        with Node(tmp_path, QUEUES) as node:
+            check_through(node)
+
+    @pytest.mark.parametrize("fits", [0, 3])
+    def test_what_is_too_large_is_kept_and_comes_once_it_is_not(
+        self, fits: int, tmp_path: Path
+    ) -> None:
+        """Others go on meanwhile. What the queue has taken of it does not come again."""
+        leave_too_large(tmp_path, fits)
+        for number in range(2):
+            with Node(tmp_path, NARROW) as node:
+                check_kept(node, number)
+        with Node(tmp_path, QUEUES) as node:
+            check_all_there(node, fits, 2)
+
+    def test_nor_if_its_being_set_aside_was_not_synced(self, tmp_path: Path) -> None:
+        """A power cut brings back the name that it had, and others have numbered on."""
+        leave_too_large(tmp_path, 3)
+        disk = FaultyDisk()
+        disk.fail("sync_directory", nth=2, match="commits")
+        with Node(tmp_path, NARROW, disk=disk) as node:
+            check_kept(node, 0)
+        (failed,) = (tmp_path / "commits").iterdir()
+        failed.rename(failed.with_suffix(".commit"))
+        with Node(tmp_path, QUEUES) as node:
+            check_all_there(node, 3, 1)
+
+    @pytest.mark.parametrize("op", ["write", "sync", "sync_directory", "rename", "unlink"])
+    def test_killed_at_every_operation_of_a_start(self, op: str, tmp_path: Path) -> None:
+        """One life each: of the start that finds it too large, and of the one that does not."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.node.lane"])
+        data, at = tmp_path / "data", tmp_path / "at"
+        leave_too_large(data, 3)
+        for number, queues in enumerate((NARROW, QUEUES)):
+            disk = FaultyDisk()
+            shutil.copytree(data, at)
+            with Node(at, queues, disk=disk):
+                total = disk.operations[op]  # of the start alone
+            shutil.rmtree(at)
+            for nth in range(1, total + 1):
+                shutil.copytree(data, at)
+                life = context.Process(target=start, args=(at, queues, op, nth))
+                life.start()
+                life.join(60.0)
+                assert life.exitcode == -9
+                with Node(at, queues) as node:
+                    if queues is NARROW:
+                        check_kept(node, 0)
+                with Node(at, QUEUES) as node:
+                    check_all_there(node, 3, 1)
+                shutil.rmtree(at)
+            if not number:
+                with Node(data, NARROW) as node:
+                    check_kept(node, 0)
+
+
+NARROW: Queues = {**QUEUES, "b": {**KNOBS, "max_event_bytes": 100}}
+LONG = b"x" * 1000
+
+
+def short(count: int) -> list[bytes]:
+    return [b"s%d" % number for number in range(count)]
+
+
+def leave_too_large(data: Path, fits: int) -> None:
+    """Leave a commit: into ``b`` some short events, a long one and two short ones."""
+    disk = FaultyDisk()
+    with Node(data, QUEUES, disk=disk) as node:
+        fill(node, "main", 20)
+        with node.staging.stage("b", block_of([]).schema) as stage:
+            for each in (short(fits), [LONG]):
+                stage.add(block_of(each))
+            first = stage.finish()
+        stages = [first, staged(node, "b", some(b"t", 2)), staged(node, "a", some(b"a", 1))]
+        disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
+        task = Task(lambda: node.commits.commit(Commit(stages, [Range("main", 0, 20)])))
+        wait_until(lambda: steps(node) == [".commit"], "the step")
+        node.close()
+        with pytest.raises(QueueClosed):
+            task.result()
+
+
+def check_kept(node: Node, number: int) -> None:
+    """All else is done, and other commits go on."""
+    assert contents(node.queue("a")) == [b"a0"]
+    assert node.queue("main").low == 20
+    assert steps(node) == [".failed"]
+    assert node.commits.commit(Commit([staged(node, "b", some(b"%d." % number, 5))]))
+
+
+def check_all_there(node: Node, fits: int, others: int) -> None:
+    """What came in meanwhile is before what was too large."""
+    between = [value for number in range(others) for value in values(b"%d." % number, 5)]
+    assert contents(node.queue("b")) == [*short(fits), *between, LONG, *values(b"t", 2)]
+    assert contents(node.queue("a")) == [b"a0"]
+    assert steps(node) == []
+    assert not list((node.data / "staging").iterdir())
+
+
+class TestWriters:
+    def test_a_commit_of_nothing_is_refused(self, tmp_path: Path) -> None:
+        with Node(tmp_path, QUEUES) as node:
+            with pytest.raises(ConfigError, match="writer"):
+                node.commits.commit(Commit(writer="w", epoch=1))
+            assert steps(node) == []
+
+    def test_the_longest_silent_is_forgotten(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(writers, "MAX_WRITERS", 3)
+        for life in range(2):  # one that was not there before counts what it finds
+            with Node(tmp_path, QUEUES) as node:
+                for number in range(life * 3, life * 3 + 3):
+                    stage = staged(node, "a", some(b"a", 1))
+                    assert node.commits.commit(Commit([stage], writer=f"w{number}", epoch=number))
+        with Node(tmp_path, QUEUES) as node:
+            assert [node.commits.epoch_of(f"w{number}") for number in range(6)] == [
+                *[None] * 3,
+                *(3, 4, 5),
+            ]

@@ -1,0 +1,128 @@
+"""Do tokens give the rights that they should, and no others?"""
+
+from __future__ import annotations
+
+import hmac
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from turnlane.errors import (
+    ConfigError,
+    NotAllowed,
+)
+from turnlane.problems import config_error
+from turnlane.serving.rights import Authority, Right, TokenSettings, bearer_of
+
+
+def token(**fields: Any) -> TokenSettings:
+    return TokenSettings.model_validate(
+        {"name": "t", "secret": "s3cret", "rights": {"web-*": ["publish"]}} | fields
+    )
+
+
+def test_a_token_gives_its_rights_on_its_queues_and_no_others() -> None:
+    authority = Authority([token(), token(name="other", secret="o", rights={"*": ["admin"]})])
+    authority.check("s3cret", Right.PUBLISH, "web-1")
+    for right, queue in ((Right.READ, "web-1"), (Right.PUBLISH, "db"), (Right.PUBLISH, None)):
+        with pytest.raises(NotAllowed, match="does not give the right") as refused:
+            authority.check("s3cret", right, queue)
+        assert refused.value.known
+    authority.check("o", Right.ADMIN, None)
+    assert not authority.allows("o", Right.READ, "web-1")
+
+
+@pytest.mark.parametrize("bearer", [None, "", "wrong", "s3cre", "s3cret ", "\udcff"])
+def test_no_token_and_a_wrong_token_are_unknown(bearer: str | None) -> None:
+    with pytest.raises(NotAllowed) as refused:
+        Authority([token()]).check(bearer, Right.PUBLISH, "web-1")
+    assert not refused.value.known
+
+
+def test_a_token_is_compared_with_all_and_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+    compare = hmac.compare_digest
+
+    def counting(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return compare(one, other)
+
+    monkeypatch.setattr(hmac, "compare_digest", counting)
+    authority = Authority([token(name=name, secret=name) for name in "abc"])
+    for bearer in ("a", "c", "wrong", "a" * 1000):
+        compared.clear()
+        authority.allows(bearer, Right.PUBLISH, "web-1")
+        assert len(compared) == 3
+        assert {len(side) for pair in compared for side in pair} == {32}  # says no length either
+
+
+def test_a_token_ends_when_it_expires() -> None:
+    now = [0.0]
+    expires = datetime(2030, 1, 1, tzinfo=UTC)
+    authority = Authority([token(expires=expires)], now=lambda: now[0])
+    now[0] = expires.timestamp() - 1
+    authority.check("s3cret", Right.PUBLISH, "web-1")
+    now[0] = expires.timestamp()
+    with pytest.raises(NotAllowed, match="token t has expired"):
+        authority.check("s3cret", Right.PUBLISH, "web-1")
+    with pytest.raises(ValidationError, match="timezone"):
+        token(expires=datetime(2030, 1, 1))  # noqa: DTZ001 - that is what is refused
+
+
+def test_without_tokens_everybody_may_do_everything() -> None:
+    authority = Authority()
+    assert not authority.has_tokens
+    authority.check(None, Right.ADMIN, None)
+    assert authority.identify(None) is None
+
+
+def test_secrets_come_from_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("from-file\n")
+    monkeypatch.setenv("TOKEN_X", "from-env")
+    authority = Authority(
+        [
+            token(name="file", secret=None, secret_file=file),
+            token(name="env", secret=None, secret_env="TOKEN_X"),
+        ]
+    )
+    assert authority.identify("from-file") == "file"
+    assert authority.identify("from-env") == "env"
+
+
+def test_a_secret_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:
+    for place in ({"secret_file": tmp_path / "none"}, {"secret_env": "NOT_SET_AT_ALL"}):
+        with pytest.raises(ConfigError, match=r"tokens.t: .*(none|NOT_SET_AT_ALL)"):
+            Authority([token(secret=None, **place)])
+    with pytest.raises(ConfigError, match="same secret"):
+        Authority([token(), token(name="again")])
+    for fields in ({"secret": None}, {"secret_env": "X"}):
+        with pytest.raises(ValidationError) as wrong:
+            token(**fields)
+        assert "exactly one of" in str(config_error(wrong.value))
+
+
+def test_a_secret_is_never_shown() -> None:
+    authority = Authority([token()])
+    shown = repr(token()) + str(token()) + repr(authority) + repr(vars(authority))
+    assert "s3cret" not in shown + token().model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [
+        ("Bearer abc", "abc"),
+        ("bearer  abc ", "abc"),
+        ("Basic abc", None),
+        ("Bearer", None),
+        ("Bearer ", None),
+        (None, None),
+    ],
+)
+def test_the_token_is_taken_from_the_header(header: str | None, found: str | None) -> None:
+    assert bearer_of(header) == found

@@ -1,0 +1,99 @@
+"""Does a lane keep what it can neither deliver nor bury, while the node's disk is full?
+
+Real nodes, real servers, but no Spark.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.outputs.web_servers import Reply, served
+from tests.spark.destinations import Destination
+from tests.spark.loop import Loop, Pipe
+from tests.spark.nodes import Served, serving
+from turnlane.delivery.settings import DeliverySettings
+from turnlane.errors import StorageFailed
+from turnlane.outputs.http import Form, HttpSettings
+from turnlane.pipeline.settings import ActionSettings
+from turnlane.queues.settings import QueueSettings
+from turnlane.testing import FaultyDisk
+
+POISON = {b"3", b"7"}
+VALUES = [b"%d" % number for number in range(10)]
+
+
+@pytest.fixture
+def disk() -> FaultyDisk:
+    return FaultyDisk()
+
+
+@pytest.fixture
+def node(tmp_path: Path, disk: FaultyDisk) -> Iterator[Served]:
+    queues = ("main", "a", "a.dead")
+    with serving(tmp_path / "data", {name: {} for name in queues}, disk=disk) as found:
+        yield found
+
+
+@pytest.fixture
+def picky() -> Iterator[Destination]:
+    with ExitStack() as opened:
+        found = Destination(opened.enter_context(served()))
+        found.refuse = lambda values: Reply(400) if POISON.intersection(values) else None
+        yield found
+
+
+def lane(node: Served, at: Destination) -> Loop:
+    action = ActionSettings(
+        name="a",
+        queue=QueueSettings.of(kind="disk", name="a", path=Path("a")),
+        delivery=DeliverySettings(backoff=0.001, max_backoff=0.001),
+        output=HttpSettings(url=at.url, format=Form.RAW),
+    )
+    return Pipe(node.url, action).lanes["a"]
+
+
+def unsettled(node: Served) -> list[tuple[int, int]]:
+    return list(node.queue("a").unsettled_of([(0, 10)]))
+
+
+@pytest.mark.parametrize("fault", ["write", "sync"])
+def test_dead_letters_wait_for_the_disk_in_the_queue_they_are_in(
+    node: Served, disk: FaultyDisk, picky: Destination, fault: str
+) -> None:
+    node.publish("a", VALUES)
+    disk.fail(fault, error=errno.ENOSPC, match=".stage", times=None)
+    for _ in range(3):
+        with pytest.raises(StorageFailed, match="dead letters: cannot stage: No space left"):
+            lane(node, picky).turn()
+        assert unsettled(node) == [(3, 4), (7, 8)], "what was delivered is settled"
+        assert node.values("a.dead") == []
+    disk.clear()
+    assert lane(node, picky).turn()
+    assert unsettled(node) == []
+    assert set(node.values("a.dead")) == POISON
+    assert Counter(picky.taken) == Counter(set(VALUES) - POISON), "each once"
+    for name, dead in (("a", 2), ("a.dead", 0)):
+        ledger = node.queue(name).stats().ledger
+        assert ledger.adds_up
+        assert ledger.dead == dead
+
+
+def test_a_batch_that_cannot_be_committed_comes_again(
+    node: Served, disk: FaultyDisk, picky: Destination
+) -> None:
+    node.publish("a", VALUES)
+    disk.fill()
+    with pytest.raises(StorageFailed, match="No space left"):
+        lane(node, picky).turn()
+    assert unsettled(node) == [(0, 10)]
+    disk.unfill()
+    assert lane(node, picky).turn()
+    assert set(node.values("a.dead")) == POISON
+    assert set(picky.taken) == set(VALUES) - POISON
+    assert node.queue("a").stats().ledger.adds_up

@@ -1,0 +1,183 @@
+"""Plans of pipelines as people write them: joins, events that do not fit, sinks, checks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+from tests.contract.harness import wait_until
+from tests.spark.nodes import Served, serving
+from turnlane.config import Config, loads
+from turnlane.errors import ConfigError
+from turnlane.spark.pipeline import Pipeline
+
+PATIENCE = 180.0
+
+Make = Callable[..., tuple[Pipeline, Served]]
+
+
+@pytest.fixture
+def make(spark: SparkSession, tmp_path: Path) -> Iterator[Make]:
+    """A node with all queues of a configuration, and its pipeline; ``HERE`` is the test's place."""
+    opened: list[Any] = []
+
+    def made(text: str) -> tuple[Pipeline, Served]:
+        config = loads(f"node: {{data: d}}\n{text}".replace("HERE", str(tmp_path)))
+        node = serving(tmp_path / "data", config.knobs())
+        served = node.__enter__()
+        pipeline = pipeline_of(config, spark, served.url, tmp_path)
+        opened.extend([lambda: node.__exit__(None, None, None), pipeline.stop])
+        return pipeline, served
+
+    yield made
+    for close in reversed(opened):
+        close()
+
+
+def pipeline_of(
+    config: Config, spark: SparkSession, url: str = "turnlane://nowhere:1", place: Path = Path()
+) -> Pipeline:
+    settings = config.pipeline()
+    assert settings is not None
+    return Pipeline(settings, {"endpoint": url}, spark, place / "checkpoints")
+
+
+def has_lines(path: Path, count: int) -> bool:
+    return len(lines(path)) >= count
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_join_takes_events_out_of_a_queue_that_is_kept_for_it(make: Make, tmp_path: Path) -> None:
+    """By its name, whatever that is, with the columns of JSON, and without a lane of its own."""
+    pipeline, node = make("""
+parse: json
+actions:
+  - {name: web-1.logins, filter: "data:kind::string = 'login'", queue: disk,
+     output: {type: discard}}
+  - name: j
+    filter: data:kind::string = 'order'
+    queue: disk
+    sql: SELECT e.data:id::int AS id, l.data:user::string AS user
+         FROM events e JOIN `web-1.logins` l ON e.data:user::string = l.data:user::string
+    with_queues: [web-1.logins]
+    output: {type: file, path: HERE/joined}
+""")
+    pipeline.start()
+    assert [lane.name for lane in pipeline.status()] == ["main", "j"]
+    for number in range(2):  # Spark settles a batch when it begins the next
+        node.publish("main", [b'{"kind": "login", "user": "u%d"}' % number])
+        node.publish("main", [b'{"kind": "order", "id": %d, "user": "u%d"}' % (number, number)])
+        wait_until(partial(has_lines, tmp_path / "joined", number + 1), "a join", PATIENCE)
+    assert sorted((row["id"], row["user"]) for row in lines(tmp_path / "joined")) == [
+        (number, f"u{number}") for number in range(2)
+    ]
+    wait_until(lambda: node.queue("web-1.logins").low > 0, "settled", PATIENCE)
+
+
+def test_an_event_that_does_not_fit_passes_no_filter_and_stops_nothing(
+    make: Make, tmp_path: Path
+) -> None:
+    pipeline, node = make("""
+parse: {format: json, columns: {direct: d, hollows: h, event_row: n}}
+actions:
+  - {name: errors, filter: "data:http.status::int >= 500", queue: disk,
+     output: {type: file, path: HERE/errors}}
+  - {name: numbers, filter: "CAST(data:n AS int) / CAST(key AS int) > 1", queue: disk,
+     sql: "SELECT data:n::int AS n, CAST(key AS int) AS key FROM events",
+     output: {type: file, path: HERE/numbers}}
+""")
+    values = [
+        b'{"http": {"status": %s}, "n": 8, "d": "D", "h": "H"}' % each
+        for each in (b"503", b'"abc"', b"504")
+    ]
+    node.publish("main", [*values, b"no JSON"], keys=["2", "0", "x", "1"])
+    pipeline.start()
+    wait_until(lambda: node.queue("main").low == 4, "all events", PATIENCE)
+    wait_until(lambda: len(lines(tmp_path / "errors")) == 2, "two errors", PATIENCE)
+    own = [(row["direct"], row["hollows"], row["event_row"]) for row in lines(tmp_path / "errors")]
+    assert own == [("D", "H", "8")] * 2, "columns that are called as ours once were"
+    wait_until(lambda: lines(tmp_path / "numbers") == [{"n": 8, "key": 2}], "a number", PATIENCE)
+    assert [lane.restarts for lane in pipeline.status()] == [0, 0, 0]
+
+
+def test_jdbc_takes_batches(make: Make, spark: SparkSession, tmp_path: Path) -> None:
+    jvm: Any = spark._jvm
+    jvm.System.setProperty("derby.stream.error.file", str(tmp_path / "derby.log"))
+    url = "jdbc:derby:memory:shop;create=true"
+    pipeline, node = make(f"""
+actions:
+  - name: table
+    queue: disk
+    output:
+      type: spark
+      format: jdbc
+      options: {{url: "{url}", dbtable: numbers}}
+      columns: ["CAST(CAST(value AS string) AS int) AS number"]
+""")
+    node.publish("main", [b"%d" % number for number in range(10)])
+    pipeline.start()
+    wait_until(lambda: node.queue("table").low == 10, "all rows", PATIENCE)
+    rows = spark.read.format("jdbc").options(url=url, dbtable="numbers").load().collect()
+    assert sorted(row[0] for row in rows) == list(range(10))
+
+
+def payload_made(events: DataFrame) -> DataFrame:
+    return events.withColumn("payload", events.value)
+
+
+OUT = "output: {type: file, path: o}"
+SPARK = "queue: disk, output: {type: spark, format: parquet, path: p"
+
+
+@pytest.mark.parametrize(
+    ("action", "more", "fault"),
+    [
+        (f"{SPARK}, columns: [nosuch]}}", "", r"actions\[0\].output.columns: .*nosuch"),
+        (f"{SPARK}, partition_by: [day]}}", "", r"output.partition_by: there is no column 'day'"),
+        ("queue: disk, output: {type: spark, format: parqet}", "", r"output.format: .*parqet"),
+        (OUT, f"transform: '{__name__}:payload_made'", "transform: makes a column 'payload'"),
+        (
+            f"queue: disk, transform: '{__name__}:payload_made', {OUT}",
+            "",
+            r"actions\[0\].transform: makes a column 'payload', which lanes use",
+        ),
+        (f"queue: disk, sql: SELECT 1 AS Payload, {OUT}", "", r"actions\[0\].sql: makes a column"),
+        (  # a queue keeps no variants but what JSON is parsed to
+            f"queue: disk, sql: SELECT part FROM events, {OUT}",
+            "parse: {format: json, columns: {part: 'a::variant'}}",
+            r"actions\[0\].sql: .*part",
+        ),
+        (OUT, "parse: {format: regex, pattern: 'a(?x) (?<n>1) # c'}", "parse: Java does not take"),
+    ],
+)
+def test_what_no_lane_could_run_is_found_by_the_check(
+    action: str, more: str, fault: str, spark: SparkSession
+) -> None:
+    config = loads(f"node: {{data: d}}\n{more}\nactions:\n  - {{name: a, {action}}}\n")
+    with pytest.raises(ConfigError, match=fault):
+        pipeline_of(config, spark).check()
+
+
+def test_what_lanes_can_run_passes_the_check(spark: SparkSession) -> None:
+    config = loads("""
+node: {data: d}
+parse: {format: json, columns: {n: "n::int"}}
+actions:
+  - {name: kept, queue: disk, output: {type: discard}}
+  - name: j
+    queue: disk
+    sql: SELECT e.n, k.data:a::int AS payload FROM events e JOIN kept k ON e.n = k.data:n::int
+    watermark: 1m
+    with_queues: [kept]
+    output: {type: spark, format: parquet, path: p, columns: [n AS m], partition_by: [m]}
+""")
+    pipeline_of(config, spark).check()

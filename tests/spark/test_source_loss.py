@@ -1,0 +1,173 @@
+"""Does a streaming query read, and settle, all that is its own and nothing else?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.datasource import ReadAllAvailable
+
+from tests.spark.nodes import Served, numbers, serving
+from tests.spark.streams import both, reader, rows_of, run, stream
+from turnlane.spark.reading import DataLost
+from turnlane.spark.stream_reading import StreamReader
+
+QUEUES = {"main": {"durability": "always"}}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path / "data", QUEUES) as served:
+        yield served
+
+
+@pytest.fixture
+def second(tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path / "second", QUEUES) as served:
+        yield served
+
+
+Offset = dict[str, int]
+
+
+def batch(query: StreamReader, start: Offset) -> tuple[Offset, int]:
+    """The next batch: where it ends, and how many rows it has."""
+    end = query.latestOffset(start, ReadAllAvailable())
+    parts = query.partitions(start, end)
+    return end, sum(rows.num_rows for part in parts for rows in query.read(part))
+
+
+def drained(query: StreamReader, start: Offset) -> tuple[Offset, int]:
+    """Batches until there are no more: where the last ends, and how many rows there were."""
+    total = 0
+    while (found := batch(query, start))[0] != start:
+        start, rows = found
+        total += rows
+    return start, total
+
+
+class TestSettling:
+    def test_a_backlog_that_was_not_read_is_left_alone(
+        self, spark: SparkSession, node: Served, tmp_path: Path
+    ) -> None:
+        node.publish("main", numbers(0, 100))
+        frame = stream(spark, node, startingOffsets="latest")
+        for end in (100, 103, 106):  # each run settles what the one before has committed
+            run(frame, tmp_path / "c")
+            node.publish("main", numbers(end, end + 3))
+        run(frame, tmp_path / "c")
+        assert node.values("main")[:100] == numbers(0, 100)
+        assert node.queue("main").is_settled(100, 103)
+
+    @pytest.mark.parametrize(
+        "start",
+        [
+            {"startingOffsets": "latest"},
+            {"startingOffsets": '{"0": 10}'},
+            {"startingTimestamp": "10000"},
+        ],
+    )
+    def test_only_from_where_it_began(self, node: Served, start: dict[str, str]) -> None:
+        node.publish("main", numbers(0, 10), timestamps=[1_000_000 * n for n in range(10)])
+        query = reader(node.url, **start)
+        offset = query.initialOffset()
+        node.publish("main", numbers(10, 15), timestamps=[1_000_000 * n for n in range(10, 15)])
+        offset, _ = drained(query, offset)
+        # As after a restart: another process, which knows what the checkpoint says.
+        reader(node.url, **start).commit(offset)
+        assert node.queue("main").low == 0
+        assert node.queue("main").unsettled(100).spans == [(0, 10)]
+
+    def test_from_the_earliest_it_settles_everything(self, node: Served) -> None:
+        node.publish("main", numbers(0, 10))
+        query = reader(node.url)
+        offset, rows = drained(query, query.initialOffset())
+        query.commit(offset)
+        assert (rows, node.queue("main").low) == (10, 10)
+
+    def test_a_node_that_is_no_longer_there_is_not_told(self, node: Served, second: Served) -> None:
+        node.publish("main", numbers(0, 3))
+        query = reader(both(node, second))
+        offset, _ = drained(query, query.initialOffset())
+        reader(node.url).commit(offset)
+        assert node.queue("main").low == 3
+
+
+class TestNodesThatCome:
+    def test_a_query_with_a_checkpoint_reads_them_from_the_beginning(
+        self, spark: SparkSession, node: Served, second: Served, tmp_path: Path
+    ) -> None:
+        node.publish("main", numbers(0, 10))
+        second.publish("main", numbers(0, 10))
+        assert rows_of(run(stream(spark, node), tmp_path / "c")) == 10
+        node.publish("main", numbers(10, 15))
+        frame = stream(spark, node, endpoint=both(node, second))
+        assert rows_of(run(frame, tmp_path / "c")) == 15
+
+    @pytest.mark.parametrize("start", ["latest", '{"0": 0}'])
+    def test_wherever_the_query_began(self, node: Served, second: Served, start: str) -> None:
+        query = reader(node.url, startingOffsets=start)
+        offset = query.initialOffset()
+        node.publish("main", numbers(0, 5))
+        second.publish("main", numbers(0, 10))
+        offset, rows = drained(reader(both(node, second), startingOffsets=start), offset)
+        assert (offset, rows) == ({"0": 5, "1": 10}, 15)
+
+
+class TestLoss:
+    def test_what_somebody_else_settled_is_lost(
+        self, spark: SparkSession, node: Served, tmp_path: Path
+    ) -> None:
+        node.publish("main", numbers(0, 10))
+        run(stream(spark, node), tmp_path / "c")
+        node.publish("main", numbers(10, 30))
+        node.queue("main").settle(0, 20)
+        with pytest.raises(Exception, match=r"10 to 19 .*failOnDataLoss"):
+            run(stream(spark, node), tmp_path / "c")
+        assert rows_of(run(stream(spark, node, failOnDataLoss="false"), tmp_path / "c")) == 10
+
+    def test_it_is_told_once(self, node: Served, caplog: pytest.LogCaptureFixture) -> None:
+        node.publish("main", numbers(0, 10))
+        node.queue("main").settle(0, 5)
+        knobs = {"minOffsetsPerTrigger": "100", "failOnDataLoss": "false"}
+        query = reader(node.url, **knobs)
+        for _ in range(3):
+            query.latestOffset({"0": 2}, ReadAllAvailable())
+        assert sum("2 to 4" in record.getMessage() for record in caplog.records) == 1
+
+    def test_a_batch_that_is_planned_again_is_looked_at_too(self, node: Served) -> None:
+        node.publish("main", numbers(0, 10))
+        node.queue("main").settle(0, 5)
+        with pytest.raises(DataLost, match="2 to 4"):
+            reader(node.url).partitions({"0": 2}, {"0": 10})
+
+    def test_what_the_query_settled_itself_is_not_lost(self, node: Served) -> None:
+        node.publish("main", numbers(0, 10))
+        query = reader(node.url)
+        offset, _ = drained(query, query.initialOffset())
+        query.commit(offset)
+        node.publish("main", numbers(10, 12))
+        assert drained(reader(node.url), offset) == ({"0": 12}, 2)
+
+    def test_a_queue_that_was_made_anew_is_read_from_its_beginning(
+        self, spark: SparkSession, node: Served, second: Served, tmp_path: Path
+    ) -> None:
+        node.publish("main", numbers(0, 100))
+        run(stream(spark, node), tmp_path / "c")
+        second.publish("main", numbers(0, 50))
+        anew = stream(spark, second, failOnDataLoss="false")
+        assert rows_of(run(anew, tmp_path / "c")) == 50
+        second.publish("main", numbers(50, 120))
+        assert rows_of(run(anew, tmp_path / "c")) == 70
+
+    def test_a_queue_that_was_made_anew_is_settled_too(self, node: Served, second: Served) -> None:
+        node.publish("main", numbers(0, 100))
+        query = reader(node.url, startingOffsets="latest")
+        start = query.initialOffset()
+        second.publish("main", numbers(0, 50))
+        anew = reader(second.url, startingOffsets="latest", failOnDataLoss="false")
+        offset, rows = drained(anew, start)
+        anew.commit(offset)
+        assert (offset, rows, second.queue("main").low) == ({"0": 50}, 50, 50)

@@ -1,0 +1,57 @@
+"""What is shown of a configuration: everything but what may be a secret."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from turnlane.config import loads, shown
+
+SECRET = "hunter2"
+FILE = "actions: [{name: k, output: {type: file, path: o}}]"
+
+
+def output(settings: str) -> str:
+    return f"actions: [{{name: k, queue: disk, output: {{{settings}}}}}]"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        output(f"type: spark, format: kafka, options: {{kafka.sasl.jaas.config: 'x {SECRET}'}}"),
+        output(f"type: spark, format: x, options: {{anything: {SECRET}}}"),
+        output(f"type: http, url: 'https://h/y?a=1&key={SECRET}'"),
+        output(f"type: http, url: 'https://h/y', headers: {{X-Key: {SECRET}}}"),
+        f"spark: {{conf: {{spark.hadoop.fs.s3a.access.key: {SECRET}}}}}\n{FILE}",
+        f"spark: {{conf: {{spark.hadoop.fs.azure.account.key.x: {SECRET}}}}}\n{FILE}",
+    ],
+)
+def test_what_may_be_a_secret_is_not_shown(text: str) -> None:
+    config = loads(f"node: {{data: d}}\n{text}", "c.yaml", {})
+    assert SECRET not in json.dumps(shown(config))
+    assert SECRET not in f"{config!r}{config}"
+
+
+def test_values_of_variables_are_shown_as_they_are_written() -> None:
+    config = loads(
+        "node: {data: 'd/${P}'}\n" + output("type: http, url: 'https://h/${P}'"),
+        "c.yaml",
+        {"P": SECRET},
+    )
+    found = shown(config)
+    assert found["node"]["data"] == "d/${P}"
+    assert found["actions"][0]["output"]["url"] == "https://h/${P}"
+    assert config.actions[0].output.model_dump()["url"] == f"https://h/{SECRET}"
+
+
+def test_what_is_harmless_is_shown() -> None:
+    found = shown(
+        loads(
+            "node: {data: d}\nspark: {conf: {spark.driver.memory: 2g, spark.ui.enabled: 'false'}}\n"
+            + output("type: http, url: 'https://h:1/y?a', headers: {Content-Type: text/x}")
+        )
+    )
+    assert found["spark"]["conf"] == {"spark.driver.memory": "2g", "spark.ui.enabled": "false"}
+    assert found["actions"][0]["output"]["url"] == "https://h:1/y?a"
+    assert found["actions"][0]["output"]["headers"] == {"Content-Type": "text/x"}
