@@ -123,29 +123,22 @@ def test_copied_truncated_and_refilled_beyond_the_old_end(tmp_path: Path) -> Non
         assert running.input.counters.truncated == 2
 
 
-def test_a_writer_that_goes_on_where_it_was_after_a_truncation(tmp_path: Path) -> None:
-    """Without O_APPEND it leaves a hole: those zeros are no line."""
+@pytest.mark.parametrize("seen", [False, True], ids=["at once", "after it was seen"])
+def test_a_writer_that_goes_on_where_it_was_after_a_truncation(
+    tmp_path: Path, *, seen: bool
+) -> None:
+    """After a truncation, without O_APPEND: the zeros in the hole are no line."""
     log = tmp_path / "a.log"
     with log.open("wb", buffering=0) as writer:
         writer.write(numbered(0, 20_000))
         with following(tmp_path / "data", log) as running:
             running.await_lines(20_000)
+            (tail,) = running.input._open
             os.truncate(log, 0)
+            if seen:
+                wait_until(lambda: tail.position == 0, "the truncation to be seen")
             writer.write(numbered(20_000, 20_010))
             assert running.await_lines(20_010) == names(0, 20_010)
-
-
-def test_a_hole_that_comes_after_the_truncation_was_seen(tmp_path: Path) -> None:
-    log = tmp_path / "a.log"
-    with log.open("wb", buffering=0) as writer:
-        writer.write(numbered(0, 20_000))
-        with following(tmp_path / "data", log) as running:
-            running.await_lines(20_000)
-            os.truncate(log, 0)
-            (tail,) = running.input._open
-            wait_until(lambda: tail.position == 0, "the truncation to be seen")
-            writer.write(numbered(20_000, 20_010))
-            assert running.await_lines(20_010)[20_000:] == names(20_000, 20_010)
 
 
 @pytest.mark.parametrize("hole", [8192, 8199, 65_536])

@@ -6,9 +6,7 @@ import contextlib
 from typing import Any
 
 from tests.recovery.hooked_disk import Stored
-from turnlane.errors import (
-    EventsLost,
-)
+from turnlane.errors import EventsLost
 from turnlane.queues.producer import HoldingProducer
 
 KNOBS: dict[str, dict[str, Any]] = {

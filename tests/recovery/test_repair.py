@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import turnlane
+from tests.acceptance.queue_commands import drained
 from turnlane.events import block_of, values_of
 from turnlane.queues.inspection.findings import FindingKind
 from turnlane.queues.inspection.inspection import Inspection
@@ -85,15 +86,6 @@ def pending(path: Path) -> dict[int, bytes | None]:
     found: dict[int, bytes | None] = {}
     for piece in Inspection(path).slices(Selection()):
         found |= zip(piece.offsets.tolist(), values_of([piece.block]), strict=True)
-    return found
-
-
-def drained(path: Path) -> list[bytes | None]:
-    found: list[bytes | None] = []
-    with turnlane.open_queue(kind="disk", path=path) as queue:
-        while queue.stats().ledger.pending:
-            with queue.get() as batch:
-                found += values_of([batch.block])
     return found
 
 

@@ -22,8 +22,6 @@ FIRST_PAUSE: Final = 1.0
 LAST_PAUSE: Final = 60.0
 """Seconds between attempts, doubling from one to the other."""
 LOOK_SECONDS: Final = 0.2
-IDLE_LOOK_SECONDS: Final = 1.0
-"""Between looks at a query that has batches, and at one that has none: a look is not free."""
 BATCH_SECONDS: Final = 10.0
 """How long a batch may go on once the lane is to stop: a task stops sending after half of that."""
 PROCESSING: Final = "Processing new data"
@@ -144,11 +142,9 @@ class Lane:
         self._state = LaneState.STARTING
         query = self._query = self._start(uuid.uuid4().hex)
         try:
-            pause = LOOK_SECONDS
             while query.isActive and not self._stop.is_set():
-                self._stop.wait(pause)
-                is_busy = self._look(query)
-                pause = LOOK_SECONDS if is_busy else min(1.5 * pause, IDLE_LOOK_SECONDS)
+                self._stop.wait(LOOK_SECONDS)
+                self._look(query)
             self._let_batch_end(query)
         finally:
             self._suspension = None
@@ -168,9 +164,7 @@ class Lane:
                 return
             time.sleep(0.01)
 
-    def _look(self, query: StreamingQuery) -> bool:
-        """Take note of how the query does; whether it has done anything since the last look."""
-        batches = self._batches
+    def _look(self, query: StreamingQuery) -> None:
         progress = query.lastProgress
         if progress is not None:
             batch = (str(query.runId), progress.batchId)
@@ -182,7 +176,6 @@ class Lane:
             self._reason = None
         self._suspension = self._held_up()
         self._watch(query)
-        return self._batches > batches
 
 
 def reason_of(error: BaseException) -> str:

@@ -209,7 +209,7 @@ class ReadOptions(SourceOptions):
         description="Let filters on `offset` and `partition` decide what a batch query reads. "
         "Needs Spark's `spark.sql.python.filterPushdown.enabled`.",
     )
-    poll_timeout: Duration = Field(default=3.0, description="How long a node is asked to wait.")
+    poll_timeout: Duration = Field(default=1.0, description="How long a node is asked to wait.")
 
 
 class WriteOptions(SourceOptions):
