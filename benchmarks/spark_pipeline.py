@@ -114,10 +114,10 @@ def turnlane_events(effort: Effort, spark: SparkSession, events: int) -> float:
 
 def run(effort: Effort, spark: SparkSession) -> Outcome:
     """turnlane, and rsyslogd with both of its queues if it is installed."""
-    events = effort.events(500_000, 1_000_000)
+    events = effort.events(2_000_000, 5_000_000)
     contestants = {OURS: partial(turnlane_events, effort, spark, events)}
     if rsyslog.program() is not None:
-        for kind, less in ((ASSISTED, 1), (DISK, 5)):
+        for kind, less in ((ASSISTED, 1), (DISK, 10)):
             contestants[kind] = partial(rsyslog_events, effort, kind, events // less)
     if not effort.is_trial:
         turnlane_events(effort, spark, events)  # Java compiles what runs often

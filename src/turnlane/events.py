@@ -195,6 +195,22 @@ def join(blocks: Sequence[Block]) -> Block:
     return joined
 
 
+def gathered(blocks: Iterator[tuple[int, Block]], rows: int) -> Iterator[tuple[int, Block]]:
+    """Blocks with their offsets, consecutive ones joined up to ``rows``."""
+    held: list[Block] = []
+    first = end = 0
+    for at, block in blocks:
+        if held and (at != end or end - first + block.num_rows > rows):
+            yield first, join(held)
+            held = []
+        if not held:
+            first = at
+        held.append(block)
+        end = at + block.num_rows
+    if held:
+        yield first, join(held)
+
+
 def events_of(block: Block, first: int = 0) -> Iterator[Event]:
     """The block's rows as events, with offsets counted from ``first``."""
     columns = conform(block).select(BASE_SCHEMA.names).to_pydict()

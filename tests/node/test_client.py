@@ -381,7 +381,7 @@ def test_an_aborted_stage_cannot_be_committed(served: Served) -> None:
 def test_an_unfinished_stage_is_no_stage_of_its_writer(served: Served) -> None:
     with served.client().stage("disk", block_of([]).schema) as stage:
         stage.write(block_of([b"a"]))
-    assert stage.id is None
+    assert stage.ids is None
     assert len(served.node.staging) == 0
     assert values(served.node, "disk") == []
 

@@ -18,7 +18,7 @@ from pyarrow import flight
 from tests.contract.harness import NOTICEABLE, PATIENCE, Task, assert_never, wait_until
 from tests.node.conftest import QUEUES, Serve, Served, Stream, values
 from turnlane.events import block_of
-from turnlane.node import flight_publish, flight_read
+from turnlane.node import by_offset, flight_publish
 from turnlane.node.connections import cut_connections
 from turnlane.node.routes import MAX_PAIRS, Route
 from turnlane.queues.memory import MemoryQueue
@@ -400,7 +400,7 @@ def test_more_calls_than_allowed_are_told_to_come_back(serve: Serve) -> None:
 def test_streams_that_are_read_count_as_calls_to_their_end(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flight_read, "READ_EVENTS", 10)
+    monkeypatch.setattr(by_offset, "READ_EVENTS", 10)
     served = serve(max_calls=2)
     served.node.queue("disk").producer().publish_block(block_of([bytes(100_000)] * 500))
     ticket = flight.Ticket(b'{"read": "disk"}')

@@ -12,7 +12,7 @@ from pyarrow import flight
 from tests.contract.harness import Task, wait_until
 from tests.node.conftest import Serve, Served
 from turnlane.events import BASE_SCHEMA, Block, block_of
-from turnlane.node import flight_read
+from turnlane.node import by_offset
 from turnlane.queues.contract import AckLevel
 
 
@@ -37,7 +37,7 @@ def test_a_range_is_read_and_left_in_place(served: Served) -> None:
 
 
 def test_every_block_says_where_it_begins(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_read, "READ_EVENTS", 30)
+    monkeypatch.setattr(by_offset, "READ_EVENTS", 30)
     _publish(served, block_of(_numbers(0, 100)))
     firsts = [
         json.loads(bytes(chunk.app_metadata or b""))["first"]
@@ -52,6 +52,19 @@ def test_what_is_settled_is_left_out(served: Served) -> None:
     assert served.act("wait", queue="disk", beyond=0) == {"end": 10, "low": 4}
     found = [(first, block.num_rows) for first, block in served.client().read("disk")]
     assert found == [(4, 6)]
+
+
+def test_only_the_columns_that_are_asked_for_are_sent_in_few_blocks(served: Served) -> None:
+    for number in range(5):
+        extra = pa.array([f"c{number}"])
+        _publish(served, block_of([b"<%d>a" % number], keys=["k"]).append_column("colour", extra))
+    columns = ["severity", "turnlane_priority", "colour", "unheard of"]
+    ((first, block),) = served.client().node.read("disk", 1, 4, columns)
+    assert first == 1
+    assert block.schema.names == ["colour", "severity", "turnlane_priority"]
+    assert block.column("turnlane_priority").to_pylist() == [1, 2, 3]
+    assert block.column("colour").to_pylist() == ["c1", "c2", "c3"]
+    assert block.column("severity").null_count == 3
 
 
 def test_nothing_to_read_is_a_stream_without_blocks(served: Served) -> None:
@@ -84,7 +97,7 @@ def test_a_column_that_comes_while_reading_is_read_by_asking_again(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client of ours does that by itself."""
-    monkeypatch.setattr(flight_read, "READ_EVENTS", 2)
+    monkeypatch.setattr(by_offset, "READ_EVENTS", 2)
     _publish(served, block_of([b"a"] * 4))
     reading = served.client().read("disk", 0, 5)
     first, _ = next(reading)

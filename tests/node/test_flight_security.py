@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import socket
 import ssl
@@ -85,6 +86,13 @@ def test_a_token_gives_its_rights_and_no_more(
         return
     with pytest.raises((NotAllowed, flight.FlightError), match=r"turnlane:NotAllowed|token|right"):
         CALLS[call](client, "orders")
+
+
+def test_a_copy_takes_the_rights_of_both_ends(guarded: Served) -> None:
+    for token, is_allowed in {"writer": False, "reader": False, "boss": True}.items():
+        copy = guarded.client(token=token).nodes[0].copy("logs", ["orders"])
+        with contextlib.nullcontext() if is_allowed else pytest.raises(NotAllowed):
+            assert copy.finish_all() == []
 
 
 def test_rights_are_those_of_the_queue(guarded: Served) -> None:

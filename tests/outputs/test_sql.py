@@ -438,10 +438,16 @@ def test_a_row_that_somebody_else_has_locked_is_waited_for_and_then_left(bench: 
 
 
 KILL = {
-    "postgresql": "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+    # Waits until the backend is gone: what is only marked to go may still take a statement.
+    "postgresql": "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity "
     "WHERE application_name = 'turnlane'",
     "mysql": "SELECT id FROM information_schema.processlist WHERE db = 'turnlane' "
     "AND command = 'Sleep'",
+}
+
+LEFT = {
+    "postgresql": "SELECT pid FROM pg_stat_activity WHERE application_name = 'turnlane'",
+    "mysql": KILL["mysql"],
 }
 
 
@@ -456,6 +462,7 @@ def test_a_connection_that_the_server_has_closed_is_replaced(
         for (found,) in bench.run(KILL[kind]):
             if kind == "mysql":
                 bench.run(f"KILL {found}")
+        wait_until(lambda: not bench.run(LEFT[kind]), "the connection to be closed", 60.0)
         with output._databases.borrowed() as database:  # whichever it is, it is open
             assert database.is_open
         send(output, handed(numbered(5, 10), 5))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
@@ -24,12 +24,15 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from turnlane.delivery.columns import DIRECT
+from turnlane.delivery.columns import DIRECT, ROUTES
 from turnlane.pipeline.settings import MAIN, ActionSettings, LaneSettings, PipelineSettings
 from turnlane.spark.lane_nodes import Gates, HeldUp
-from turnlane.spark.lane_options import LaneReadOptions, LaneWriteOptions, reading, writing
+from turnlane.spark.lane_options import LaneReadOptions, LaneWriteOptions, in_json, reading, writing
 from turnlane.spark.lane_reading import LaneReader
+from turnlane.spark.needs import delivers_by_place, goes_by_place, wanted_by_tasks
 from turnlane.spark.nodes import Nodes
+from turnlane.spark.offsets import TAKEN
+from turnlane.spark.share_reading import SHARES
 from turnlane.spark.steps import Step, step_of_lane, steps_of_main, ways_of
 from turnlane.spark.suspension import Suspension
 from turnlane.spark.writing import StreamWriter
@@ -52,8 +55,17 @@ class Loop:
     """One run of a lane; :meth:`turn` does one batch, if there is one to be had."""
 
     def __init__(
-        self, url: str, lane: str, settings: LaneSettings, steps: Sequence[Step], change: Change
+        self,
+        url: str,
+        lane: str,
+        settings: LaneSettings,
+        steps: Sequence[Step],
+        change: Change,
+        *,
+        reads: Collection[str] = (),
+        copies: Sequence[str] = (),
     ) -> None:
+        """``reads`` are the columns that tasks read by themselves; see ``LaneWriteOptions``."""
         self.lane = lane
         self.batches: list[int] = []
         """How many events each has had."""
@@ -65,13 +77,16 @@ class Loop:
             "workers": str(settings.workers or 2),
             "pollTimeout": "50ms",
         }
-        options = LaneReadOptions.of({**access, **knobs, **reading(lane, run, settings, steps)})
-        self.reader = LaneReader(options, SCHEMA)
-        self.writer = StreamWriter(LaneWriteOptions.of({**access, **writing(lane, run, steps)}))
+        knobs |= {"byPlace": str(bool(reads)), **reading(lane, run, settings, steps)}
+        options = LaneReadOptions.of({**access, **knobs})
+        self.reader = LaneReader(options, SHARES if reads else SCHEMA)
+        more = {"reads": in_json(sorted(reads)), "copies": in_json(list(copies))}
+        self.writer = StreamWriter(
+            LaneWriteOptions.of({**access, **writing(lane, run, steps), **more})
+        )
         self._held_up = HeldUp(Gates(Nodes.of(options)), ways_of(steps))
         self.change = change
         self._offset = self.reader.initialOffset()
-        self._rows = 0
 
     def turn(self) -> bool:
         """Whether there was a batch."""
@@ -82,18 +97,12 @@ class Loop:
         with ThreadPoolExecutor(max(1, len(parts))) as tasks:
             messages = list(tasks.map(self._task, parts))
         self.writer.commit(messages, len(self.batches))
+        self.batches.append(following[TAKEN] - self._offset[TAKEN])
         self._offset = following
-        self.batches.append(self._rows)
-        self._rows = 0
         return True
 
     def _task(self, part: Any) -> Any:
-        def rows() -> Any:
-            for block in self.reader.read(part):
-                self._rows += block.num_rows
-                yield self.change(block)
-
-        return self.writer.write(rows())
+        return self.writer.write(map(self.change, self.reader.read(part)))
 
     def suspension(self) -> Suspension | None:
         """What people are told."""
@@ -107,10 +116,8 @@ class Pipe:
         self, url: str, *actions: ActionSettings, lane: LaneSettings | None = None
     ) -> None:
         settings = PipelineSettings(actions=actions)
-        main = Loop(url, MAIN, lane or LaneSettings(), steps_of_main(settings), _router(actions))
-        self.lanes = {MAIN: main} | {
-            action.name: Loop(url, action.name, action.lane, [step_of_lane(action)], with_payload)
-            for action in settings.queued
+        self.lanes = {MAIN: _main(url, settings, lane or LaneSettings())} | {
+            action.name: _lane(url, action) for action in settings.queued
         }
         self.errors: list[BaseException] = []
         self._stop = threading.Event()
@@ -138,6 +145,21 @@ class Pipe:
                 return
 
 
+def _main(url: str, settings: PipelineSettings, lane: LaneSettings) -> Loop:
+    steps = steps_of_main(settings)
+    if steps or not goes_by_place(settings):
+        return Loop(url, MAIN, lane, steps, _router(settings.actions))
+    copies = [action.name for action in settings.actions]
+    return Loop(url, MAIN, lane, steps, _numberer(settings.actions), copies=copies)
+
+
+def _lane(url: str, action: ActionSettings) -> Loop:
+    steps, wanted = [step_of_lane(action)], wanted_by_tasks(action)
+    if wanted is None or not delivers_by_place(action):
+        return Loop(url, action.name, action.lane, steps, with_payload)
+    return Loop(url, action.name, action.lane, steps, lambda rows: rows, reads=wanted)
+
+
 def with_payload(rows: pa.RecordBatch) -> pa.RecordBatch:
     """Rows as a lane of raw outputs has them."""
     return rows.append_column("payload", rows.column("value"))
@@ -147,7 +169,7 @@ def _router(actions: Sequence[ActionSettings]) -> Change:
     """Routes by the key: what begins with a word goes to the actions that have it as filter."""
 
     def routed(rows: pa.RecordBatch) -> pa.RecordBatch:
-        words = [str(key).partition("-")[0] for key in rows.column("key").to_pylist()]
+        words = _words(rows)
         routes: dict[str, list[list[str]]] = {
             column: [
                 [each.name for each in actions if each.filter == word and _is(each, column)]
@@ -162,6 +184,24 @@ def _router(actions: Sequence[ActionSettings]) -> Change:
         return with_payload(rows.filter(pa.array(going)))
 
     return routed
+
+
+def _numberer(actions: Sequence[ActionSettings]) -> Change:
+    """The same, for lanes through which only places go."""
+
+    def numbered(rows: pa.RecordBatch) -> pa.RecordBatch:
+        bits = [
+            sum(1 << at for at, each in enumerate(actions) if each.filter == word)
+            for word in _words(rows)
+        ]
+        places = rows.select(["partition", "offset"]).append_column(ROUTES, pa.array(bits))
+        return places.filter(pa.array(np.array(bits) != 0))
+
+    return numbered
+
+
+def _words(rows: pa.RecordBatch) -> list[str]:
+    return [str(key).partition("-")[0] for key in rows.column("key").to_pylist()]
 
 
 def _is(action: ActionSettings, column: str) -> bool:

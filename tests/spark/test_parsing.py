@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
+import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import ShortType, StructField, StructType
 
 from tests.spark import syslog_reference as reference
 from tests.spark.syslog_samples import NO_UTF_8, SAMPLES
 from tests.unit.test_otlp_columns import check as check_telemetry
 from tests.unit.test_otlp_columns import events as telemetry
+from turnlane.delivery.columns import PRIORITY
 from turnlane.errors import ConfigError
 from turnlane.formats.otlp import Signal
 from turnlane.formats.parse_settings import Format, ParseSettings
+from turnlane.formats.syslog import priorities
 from turnlane.spark.parsing import parsed
 
 SCHEMA = (
@@ -164,6 +168,20 @@ def test_the_priority_alone_is_what_it_is_with_all_the_rest(spark: SparkSession)
     assert rows_of(alone) == rows_of(whole)
     for value, row in zip(values, rows_of(alone), strict=True):
         assert row["facility"] == reference.parse(value, ARRIVAL)["facility"], value
+
+
+def test_the_priority_is_the_same_if_it_was_found_before(spark: SparkSession) -> None:
+    """By the column, not by Spark: it is all that a lane by severity looks at."""
+    odd = [b"<1\xff>", b"<13\xc3\xa9>", b"<", b"<>", b"", b"<1 >", b"<+1>", b"<0001>", b"<7"]
+    values: Any = [None, *odd, *(text.encode() for text in SAMPLES), *NO_UTF_8]
+    source = events(spark, values, severity=5)
+    numbers = priorities(pa.array(values, pa.binary())).to_pylist()
+    rows = [(*row, number) for row, number in zip(source.collect(), numbers, strict=True)]
+    schema = StructType([*source.schema.fields, StructField(PRIORITY, ShortType())])
+    known = spark.createDataFrame(rows, schema)
+    by_column = parsed(known, SYSLOG, {"severity", "facility"})
+    by_spark = parsed(source, SYSLOG, {"severity", "facility"})
+    assert rows_of(by_column) == rows_of(by_spark.select(by_column.columns))
 
 
 # ── regex ───────────────────────────────────────────────────────────────────────────────────────

@@ -10,7 +10,7 @@ pytest.importorskip("pyspark.sql")
 
 from turnlane.config import loads
 from turnlane.pipeline.settings import PipelineSettings
-from turnlane.spark.needs import wanted_by_main, wanted_by_tasks
+from turnlane.spark.needs import delivers_by_place, goes_by_place, wanted_by_main, wanted_by_tasks
 
 RAW = "{type: file, path: a, format: raw}"
 JSON = "{type: file, path: a}"
@@ -98,3 +98,39 @@ def test_tasks_want_where_an_event_is_and_what_outputs_read(knobs: str, expected
 def test_tasks_want_all_if_an_output_may_read_anything(knobs: str) -> None:
     (action,) = pipeline_of(f"queue: disk, {knobs}").queued
     assert wanted_by_tasks(action) is None
+
+
+@pytest.mark.parametrize(
+    ("actions", "expected"),
+    [
+        ([f"queue: disk, filter: severity < 4, output: {RAW}"] * 2, True),
+        ([f"queue: disk, output: {RAW}"] * 62, True),
+        ([f"queue: disk, output: {RAW}"] * 63, False),
+        ([f"queue: disk, output: {JSON}"], False),
+        ([f"queue: {{discard_mark: 10, discard_severity: 4}}, output: {RAW}"], False),
+    ],
+    ids=["values", "many", "more than there are bits", "parsed columns", "sheds by severity"],
+)
+def test_places_are_enough_where_queues_get_events_as_they_came(
+    actions: list[str], expected: bool
+) -> None:
+    assert goes_by_place(pipeline_of(*actions)) == expected
+
+
+@pytest.mark.parametrize(
+    ("knobs", "expected"),
+    [
+        (f"output: {RAW}", True),
+        (f"delivery: {{ordering: key, failover: {{output: {RAW}}}}}, output: {RAW}", True),
+        ("output: {type: http, url: 'http://a/', format: raw}", True),
+        (f"output: {JSON}", False),
+        (f"delivery: {{failover: {{output: {JSON}}}}}, output: {RAW}", False),
+        (f"transform: 'a:b', output: {RAW}", False),
+        (f"sql: 'SELECT value FROM events', output: {RAW}", False),
+        (TEMPLATES, False),
+    ],
+    ids=["raw", "key and failover", "http", "json", "one json", "transform", "sql", "parsed"],
+)
+def test_shares_are_enough_where_spark_makes_nothing_of_events(knobs: str, expected: bool) -> None:
+    (action,) = pipeline_of(f"queue: disk, {knobs}").queued
+    assert delivers_by_place(action) == expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -13,7 +13,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from turnlane.client.failures import understood
-from turnlane.client.stage_writer import StageWriter
+from turnlane.client.stage_writer import COPIED, StageWriter
 from turnlane.closing import Closing
 from turnlane.errors import ConfigError
 from turnlane.events import Block
@@ -183,25 +183,35 @@ class RemoteNode(Closing):
         return Unsettled(spans, **answer)
 
     def read(
-        self, queue: str, first: int = 0, end: int | None = None
+        self,
+        queue: str,
+        first: int = 0,
+        end: int | None = None,
+        columns: Collection[str] | None = None,
     ) -> Iterator[tuple[int, Block]]:
         """Blocks of offsets ``first`` to ``end - 1`` with their first offsets, left in the queue.
 
         What was settled may be missing. ``end`` is by default the queue's end at this moment.
+        With ``columns`` only these are there, as far as the queue has them.
         """
         if end is None:
             end = self.wait(queue, -1, 0.0).end
         while first < end:
             at = first
-            for offset, block in self._read_once(queue, first, end):
+            for offset, block in self._read_once(queue, first, end, columns):
                 yield offset, block
                 first = offset + block.num_rows
             if first == at:
                 return  # nothing more: the rest is settled
 
-    def _read_once(self, queue: str, first: int, end: int) -> Iterator[tuple[int, Block]]:
+    def _read_once(
+        self, queue: str, first: int, end: int, columns: Collection[str] | None
+    ) -> Iterator[tuple[int, Block]]:
+        command: dict[str, Any] = {"read": queue, "first": first, "end": end}
+        if columns is not None:
+            command["columns"] = sorted(columns)
         with understood(self.place):
-            for chunk in self.get({"read": queue, "first": first, "end": end}, None):
+            for chunk in self.get(command, None):
                 if chunk.data is not None:
                     yield said(chunk.app_metadata)["first"], chunk.data
 
@@ -216,7 +226,11 @@ class RemoteNode(Closing):
 
         If it is full then, ``spare`` of them may wait in the node's memory, the newest ones.
         """
-        return StageWriter(self, queue, schema, spare)
+        return StageWriter(self, {"stage": queue, "spare": spare}, schema)
+
+    def copy(self, queue: str, into: Sequence[str]) -> StageWriter:
+        """Begin to stage events of a queue for others; blocks of ``COPIED`` say which."""
+        return StageWriter(self, {"copy": queue, "into": list(into)}, COPIED)
 
     def commit(
         self,

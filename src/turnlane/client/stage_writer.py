@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
@@ -16,17 +17,21 @@ if TYPE_CHECKING:
     from turnlane.client.remote import RemoteNode
 
 
-class StageWriter(Closing):
-    """Writes blocks to a node's disk, for a commit to publish."""
+COPIED: Final = pa.schema([("offset", pa.int64()), ("routes", pa.int64())])
+"""Where events are, and in bits into which queues they go."""
 
-    def __init__(self, node: RemoteNode, queue: str, schema: pa.Schema, spare: int) -> None:
-        self.id: str | None = None
-        """Set by :meth:`finish`."""
+
+class StageWriter(Closing):
+    """Has blocks written to a node's disk, for a commit to publish."""
+
+    def __init__(self, node: RemoteNode, command: Mapping[str, Any], schema: pa.Schema) -> None:
+        self.ids: list[str] | None = None
+        """Of the stages there are; set by :meth:`finish`."""
         self._failed = False
         self._node = node
         self._place = node.place
         with understood(self._place):
-            self._writer, self._answers = node.put({"stage": queue, "spare": spare}, schema)
+            self._writer, self._answers = node.put(command, schema)
 
     def write(self, block: Block) -> None:
         """Stage another block."""
@@ -37,6 +42,11 @@ class StageWriter(Closing):
 
     def finish(self) -> str:
         """Wait until it is on the node's disk; returns the id to commit it by."""
+        (found,) = self.finish_all()
+        return found
+
+    def finish_all(self) -> list[str]:
+        """The same of what has become several stages, or none."""
         self._failed = True
         with understood(self._place):
             self._writer.done_writing()
@@ -45,11 +55,12 @@ class StageWriter(Closing):
         if answer is None:
             raise NoSuchStage(f"{self._place} has not finished the stage")
         self._failed = False
-        self.id = str(json.loads(bytes(answer))["stage"])
-        return self.id
+        said = json.loads(bytes(answer))
+        self.ids = said["stages"] if "stages" in said else [said["stage"]]
+        return self.ids
 
     def close(self) -> None:
         """Let go; what was not finished is given up."""
-        if self.id is None and not self._failed:
-            self._node.abort([self.finish()])
-            self.id = None
+        if self.ids is None and not self._failed:
+            self._node.abort(self.finish_all())
+            self.ids = None

@@ -10,12 +10,16 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from turnlane.formats.framing import IN_LINE, Cut, Found, Framing, cut, find
 from turnlane.formats.spans import column, trimmed
 
-__all__ = ["IN_LINE", "Cut", "Found", "Framing", "cut", "find", "severities", "whole"]
+__all__ = ["IN_LINE", "Cut", "Found", "Framing", "cut", "find", "priorities", "severities", "whole"]
+
+Numbers = npt.NDArray[np.uint16]
+Mask = npt.NDArray[np.bool_]
 
 _LESS, _GREATER, _ZERO = (ord(each) for each in "<>0")
 _MAX_PRIORITY: Final = 191
@@ -33,10 +37,22 @@ def whole(messages: Sequence[bytes]) -> pa.BinaryArray:
 
 def severities(values: pa.BinaryArray) -> pa.Int8Array:
     """The severity in each message's ``<PRI>``, 0 (emergency) to 7 (debug); null without one."""
+    numbers, valid = _priorities(values)
+    return pa.array((numbers & 7).astype(np.int8), pa.int8(), mask=~valid)
+
+
+def priorities(values: pa.BinaryArray) -> pa.Int16Array:
+    """The number in each message's ``<PRI>``; null without one, or if it is too large."""
+    numbers, valid = _priorities(values)
+    return pa.array(numbers.astype(np.int16), pa.int16(), mask=~valid)
+
+
+def _priorities(values: pa.BinaryArray) -> tuple[Numbers, Mask]:
+    """The numbers, and which of them are any."""
     count = len(values)
     _, offsets, contents = values.buffers()
     if offsets is None or contents is None or not count or not contents.size:
-        return pa.nulls(count, pa.int8())
+        return np.zeros(count, np.uint16), np.zeros(count, np.bool_)
     data = np.frombuffer(memoryview(contents), np.uint8)
     bounds = np.frombuffer(memoryview(offsets), np.int32)[values.offset : values.offset + count + 1]
     starts, ends = bounds[:-1], bounds[1:]
@@ -51,4 +67,4 @@ def severities(values: pa.BinaryArray) -> pa.Int8Array:
     priority = np.where(long, np.uint16(10) * priority + hundreds, priority)
     width = np.select([short, middle, long], [3, 4, 5], 0)
     valid = (less == _LESS) & (width > 0) & (starts + width <= ends) & (priority <= _MAX_PRIORITY)
-    return pa.array((priority & 7).astype(np.int8), pa.int8(), mask=~valid)
+    return priority, valid

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 from pyarrow import flight
@@ -23,9 +23,12 @@ from pyarrow import flight
 from turnlane.errors import ConfigError, StorageFailed, TransportDown
 from turnlane.events import Block
 from turnlane.node.connections import cut_connections
+from turnlane.node.copying import Copying
 from turnlane.node.flight_actions import ACTIONS, Actions, Caller
 from turnlane.node.flight_commands import (
+    Command,
     Consume,
+    Copy,
     Publish,
     Read,
     Receive,
@@ -50,6 +53,9 @@ MAX_CALLS = 1000
 """Calls at a time, each of which has a thread: more are told to come back later."""
 POLITE_SECONDS = 1.0
 """How long clients that were told that the node stops have to leave before they are cut off."""
+
+PUTS: Final[dict[str, type[Command]]] = {"publish": Publish, "stage": StageBlocks, "copy": Copy}
+"""What a client may do with blocks."""
 
 Reader = flight.MetadataRecordBatchReader
 Chunks = Iterator[tuple[Block | None, pa.Buffer | None]]
@@ -183,6 +189,21 @@ class FlightPlane:
             raise StorageFailed(f"cannot stage: {error.strerror or error}") from error
         peer.tell(json.dumps(answer).encode())
 
+    def copy(self, command: Copy, peer: Peer) -> None:
+        """Stage events of one queue for others, and say which stages once they are on disk."""
+        source = self.node.queue(command.copy_)
+        try:
+            with Copying(source, command.into, self.node.stage) as copying:
+                for block, _ in peer.chunks:
+                    if block is not None:
+                        copying.add(block)
+                if peer.is_gone():  # this may not have been all
+                    return
+                answer = {"stages": copying.finish(), "events": copying.events}
+        except OSError as error:
+            raise StorageFailed(f"cannot stage: {error.strerror or error}") from error
+        peer.tell(json.dumps(answer).encode())
+
 
 class _Bearer(flight.ServerMiddleware):
     """The token that came with a call."""
@@ -239,9 +260,9 @@ class _Server(flight.FlightServerBase):
         reader: Reader,
         writer: flight.FlightMetadataWriter,
     ) -> None:
-        """Publish blocks, or stage them."""
+        """Publish blocks, stage them, or stage copies of what a queue has."""
         with self._plane.call():
-            command = one_of({"publish": Publish, "stage": StageBlocks}, descriptor.command)
+            command = one_of(PUTS, descriptor.command)
             peer = Peer(
                 _chunks(reader), lambda data: writer.write(pa.py_buffer(data)), context.is_cancelled
             )
@@ -249,6 +270,11 @@ class _Server(flight.FlightServerBase):
             if isinstance(command, StageBlocks):
                 caller.check(Right.PUBLISH, command.stage)
                 self._plane.stage(command, reader.schema, peer)
+            elif isinstance(command, Copy):
+                caller.check(Right.READ, command.copy_)
+                for queue in command.into:
+                    caller.check(Right.PUBLISH, queue)
+                self._plane.copy(command, peer)
             elif isinstance(command, Publish):
                 self._plane.serve_stream(command, peer, caller)
 

@@ -20,6 +20,8 @@ MAX_COMMAND = 1 << 20
 """Bytes: a commit may name many stages, but not endlessly many."""
 MAX_WAIT = 300.0
 """Seconds that a call may wait at most: longer waits are asked for again."""
+MAX_COPIES = 62
+"""Queues that events are copied into at a time: so many bits has a number."""
 MAX_LEASE = 86_400.0
 """Seconds."""
 MAX_DELAY = 36_500 * 86_400.0
@@ -57,6 +59,13 @@ class StageBlocks(Command):
     """So many of them may wait in memory if the queue is full when they are committed."""
 
 
+class Copy(Command):
+    """Events of a queue to the node's disk, for other queues: by offsets, and a bit for each."""
+
+    copy_: Text = Field(alias="copy")
+    into: Annotated[list[Text], Field(min_length=1, max_length=MAX_COPIES)]
+
+
 class Numbered(Command):
     """What goes with a published block: the number of its first event, and whether it is urgent."""
 
@@ -70,6 +79,8 @@ class Read(Command):
     read: Text
     first: Offset = 0
     end: Offset | None = None
+    columns: list[Text] | None = None
+    """Only these, as far as the queue has them; ``PRIORITY`` is made of values."""
 
 
 class Consume(Command):

@@ -12,15 +12,16 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import flight
 
+from turnlane.delivery.columns import PRIORITY
 from turnlane.errors import NoSuchLease, QueueEmpty, TransportDown
-from turnlane.events import BASE_SCHEMA, Block, conform
+from turnlane.events import BASE_SCHEMA, Block, conform, gathered
+from turnlane.formats.syslog import priorities
+from turnlane.node.by_offset import READ_EVENTS, read
 from turnlane.node.flight_commands import Consume, Read
 from turnlane.node.flight_errors import translated
 from turnlane.node.leases import Lease, Leases
 from turnlane.queues.holding import HoldingQueue
 
-READ_EVENTS = 65_536
-"""The most events in a block that is read by offset."""
 LOOK_SECONDS = 0.5
 """How often a call that waits looks whether anybody still wants its answer."""
 
@@ -61,22 +62,47 @@ def read_stream(queue: HoldingQueue, command: Read, call: ExitStack) -> flight.F
     """Blocks of a range, all of one schema. The call ends with the stream."""
     end = queue.end if command.end is None else command.end
     schema = schema_of(queue)
-    return _stream(schema, _read(queue, command.first, end, schema), call)
+    blocks = read(queue, command.first, end)
+    if command.columns is None:
+        return _stream(schema, _whole(blocks, schema), call)
+    chosen = _chosen(schema, command.columns)
+    return _stream(chosen, _pieces(blocks, chosen), call)
 
 
-def _read(queue: HoldingQueue, first: int, end: int, schema: pa.Schema) -> Iterator[Piece]:
+def _whole(blocks: Iterator[tuple[int, Block]], schema: pa.Schema) -> Iterator[Piece]:
     known = set(schema.names)
     with translated():
-        while first < end:
-            found = queue.read(first, min(READ_EVENTS, end - first))
-            if found is None or found[0] >= end:
-                return
-            first, block = found
-            block = block.slice(0, end - first)
+        for first, block in blocks:
             if not known.issuperset(block.schema.names):
                 return  # a column has come since; the client asks again, and gets it
             yield conform(block, schema), _json(first=first)
-            first += block.num_rows
+
+
+def _pieces(blocks: Iterator[tuple[int, Block]], schema: pa.Schema) -> Iterator[Piece]:
+    """Only some columns: small, so that many blocks are sent as one."""
+    some = ((first, _cut_down(block, schema)) for first, block in blocks)
+    with translated():
+        for first, block in gathered(some, READ_EVENTS):
+            yield block, _json(first=first)
+
+
+def _chosen(schema: pa.Schema, names: list[str]) -> pa.Schema:
+    known = {field.name: field for field in schema} | {PRIORITY: pa.field(PRIORITY, pa.int16())}
+    return pa.schema([known[name] for name in names if name in known])
+
+
+def _cut_down(block: Block, schema: pa.Schema) -> Block:
+    names = set(block.schema.names)
+    arrays: list[pa.Array[Any]] = []
+    for field in schema:
+        if field.name == PRIORITY:
+            values: Any = block.column("value")
+            arrays.append(priorities(values))
+        elif field.name in names:
+            arrays.append(block.column(field.name))
+        else:
+            arrays.append(pa.nulls(block.num_rows, field.type))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def consume_stream(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from pyspark.sql.types import StructType
 
 from turnlane.delivery.columns import DIRECT, PAYLOAD
 from turnlane.errors import SchemaMismatch
-from turnlane.events import Block, conform, typed
+from turnlane.events import BASE_SCHEMA, Block, typed
 from turnlane.outputs.identity import ROW
 
 READ_SCHEMA = (
@@ -36,6 +36,16 @@ def names_read() -> list[str]:
     return [field.split()[0] for field in read_schema(include_headers=True).split(", ")]
 
 
+def event_schema(names: Iterable[str]) -> pa.Schema:
+    """Columns that events have, each of them once, as :class:`RowMaker` makes them for tasks."""
+    types = {
+        **{field.name: field.type for field in BASE_SCHEMA},
+        "partition": pa.int32(),
+        "offset": pa.int64(),
+    }
+    return pa.schema([(name, types[name]) for name in dict.fromkeys(names)])
+
+
 class RowMaker:
     """Makes of a queue's blocks what Spark has been promised."""
 
@@ -44,10 +54,14 @@ class RowMaker:
         self._queue = queue
         self._node = node
 
+    @property
+    def stored(self) -> frozenset[str]:
+        """Those of the promised columns that a queue has."""
+        return frozenset(self._schema.names) - {"offset", "partition", "queue"}
+
     def rows(self, block: Block, first: int) -> Block:
         """The block with exactly the promised columns; one that it lacks is null."""
-        known = conform(block)
-        arrays = [self._column(field, known, first) for field in self._schema]
+        arrays = [self._column(field, block, first) for field in self._schema]
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
     def _column(self, field: pa.Field[Any], block: Block, first: int) -> pa.Array[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -11,9 +12,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
 
 from turnlane.backoff import doubled
+from turnlane.spark.offsets import TAKEN
 from turnlane.spark.suspension import Suspension
 
 log = logging.getLogger(__name__)
@@ -171,11 +174,23 @@ class Lane:
             if batch != self._last_batch and progress.numInputRows:
                 self._last_batch = batch
                 self._batches += 1
-                self._rows += progress.numInputRows
+                self._rows += _events(progress)
             self._state = LaneState.RUNNING
             self._reason = None
         self._suspension = self._held_up()
         self._watch(query)
+
+
+def _events(progress: StreamingQueryProgress) -> int:
+    """The events of a batch. Where Spark sees only their places, its rows are not as many."""
+    (source, *_) = progress.sources
+    start, end = map(_offset, (source.startOffset, source.endOffset))
+    return end[TAKEN] - start.get(TAKEN, 0) if TAKEN in end else progress.numInputRows
+
+
+def _offset(text: str) -> dict[str, int]:
+    """An offset as Spark tells of it; there is none before the first batch."""
+    return json.loads(text) if text.startswith("{") else {}
 
 
 def reason_of(error: BaseException) -> str:

@@ -38,6 +38,9 @@ class LaneReadOptions(ReadOptions):
         default=1000, ge=1, description="The events of a batch that is a probe."
     )
     batch_seconds: Duration = Field(default=5.0, gt=0, description="How long tasks go on sending.")
+    by_place: bool = Field(
+        default=False, description="Whether rows are shares of the queue, for the sink to read."
+    )
 
 
 class LaneWriteOptions(WriteOptions):
@@ -53,6 +56,15 @@ class LaneWriteOptions(WriteOptions):
     routed: bool = Field(
         default=False,
         description="Beside `steps`: whether the column `queue` sends rows on to queues, too.",
+    )
+    copies: Annotated[tuple[str, ...], BeforeValidator(_json)] = Field(
+        default=(),
+        description="Rows are places in the lane's queue: copy its events into these queues, as "
+        "JSON, by the bits of a row's routes.",
+    )
+    reads: Annotated[tuple[str, ...], BeforeValidator(_json)] = Field(
+        default=(),
+        description="Rows are shares of the lane's queue: read these columns of it, as JSON.",
     )
 
     @model_validator(mode="after")

@@ -10,26 +10,25 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-import numpy as np
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit
 from pyspark.sql.types import StructType
 
-from turnlane.client.keys import nodes_of
 from turnlane.client.remote import Unsettled
-from turnlane.queues.spans import Span, count_of, hulls, inside
+from turnlane.queues.spans import Span, count_of
 from turnlane.spark.batch_wait import BatchWait
 from turnlane.spark.columns import RowMaker
 from turnlane.spark.lane_nodes import Gates, LaneNodes
 from turnlane.spark.lane_options import LaneReadOptions
-from turnlane.spark.reading import QueueReading, gathered
+from turnlane.spark.lasting import lasting
+from turnlane.spark.offsets import TAKEN
+from turnlane.spark.reading import QueueReading
+from turnlane.spark.share_reading import share_events, share_rows
 from turnlane.spark.shares import Share, batch_of, shared
 from turnlane.spark.sizing import BatchSize
 from turnlane.spark.suspension import suspension
 
-AGAIN: Final = "again"
-"""The part of an offset that changes when there is nothing new, and something left to do."""
 LARGEST: Final = 10_000_000
 """The most events of a batch where nobody says how many."""
 
@@ -68,7 +67,7 @@ class LaneReader(QueueReading, DataSourceStreamReader):
     # ── in the driver ────────────────────────────────────────────────────────────────────────────
 
     def initialOffset(self) -> Offset:  # noqa: N802
-        return {AGAIN: 0}
+        return {TAKEN: 0}
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         return ReadAllAvailable()
@@ -116,14 +115,14 @@ class LaneReader(QueueReading, DataSourceStreamReader):
         return bool(pending) and not left
 
     def _next(self, start: Offset, found: dict[int, Unsettled]) -> Offset:
-        """The offset of the batch: how far it goes, and a count if that is no farther."""
+        """The offset of the batch: how far it goes, and how much it has."""
         ends = {
             str(node): max(start.get(str(node), 0), self._batch[node][-1][1])
             for node in found
             if self._batch[node]
         }
-        following = start | ends
-        return following if following != start else start | {AGAIN: start[AGAIN] + 1}
+        count = sum(map(count_of, self._batch.values()))
+        return start | ends | {TAKEN: start[TAKEN] + count}
 
     def reportLatestOffset(self) -> Offset | None:  # noqa: N802
         """How far the queue goes: Spark shows the lag."""
@@ -150,25 +149,12 @@ class LaneReader(QueueReading, DataSourceStreamReader):
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         assert isinstance(partition, SharePartition)
-        return self._shares_rows(partition.share)
+        with lasting("read"):
+            yield from self._rows_of(partition.share)
 
-    def _shares_rows(self, share: Share) -> Iterator[pa.RecordBatch]:
-        queue, nodes = self._options.queue, self._nodes()
-        maker = RowMaker(self._arrow_schema(), queue, share.node)
-        for hull in hulls(share.spans):
-            blocks = nodes.read(share.node, queue, *hull)
-            for first, block in gathered(blocks, self._options.rows_per_batch):
-                chosen = inside(share.spans, first, block.num_rows)
-                if share.parts > 1:
-                    chosen &= _of_part(block, first, share)
-                rows = maker.rows(block, first)
-                yield rows if chosen.all() else rows.filter(pa.array(chosen))
-
-
-def _of_part(block: pa.RecordBatch, first: int, share: Share) -> Any:  # noqa: ANN401 - a mask
-    """Which rows have a key of this part; those without any are shared by their offsets."""
-    places = np.arange(first, first + block.num_rows) % share.parts
-    if "key" not in block.schema.names:
-        return places == share.part
-    parts = nodes_of(block.column("key"), share.parts)
-    return np.where(parts < 0, places, parts) == share.part
+    def _rows_of(self, share: Share) -> Iterator[pa.RecordBatch]:
+        options, schema = self._options, self._arrow_schema()
+        if options.by_place:
+            return iter([share_rows(share, schema)])
+        maker = RowMaker(schema, options.queue, share.node)
+        return share_events(self._nodes(), options.queue, share, maker, options.rows_per_batch)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
 
-from turnlane.delivery.columns import DIRECT
+from turnlane.delivery.columns import DIRECT, PAYLOAD
 from turnlane.delivery.outcome import Outcome
 from turnlane.errors import RetryLater, StorageFailed
 from turnlane.events import Block
 from turnlane.queues.spans import spans_of
-from turnlane.spark.columns import routes_of
+from turnlane.spark.columns import RowMaker, event_schema, routes_of
 from turnlane.spark.delivering import Delivery
 from turnlane.spark.lane_nodes import Gates
 from turnlane.spark.lane_options import LaneWriteOptions
@@ -21,6 +22,7 @@ from turnlane.spark.nodes import Nodes, by_partition
 from turnlane.spark.passage import Buried, Mask, Passed, passed
 from turnlane.spark.routing import QUEUE
 from turnlane.spark.row_numbers import RowNumbers
+from turnlane.spark.share_reading import ROWS_AT_ONCE, share_events, shares_in
 from turnlane.spark.steps import Step
 from turnlane.spark.tasks import Places, Staged, Task, filled, join
 
@@ -42,6 +44,9 @@ class LaneTask(Task):
         """Write everything."""
         if not self._options.steps:
             return super().run(batches)
+        if self._options.reads:
+            self._deliver_all(self._read(batches))
+            return self._finished()
         numbered = map(RowNumbers().on, filled(batches))
         if self._options.routed:
             for rows in numbered:
@@ -67,6 +72,15 @@ class LaneTask(Task):
         return self._delivery(step).deliver(rows)
 
     # ── the lane of an action ────────────────────────────────────────────────────────────────────
+
+    def _read(self, batches: Iterator[pa.RecordBatch]) -> Iterator[Block]:
+        """The events of the shares that rows stand for; their values are their payloads."""
+        nodes, queue = Nodes.of(self._options), self._options.steps[0].reads
+        schema = event_schema(["value", *self._options.reads])
+        for share in chain.from_iterable(map(shares_in, batches)):
+            maker = RowMaker(schema, queue, share.node)
+            for rows in share_events(nodes, queue, share, maker, ROWS_AT_ONCE):
+                yield rows.append_column(PAYLOAD, rows.column("value"))
 
     def _deliver_all(self, batches: Iterator[Block]) -> None:
         (step,) = self._options.steps

@@ -15,10 +15,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from turnlane.delivery.settings import Ordering
+from turnlane.events import BASE_SCHEMA
 from turnlane.outputs.contract import OutputSettings
 from turnlane.pipeline.settings import ActionSettings, PipelineSettings
 
 PLACE: Final = frozenset({"partition", "offset"})
+MOST_ROUTES: Final = 62
+"""So many queues have a bit in a number of Spark's."""
 
 
 def wanted_by_main(settings: PipelineSettings) -> frozenset[str] | None:
@@ -42,6 +45,30 @@ def _takes_values_only(action: ActionSettings) -> bool:
     of_every_event = {"timestamp"}
     return payload_form(action) == "raw" and all(
         each.wants is not None and each.wants <= of_every_event for each in _outputs(action)
+    )
+
+
+def goes_by_place(settings: PipelineSettings) -> bool:
+    """Whether the main lane is about no more of an event than what its filters read.
+
+    Then only its place goes through Spark, and tasks copy what the queue has into others. Not if
+    one of those sheds events by their severity, which parsing may have found in them.
+    """
+    return (
+        wanted_by_main(settings) is not None
+        and len(settings.queued) <= MOST_ROUTES
+        and all(action.queue and action.queue.discard_mark is None for action in settings.queued)
+    )
+
+
+def delivers_by_place(action: ActionSettings) -> bool:
+    """Whether a lane has nothing for Spark to do but to hand tasks their share of the queue."""
+    wanted = wanted_by_tasks(action)
+    return (
+        action.transform is None
+        and wanted is not None
+        and wanted <= PLACE | set(BASE_SCHEMA.names)
+        and payload_form(action) == "raw"
     )
 
 

@@ -7,7 +7,7 @@ connections are kept for as long as the process lives.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, partial
 from typing import Any, Final, NamedTuple, TypeVar
@@ -149,9 +149,11 @@ class Nodes:
         sizes: list[float] = [each["bytes"] / max(1, each["size"]) for each in stats]
         return max(1.0, *sizes)
 
-    def read(self, node: int, queue: str, first: int, end: int) -> Iterator[tuple[int, Block]]:
-        """Blocks of a range, with their first offsets."""
-        return self._nodes[node].read(queue, first, end)
+    def read(
+        self, node: int, queue: str, first: int, end: int, columns: Collection[str] | None = None
+    ) -> Iterator[tuple[int, Block]]:
+        """Blocks of a range, with their first offsets; of these columns, by default of all."""
+        return self._nodes[node].read(queue, first, end, columns)
 
     def offset_at(self, node: int, queue: str, milliseconds: int) -> int:
         """On a node, the offset of the first event of a time or later.

@@ -11,6 +11,9 @@ from turnlane.spark.ranges import Positions
 Offset = dict[str, Any]
 """As Spark has it: offsets by node, and beside them where reading began."""
 
+TAKEN: Final = "taken"
+"""The part of a lane's offset that counts events, those that come again too: it changes with each
+batch, also if there is nothing new and something left to do."""
 UNHEARD: Final = -1
 """The position on a node that has been away since the query was made."""
 BEGUN: Final = "from"

@@ -16,9 +16,9 @@ from typing import Any, Final
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamReader, DataStreamWriter
-from pyspark.sql.types import StructType
+from pyspark.sql.types import ShortType, StructType
 
-from turnlane.delivery.columns import PAYLOAD
+from turnlane.delivery.columns import PAYLOAD, PRIORITY, ROUTES
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import MAIN, ActionSettings, LaneSettings, PipelineSettings
 from turnlane.spark import shape
@@ -28,12 +28,22 @@ from turnlane.spark.hollows import filled
 from turnlane.spark.lane import Lane, LaneStatus, Start
 from turnlane.spark.lane_nodes import Gates, HeldUp
 from turnlane.spark.lane_options import in_json, reading, writing
-from turnlane.spark.needs import payload_form, wanted_by_main, wanted_by_tasks
+from turnlane.spark.needs import (
+    PLACE,
+    delivers_by_place,
+    goes_by_place,
+    payload_form,
+    wanted_by_main,
+    wanted_by_tasks,
+)
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.options import WriteOptions
+from turnlane.spark.parsing import looked_at
 from turnlane.spark.payloads import with_payload
-from turnlane.spark.routing import routed
+from turnlane.spark.routing import Routes, numbered, routed
+from turnlane.spark.session import UNMEASURED, set_to
 from turnlane.spark.settling import Settling
+from turnlane.spark.share_reading import SHARES
 from turnlane.spark.sink_files import patient, to_sink
 from turnlane.spark.sinks import check_sink
 from turnlane.spark.steps import Step, step_of_lane, steps_of_main, ways_of
@@ -115,12 +125,27 @@ class Pipeline:
         steps = steps_of_main(self._settings)
         reader = self._read_lane(MAIN, run, self._settings.lane, steps)
         wanted = wanted_by_main(self._settings)
+        if wanted is not None and not steps and goes_by_place(self._settings):
+            return self._start_copying(reader, wanted, run)
         rows = self.routed(reader.load(), wanted)
         if any(step.output is not None for step in steps):
             rows = with_payload(rows, "json" if wanted is None else "raw")
         return self._lane_query(
             shape.stored(rows, self._settings), MAIN, run, self._settings.lane, steps
         )
+
+    def _start_copying(
+        self, reader: DataStreamReader, wanted: frozenset[str], run: str
+    ) -> StreamingQuery:
+        """Only what filters read goes through Spark, and out of it where each event is to go."""
+        settings = self._settings
+        every = shape.nothing(self._spark).schema.add(PRIORITY, ShortType())
+        events = reader.schema(_columns(every, looked_at(settings.parse, wanted) | PLACE)).load()
+        routes = Routes.of(settings.actions, joined=settings.joined).queued
+        rows = numbered(shape.seen(events, settings, wanted), routes).select(*sorted(PLACE), ROUTES)
+        copies = in_json(list(routes))
+        with set_to(self._spark, UNMEASURED):
+            return self._lane_query(rows, MAIN, run, settings.lane, (), copies=copies)
 
     # ── the others ───────────────────────────────────────────────────────────────────────────────
 
@@ -141,6 +166,10 @@ class Pipeline:
         steps = [step_of_lane(action)]
         reader = self._read_lane(action.name, run, action.lane, steps)
         wanted, form = wanted_by_tasks(action), payload_form(action)
+        if wanted is not None and delivers_by_place(action):
+            shares = reader.schema(SHARES).option("byPlace", value=True).load()
+            reads = in_json(sorted(wanted))
+            return self._lane_query(shares, action.name, run, action.lane, steps, reads=reads)
         reads_all = form != "raw" or action.transform is not None
         read = None if wanted is None or reads_all else wanted | {"value"}
         events = self._action_events(action, reader, read)
@@ -176,7 +205,7 @@ class Pipeline:
     ) -> DataFrame:
         schema = shape.stored_schema(self._spark, self._settings)
         if wanted is not None and wanted <= set(schema.names):
-            schema = StructType([field for field in schema.fields if field.name in wanted])
+            schema = _columns(schema, wanted)
         events = shape.restored(reader.schema(schema).load(), self._settings)
         return answer(action, events, partial(self._joined, action))
 
@@ -233,8 +262,9 @@ class Pipeline:
         run: str,
         settings: LaneSettings,
         steps: Sequence[Step],
+        **more: str,
     ) -> StreamingQuery:
-        options = {**self._access, **writing(lane, run, steps)}
+        options = {**self._access, **writing(lane, run, steps), **more}
         writer = filled(rows).writeStream.format("turnlane").options(**options)
         runs = self._checkpoints / "runs" / lane
         shutil.rmtree(runs, ignore_errors=True)
@@ -251,6 +281,10 @@ class Pipeline:
             .trigger(processingTime=trigger)
             .start()
         )
+
+
+def _columns(schema: StructType, names: AbstractSet[str]) -> StructType:
+    return StructType([field for field in schema.fields if field.name in names])
 
 
 def _only(rows: DataFrame, wanted: AbstractSet[str] | None) -> DataFrame:

@@ -12,8 +12,9 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from turnlane.errors import Never
-from turnlane.events import Block, join
+from turnlane.events import gathered
 from turnlane.spark.columns import RowMaker
+from turnlane.spark.lasting import lasting
 from turnlane.spark.nodes import Extent, Nodes
 from turnlane.spark.offsets import UNHEARD
 from turnlane.spark.options import EARLIEST, FROM_EARLIEST, FROM_LATEST, Offsets, ReadOptions
@@ -60,9 +61,11 @@ class QueueReading:
 
     def _rows(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         maker = RowMaker(self._arrow_schema(), self._options.queue, piece.node)
-        blocks = self._nodes().read(piece.node, self._options.queue, piece.first, piece.end)
-        for first, block in gathered(blocks, self._options.rows_per_batch):
-            yield maker.rows(block, first)
+        span = piece.first, piece.end
+        blocks = self._nodes().read(piece.node, self._options.queue, *span, maker.stored)
+        with lasting("read"):
+            for first, block in gathered(blocks, self._options.rows_per_batch):
+                yield maker.rows(block, first)
 
     def _arrow_schema(self) -> pa.Schema:
         return to_arrow_schema(self._schema, timezone="UTC")
@@ -112,22 +115,6 @@ def _within(knob: str, node: int, offset: int, extent: Extent) -> int:
     if offset > extent.end:
         raise Never(f"{knob}: on node {node} the queue ends at offset {extent.end}, not {offset}")
     return offset
-
-
-def gathered(blocks: Iterator[tuple[int, Block]], rows: int) -> Iterator[tuple[int, Block]]:
-    """Consecutive blocks joined up to ``rows``: Spark pays for every batch it is given."""
-    held: list[Block] = []
-    first = end = 0
-    for at, block in blocks:
-        if held and (at != end or end - first + block.num_rows > rows):
-            yield first, join(held)
-            held = []
-        if not held:
-            first = at
-        held.append(block)
-        end = at + block.num_rows
-    if held:
-        yield first, join(held)
 
 
 class BatchReader(QueueReading, DataSourceReader):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import reduce
+from typing import NamedTuple, Self
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from turnlane.delivery.columns import DIRECT
+from turnlane.delivery.columns import DIRECT, ROUTES
 from turnlane.formats.parse_settings import PARSE_ERROR
 from turnlane.pipeline.settings import ActionSettings
 from turnlane.spark.tolerant import tolerant
@@ -16,36 +18,61 @@ QUEUE = "queue"
 """The column that says into which queues a row goes; ``DIRECT`` has the outputs that are called."""
 
 
+class Routes(NamedTuple):
+    """Which actions an event goes to: the condition of each, ``None`` if it gets all."""
+
+    queued: dict[str, Column | None]
+    direct: dict[str, Column | None]
+
+    @classmethod
+    def of(
+        cls,
+        actions: Sequence[ActionSettings],
+        dead_letters: str | None = None,
+        joined: Collection[str] = (),
+    ) -> Self:
+        """The routes of some actions.
+
+        As in rsyslog, a direct ``discard`` ends the event's way: later actions do not see it.
+        Behind a queue it takes nothing, unless the queue is ``joined``. What could not be parsed
+        goes to ``dead_letters``, if there is such a queue, and nowhere else.
+        """
+        queued: dict[str, Column | None] = {}
+        direct: dict[str, Column | None] = {}
+        going: Column | None = None
+        if dead_letters is not None:
+            queued[dead_letters] = F.col(PARSE_ERROR).isNotNull()
+            going = F.col(PARSE_ERROR).isNull()
+        for action in actions:
+            matches = _all_of(going, _condition(action))
+            if action.discards and action.name not in joined:
+                if action.is_direct:
+                    going = F.expr("false") if matches is None else _all_of(going, ~matches)
+                continue
+            (direct if action.is_called_by_main else queued)[action.name] = matches
+        return cls(queued, direct)
+
+
 def routed(
     events: DataFrame,
     actions: Sequence[ActionSettings],
     dead_letters: str | None = None,
     joined: Collection[str] = (),
 ) -> DataFrame:
-    """Events with their routes, those that go nowhere left out.
+    """Events with the names of their routes, those that go nowhere left out."""
+    routes = Routes.of(actions, dead_letters, joined)
+    columns = {QUEUE: _present(routes.queued), DIRECT: _present(routes.direct)}
+    return events.withColumns(columns).where((F.size(QUEUE) > 0) | (F.size(DIRECT) > 0))
 
-    As in rsyslog, a direct ``discard`` ends the event's way: later actions do not see it. Behind a
-    queue it takes nothing, unless the queue is ``joined``. What could not be parsed goes to
-    ``dead_letters``, if there is such a queue, and nowhere else.
-    """
-    queued: list[Column] = []
-    direct: list[Column] = []
-    going: Column | None = None
-    if dead_letters is not None:
-        queued.append(F.when(F.col(PARSE_ERROR).isNotNull(), F.lit(dead_letters)))
-        going = F.col(PARSE_ERROR).isNull()
-    for action in actions:
-        matches = _all_of(going, _condition(action))
-        if action.discards and action.name not in joined:
-            if action.is_direct:
-                going = F.expr("false") if matches is None else _all_of(going, ~matches)
-            continue
-        name = F.lit(action.name)
-        (direct if action.is_called_by_main else queued).append(
-            name if matches is None else F.when(matches, name)
-        )
-    routes = {QUEUE: _present(queued), DIRECT: _present(direct)}
-    return events.withColumns(routes).where((F.size(QUEUE) > 0) | (F.size(DIRECT) > 0))
+
+def numbered(events: DataFrame, routes: Mapping[str, Column | None]) -> DataFrame:
+    """Events with their routes as a number in which each has a bit, in this order."""
+    bits = [
+        F.lit(1 << at) if matches is None else F.when(matches, F.lit(1 << at)).otherwise(F.lit(0))
+        for at, matches in enumerate(routes.values())
+    ]
+    none = F.lit(0).cast("bigint")
+    return events.withColumn(ROUTES, reduce(Column.bitwiseOR, bits, none)).where(F.col(ROUTES) != 0)
 
 
 def _condition(action: ActionSettings) -> Column | None:
@@ -61,7 +88,11 @@ def _all_of(one: Column | None, other: Column | None) -> Column | None:
     return one & other
 
 
-def _present(names: list[Column]) -> Column:
-    if not names:
+def _present(routes: Mapping[str, Column | None]) -> Column:
+    if not routes:
         return F.array().cast("array<string>")
+    names = [
+        F.lit(name) if matches is None else F.when(matches, F.lit(name))
+        for name, matches in routes.items()
+    ]
     return F.array_compact(F.array(*names))

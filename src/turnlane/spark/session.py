@@ -7,7 +7,10 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import pyspark
 from pyspark.sql import SparkSession
@@ -36,6 +39,11 @@ DEFAULTS = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
 }
+
+
+UNMEASURED: Final = {"spark.sql.execution.arrow.maxBytesPerBatch": str((1 << 31) - 1)}
+"""For queries whose rows are small. Spark asks before each row how large the batch has become,
+which takes longer than to write it, unless there is no limit but the number of rows."""
 
 
 class JavaMissing(Never):
@@ -83,3 +91,19 @@ def use_installed_pyspark() -> None:
     for name in ("bin", "jars"):
         (home / name).symlink_to(installed / name)
     os.environ["SPARK_HOME"] = str(home)
+
+
+@contextmanager
+def set_to(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
+    """Settings for a query that is started meanwhile, and for no other: it keeps what it found."""
+    before = {name: spark.conf.get(name, None) for name in settings}
+    for name, value in settings.items():
+        spark.conf.set(name, value)
+    try:
+        yield
+    finally:
+        for name, known in before.items():
+            if known is None:
+                spark.conf.unset(name)
+            else:
+                spark.conf.set(name, known)

@@ -20,6 +20,7 @@ from turnlane.spark.lane_options import (
     write_options,
 )
 from turnlane.spark.lane_reading import LaneReader
+from turnlane.spark.lasting import lasting
 from turnlane.spark.options import ReadOptions, WriteOptions, with_path
 from turnlane.spark.reading import BatchReader, PruningReader
 from turnlane.spark.stream_reading import StreamReader
@@ -57,13 +58,14 @@ class TurnlaneSource(DataSource):
         overwrite: bool,  # noqa: FBT001
     ) -> DataSourceStreamWriter:
         del overwrite  # results that change are written anew, as further events
-        return StreamWriter(self._writing(schema))
+        with lasting("plan"):
+            return StreamWriter(self._writing(schema))
 
     def _reading(self) -> ReadOptions:
         return read_options(with_path(self.options, "queue"))
 
     def _writing(self, schema: StructType) -> WriteOptions:
         options = write_options(with_path(self.options, "queue"))
-        if not (isinstance(options, LaneWriteOptions) and options.steps):
+        if not (isinstance(options, LaneWriteOptions) and (options.steps or options.copies)):
             check_writable(schema, needs_route=options.queue is None)
         return options

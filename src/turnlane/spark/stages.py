@@ -40,7 +40,16 @@ class Stages:
         if not rows.num_rows:
             return
         for node, piece in self._by_node(rows):
-            self._stage(node, queue, as_block(piece))
+            self.put(node, queue, as_block(piece))
+
+    def put(self, node: int, queue: str, block: Block, spare: int = 0) -> None:
+        """Stage a block for a queue of a node."""
+        key = node, queue, block.schema
+        stage = self._stages.get(key)
+        if stage is None:
+            stage = self._nodes[node].stage(queue, block.schema, spare)
+            self._stages[key] = self._opened.enter_context(stage)
+        stage.write(block)
 
     def bury(self, buried: Buried, rows: Block) -> None:
         """Stage rows of one action for its dead letters; ``rows`` is the block they are of."""
@@ -56,13 +65,13 @@ class Stages:
             for each in letters:
                 block = dead_letter_block([each], step.action, time.time_ns(), step.version)
                 spare = step.delivery.dead_letters.memory_events
-                self._stage(node, step.dead_letters, block, spare)
+                self.put(node, step.dead_letters, block, spare)
 
     def finish(self) -> dict[int, list[str]]:
         """Wait until all is on the nodes' disks; returns what is to be committed, by node."""
         stages: dict[int, list[str]] = {}
         for (node, _, _), stage in self._stages.items():
-            stages.setdefault(node, []).append(stage.finish())
+            stages.setdefault(node, []).extend(stage.finish_all())
         return stages
 
     def give_up(self) -> None:
@@ -70,8 +79,8 @@ class Stages:
         for (node, _, _), stage in self._stages.items():
             try:
                 stage.close()
-                if stage.id is not None:
-                    self._nodes.abort(node, [stage.id])
+                if stage.ids is not None:
+                    self._nodes.abort(node, stage.ids)
             except RetryLater as error:
                 log.info("the node forgets a stage by itself: %s", error)
         self._stages.clear()
@@ -82,14 +91,6 @@ class Stages:
         if self._of_lane and "partition" in rows.schema.names:
             return by_partition(rows)
         return by_content(rows, self._nodes.count)
-
-    def _stage(self, node: int, queue: str, block: Block, spare: int = 0) -> None:
-        key = node, queue, block.schema
-        stage = self._stages.get(key)
-        if stage is None:
-            stage = self._nodes[node].stage(queue, block.schema, spare)
-            self._stages[key] = self._opened.enter_context(stage)
-        stage.write(block)
 
     def _originals(self, node: int, queue: str, rows: Block) -> list[Block]:
         """Events as they are in the queue: a transform may have made others of them."""

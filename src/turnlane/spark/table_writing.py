@@ -18,6 +18,7 @@ from pyspark.sql.datasource import (
     WriterCommitMessage,
 )
 
+from turnlane.spark.lasting import lasting
 from turnlane.spark.table_options import TableWriteOptions
 from turnlane.spark.writers import writer_of
 from turnlane.table.columns import fitted, rows_of
@@ -84,7 +85,7 @@ class TableWriting:
     # Spark's own Arrow writers, too, take batches where their base classes have rows.
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """A task's part: called where the rows are."""
-        with ExitStack() as opened:
+        with lasting("write"), ExitStack() as opened:
             spread = opened.enter_context(self._options.opened())
             return TableTask(spread, self._job, opened).run(iterator)
 

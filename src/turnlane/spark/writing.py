@@ -13,9 +13,11 @@ from pyspark.sql.datasource import (
 )
 
 from turnlane.errors import StorageFailed
+from turnlane.spark.copying import CopyTask
 from turnlane.spark.lane_nodes import LaneCommit
 from turnlane.spark.lane_options import LaneWriteOptions
 from turnlane.spark.lane_tasks import LaneTask
+from turnlane.spark.lasting import lasting
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.options import WriteOptions
 from turnlane.spark.tasks import Staged, Task, all_of
@@ -31,15 +33,20 @@ class Writing:
     # Spark's own Arrow writers, too, take batches where their base classes have rows.
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """A task's part: called where the rows are."""
-        with ExitStack() as opened:
-            if isinstance(self._options, LaneWriteOptions):
-                return LaneTask(self._options, opened).run(iterator)
-            return Task(self._options, opened).run(iterator)
+        with lasting("write"), ExitStack() as opened:
+            return task_of(self._options, opened).run(iterator)
 
     def _discard(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         nodes = Nodes.of(self._options)
         for node, stages in all_of(messages).stages.items():
             nodes.abort(node, stages)
+
+
+def task_of(options: WriteOptions, opened: ExitStack) -> Task | CopyTask:
+    """What a task does by its options."""
+    if not isinstance(options, LaneWriteOptions):
+        return Task(options, opened)
+    return (CopyTask if options.copies else LaneTask)(options, opened)
 
 
 class BatchWriter(Writing, DataSourceArrowWriter):  # type: ignore[misc]  # write()
@@ -58,18 +65,21 @@ class StreamWriter(Writing, DataSourceStreamArrowWriter):  # type: ignore[misc] 
     """Appends a batch at a time: exactly once if the query has an id, or is a lane."""
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        with lasting("commit"):
+            self._commit(all_of(messages), batchId)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        del batchId
+        self._discard(messages)
+
+    def _commit(self, done: Staged, batch: int) -> None:
         nodes, options = Nodes.of(self._options), self._options
-        done = all_of(messages)
         if isinstance(options, LaneWriteOptions) and options.lane and options.run:
             _commit_lane(LaneCommit(nodes, options.lane, options.run), done)
             return
         writer = writer_of(options.writer_id, options.checkpoint_location)
         for node, ids in done.stages.items():
-            nodes.commit(node, ids, writer=writer, epoch=batchId)
-
-    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        del batchId
-        self._discard(messages)
+            nodes.commit(node, ids, writer=writer, epoch=batch)
 
 
 def _commit_lane(lane: LaneCommit, done: Staged) -> None:

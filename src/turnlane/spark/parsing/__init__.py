@@ -7,17 +7,29 @@ null where all went well. No event is dropped here, whatever is in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 from pyspark.sql import DataFrame
 
+from turnlane.delivery.columns import PRIORITY
+from turnlane.events import BASE_SCHEMA
 from turnlane.formats.parse_settings import Format, ParseSettings
 from turnlane.spark.parsing.json import json
 from turnlane.spark.parsing.otlp import otlp
 from turnlane.spark.parsing.regex import regex
-from turnlane.spark.parsing.syslog import syslog
+from turnlane.spark.parsing.syslog import needs_priority_only, syslog
 
-__all__ = ["parsed"]
+__all__ = ["looked_at", "parsed"]
+
+_READ: Final[dict[Format, AbstractSet[str]]] = {
+    Format.NONE: frozenset(),
+    Format.SYSLOG: frozenset({"value", "severity", "timestamp"}),
+    Format.JSON: frozenset({"value"}),
+    Format.OTLP: frozenset({"value", "headers"}),
+    Format.REGEX: frozenset({"value"}),
+}
+"""The columns of events that each format is made of."""
 
 
 def _none(df: DataFrame, settings: ParseSettings) -> DataFrame:
@@ -45,3 +57,11 @@ def parsed(
     if settings.format is Format.SYSLOG:
         return syslog(df, settings, wanted)
     return _FORMATS[settings.format](df, settings)
+
+
+def looked_at(settings: ParseSettings, wanted: AbstractSet[str]) -> AbstractSet[str]:
+    """The columns of events that are needed to know those that are ``wanted``."""
+    known = wanted & set(BASE_SCHEMA.names)
+    if settings.format is Format.SYSLOG and needs_priority_only(wanted):
+        return known | {"severity", PRIORITY}
+    return known | _READ[settings.format]

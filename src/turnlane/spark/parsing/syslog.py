@@ -17,6 +17,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
+from turnlane.delivery.columns import PRIORITY
 from turnlane.formats.parse_settings import PARSE_ERROR, ParseSettings
 from turnlane.spark.parsing.structured_data import as_map, cut_off
 
@@ -75,13 +76,15 @@ def syslog(
     """Add the columns of a syslog message and ``parse_error``; ``severity`` is its ``<PRI>``'s.
 
     What can be read is in its column even if something else cannot. If nothing but its ``<PRI>`` is
-    ``wanted``, nothing else is added.
+    ``wanted``, nothing else is added; and if that is a column already, no message is looked at.
     """
-    kept = [name for name in df.columns if name not in (*COLUMNS, "severity")]
+    kept = [name for name in df.columns if name not in (*COLUMNS, "severity", PRIORITY)]
+    if PRIORITY in df.columns:
+        return _by_priority(df.withColumn("_priority", F.col(PRIORITY)), kept)
     steps = df.withColumn("_head", F.left("value", F.lit(5)).cast("string"))
     steps = steps.withColumn("_end", F.instr("_head", ">")).withColumn("_priority", _priority())
-    if wanted is not None and _MORE.isdisjoint(wanted):
-        return steps.withColumns(_of_priority()).select(*kept, "severity", "facility")
+    if wanted is not None and needs_priority_only(wanted):
+        return _by_priority(steps, kept)
     steps = steps.withColumn("_text", F.make_valid_utf8(F.col("value").cast("string")))
     steps = steps.withColumn("_modern", _modern())
     steps = steps.withColumn("_split", _split()).withColumn("_pieces", _pieces())
@@ -98,6 +101,15 @@ def syslog(
         }
     )
     return steps.select(*kept, "severity", *COLUMNS)
+
+
+def needs_priority_only(wanted: Collection[str]) -> bool:
+    """Whether columns are known once the priority is."""
+    return _MORE.isdisjoint(wanted)
+
+
+def _by_priority(steps: DataFrame, kept: list[str]) -> DataFrame:
+    return steps.withColumns(_of_priority()).select(*kept, "severity", "facility")
 
 
 def _priority() -> Column:

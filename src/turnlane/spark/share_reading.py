@@ -1,0 +1,76 @@
+"""Reading a share of a lane's queue: by the task that hands it to Spark, or by the one that sends.
+
+Where Spark has nothing to do with the events themselves, their way through Java and back would cost
+more than all the rest. Then what goes through it is the share, and the sending task reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql.types import IntegerType, LongType, StructField, StructType
+
+from turnlane.client.keys import nodes_of
+from turnlane.events import Block, gathered
+from turnlane.queues.spans import hulls, inside
+from turnlane.spark.columns import RowMaker
+from turnlane.spark.nodes import Nodes
+from turnlane.spark.shares import Share
+
+ROWS_AT_ONCE: Final = 65_536
+"""The most rows in a block that a sending task reads."""
+SHARES: Final = StructType(
+    [
+        StructField("partition", IntegerType()),
+        StructField("part", IntegerType()),
+        StructField("parts", IntegerType()),
+        StructField("first", LongType()),
+        StructField("end", LongType()),
+    ]
+)
+"""Shares as rows: one for each span."""
+
+
+def share_events(
+    nodes: Nodes, queue: str, share: Share, maker: RowMaker, rows_per_batch: int
+) -> Iterator[Block]:
+    """The events of a share, as ``maker`` makes rows of them."""
+    columns = maker.stored | {"key"} if share.parts > 1 else maker.stored
+    for hull in hulls(share.spans):
+        blocks = nodes.read(share.node, queue, *hull, columns)
+        for first, block in gathered(blocks, rows_per_batch):
+            chosen = inside(share.spans, first, block.num_rows)
+            if share.parts > 1:
+                chosen &= _of_part(block, first, share)
+            rows = maker.rows(block, first)
+            yield rows if chosen.all() else rows.filter(pa.array(chosen))
+
+
+def _of_part(block: Block, first: int, share: Share) -> Any:  # noqa: ANN401 - a mask
+    """Which rows have a key of this part; those without any are shared by their offsets."""
+    places = np.arange(first, first + block.num_rows) % share.parts
+    if "key" not in block.schema.names:
+        return places == share.part
+    parts = nodes_of(block.column("key"), share.parts)
+    return np.where(parts < 0, places, parts) == share.part
+
+
+def share_rows(share: Share, schema: pa.Schema) -> pa.RecordBatch:
+    """A share as rows of :data:`SHARES`."""
+    rows = [(share.node, share.part, share.parts, *span) for span in share.spans]
+    columns = [
+        pa.array(column, field.type)
+        for field, column in zip(schema, zip(*rows, strict=True), strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def shares_in(rows: pa.RecordBatch) -> Iterator[Share]:
+    """The shares that rows of :data:`SHARES` are."""
+    values = zip(*(rows.column(name).to_pylist() for name in SHARES.names), strict=True)
+    for (node, part, parts), spans in groupby(values, key=lambda row: row[:3]):
+        yield Share(node, tuple(span[3:] for span in spans), part, parts)

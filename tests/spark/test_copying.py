@@ -1,0 +1,104 @@
+"""Are events copied as they are, and all that there are, if Spark has seen only their places?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyspark.sql.pandas.types import to_arrow_schema
+
+from tests.spark.nodes import Served, numbers, serving
+from turnlane.delivery.columns import ROUTES
+from turnlane.events import block_of
+from turnlane.node.commit import Commit
+from turnlane.queues.spans import GAP
+from turnlane.spark.copying import CopyTask
+from turnlane.spark.lane_options import LaneWriteOptions
+from turnlane.spark.share_reading import SHARES, share_rows, shares_in
+from turnlane.spark.shares import Share
+from turnlane.spark.tasks import Staged
+
+QUEUES = ("a", "b")
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path / "data", {name: {} for name in ("main", *QUEUES)}) as node:
+        yield node
+
+
+def copied(node: Served, routes: dict[int, int]) -> Staged:
+    """Copy the events at some offsets, each by its bits; commits what was staged."""
+    places = pa.record_batch(
+        {
+            "partition": pa.array(np.zeros(len(routes), np.int32)),
+            "offset": pa.array(list(routes), pa.int64()),
+            ROUTES: pa.array(list(routes.values()), pa.int64()),
+        }
+    )
+    options = LaneWriteOptions(endpoint=node.url, lane="main", run="1", copies=QUEUES)
+    with ExitStack() as opened:
+        done = CopyTask(options, opened).run(iter([places.slice(0, 0), places]))
+    node.node.commits.commit(Commit(done.stages.get(0, ())))
+    return done
+
+
+def test_every_queue_gets_what_its_bit_says(node: Served) -> None:
+    node.publish("main", numbers(0, 5000))
+    copied(node, {at: at % 4 for at in range(5000) if at % 4})
+    assert node.values("a") == [b"%d" % at for at in range(5000) if at % 4 in (1, 3)]
+    assert node.values("b") == [b"%d" % at for at in range(5000) if at % 4 in (2, 3)]
+
+
+def test_places_far_apart_are_found(node: Served) -> None:
+    count = 3 * GAP
+    node.publish("main", numbers(0, count))
+    copied(node, {0: 1, GAP + 7: 1, count - 1: 1})
+    assert node.values("a") == [b"0", b"%d" % (GAP + 7), b"%d" % (count - 1)]
+
+
+def test_events_keep_all_their_columns_be_they_different_ones(node: Served) -> None:
+    node.publish("main", [b"plain"], keys=["k"], sources=["here"], severities=[3])
+    extra = block_of([b"more"]).append_column("colour", pa.array(["red"]))
+    node.queue("main").producer(ack="persisted").publish_block(extra)
+    copied(node, {0: 1, 1: 1})
+    found: dict[bytes, dict[str, Any]] = {}
+    at = 0
+    while (piece := node.queue("a").read(at, 10)) is not None:
+        at = piece[0] + piece[1].num_rows
+        found |= {row["value"]: row for row in piece[1].to_pylist()}
+    assert [found[b"plain"][name] for name in ("key", "source", "severity")] == ["k", "here", 3]
+    assert found[b"more"]["colour"] == "red"
+
+
+def test_what_is_gone_meanwhile_is_not_copied_and_the_rest_is(node: Served) -> None:
+    node.publish("main", numbers(0, 100))
+    node.queue("main").settle(0, 50)
+    copied(node, dict.fromkeys(range(100), 1))
+    assert node.values("a") == numbers(50, 100)
+
+
+def test_nothing_to_copy_is_fine(node: Served) -> None:
+    assert copied(node, {}).stages == {}
+
+
+@given(
+    st.builds(
+        lambda node, cuts, part, parts: Share(
+            node, tuple(zip(cuts[::2], cuts[1::2], strict=False)), part, parts
+        ),
+        st.integers(0, 9),
+        st.lists(st.integers(0, 1 << 60), min_size=2, unique=True).map(sorted),
+        st.integers(0, 3),
+        st.integers(1, 4),
+    )
+)
+def test_a_share_is_the_same_after_its_way_through_spark(share: Share) -> None:
+    assert list(shares_in(share_rows(share, to_arrow_schema(SHARES)))) == [share]
