@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.functions import lit
 
 from tests.contract.harness import wait_until
 from tests.spark.nodes import Served, serving
 from turnlane.config import Config, loads
 from turnlane.errors import ConfigError
+from turnlane.formats.parse_settings import Format, ParseSettings
+from turnlane.spark.parsing import parsed
 from turnlane.spark.pipeline import Pipeline
 
 PATIENCE = 180.0
@@ -54,6 +57,48 @@ def has_lines(path: Path, count: int) -> bool:
 
 def lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("filters", "may_group"),
+    [
+        (["severity <= 3", "facility = 1 AND source = 's1'", "NOT (severity > 5)"], True),
+        (["offset % 3 = 1", "queue = 'main' AND severity = 2"], False),
+        (["rand() >= 0", "severity = 2"], False),
+        (["length(value) = 5", "severity = 2"], False),
+    ],
+    ids=["by look", "by place", "by chance", "by value"],
+)
+def test_events_go_where_filters_say_if_spark_sees_only_what_these_read(
+    make: Make, spark: SparkSession, tmp_path: Path, filters: list[str], may_group: bool
+) -> None:
+    actions = "".join(
+        f'  - {{name: a{at}, filter: "{each}", queue: disk, '
+        f"output: {{type: file, path: HERE/{at}, format: raw}}}}\n"
+        for at, each in enumerate(filters)
+    )
+    pipeline, node = make(f"parse: syslog\nactions:\n{actions}")
+    values = [b"<%d>%d" % (at % 24, at) for at in range(300)]
+    sources = [f"s{at % 2}" for at in range(300)]
+    node.publish("main", values, sources=sources)
+    columns = "value binary, source string, offset bigint, severity tinyint, timestamp timestamp"
+    rows = [(value, sources[at], at, None, None) for at, value in enumerate(values)]
+    seen = parsed(spark.createDataFrame(rows, columns), ParseSettings(format=Format.SYSLOG))
+    seen = seen.withColumn("queue", lit("main"))
+    pipeline.start()
+    for at, each in enumerate(filters):
+        expected = sorted(bytes(row.value) for row in seen.where(each).collect())
+        assert expected
+        path = tmp_path / str(at)
+        wait_until(partial(has_lines_of, path, expected), f"all of {each}", PATIENCE)
+        assert sorted(path.read_bytes().splitlines()) == expected
+    main = next(each for each in spark.streams.active if each.name == "main")
+    assert pipeline.status()[0].rows == 300
+    assert (sum(each.numInputRows for each in main.recentProgress) < 300) == may_group
+
+
+def has_lines_of(path: Path, expected: list[bytes]) -> bool:
+    return path.exists() and len(path.read_bytes().splitlines()) >= len(expected)
 
 
 def test_a_join_takes_events_out_of_a_queue_that_is_kept_for_it(make: Make, tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pyarrow as pa
 
 from turnlane.client.stage_writer import COPIED, StageWriter
-from turnlane.delivery.columns import ROUTES
+from turnlane.delivery.columns import PLACES, ROUTES
+from turnlane.spark.grouping import ungrouped
 from turnlane.spark.lane_options import LaneWriteOptions
 from turnlane.spark.nodes import Nodes, by_partition
 from turnlane.spark.tasks import Staged
@@ -30,9 +32,8 @@ class CopyTask:
         """Copy everything."""
         for rows in batches:
             for node, part in by_partition(rows) if rows.num_rows else ():
-                places = [part.column("offset"), part.column(ROUTES)]
-                block = pa.RecordBatch.from_arrays(places, names=COPIED.names)
-                self._writer(node).write(block.cast(COPIED))
+                for places in _places(part):
+                    self._writer(node).write(places)
         return Staged({node: each.finish_all() for node, each in self._writers.items()})
 
     def _writer(self, node: int) -> StageWriter:
@@ -41,3 +42,16 @@ class CopyTask:
             begun = self._nodes[node].copy(self._options.lane, self._options.copies)
             self._writers[node] = self._opened.enter_context(begun)
         return self._writers[node]
+
+
+def _places(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """What a node has to know: offsets, in order, and their routes."""
+    if PLACES in rows.schema.names:
+        for offsets, routes in ungrouped(rows):
+            yield _copied(pa.array(offsets), pa.array(routes))
+    else:
+        yield _copied(rows.column("offset"), rows.column(ROUTES))
+
+
+def _copied(*columns: pa.Array[Any]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays(list(columns), names=COPIED.names).cast(COPIED)

@@ -41,6 +41,9 @@ class LaneReadOptions(ReadOptions):
     by_place: bool = Field(
         default=False, description="Whether rows are shares of the queue, for the sink to read."
     )
+    grouped: bool = Field(
+        default=False, description="Whether events that look the same are one row."
+    )
 
 
 class LaneWriteOptions(WriteOptions):

@@ -16,9 +16,11 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit
 from pyspark.sql.types import StructType
 
 from turnlane.client.remote import Unsettled
+from turnlane.delivery.columns import PLACES
 from turnlane.queues.spans import Span, count_of
 from turnlane.spark.batch_wait import BatchWait
 from turnlane.spark.columns import RowMaker
+from turnlane.spark.grouping import grouped
 from turnlane.spark.lane_nodes import Gates, LaneNodes
 from turnlane.spark.lane_options import LaneReadOptions
 from turnlane.spark.lasting import lasting
@@ -156,5 +158,9 @@ class LaneReader(QueueReading, DataSourceStreamReader):
         options, schema = self._options, self._arrow_schema()
         if options.by_place:
             return iter([share_rows(share, schema)])
-        maker = RowMaker(schema, options.queue, share.node)
-        return share_events(self._nodes(), options.queue, share, maker, options.rows_per_batch)
+        seen = schema.remove(schema.get_field_index(PLACES)) if options.grouped else schema
+        maker = RowMaker(seen, options.queue, share.node)
+        rows = share_events(self._nodes(), options.queue, share, maker, options.rows_per_batch)
+        if not options.grouped:
+            return rows
+        return (grouped(each, schema) for each in rows if each.num_rows)

@@ -13,17 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamReader, DataStreamWriter
-from pyspark.sql.types import ShortType, StructType
+from pyspark.sql.types import BinaryType, ShortType, StructType
 
-from turnlane.delivery.columns import PAYLOAD, PRIORITY, ROUTES
+from turnlane.delivery.columns import PAYLOAD, PLACES, PRIORITY, ROUTES
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import MAIN, ActionSettings, LaneSettings, PipelineSettings
 from turnlane.spark import shape
 from turnlane.spark.answers import answer
 from turnlane.spark.checking import check
+from turnlane.spark.grouping import FEW_VALUES
 from turnlane.spark.hollows import filled
 from turnlane.spark.lane import Lane, LaneStatus, Start
 from turnlane.spark.lane_nodes import Gates, HeldUp
@@ -40,7 +41,7 @@ from turnlane.spark.nodes import Nodes
 from turnlane.spark.options import WriteOptions
 from turnlane.spark.parsing import looked_at
 from turnlane.spark.payloads import with_payload
-from turnlane.spark.routing import Routes, numbered, routed
+from turnlane.spark.routing import Routes, is_deterministic, numbered, routed
 from turnlane.spark.session import UNMEASURED, set_to
 from turnlane.spark.settling import Settling
 from turnlane.spark.share_reading import SHARES
@@ -137,15 +138,36 @@ class Pipeline:
     def _start_copying(
         self, reader: DataStreamReader, wanted: frozenset[str], run: str
     ) -> StreamingQuery:
-        """Only what filters read goes through Spark, and out of it where each event is to go."""
+        """Only what filters read goes through Spark, and out of it where each event is to go.
+
+        Where that is the same for events that look the same, one row is enough for them.
+        """
         settings = self._settings
-        every = shape.nothing(self._spark).schema.add(PRIORITY, ShortType())
-        events = reader.schema(_columns(every, looked_at(settings.parse, wanted) | PLACE)).load()
+        looks = looked_at(settings.parse, wanted) | (wanted & {"queue"})
         routes = Routes.of(settings.actions, joined=settings.joined).queued
-        rows = numbered(shape.seen(events, settings, wanted), routes).select(*sorted(PLACE), ROUTES)
+        may_group = looks <= FEW_VALUES and "offset" not in wanted
+        rows = self._numbered(reader, looks, routes, grouped=may_group)
+        if may_group and not is_deterministic(rows):
+            rows = self._numbered(reader, looks, routes, grouped=False)
         copies = in_json(list(routes))
         with set_to(self._spark, UNMEASURED):
             return self._lane_query(rows, MAIN, run, settings.lane, (), copies=copies)
+
+    def _numbered(
+        self,
+        reader: DataStreamReader,
+        looks: AbstractSet[str],
+        routes: Mapping[str, Column | None],
+        *,
+        grouped: bool,
+    ) -> DataFrame:
+        """The places of events, or of groups of them, with their routes as bits."""
+        kept = [*sorted(PLACE), PLACES] if grouped else sorted(PLACE)
+        every = shape.nothing(self._spark).schema
+        every = every.add(PRIORITY, ShortType()).add(PLACES, BinaryType())
+        source = reader.option("grouped", grouped).schema(_columns(every, {*looks, *kept}))
+        events = shape.seen(source.load(), self._settings, wanted_by_main(self._settings))
+        return numbered(events, routes).select(*kept, ROUTES)
 
     # ── the others ───────────────────────────────────────────────────────────────────────────────
 

@@ -75,6 +75,12 @@ def numbered(events: DataFrame, routes: Mapping[str, Column | None]) -> DataFram
     return events.withColumn(ROUTES, reduce(Column.bitwiseOR, bits, none)).where(F.col(ROUTES) != 0)
 
 
+def is_deterministic(rows: DataFrame) -> bool:
+    """Whether all that is made of equal rows is equal. ``rand() < 0.1`` is not."""
+    plan = rows._jdf.queryExecution().analyzed()  # noqa: SLF001 - nothing else tells
+    return bool(plan.deterministic())
+
+
 def _condition(action: ActionSettings) -> Column | None:
     """The filter; what is neither true nor false does not pass."""
     if action.filter is None:

@@ -1,0 +1,78 @@
+"""Do rows that stand for many events stand for exactly those?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnlane.delivery.columns import PLACES, PRIORITY, ROUTES
+from turnlane.spark.grouping import grouped, ungrouped
+
+TYPES: dict[str, Any] = {
+    "partition": pa.int32(),
+    "offset": pa.int64(),
+    "severity": pa.int8(),
+    "source": pa.string(),
+    PRIORITY: pa.int16(),
+}
+SEEN = pa.schema(TYPES)
+GROUPED = SEEN.append(pa.field(PLACES, pa.binary()))
+
+looks = st.tuples(
+    st.none() | st.integers(0, 7),
+    st.none() | st.sampled_from(["", "a", "b"]),
+    st.none() | st.integers(0, 191),
+)
+events = st.lists(st.tuples(st.integers(1, 20), looks), min_size=1, max_size=200)
+"""Their distance from the one before, and how they look."""
+
+
+def block_of(some: list[tuple[int, Any]], start: int) -> pa.RecordBatch:
+    offsets = start + np.cumsum([gap for gap, _ in some])
+    rows = [
+        dict(zip(SEEN.names, (3, int(at), *look), strict=True))
+        for at, (_, look) in zip(offsets, some, strict=True)
+    ]
+    return pa.RecordBatch.from_pylist(rows, SEEN)
+
+
+def routed(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Routes by all that filters see; what goes nowhere is left out."""
+    routes = [route_of(row) for row in rows.to_pylist()]
+    column: pa.Array[Any] = pa.array(routes, pa.int64())
+    return rows.append_column(ROUTES, column).filter(pa.array(np.array(routes) != 0))
+
+
+def route_of(row: dict[str, Any]) -> int:
+    return hash((row["severity"], row["source"], row[PRIORITY])) % 4
+
+
+@given(st.lists(events, min_size=1, max_size=4), st.integers(0, 1 << 40))
+def test_every_event_is_routed_as_if_it_were_a_row_of_its_own(
+    blocks: list[list[tuple[int, Any]]], start: int
+) -> None:
+    expected: list[tuple[int, int]] = []
+    parts = []
+    for number, some in enumerate(blocks):
+        block = block_of(some, start + number * 10_000)
+        every = [(row["offset"], route_of(row)) for row in block.to_pylist()]
+        expected += [each for each in every if each[1]]
+        parts.append(routed(grouped(block, GROUPED)))
+    joined: Any = pa.Table.from_batches(parts).combine_chunks().to_batches()
+    found = [
+        (offset, route)
+        for rows in joined
+        for offsets, routes in ungrouped(rows)
+        for offset, route in zip(offsets.tolist(), routes.tolist(), strict=True)
+    ]
+    assert found == expected
+
+
+@given(events)
+def test_events_that_look_the_same_are_one_row(some: list[tuple[int, Any]]) -> None:
+    rows = grouped(block_of(some, 0), GROUPED)
+    assert rows.num_rows == len({look for _, look in some})
