@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from benchmarks.contestant import Contestant
 from benchmarks.effort import Effort
 from benchmarks.lines import log_lines
-from benchmarks.measure import Series, alternate
+from benchmarks.measure import SHORT_TURNS, Series, alternate
 from benchmarks.ours import AlwaysDisk
 from benchmarks.outcome import Cell, Outcome, Table, figure
 from benchmarks.peers import PersistFileAutosave, PersistSqlite, SyncedFile
+
+Entrant = tuple[type[Contestant], int]
+"""Who, and how many threads put events in."""
 
 PRODUCERS = (1, 8, 64)
 FIGURED = 100
@@ -60,24 +64,27 @@ def _name(kind: type[Contestant], producers: int) -> str:
 
 def run(effort: Effort) -> Outcome:
     """1, 8 and 64 publishers, and what others do with one and eight."""
-    seconds = effort.seconds(0.2, 2)
-    entrants: list[tuple[type[Contestant], int]] = [
+    seconds = effort.seconds(0.2, 1)
+    entrants: list[Entrant] = [
         *((AlwaysDisk, producers) for producers in PRODUCERS),
         (SyncedFile, 1),
         (PersistFileAutosave, 1),
         (PersistSqlite, 1),
         (PersistSqlite, 8),
     ]
-    found = {
-        size: alternate(
+    figured: list[Entrant] = [(AlwaysDisk, 1), (AlwaysDisk, 64), (PersistFileAutosave, 1)]
+
+    def compare(some: Sequence[Entrant], size: int, rounds: int) -> dict[str, list[float]]:
+        return alternate(
             {
                 _name(kind, producers): partial(synced_puts, effort, kind, producers, seconds, size)
-                for kind, producers in entrants
+                for kind, producers in some
             },
-            effort.rounds if size == FIGURED else effort.few_rounds,
+            rounds,
         )
-        for size in (FIGURED, 1_000)
-    }
+
+    found = {size: compare(entrants, size, effort.few_rounds) for size in (FIGURED, 1_000)}
+    found[FIGURED] |= compare(figured, FIGURED, SHORT_TURNS * effort.rounds)
     rows = {
         name: [Cell.of(Series(found[size][name])) for size in (FIGURED, 1_000)]
         for name in found[FIGURED]

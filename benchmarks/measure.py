@@ -11,6 +11,10 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
+SHORT_TURNS = 3
+"""So many times as many rounds where a turn takes a fraction of a second, much of it the disk's:
+one slow sync must not decide a figure."""
+
 
 @contextmanager
 def undisturbed() -> Iterator[None]:

@@ -78,7 +78,7 @@ class PersistFile(Contestant):
     """
 
     label = "persist-queue, file"
-    events = 400
+    events = 200
     autosave = False
 
     def __init__(self, directory: Path, expected: int) -> None:
@@ -112,7 +112,7 @@ class PersistSqlite(Contestant):
     """persist-queue's SQLite queue: WAL, a transaction for each put."""
 
     label = "persist-queue, SQLite"
-    events = 400
+    events = 200
 
     def __init__(self, directory: Path, expected: int) -> None:
         del expected

@@ -191,12 +191,13 @@ def run(effort: Effort) -> Outcome:
     ways: dict[str, Holding] = {
         "proxy and node": through_proxy,
         "client queue and node": two_full_queues,
-        "node alone": node_alone,
     }
     found = alternate(
         {name: partial(memory_of, hold, effort, events) for name, hold in ways.items()},
         effort.rounds,
     )
+    alone = partial(memory_of, node_alone, effort, events)
+    found |= alternate({"node alone": alone}, effort.few_rounds)
     series = {name: Series(each) for name, each in found.items()}
     rows = {name: [Cell.of(each.map(lambda size: size / 1e6))] for name, each in series.items()}
     ratio = series["proxy and node"].over(series["client queue and node"])

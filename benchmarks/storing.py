@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import turnlane
 from benchmarks.effort import Effort
 from benchmarks.lines import in_blocks, log_lines
-from benchmarks.measure import Series, alternate, undisturbed
+from benchmarks.measure import SHORT_TURNS, Series, alternate, undisturbed
 from benchmarks.outcome import Cell, Outcome, Table, figure
 from benchmarks.publishing import BLOCK, SIZES
 from turnlane.events import Block
@@ -164,14 +164,14 @@ class Comparison(NamedTuple):
 COLUMNS = ("queue, MB/s", "bare file, MB/s", "ratio", "queue, events/s")
 
 
-def compare_writing(effort: Effort, task: Task) -> Comparison:
+def compare_writing(effort: Effort, task: Task, rounds: int) -> Comparison:
     kept = Recording()
     found = alternate(
         {
             "queue": partial(write_queue, effort, task, kept),
             "bare": partial(write_bare, effort, kept),
         },
-        effort.rounds,
+        rounds,
     )
     return Comparison(
         Series([speed.bytes for speed in found["queue"]]),
@@ -201,7 +201,7 @@ def writing(effort: Effort) -> Outcome:
             lines = log_lines(effort.events(100_000_000 // size, 500_000_000 // size), size)
             work = [turnlane.block_of(values) for values in in_blocks(lines, BLOCK)]
             task = Task(work, publish_until_persisted, {"compression": compression})
-            comparisons.append(compare_writing(effort, task))
+            comparisons.append(compare_writing(effort, task, effort.rounds + 2))
             rows[f"{name}, compression {compression}"] = comparisons[-1].row
     how = (
         "blocks of 1,000 events, `interval`, {}, until all is synced / " + _SAME + "; the worse of "
@@ -227,16 +227,21 @@ def writing(effort: Effort) -> Outcome:
 # ── with every ack synced ─────────────────────────────────────────────────────────────────────────
 
 
+_FIGURED = "blocks of 1,000"
+
+
 def synced_writing(effort: Effort) -> Outcome:
     lines = log_lines(effort.events(200_000, 1_000_000), 100)
     works: dict[str, Sequence[Any]] = {
         "single events, one thread": lines[: effort.events(50_000)],
         "blocks of 100": [turnlane.block_of(values) for values in in_blocks(lines, 100)],
-        "blocks of 1,000": [turnlane.block_of(values) for values in in_blocks(lines, BLOCK)],
+        _FIGURED: [turnlane.block_of(values) for values in in_blocks(lines, BLOCK)],
     }
     knobs = {"durability": "always", "compression": "none"}
+    rounds = dict.fromkeys(works, effort.few_rounds)
+    rounds[_FIGURED] = SHORT_TURNS * effort.rounds
     found = {
-        name: compare_writing(effort, Task(work, publish_until_acked, knobs))
+        name: compare_writing(effort, Task(work, publish_until_acked, knobs), rounds[name])
         for name, work in works.items()
     }
     how = (
@@ -249,7 +254,7 @@ def synced_writing(effort: Effort) -> Outcome:
     )
     rows = {name: each.row for name, each in found.items()}
     return Outcome(
-        [figure("synced_write_ratio", found["blocks of 1,000"].ratio, how, at_least=0.7)],
+        [figure("synced_write_ratio", found[_FIGURED].ratio, how, at_least=0.7)],
         [Table("Disk kind: synced writing with ack callbacks", "", COLUMNS, rows, note)],
     )
 

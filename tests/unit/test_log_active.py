@@ -67,6 +67,15 @@ def test_frames_written_one_by_one_are_all_there_in_order(tmp_path: Path, chunk_
 
 
 @pytest.mark.usefixtures("hasty")
+def test_a_chunk_is_full_when_what_is_being_written_fills_it(tmp_path: Path) -> None:
+    """Frames that the disk has not got yet count too: no chunk is larger than it may be."""
+    log = opened(tmp_path, Disk(), chunk_size=5_000)
+    log.append_many(0, frames(20))
+    assert max(chunk.bytes for chunk in log.chunks()) <= 5_000
+    log.close()
+
+
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("nth", [2, 3, 7, 11])
 def test_a_write_that_fails_half_way_leaves_whole_frames_and_can_be_repeated(
     tmp_path: Path, nth: int

@@ -77,6 +77,7 @@ class Intake(Queue):
         """The next sequence number of every numbered producer, the longest silent first."""
         self.totals = totals or Totals()
         self.pushes = 0
+        """Blocks that were published; single events are told by the tail."""
         self.heed_at = SEAL_BYTES
         """Size of the open block from which on a publisher calls :meth:`heed`."""
         self._hunger: dict[int, int] = {}
@@ -138,7 +139,8 @@ class Intake(Queue):
             self.undo(first)
             raise
         block.size += size
-        self._count_in(1, size)
+        self.gate.charge(1, size)
+        self.grown()
         if block.size >= self.heed_at:
             self.heed()
         return first
@@ -149,7 +151,9 @@ class Intake(Queue):
         stamps = () if stamp is None else (stamp,)
         self.tail.append(Portion(first, first + block.num_rows, size, [block], stamps=stamps))
         self.positions.end = first + block.num_rows
-        self._count_in(block.num_rows, size)
+        self.gate.charge(block.num_rows, size)
+        self.pushes += 1
+        self.grown()
         self.heed()
         return first
 
@@ -157,11 +161,6 @@ class Intake(Queue):
         """Forget what was half published beyond ``end``. Under the lock."""
         self.positions.end = end
         self.tail.open.cut(end - self.tail.open.first)
-
-    def _count_in(self, events: int, size: int) -> None:
-        self.gate.charge(events, size)
-        self.pushes += 1
-        self.grown()
 
     def numbered(self, producer: bytes, next_sequence: int) -> None:
         """Remember how far a numbered producer has come: never back. Under the lock."""
@@ -279,7 +278,7 @@ class Intake(Queue):
             in_flight=sum(map(self.pending_of, self.out.values())),
             blocked_publishers=len(self.gate.line),
             memory_blocks=self.tail.blocks,
-            pushes=self.pushes,
+            pushes=self.pushes + self.tail.singles,
             full_waits=self.door.full_waits,
             releases=self._releases,
         )

@@ -51,6 +51,9 @@ class HoldingProducer(Producer):
         producer_id: str | None,
     ) -> None:
         self.queue = queue
+        # Looked up once, not for every event.
+        self._lock, self._gate = queue.lock, queue.gate
+        self._tail, self._positions = queue.tail, queue.positions
         self._flow = flow
         self._follower = None if on_ack is None else Follower(on_ack)
         self._waits = level is not AckLevel.ACCEPTED and on_ack is None
@@ -84,18 +87,18 @@ class HoldingProducer(Producer):
         if not plain:
             size += measured(key, headers, severity, source)
         queue = self.queue
-        gate = queue.gate
+        gate = self._gate
         stamp = queue.time_ns() if timestamp is None else nanoseconds(timestamp)
         # From here to the end of the lock is the hot path: about a microsecond, no calls but
         # appends. Whatever is out of the ordinary makes one of the comparisons false.
-        with queue.lock:
+        with self._lock:
             if (
                 gate.depth < self._calm
                 and gate.bytes + size <= gate.calm_bytes
                 and size <= self._largest
             ):
-                block = queue.tail.open
-                positions = queue.positions
+                block = self._tail.open
+                positions = self._positions
                 end = positions.end + 1
                 try:
                     block.values.append(value)
@@ -109,7 +112,6 @@ class HoldingProducer(Producer):
                 block.size += size
                 gate.depth += 1
                 gate.bytes += size
-                queue.pushes += 1
                 if block.size >= queue.heed_at:
                     queue.heed()
                 if not self._notify:

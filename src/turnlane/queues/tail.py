@@ -21,19 +21,25 @@ class Tail:
     Not thread-safe: its queue's lock guards it. ``on_seal`` hears of every new portion.
     """
 
-    __slots__ = ("_on_seal", "_sealed", "bytes", "open")
+    __slots__ = ("_on_seal", "_sealed", "_sealed_singles", "bytes", "open")
 
     def __init__(self, first: int, on_seal: Callable[[Portion], None]) -> None:
         self.open = OpenBlock(first)
         self.bytes = 0
         """What the sealed portions count for."""
         self._sealed: deque[Portion] = deque()
+        self._sealed_singles = 0
         self._on_seal = on_seal
 
     @property
     def first(self) -> int:
         """The oldest offset in memory; the queue's end if there is none."""
         return self._sealed[0].first if self._sealed else self.open.first
+
+    @property
+    def singles(self) -> int:
+        """How many events came one by one, ever."""
+        return self._sealed_singles + len(self.open)
 
     @property
     def blocks(self) -> int:
@@ -52,6 +58,7 @@ class Tail:
         if block.values:
             portion = Portion(block.first, block.end, block.size, [block.seal()])
             self.open = OpenBlock(block.end)
+            self._sealed_singles += len(portion)
             self._add(portion)
 
     def _add(self, portion: Portion) -> None:

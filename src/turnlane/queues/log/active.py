@@ -58,6 +58,11 @@ class Active:
             self._hand.begin(lambda: self._put(group))
             self._begun = group
 
+    @property
+    def begun(self) -> int:
+        """Bytes that were begun to be written, and are not in the chunk's size yet."""
+        return 0 if self._begun is None else self._begun.size
+
     def finish(self) -> None:
         """Wait for what was begun, if anything was. ``OSError``: none of it is in."""
         group, self._begun = self._begun, None

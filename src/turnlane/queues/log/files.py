@@ -6,7 +6,6 @@ which to fail, fill up, tear or delay.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 from collections.abc import Callable, Sequence
@@ -77,14 +76,6 @@ class Disk:
                 break
             done += got
         return buffer.slice(0, done)
-
-    def begin_read(self, fd: int, at: int, length: int) -> None:
-        """Have the device begin to read these bytes, so that reading them takes less long.
-
-        A mere hint: what goes wrong is for the reading to say.
-        """
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(fd, at, length, os.POSIX_FADV_WILLNEED)
 
     def begin_sync(self, fd: int, at: int, length: int) -> None:
         """Have the device begin with these bytes, so that a sync that follows takes less long.

@@ -219,14 +219,14 @@ class Log:
         for planned in frames:
             frame = self._encoder.frame(planned)
             size = sum(len(piece) for piece in frame)
-            if self._needs_chunk(planned.schema, group.size, size):
+            if self._needs_chunk(planned.schema, self._active.begun + group.size, size):
                 self._active.write(group)
                 group = Group()
                 self._start_chunk(planned.first, planned.schema)
-            elif group.size >= WRITE_BYTES:
+            group.add(frame, planned.first, planned.block.num_rows)
+            if group.size >= WRITE_BYTES and not planned.is_last:
                 self._active.begin(group)
                 group = Group()
-            group.add(frame, planned.first, planned.block.num_rows)
         self._active.write(group)
 
     def _needs_chunk(self, schema: pa.Schema, pending: int, size: int) -> bool:

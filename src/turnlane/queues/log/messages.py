@@ -7,7 +7,6 @@ message, ready for a vectored write.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from io import IOBase
 from typing import cast
 
@@ -48,24 +47,11 @@ class Messages:
         self._writer.write_batch(_empty(schema))
         self._sink.pieces = []
 
-    def message(
-        self, block: pa.RecordBatch, contents: Mapping[int, Sequence[pa.Buffer]] | None = None
-    ) -> list[Data]:
-        """The block as an encapsulated message, in pieces; they share the block's memory.
-
-        ``contents`` are put in the places of buffers that begin at these addresses.
-        """
+    def message(self, block: pa.RecordBatch) -> list[Data]:
+        """The block as an encapsulated message, in pieces; they share the block's memory."""
         self._writer.write_batch(block)
         pieces, self._sink.pieces = self._sink.pieces, []
-        return _joined(_filled(pieces, contents) if contents else pieces)
-
-
-def _filled(pieces: list[Data], contents: Mapping[int, Sequence[pa.Buffer]]) -> list[Data]:
-    filled: list[Data] = []
-    for piece in pieces:
-        own = None if isinstance(piece, bytes) else contents.get(piece.address)
-        filled += [piece] if own is None else own
-    return filled
+        return _joined(pieces)
 
 
 def _joined(pieces: list[Data]) -> list[Data]:

@@ -7,7 +7,6 @@ gone, and goes on with the next frame that holds.
 from __future__ import annotations
 
 import logging
-from time import perf_counter
 from typing import NamedTuple, Protocol
 
 import pyarrow as pa
@@ -33,12 +32,6 @@ _log = logging.getLogger(__name__)
 
 READ_AHEAD = 64 * 1024
 """Small frames are read this much at a time; larger ones together with the next one's header."""
-
-LOOK_AHEAD = 8 << 20
-"""So much beyond what is being worked on the device is asked for, if it is not in memory."""
-
-MEMORY_SPEED = 3e9
-"""Bytes a second. What is read more slowly has probably come from the device."""
 
 _NOTHING = pa.py_buffer(b"")
 
@@ -84,10 +77,6 @@ class LogReader:
         self._offset = 0
         self._window = _NOTHING
         self._window_at = 0
-        self._cold = False
-        """Whether what is read comes from the device rather than from memory."""
-        self._asked = 0
-        """Up to which byte the device was asked for more."""
         self._held: Found | None = None
         self._restoring = Restoring(EMPTY)
 
@@ -271,21 +260,11 @@ class LogReader:
         return header if header and byte + header.stored <= chunk.size else None
 
     def _fill(self, byte: int, length: int, chunk: Chunk) -> None:
+        # No hint to the device of what comes next: the kernel reads ahead by itself, in larger
+        # pieces than for a hint, which made reading from the device slower by a third.
         self._window = _NOTHING  # its memory can be used again by this very read
-        started = perf_counter()
         self._window = self._disk.read(self._fd, max(0, min(length, chunk.size - byte)), byte)
         self._window_at = byte
-        if len(self._window) < MEMORY_SPEED * (perf_counter() - started):
-            self._cold = True
-        if self._cold:
-            self._look_ahead(byte + len(self._window), chunk)
-
-    def _look_ahead(self, byte: int, chunk: Chunk) -> None:
-        """Have the device read on while what it has brought is being worked on."""
-        if self._asked < byte + LOOK_AHEAD // 2:
-            start, self._asked = max(byte, self._asked), min(byte + LOOK_AHEAD, chunk.size)
-            if start < self._asked:
-                self._disk.begin_read(self._fd, start, self._asked - start)
 
     def _payload(self, chunk: Chunk, header: Header, byte: int) -> pa.Buffer:
         at = byte - self._window_at
@@ -302,4 +281,3 @@ class LogReader:
             self._disk.close(self._fd)
         self._chunk, self._fd, self._held = None, -1, None
         self._window, self._window_at = _NOTHING, 0
-        self._cold, self._asked = False, 0
