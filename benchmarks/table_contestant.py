@@ -17,7 +17,7 @@ BATCH = 1_000
 """Events to a transaction, where a user would batch by hand."""
 
 
-QUEUE = "CREATE QUEUE bench (user_id BIGINT, payload VARCHAR(256)) SHARD BY (user_id)"
+QUEUE = "CREATE QUEUE {} (user_id BIGINT, payload VARCHAR(256)) SHARD BY (user_id)"
 
 
 def row(at: int) -> dict[str, Any]:
@@ -96,6 +96,8 @@ class Turnlane(TableContestant):
 
     label = "turnlane"
     events = 40_000
+    name: ClassVar[str] = "bench"
+    """Of the queue."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -107,11 +109,11 @@ class Turnlane(TableContestant):
     @cached_property
     def queue(self) -> table.TableQueue:
         """The queue; :meth:`reset` has made it."""
-        return self._database.queue("bench")
+        return self._database.queue(self.name)
 
     def reset(self) -> None:
-        self._database.sql("DROP QUEUE IF EXISTS bench")
-        self._database.sql(QUEUE)
+        self._database.sql(f"DROP QUEUE IF EXISTS {self.name}")
+        self._database.sql(QUEUE.format(self.name))
 
     def one(self, count: int) -> None:
         for at in range(count):
@@ -122,7 +124,7 @@ class Turnlane(TableContestant):
             self.queue.enqueue_many(self._connection, map(row, range(first, first + count)))
 
     def consume(self, receivers: int, done: Done) -> None:
-        with self._database.queue("bench") as queue:
+        with self._database.queue(self.name) as queue:
             received(queue.receive, receivers, done)
             self.statements = queue.manager().store.session.statements
 

@@ -35,7 +35,7 @@ class Sharded(TableContestant):
 
     def reset(self) -> None:
         self._database.sql("DROP QUEUE IF EXISTS bench")
-        self._database.sql(QUEUE)
+        self._database.sql(QUEUE.format("bench"))
 
     def one(self, count: int) -> None:
         for at in range(count):

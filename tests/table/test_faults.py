@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sqlite3
 import subprocess
 import sys
@@ -543,6 +544,41 @@ def test_a_hundred_thousand_due_at_once(site: Site) -> None:
         assert receiver.flush(PATIENCE)
         assert queue.manager().store.session.statements < 100_000 * 0.05
     assert queue.counts()["to_be_fired"] == queue.counts()["fired"] == 0
+
+
+def test_a_million_due_at_once_after_a_downtime(postgres: PostgresServer) -> None:
+    """All come, once, and none early; few of them are in memory at a time."""
+    million, later = 1_000_000, 5_000
+    with Site(postgres.url, postgres) as site:
+        queue = site.queue(ack_timeout="10m")
+        limit = queue.definition.settings.window_events
+        # A thousand of the others become due in every second from now on.
+        site.execute(
+            f"INSERT INTO {queue.name} (user_id, payload, fire_at) SELECT at, 'p' || at, "
+            f"{site.now()} + greatest(0, at - {million}) * 1000000::bigint "
+            f"FROM generate_series(1, {million + later}) AS at"
+        )
+        seen, count = bytearray(million + later), 0
+        with queue.receive(prefetch=4_000) as receiver:
+            manager = queue.manager()
+            while count < len(seen):
+                events = receiver.take(timeout=PATIENCE)
+                assert max(event.fire_at for event in events) <= time.time_ns()
+                for event in events:
+                    seen[event["user_id"] - 1] += 1
+                assert manager.waiting <= limit
+                if count % 100_000 < len(events):  # the window, what is out, what is acked
+                    assert _events_in_memory() <= 4 * limit
+                count += len(events)
+                receiver.ack(events)
+            assert receiver.flush(PATIENCE)
+            assert set(seen) == {1}
+            assert manager.counts.fired == len(seen)
+        assert sum(queue.counts().values()) == 0
+
+
+def _events_in_memory() -> int:
+    return sum(type(each) is table.TableEvent for each in gc.get_objects())
 
 
 class SlowToMark(Store):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -17,9 +18,10 @@ from turnlane.table.backoff import backoff
 from turnlane.table.definition import OWN_COLUMNS
 from turnlane.table.dispatch import Seat, assign
 from turnlane.table.event import COLUMNS, TableEvent
+from turnlane.table.flights import Flights
 from turnlane.table.gaps import MOST, PATIENCE, Gaps
 from turnlane.table.grammar import CreateQueue, DropQueue, ShowQueues, parse, parse_definition
-from turnlane.table.keyspace import EVERYTHING, SHIFT, KeyRange, keyspace_id
+from turnlane.table.keyspace import EVERYTHING, SHIFT, KeyRange, keyspace_id, without
 from turnlane.table.lapsed import Lapsed, Running
 from turnlane.table.ordering import Order
 from turnlane.table.pace import Pace
@@ -226,7 +228,7 @@ def test_an_event_that_is_moved_fires_at_its_new_time_only() -> None:
 
 
 def test_a_key_has_one_event_out_and_the_others_wait_in_order() -> None:
-    order = Order(lambda each: each["key"])
+    order = Order(lambda each: each["key"], lambda _: EVERYTHING, 100)
     first, second, third, other = (
         event(1, 5, key="a"),
         event(2, 9, key="a"),
@@ -240,6 +242,83 @@ def test_a_key_has_one_event_out_and_the_others_wait_in_order() -> None:
     assert following is not None
     assert following.id == 3
     assert order.settled(first) is None
+    assert order.admit([event(5, 1, key="a")]) == [], "the next one has its key"
+    assert ids(order.admit([third])) == [3]
+
+
+def test_too_many_that_wait_in_order_are_left_in_the_table() -> None:
+    place = KeyRange(7, 8)
+    order = Order(lambda each: each["key"], lambda _: place, 4)
+    hot = [event(at, at, key="hot") for at in range(9)]
+    cold = [event(at, at, key="cold") for at in (20, 21)]
+    assert ids(order.admit([*hot, *cold])) == [0, 20]
+    assert len(order) <= 4
+    assert 21 in order, "the longest line gives way"
+    assert 1 in order
+    assert not order.is_left(hot[1])
+    assert order.is_left(hot[8])
+    assert order.passed((8, 8), lambda _: True) == [place]
+    assert order.passed((8, 8), lambda _: False) == [], "the one that all wait for may be there"
+    assert order.passed((0, 0), lambda _: True) == [], "some before that are not left"
+    seen = []
+    following: TableEvent | None = hot[0]
+    while following is not None:
+        seen.append(following.id)
+        following = order.settled(following)
+    assert seen == list(range(len(seen))) != list(range(9))
+    assert order.admit([hot[8]]) == [], "others come before it"
+    assert list(order.wanted()) == ["hot"]
+    left = order.wanted()["hot"]
+    assert left.where == place
+    page = [each for each in hot if (each.fire_at, each.id) > left.after][:2]
+    order.advance(["hot"], (page[-1].fire_at, page[-1].id))
+    assert ids(order.line_up(page)) == [len(seen)]
+    assert ids(order.admit([page[0]])) == [len(seen)]
+    order.advance(["hot"], None)
+    assert order.wanted() == {}
+    assert order.line_up([hot[8]]) == []
+    assert 8 in order
+
+
+def test_the_retry_that_all_others_wait_for_is_never_left() -> None:
+    order = Order(lambda each: each["key"], lambda _: EVERYTHING, 2)
+    events = [event(at, at, key="a") for at in range(6)]
+    order.admit(events)
+    retried = events[0].moved(99, 1)
+    assert not order.is_left(retried)
+    assert ids(order.admit([retried])) == [0]
+    assert ids(order.line_up([retried])) == [0]
+    behind, left = order.leave(events[0])
+    assert left is not None
+    assert behind
+    assert left.first == (behind[-1].fire_at + 1, behind[-1].id + 1)
+    assert not order.wanted()
+
+
+def test_ranges_are_cut_out_of_ranges() -> None:
+    left = without([KeyRange(0, 10), KeyRange(20, 30)], [KeyRange(3, 4), KeyRange(8, 25)])
+    assert left == [KeyRange(0, 3), KeyRange(4, 8), KeyRange(25, 30)]
+    assert without([EVERYTHING], [EVERYTHING]) == []
+
+
+def test_settled_events_are_not_remembered_until_they_would_be_late() -> None:
+    flights = Flights(ack_timeout=30.0, look_after=1.0)
+    events = [event(at) for at in range(100)]
+    known = [weakref.ref(each.home) for each in events]  # each has its own
+    flights.add(events, 0.0)
+    del events
+    for at in range(1, 100):
+        flights.pop(at)
+    assert sum(ref() is not None for ref in known) == 1
+    assert flights.next_time() == 1.0
+    assert ids(flights.unseen(1.0)) == [0]
+    assert flights.late(29.9) == []
+    assert ids(flights.late(30.0)) == [0]
+    flights.pop(0)
+    flights.add([event(0)], 30.0)  # fired again: another flight
+    assert flights.late(40.0) == []
+    assert ids(flights.unseen(40.0)) == [0]
+    assert ids(flights.late(60.0)) == [0]
 
 
 @given(
@@ -284,14 +363,15 @@ def test_a_window_that_is_too_full_forgets_what_is_due_last() -> None:
 
 
 def test_what_is_left_in_the_table_takes_what_waits_behind_it_along() -> None:
-    order = Order(lambda each: each["key"])
+    order = Order(lambda each: each["key"], lambda _: EVERYTHING, 100)
     first, second, other = event(1, key="a"), event(2, key="a"), event(3, key="b")
     order.admit([first, second, other])
-    assert ids(order.leave(first)) == [2]
+    behind, left = order.leave(first)
+    assert (ids(behind), left) == ([2], None)
     assert 2 not in order
     assert ids(order.admit([first])) == [1], "its key is free"
     retried = other.moved(9, 1)
-    assert order.leave(retried) == []
+    assert order.leave(retried) == ([], None)
     assert order.admit([event(4, key="b")]) == [], "what was fired before keeps its key busy"
 
 

@@ -493,6 +493,42 @@ def test_a_retired_shard_is_forgotten_and_deleted(tmp_path: Path) -> None:
         assert [str(shard.key_range) for shard in queue.map.shards] == ["-"]
 
 
+def _tables(url: str) -> set[str]:
+    """The names of all tables of a database."""
+    listed = "SELECT name FROM sqlite_master WHERE type = 'table'"
+    if not url.startswith("sqlite"):
+        schema = "DATABASE()" if url.startswith("mysql") else "current_schema()"
+        listed = f"SELECT table_name FROM information_schema.tables WHERE table_schema = {schema}"
+    with contextlib.closing(dialect_of(url).connect()) as connection:
+        cursor = connection.cursor()
+        cursor.execute(listed)
+        return {row[0] for row in cursor.fetchall()}
+
+
+def test_a_dropped_queue_leaves_nothing_of_its_shards(site: Site) -> None:
+    name = site.queue().name
+    with Sites(site.database.catalog.definition(name), [site.url]) as sites:
+        store = sites.store(Shard.of((site.url, "-")))
+        store.keep_map(ShardMap.of([(site.url, "-")]))
+        store.arrive("a shard", 7, [])
+    outbox = f"turnlane_move_{name}"
+    assert outbox in _tables(site.url)
+    site.database.sql(f"DROP QUEUE {name}")
+    assert outbox not in _tables(site.url)
+    for kept in ("turnlane_map", "turnlane_shard", "turnlane_arrival"):
+        assert site.execute(f"SELECT COUNT(*) FROM {kept} WHERE queue = '{name}'") == [(0,)]
+
+
+def test_a_queue_made_anew_does_not_follow_the_former_s_map(tmp_path: Path) -> None:
+    with sqlite_site(tmp_path, "-80", "80-") as site:
+        with site.queue() as queue:
+            queue.reshard(split(tmp_path))
+        made = site.database._databases[0].catalog.definition(site.name)
+        site.database.sql(f"DROP QUEUE {site.name}")
+        site.database.sql(f"CREATE QUEUE {str(made).removeprefix('CREATE QUEUE ')}")
+        assert [str(shard.key_range) for shard in site.queue().map.shards] == ["-80", "80-"]
+
+
 def test_a_database_that_is_gone_hides_no_newer_map(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-80", "80-") as site:
         queue = site.queue()

@@ -67,6 +67,16 @@ class Backlogs:
         position = (fire_at, event_id - 1)
         self._left[span] = min(self._left.get(span, position), position)
 
+    def overlapping(self, where: KeyRange) -> list[KeyRange]:
+        """The parts that have something in common with a range."""
+        return [span for span in self.spans if span.overlaps(where)]
+
+    def outside(self, where: KeyRange) -> Sequence[KeyRange]:
+        """A key's range, or everything, without the parts of which something is left."""
+        if where.is_everything:
+            return self.others
+        return () if self.span(where.stored[0]) in self._left else (where,)
+
     def lower(self, position: Position) -> None:
         """Leave nothing out that a sweep would find from a position on."""
         for span, left in self._left.items():

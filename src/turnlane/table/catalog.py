@@ -6,6 +6,7 @@ from turnlane.closing import Closing
 from turnlane.errors import NoSuchQueue, QueueExists
 from turnlane.table.definition import Definition
 from turnlane.table.grammar import parse_definition
+from turnlane.table.shard_tables import clear_shards
 from turnlane.table.sql.dialect import Dialect
 from turnlane.table.sql.session import Execute, Session
 from turnlane.table.staging import clear_away
@@ -73,6 +74,7 @@ class Catalog(Closing):
             if found:
                 execute(f"DROP TABLE IF EXISTS {self.dialect.identifier(name)}")
                 clear_away(self.dialect, name, execute)
+                clear_shards(self.dialect, name, execute)
 
         self._session.transact(work)
         return found

@@ -12,13 +12,16 @@ class Flights:
     """Events in the hands of receivers, by id. Pure: times are passed in, monotonic.
 
     Fired events are remembered batch by batch, in the order of time, so that nobody has to look
-    through all of them to find the late ones.
+    through all of them to find the late ones. Most are settled before the first look: until then
+    only their ids are remembered, and they are gone from memory when they are settled.
     """
 
     def __init__(self, ack_timeout: float, look_after: float) -> None:
         self._timeout = ack_timeout
         self._look_after = look_after
         self._events: dict[int, TableEvent] = {}
+        self._new: deque[tuple[float, list[int]]] = deque()
+        """With the times at which they were fired."""
         self._late: deque[tuple[float, list[TableEvent]]] = deque()
         self._unseen: deque[tuple[float, list[TableEvent]]] = deque()
 
@@ -41,8 +44,7 @@ class Flights:
         for event in events:
             event.fired = now
             self._events[event.id] = event
-        self._late.append((now + self._timeout, events))
-        self._unseen.append((now + self._look_after, events))
+        self._new.append((now, [event.id for event in events]))
 
     def get(self, event_id: int) -> TableEvent | None:
         """The event of this id, if it is out."""
@@ -53,7 +55,10 @@ class Flights:
         return self._events.pop(event_id, None)
 
     def late(self, now: float) -> list[TableEvent]:
-        """Events whose time to be settled is over; again after a while, if they stay."""
+        """Events whose time to be settled is over; again after a while, if they stay.
+
+        Of those that :meth:`unseen` has named before.
+        """
         found = self._over(self._late, now)
         if found:
             self._late.append((now + self._look_after, found))
@@ -62,6 +67,14 @@ class Flights:
     def unseen(self, now: float) -> list[TableEvent]:
         """Events whose rows should be looked at: out for a while, or for another while."""
         found = self._over(self._unseen, now)
+        while self._new and self._new[0][0] + self._look_after <= now:
+            fired, ids = self._new.popleft()
+            # One that was fired again has another time.
+            known = [event for each in ids if (event := self._events.get(each)) is not None]
+            out = [event for event in known if event.fired == fired]
+            if out:
+                self._late.append((fired + self._timeout, out))
+            found += out
         if found:
             self._unseen.append((now + self._look_after, found))
         return found
@@ -69,6 +82,8 @@ class Flights:
     def next_time(self) -> float | None:
         """When :meth:`late` or :meth:`unseen` will have something to say."""
         times = [line[0][0] for line in (self._late, self._unseen) if line]
+        if self._new:
+            times.append(self._new[0][0] + self._look_after)
         return min(times, default=None)
 
     def _over(self, line: deque[tuple[float, list[TableEvent]]], now: float) -> list[TableEvent]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from turnlane.table.backlogs import NEVER
 from turnlane.table.event import TableEvent
 from turnlane.table.keyspace import KeyRange
+from turnlane.table.ordering import Left, Order
 from turnlane.table.places import Place
 from turnlane.table.reader import PAGE, Reader, Times
 from turnlane.table.realm import Realm
 from turnlane.table.sql.dialect import Row
+
+SOME = 500
+"""Rows that are read for keys which wait for them, even if others have to give way."""
 
 
 class Intake:
@@ -21,7 +25,9 @@ class Intake:
         self._realm = realm
         self._backlogs = realm.stock.backlogs
         dialect = realm.store.dialect
-        self.reader = Reader(realm.store, realm.settings, dialect.idle_poll, self._backlogs)
+        self.reader = Reader(
+            realm.store, realm.settings, dialect.idle_poll, self._backlogs, realm.stock.passed
+        )
         self._listening = False
         self._more = False
         """Whether events are left in the table that a receiver would take."""
@@ -40,11 +46,16 @@ class Intake:
             rows = self.reader.read_left(realm.token, span, room, self._times())
             self._take_in(self._fresh(rows, now))
         self._more = any(span in self._backlogs for span in wanted)
+        if room and realm.stock.order is not None:
+            self._read_lines(realm.stock.order, room, now)
         self._fit()
 
     def next_time(self) -> float:
         """When to read again; monotonic."""
-        return float("-inf") if self._more else self.reader.next_time(self._room())
+        room = self._room()
+        if self._more or (room and self._lines()):
+            return float("-inf")
+        return self.reader.next_time(room)
 
     def listen(self) -> None:
         """Be woken by inserts while it is quiet; under load, looking is cheaper for everybody."""
@@ -76,14 +87,42 @@ class Intake:
         self._realm.stock.leave(left)
         return [event for event in events if event not in left]
 
+    def _lines(self) -> dict[Hashable, Left]:
+        """Keys of which events should be read now."""
+        order = self._realm.stock.order
+        return {} if order is None else order.wanted()
+
+    def _read_lines(self, order: Order, room: int, now: float) -> None:
+        """Read on for keys of which events were left in the table because too many waited."""
+        lines = self._lines()
+        if not lines:
+            return
+        realm = self._realm
+        for left in lines.values():
+            for span in self._backlogs.overlapping(left.where):
+                if span in self._backlogs:
+                    self._backlogs.leave(span, *left.first)
+        limit = min(room, PAGE, max(SOME, order.most - len(order)))
+        rows, end = self.reader.read_lines(realm.token, lines.values(), limit, realm.now())
+        order.advance(lines, end)
+        realm.stock.window.add(order.line_up(self._fresh(rows, now)), realm.now())
+
     def _take_in(self, events: Sequence[TableEvent]) -> None:
         realm = self._realm
         free = [event for event in events if event.after_group is None]
-        realm.stock.window.add(free, realm.now())
+        realm.stock.window.add(self._wanted_now(free), realm.now())
         waiting = {group for event in events if (group := event.after_group) is not None}
         if waiting:
             # Their groups may be done already.
             self.reader.ask(realm.store.ack(realm.token, (), waiting).released)
+
+    def _wanted_now(self, events: list[TableEvent]) -> list[TableEvent]:
+        """All but those whose keys are busy, and have left enough of theirs in the table."""
+        order = self._realm.stock.order
+        if order is None:
+            return events
+        now = self._realm.now()
+        return [event for event in events if event.fire_at > now or not order.is_left(event)]
 
     # ── room ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -100,7 +139,12 @@ class Intake:
 
     @property
     def _most_due(self) -> int:
-        return min(self._realm.settings.window_events, 2 * PAGE)
+        return min(self._limit, 2 * PAGE)
+
+    @property
+    def _limit(self) -> int:
+        """How many events may wait in the window: those behind others of their keys count too."""
+        return self._realm.settings.window_events - self._realm.stock.parked
 
     def _make_room(self) -> int:
         """Leave events of crowded parts of the key space in the table; how much room that makes.
@@ -137,7 +181,7 @@ class Intake:
 
     def _fit(self) -> None:
         """Have the window reach no further than it has room, and again further when it has."""
-        stock, limit = self._realm.stock, self._realm.settings.window_events
+        stock, limit = self._realm.stock, self._limit
         if len(stock.window) > limit:
             first = stock.window.trim(limit * 3 // 4)
             if first is not None:

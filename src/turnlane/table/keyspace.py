@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Self
@@ -79,6 +80,22 @@ class KeyRange:
 
 
 EVERYTHING: Final = KeyRange()
+
+
+def without(ranges: Iterable[KeyRange], gone: Iterable[KeyRange]) -> list[KeyRange]:
+    """What is left of ranges when others are cut out of them."""
+    left = list(ranges)
+    for hole in gone:
+        bounds = [
+            pair
+            for each in left
+            for pair in (
+                (each.start, min(each.end, hole.start)),
+                (max(each.start, hole.end), each.end),
+            )
+        ]
+        left = [KeyRange(start, end) for start, end in bounds if start < end]
+    return left
 
 
 def _bound(value: int) -> str:

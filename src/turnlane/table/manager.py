@@ -32,6 +32,7 @@ from turnlane.table.receiver import Receiver
 from turnlane.table.reign import Reign
 from turnlane.table.settling import Waiter
 from turnlane.table.store import Store
+from turnlane.table.vacuum import Vacuum
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Manager(Closing):
         self._chance = chance
         self._lead = Lead(store, store.definition.settings.lease, clock)
         self._presence = Presence(store)
+        self._vacuum = Vacuum(store.dialect, store.definition, clock)
         self._reign: Reign | None = None
         self._places: dict[Receiver, Place] = {}
         self._inbox = Inbox()
@@ -87,7 +89,7 @@ class Manager(Closing):
     def waiting(self) -> int:
         """How many events wait in memory."""
         reign = self._reign
-        return 0 if reign is None else len(reign.stock.window)
+        return 0 if reign is None else reign.stock.waiting
 
     @property
     def in_flight(self) -> int:
@@ -197,6 +199,7 @@ class Manager(Closing):
         self._take_acks(reign)
         self._inbox.read()
         reign.step(list(self._places.values()))
+        self._vacuum.run_once(self.counts.acked)
 
     def _take_lead(self) -> bool:
         if self._clock.monotonic() < self._lead.next_time() or not self._lead.take():
@@ -328,6 +331,7 @@ class Manager(Closing):
         self._inbox.empty()  # nobody waits for a manager that is closed
         for receiver in list(self._places):
             receiver.left(self)
+        self._vacuum.close()
         self.store.close()
 
     def _tell(self, message: Message) -> None:

@@ -9,12 +9,13 @@ what somebody edited by hand, and after a downtime everything, page by page.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from turnlane.table.backlogs import Backlogs
 from turnlane.table.gaps import Gaps
-from turnlane.table.keyspace import KeyRange
+from turnlane.table.keyspace import KeyRange, without
+from turnlane.table.ordering import Left
 from turnlane.table.settings import TableSettings
 from turnlane.table.sql.dialect import Row
 from turnlane.table.store import Position, Store
@@ -32,6 +33,8 @@ PAGE: Final = 2_000
 
 FIRST: Final = (-(2**63), -1)
 """The position before all rows."""
+
+LAST_ID: Final = 2**63 - 1
 
 FAST_POLL: Final = 0.005
 """Seconds between looks while events arrive."""
@@ -65,8 +68,11 @@ class Reader:
         settings: TableSettings,
         slow_poll: float,
         backlogs: Backlogs,
+        passed: Callable[[Position], Sequence[KeyRange]] = lambda _: (),
     ) -> None:
         self._store = store
+        self._passed = passed
+        """Where nothing has to be read that is due after a position."""
         self._backlogs = backlogs
         self._every = min(SWEEP_SECONDS, settings.window / 3)
         self._every_full = KEPT_SWEEP_SECONDS if settings.retention else FULL_SWEEP_SECONDS
@@ -113,7 +119,7 @@ class Reader:
         if now >= self._next_sweep and self._position is None:
             self._start_sweep(now, times.now)
         if self._position is not None:
-            return self._page(token, times.horizon, min(room, PAGE)) if room > 0 else []
+            return self._page(token, times, min(room, PAGE)) if room > 0 else []
         if room <= 0:
             # New rows are not read: the sweep will come to them.
             self._position = (times.now - RECENT, -1)
@@ -129,6 +135,15 @@ class Reader:
         self._backlogs.advance(span, _end(rows, limit))
         return rows
 
+    def read_lines(
+        self, token: int, lines: Collection[Left], limit: int, until: int
+    ) -> tuple[list[Row], Position | None]:
+        """Rows of keys that were left in the table; up to which position, if there may be more."""
+        ranges = [part for left in lines for part in self._backlogs.outside(left.where)]
+        after = min(left.after for left in lines)
+        rows = self._read_due(token, after, until, limit, ranges)
+        return rows, _end(rows, limit)
+
     def next_time(self, room: int) -> float:
         """When to read again; monotonic."""
         if self._position is not None or self._asked:
@@ -142,13 +157,25 @@ class Reader:
             self._next_full = now + self._every_full
         self._next_sweep = now + self._every
 
-    def _page(self, token: int, until: int, limit: int) -> list[Row]:
+    def _page(self, token: int, times: Times, limit: int) -> list[Row]:
         assert self._position is not None
         self._backlogs.lower(self._position)
-        ranges = self._backlogs.others
-        rows = self._store.read_due(token, self._position, until, limit, ranges) if ranges else []
+        ranges, after, rows = self._backlogs.others, self._position, list[Row]()
+        passed = self._passed(after) if after[0] < times.now else ()
+        if passed:
+            rows = self._read_due(token, after, times.now, limit, without(ranges, passed))
+            # What is not due yet is there for all keys.
+            after = _end(rows, limit) or (times.now, LAST_ID)
+        if len(rows) < limit:
+            rows += self._read_due(token, after, times.horizon, limit - len(rows), ranges)
+        # Only now: if one of the two fails, both are read again.
         self._position = _end(rows, limit)
         return rows
+
+    def _read_due(
+        self, token: int, after: Position, until: int, limit: int, ranges: Sequence[KeyRange]
+    ) -> list[Row]:
+        return self._store.read_due(token, after, until, limit, ranges) if ranges else []
 
     def _new_rows(self, token: int, now: float) -> list[Row]:
         if now < self._next_poll:

@@ -3,11 +3,49 @@
 from __future__ import annotations
 
 import uuid
+from typing import Final
 
 from turnlane.table.definition import Definition
 from turnlane.table.letters import columns_of
 from turnlane.table.sql.dialect import Dialect, Row
-from turnlane.table.sql.session import Session
+from turnlane.table.sql.session import Execute, Session
+
+PREFIX: Final = "turnlane_move_"
+"""Of the outboxes' names."""
+
+
+def clear_shards(dialect: Dialect, queue: str, execute: Execute) -> None:
+    """Remove all that is kept of the shards of a queue that is dropped.
+
+    Its maps too: one that is made anew under the same name has nothing to do with them.
+    """
+    execute(f"DROP TABLE IF EXISTS {dialect.identifier(PREFIX + queue)}")
+    for name, statement in _bookkeeping(dialect).items():
+        execute(statement)  # which nobody may have needed so far
+        execute(f"DELETE FROM {name} WHERE queue = {dialect.mark}", (queue,))
+
+
+def _bookkeeping(dialect: Dialect) -> dict[str, str]:
+    """Statements that make the tables which all queues share, by their names."""
+    mysql = dialect.name == "mysql"
+    text = "VARCHAR(64)" + (" CHARACTER SET utf8mb4 COLLATE utf8mb4_bin" if mysql else "")
+    columns = {
+        "turnlane_map": (
+            f"queue {text} NOT NULL, version BIGINT NOT NULL, map TEXT NOT NULL, "
+            "PRIMARY KEY (queue, version)"
+        ),
+        "turnlane_shard": (
+            f"queue {text} PRIMARY KEY, shard_id {text} NOT NULL, "
+            "batch BIGINT NOT NULL DEFAULT 0, plan TEXT"
+        ),
+        "turnlane_arrival": (
+            f"queue {text} NOT NULL, source {text} NOT NULL, batch BIGINT NOT NULL DEFAULT 0, "
+            "PRIMARY KEY (queue, source)"
+        ),
+    }
+    return {
+        name: f"CREATE TABLE IF NOT EXISTS {name} ({listed})" for name, listed in columns.items()
+    }
 
 
 class ShardTables:
@@ -39,23 +77,9 @@ class ShardTables:
         self._prepared = True
 
     def _tables(self) -> list[str]:
-        mysql = self.dialect.name == "mysql"
-        text = "VARCHAR(64)" + (" CHARACTER SET utf8mb4 COLLATE utf8mb4_bin" if mysql else "")
-        number = f"CAST(0 AS {'SIGNED' if mysql else 'BIGINT'})"
+        number = f"CAST(0 AS {'SIGNED' if self.dialect.name == 'mysql' else 'BIGINT'})"
         return [
-            (
-                f"CREATE TABLE IF NOT EXISTS turnlane_map (queue {text} NOT NULL, "
-                "version BIGINT NOT NULL, map TEXT NOT NULL, PRIMARY KEY (queue, version))"
-            ),
-            (
-                f"CREATE TABLE IF NOT EXISTS turnlane_shard (queue {text} PRIMARY KEY, "
-                f"shard_id {text} NOT NULL, batch BIGINT NOT NULL DEFAULT 0, plan TEXT)"
-            ),
-            (
-                f"CREATE TABLE IF NOT EXISTS turnlane_arrival (queue {text} NOT NULL, "
-                f"source {text} NOT NULL, batch BIGINT NOT NULL DEFAULT 0, "
-                "PRIMARY KEY (queue, source))"
-            ),
+            *_bookkeeping(self.dialect).values(),
             (
                 f"CREATE TABLE IF NOT EXISTS {{outbox}} AS SELECT {number} AS batch, "
                 f"{number} AS version, event_id, {{columns}} FROM {{table}} WHERE 1 = 0"
@@ -75,6 +99,6 @@ class ShardTables:
         return self.dialect.sql(
             template,
             table=self.dialect.identifier(self._name),
-            outbox=self.dialect.identifier(f"turnlane_move_{self._name}"),
+            outbox=self.dialect.identifier(PREFIX + self._name),
             columns=", ".join(map(self.dialect.identifier, columns_of(self.definition))),
         )

@@ -8,11 +8,12 @@ from turnlane.table.backlogs import NEVER, Backlogs
 from turnlane.table.definition import Definition
 from turnlane.table.event import TableEvent
 from turnlane.table.flights import Flights
-from turnlane.table.keyspace import KeyRange, keyspace_id
+from turnlane.table.keyspace import EVERYTHING, SHIFT, KeyRange, keyspace_id
 from turnlane.table.ordering import Order
 from turnlane.table.settings import Ordering
 from turnlane.table.settling import Settling
 from turnlane.table.sql.dialect import Row
+from turnlane.table.store import Position
 from turnlane.table.window import Window
 
 LOOK_AFTER = 1.0
@@ -28,11 +29,21 @@ class Stock:
         self.window = Window()
         self.flights = Flights(timeout, min(LOOK_AFTER, timeout / 3))
         self.settling = Settling()
-        self.order = _order(definition)
+        self.order = self._order(definition)
         self.reach = NEVER
         """The last fire time for which the window has room."""
         self.backlogs = Backlogs()
         self._shard_by = definition.shard_by
+
+    @property
+    def parked(self) -> int:
+        """How many events wait behind others of their keys."""
+        return 0 if self.order is None else len(self.order)
+
+    @property
+    def waiting(self) -> int:
+        """How many events wait in memory."""
+        return len(self.window) + self.parked
 
     def knows(self, event_id: int) -> bool:
         """Whether a row that was read is in memory already."""
@@ -69,12 +80,19 @@ class Stock:
         if self.order is not None:
             self.window.add(self.order.gone(ids), now)
 
+    def passed(self, position: Position) -> Sequence[KeyRange]:
+        """Where nothing has to be read that is due after a position: it would not be kept."""
+        return () if self.order is None else self.order.passed(position, self.knows)
+
     def leave(self, events: Iterable[TableEvent]) -> None:
         """Forget events that no receiver can take; they are read again when one can."""
         for event in events:
-            following = [] if self.order is None else self.order.leave(event)
+            following, left = ([], None) if self.order is None else self.order.leave(event)
             for each in (event, *following):
                 self.backlogs.leave(self.span(each), each.fire_at, each.id)
+            if left is not None:
+                for span in self.backlogs.overlapping(left.where):
+                    self.backlogs.leave(span, *left.first)
 
     def span(self, event: TableEvent) -> KeyRange:
         """The part of the key space in which an event's key lies."""
@@ -87,19 +105,25 @@ class Stock:
             return found
         return keyspace_id(event.fire_at if self._shard_by is None else event[self._shard_by])
 
+    def _order(self, definition: Definition) -> Order | None:
+        # Half of the window: the other half is for keys that nothing holds up.
+        most = definition.settings.window_events // 2
+        match definition.settings.ordering:
+            case Ordering.NONE:
+                return None
+            case Ordering.QUEUE:
+                return Order(lambda _: None, lambda _: EVERYTHING, most)
+            case Ordering.KEY:
+                column = definition.shard_by
+                assert column is not None, "the definition has been checked"
 
-def _order(definition: Definition) -> Order | None:
-    match definition.settings.ordering:
-        case Ordering.NONE:
-            return None
-        case Ordering.QUEUE:
-            return Order(lambda _: None)
-        case Ordering.KEY:
-            column = definition.shard_by
-            assert column is not None, "the definition has been checked"
+                def key(event: TableEvent) -> Hashable:
+                    found: Hashable = event[column]
+                    return found
 
-            def key(event: TableEvent) -> Hashable:
-                found: Hashable = event[column]
-                return found
+                return Order(key, self._point, most)
 
-            return Order(key)
+    def _point(self, event: TableEvent) -> KeyRange:
+        """The part of the key space that is the event's key, and no other that anybody has met."""
+        start = self.key(event) + SHIFT
+        return KeyRange(start, start + 1)

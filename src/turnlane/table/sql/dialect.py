@@ -141,6 +141,10 @@ class Dialect(abc.ABC):
         """Call ``poke`` from a thread when the table may have new rows, until it is closed."""
         return None
 
+    def vacuum(self, definition: Definition) -> Sequence[str]:  # noqa: ARG002
+        """Statements that give the room of deleted rows to new ones, if that needs any."""
+        return ()
+
     def hints(self, definition: Definition) -> tuple[str, str]:  # noqa: ARG002
         """What to write after the table to have it read by fire time, and by id."""
         return "", ""

@@ -220,6 +220,14 @@ class Postgres(Dialect):
             while rows := cursor.fetchmany(size):
                 yield rows
 
+    def vacuum(self, definition: Definition) -> Sequence[str]:
+        # Nobody is to wait for it: not who has the table locked, nor who reads its last pages,
+        # nor whoever needs the workers. Who may not do it is told so, and it is no error.
+        return (
+            "SET max_parallel_maintenance_workers = 0",
+            f"VACUUM (SKIP_LOCKED, TRUNCATE false) {self.identifier(definition.name)}",
+        )
+
     def watch(self, queue: str, poke: Callable[[], None]) -> Closing:
         def hear(connection: Connection, over: threading.Event) -> None:
             connection.execute(f"LISTEN {CHANNEL}")

@@ -1,0 +1,73 @@
+"""Room of rows that are gone: given to new ones, while the queue is busy."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.table.servers import PostgresServer
+from tests.table.site import Site, eventually, settle, take
+from turnlane.table import vacuum
+from turnlane.table.vacuum import ENOUGH, REST, Vacuum
+from turnlane.testing import ManualClock
+
+
+def test_a_busy_table_is_vacuumed_again_and_again(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vacuum, "ENOUGH", 100)
+    with Site(postgres.url, postgres) as site:
+        queue = site.queue(ack_timeout="10m")
+        done = f"SELECT vacuum_count FROM pg_stat_user_tables WHERE relname = '{queue.name}'"
+
+        def vacuumed(times: int) -> bool:
+            return bool(site.execute(done)[0][0] >= times)
+
+        with queue.receive() as receiver:
+            for times in (1, 2):
+                site.fill(queue, 150)
+                settle(receiver, take(receiver, 150))
+                eventually(functools.partial(vacuumed, times))
+
+
+def test_a_vacuum_comes_after_enough_events_and_a_rest(site: Site) -> None:
+    clock = ManualClock()
+    with Vacuum(site.dialect, site.queue().definition, clock) as cleaner:
+        assert not cleaner.run_once(ENOUGH - 1)
+        needed = site.kind == "postgres"  # the others give room back by themselves
+        assert cleaner.run_once(ENOUGH) is needed
+        cleaner.close()
+        assert not cleaner.run_once(2 * ENOUGH - 1)
+        assert cleaner.run_once(2 * ENOUGH) is needed
+
+
+class SlowClock(ManualClock):
+    """A second goes by with every look."""
+
+    def monotonic(self) -> float:
+        self.advance(1.0)
+        return super().monotonic()
+
+
+def test_a_long_vacuum_is_followed_by_a_longer_rest(postgres: PostgresServer) -> None:
+    clock = SlowClock()
+    with (
+        Site(postgres.url, postgres) as site,
+        Vacuum(site.dialect, site.queue().definition, clock) as cleaner,
+    ):
+        assert cleaner.run_once(ENOUGH)
+        cleaner.close()
+        assert not any(cleaner.run_once(2 * ENOUGH) for _ in range(REST - 1))
+        assert cleaner.run_once(2 * ENOUGH)
+
+
+def test_a_vacuum_that_fails_is_told_and_no_harm(
+    postgres: PostgresServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Site(postgres.url, postgres) as site:
+        queue = site.queue()
+        site.database.sql(f"DROP QUEUE {queue.name}")
+        with Vacuum(site.dialect, queue.definition, ManualClock()) as cleaner:
+            assert cleaner.run_once(ENOUGH)
+        assert "no vacuum" in caplog.text
