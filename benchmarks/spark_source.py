@@ -1,8 +1,8 @@
 """``format("turnlane")`` as a stream, beside Spark's own file streams over the same events.
 
-Each stream reads all there is in batches of equal size, keeps the half that a filter lets through,
-and gives it to Spark's sink that throws rows away. A batch's time is what Spark says of it; the
-first batch of a query, which starts everything, is left out.
+Each stream reads all there is, the same columns, in batches of equal size, keeps the half that a
+filter lets through, and gives it to Spark's sink that throws rows away. A batch's time is what
+Spark says of it; the first batch of a query, which starts everything, is left out.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def opened_queue(spark: SparkSession, node: Served, batch: int) -> DataFrame:
         "consume": "false",
         "maxOffsetsPerTrigger": str(batch),
     }
-    return spark.readStream.format("turnlane").options(**options).load()
+    columns = SCHEMA.replace("value string", "value binary")
+    return spark.readStream.format("turnlane").schema(columns).options(**options).load()
 
 
 def opened_files(spark: SparkSession, form: str, path: str) -> DataFrame:

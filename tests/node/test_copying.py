@@ -13,8 +13,9 @@ from tests.contract.harness import wait_until
 from tests.node.conftest import Serve, Served
 from tests.spark.nodes import numbers
 from turnlane.client.stage_writer import COPIED, StageWriter
-from turnlane.errors import NoSuchQueue, SchemaMismatch, StorageFailed
+from turnlane.errors import NoSuchQueue, RetryLater, SchemaMismatch, StorageFailed
 from turnlane.events import block_of
+from turnlane.node import copying
 from turnlane.testing import FaultyDisk
 
 
@@ -67,6 +68,20 @@ def test_a_queue_that_is_not_there_is_named(served: Served, source: str, target:
     with pytest.raises(NoSuchQueue, match="nowhere"):
         copied(copy, [0])
     copy.close()
+
+
+def test_what_cannot_be_read_is_not_passed_over(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit would settle it."""
+    served.node.queue("disk").producer().publish_block(block_of(numbers(0, 10)))
+    monkeypatch.setattr(copying, "read", lambda *_: iter(()))
+    with (
+        served.client().nodes[0].copy("disk", ["memory"]) as copy,
+        pytest.raises(RetryLater, match="an event at 3 that cannot be read"),
+    ):
+        copied(copy, [3])
+    assert not list(served.node.staging.directory.iterdir())
 
 
 def test_a_copy_that_is_given_up_leaves_nothing(served: Served) -> None:

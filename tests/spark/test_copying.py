@@ -16,12 +16,15 @@ from pyspark.sql.pandas.types import to_arrow_schema
 
 from tests.spark.nodes import Served, numbers, serving
 from turnlane.delivery.columns import ROUTES
+from turnlane.errors import RetryLater
 from turnlane.events import block_of
 from turnlane.node.commit import Commit
 from turnlane.queues.spans import GAP
+from turnlane.spark.columns import RowMaker, event_schema
 from turnlane.spark.copying import CopyTask
 from turnlane.spark.lane_options import LaneWriteOptions
-from turnlane.spark.share_reading import SHARES, share_rows, shares_in
+from turnlane.spark.nodes import Nodes
+from turnlane.spark.share_reading import SHARES, share_events, share_rows, shares_in
 from turnlane.spark.shares import Share
 from turnlane.spark.tasks import Staged
 
@@ -83,6 +86,22 @@ def test_what_is_gone_meanwhile_is_not_copied_and_the_rest_is(node: Served) -> N
     node.queue("main").settle(0, 50)
     copied(node, dict.fromkeys(range(100), 1))
     assert node.values("a") == numbers(50, 100)
+
+
+@pytest.mark.parametrize("names", [["value"], []])
+def test_a_share_is_read_whole_or_not_at_all(
+    node: Served, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its commit settles was read, or was settled before."""
+    node.publish("main", numbers(0, 100))
+    node.queue("main").settle(0, 50)
+    nodes = Nodes.of(LaneWriteOptions(endpoint=node.url))
+    share, maker = Share(0, ((20, 90),)), RowMaker(event_schema([*names, "offset"]), "main", 0)
+    (rows,) = share_events(nodes, "main", share, maker, 1000)
+    assert rows.column("offset").to_pylist() == list(range(50, 90))
+    monkeypatch.setattr(nodes, "read", lambda *_: iter(()))
+    with pytest.raises(RetryLater, match="an event at 50 that cannot be read"):
+        list(share_events(nodes, "main", share, maker, 1000))
 
 
 def test_nothing_to_copy_is_fine(node: Served) -> None:

@@ -65,9 +65,10 @@ def lines(path: Path) -> list[Any]:
         (["severity <= 3", "facility = 1 AND source = 's1'", "NOT (severity > 5)"], True),
         (["offset % 3 = 1", "queue = 'main' AND severity = 2"], False),
         (["rand() >= 0", "severity = 2"], False),
+        (["true"], True),
         (["length(value) = 5", "severity = 2"], False),
     ],
-    ids=["by look", "by place", "by chance", "by value"],
+    ids=["by look", "by place", "by chance", "all", "by value"],
 )
 def test_events_go_where_filters_say_if_spark_sees_only_what_these_read(
     make: Make, spark: SparkSession, tmp_path: Path, filters: list[str], may_group: bool
@@ -77,7 +78,8 @@ def test_events_go_where_filters_say_if_spark_sees_only_what_these_read(
         f"output: {{type: file, path: HERE/{at}, format: raw}}}}\n"
         for at, each in enumerate(filters)
     )
-    pipeline, node = make(f"parse: syslog\nactions:\n{actions}")
+    parse = "none" if filters == ["true"] else "syslog"
+    pipeline, node = make(f"parse: {parse}\nactions:\n{actions}")
     values = [b"<%d>%d" % (at % 24, at) for at in range(300)]
     sources = [f"s{at % 2}" for at in range(300)]
     node.publish("main", values, sources=sources)

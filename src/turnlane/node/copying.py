@@ -13,12 +13,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from turnlane.closing import Closing
-from turnlane.errors import SchemaMismatch
+from turnlane.errors import RetryLater, SchemaMismatch
 from turnlane.events import Block, gathered
 from turnlane.node.by_offset import READ_EVENTS, read
 from turnlane.node.staging import Stage
 from turnlane.queues.holding import HoldingQueue
-from turnlane.queues.spans import GAP
+from turnlane.queues.spans import GAP, spans_of
 
 Numbers = npt.NDArray[np.int64]
 OpenStage = Callable[[str, pa.Schema], Stage]
@@ -41,7 +41,7 @@ class Copying(Closing):
     def add(self, places: Block) -> None:
         """Stage events: by ``offset``, in order, and a bit of ``routes`` for each queue.
 
-        Raises ``SchemaMismatch``, and what :meth:`Stage.add` does.
+        Raises ``SchemaMismatch``, ``RetryLater``, and what :meth:`Stage.add` does.
         """
         offsets, routes = _numbers(places, "offset"), _numbers(places, "routes")
         if (np.diff(offsets) <= 0).any() or (offsets < 0).any():
@@ -59,13 +59,19 @@ class Copying(Closing):
 
     def _copy(self, offsets: Numbers, routes: Numbers) -> None:
         blocks = read(self._source, int(offsets[0]), int(offsets[-1]) + 1)
+        missing = np.ones(len(offsets), dtype=np.bool_)
         for first, block in gathered(blocks, READ_EVENTS):
             mine = slice(*np.searchsorted(offsets, (first, first + block.num_rows)))
+            missing[mine] = False
             places, bits = offsets[mine] - first, routes[mine]
             for number, queue in enumerate(self._into):
                 chosen = places[(bits >> number & 1).astype(np.bool_)]
                 if len(chosen):
                     self._put(queue, _only(block, chosen))
+        left = self._source.unsettled_of(spans_of(offsets[missing]))
+        if left:  # whoever commits this settles them
+            name = self._source.name
+            raise RetryLater(f"queue {name!r} has an event at {left[0][0]} that cannot be read")
 
     def _put(self, queue: str, block: Block) -> None:
         key = queue, block.schema

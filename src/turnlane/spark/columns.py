@@ -56,8 +56,9 @@ class RowMaker:
 
     @property
     def stored(self) -> frozenset[str]:
-        """Those of the promised columns that a queue has."""
-        return frozenset(self._schema.names) - {"offset", "partition", "queue"}
+        """Those of the promised columns that a queue has; one at least, to know how many rows."""
+        named = frozenset(self._schema.names) - {"offset", "partition", "queue"}
+        return named or frozenset({"severity"})
 
     def rows(self, block: Block, first: int) -> Block:
         """The block with exactly the promised columns; one that it lacks is null."""

@@ -15,7 +15,10 @@ import pyarrow as pa
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from turnlane.client.keys import nodes_of
+from turnlane.client.remote import RemoteNode
+from turnlane.errors import RetryLater
 from turnlane.events import Block, gathered
+from turnlane.queues.ranges import Ranges
 from turnlane.queues.spans import hulls, inside
 from turnlane.spark.columns import RowMaker
 from turnlane.spark.nodes import Nodes
@@ -38,16 +41,30 @@ SHARES: Final = StructType(
 def share_events(
     nodes: Nodes, queue: str, share: Share, maker: RowMaker, rows_per_batch: int
 ) -> Iterator[Block]:
-    """The events of a share, as ``maker`` makes rows of them."""
+    """The events of a share, as ``maker`` makes rows of them.
+
+    The commit that follows settles all of them, so that all have to be there, but for those that
+    were settled meanwhile. Raises ``RetryLater``.
+    """
     columns = maker.stored | {"key"} if share.parts > 1 else maker.stored
+    missing = Ranges(share.spans)
     for hull in hulls(share.spans):
         blocks = nodes.read(share.node, queue, *hull, columns)
         for first, block in gathered(blocks, rows_per_batch):
+            missing.remove(first, first + block.num_rows)
             chosen = inside(share.spans, first, block.num_rows)
             if share.parts > 1:
                 chosen &= _of_part(block, first, share)
             rows = maker.rows(block, first)
             yield rows if chosen.all() else rows.filter(pa.array(chosen))
+    _check_settled(nodes[share.node], queue, missing)
+
+
+def _check_settled(node: RemoteNode, queue: str, missing: Ranges) -> None:
+    for first, end in missing:
+        left = node.unsettled(queue, 1, first=first).spans
+        if left and left[0][0] < end:
+            raise RetryLater(f"queue {queue!r} has an event at {left[0][0]} that cannot be read")
 
 
 def _of_part(block: Block, first: int, share: Share) -> Any:  # noqa: ANN401 - a mask
