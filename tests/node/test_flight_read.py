@@ -67,6 +67,15 @@ def test_only_the_columns_that_are_asked_for_are_sent_in_few_blocks(served: Serv
     assert block.column("severity").null_count == 3
 
 
+@pytest.mark.parametrize("columns", [[], ["unheard of"]])
+def test_events_are_told_of_though_none_of_their_columns_is(
+    served: Served, columns: list[str]
+) -> None:
+    _publish(served, block_of(_numbers(0, 100)))
+    ((first, block),) = served.client().node.read("disk", 10, 20, columns)
+    assert (first, block.num_rows, block.schema.names) == (10, 10, ["severity"])
+
+
 def test_nothing_to_read_is_a_stream_without_blocks(served: Served) -> None:
     reader = served.flight().do_get(_ticket(read="disk", first=7, end=7))
     assert reader.schema == BASE_SCHEMA

@@ -56,9 +56,8 @@ class RowMaker:
 
     @property
     def stored(self) -> frozenset[str]:
-        """Those of the promised columns that a queue has; one at least, to know how many rows."""
-        named = frozenset(self._schema.names) - {"offset", "partition", "queue"}
-        return named or frozenset({"severity"})
+        """Those of the promised columns that a queue may have."""
+        return frozenset(self._schema.names) - {"offset", "partition", "queue"}
 
     def rows(self, block: Block, first: int) -> Block:
         """The block with exactly the promised columns; one that it lacks is null."""
