@@ -163,10 +163,10 @@ _NOTE = (
     "cache emptied of the files (`POSIX_FADV_DONTNEED`) before each turn, the queue's and the bare "
     "reader's. With all of it in the page cache, the bare reader merely copies memory to memory, "
     "again and again to the same 1 MiB, and never looks at what it copied. A queue that copies as "
-    "fast and only checks the checksum as well, which takes 50 to 150 µs/MB here, would come to "
-    "0.6 of that; reading the page cache in place (`mmap`) would save the copy, but then a bad "
-    "sector or a truncated file ends the process instead of raising an error. That ratio is given "
-    "as `disk_read_warm_ratio`, without a target."
+    "fast and only checks the checksum as well, which takes 50 to 200 µs/MB here, would come to "
+    "between a half and four fifths of that; reading the page cache in place (`mmap`) would save "
+    "the copy, but then a bad sector or a truncated file ends the process instead of raising an "
+    "error. That ratio is given as `disk_read_warm_ratio`, without a target."
 )
 
 

@@ -24,6 +24,7 @@ import pytest
 import turnlane
 from tests.conftest import IN_CI
 from tests.contract.harness import wait_until
+from tests.ports import free_port
 from turnlane.events import values_of
 
 KILLS = 8 if IN_CI else 3
@@ -138,25 +139,13 @@ class FileClient(Client):
         self.told = self.sent
 
 
-def free_port(taken: set[int]) -> int:
-    import socket
-
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as found:
-            port: int = found.getsockname()[1]
-        if port not in taken:
-            taken.add(port)
-            return port
-
-
 class Nodes:
     """One life after the other, at the same addresses."""
 
     def __init__(self, directory: Path) -> None:
-        taken: set[int] = set()
         self.directory = directory
         self.log = directory / "app.log"
-        flight, http, otlp = (f"127.0.0.1:{free_port(taken)}" for _ in range(3))
+        flight, http, otlp = (f"127.0.0.1:{free_port()}" for _ in range(3))
         self.flight, self.http, self.otlp = (
             f"turnlane://{flight}",
             f"http://{http}",

@@ -7,13 +7,13 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from tests.conftest import skip_or_fail
+from tests.ports import free_port
 
 README = Path(__file__).parents[2] / "README.md"
 PATIENCE = 30.0
@@ -32,11 +32,7 @@ def block(language: str) -> str:
 
 
 def free_ports() -> dict[str, str]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in PORTS]
-    free = {old: str(each.getsockname()[1]) for old, each in zip(PORTS, sockets, strict=True)}
-    for each in sockets:
-        each.close()
-    return free
+    return {old: str(free_port()) for old in PORTS}
 
 
 def test_the_node_of_the_readme(tmp_path: Path) -> None:

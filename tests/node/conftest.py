@@ -16,6 +16,7 @@ from pyarrow import flight
 
 from tests.node.http_harness import Served as HttpServed
 from tests.node.http_harness import served as served_over_http
+from tests.ports import free_port
 from turnlane.client import Client, connect
 from turnlane.events import Block, block_of, values_of
 from turnlane.node.flight import FlightPlane
@@ -180,10 +181,7 @@ def values(node: Node, queue: str) -> list[bytes]:
 @pytest.fixture
 def unused_port() -> int:
     """A port at which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_port()
 
 
 @pytest.fixture

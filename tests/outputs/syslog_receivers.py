@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,15 +10,9 @@ from pathlib import Path
 
 from tests.contract.harness import wait_until
 from tests.inputs.syslog_harness import Certificates, program
+from tests.ports import free_port
 
 _FIELDS = ("pri", "hostname", "app-name", "procid", "msgid", "msg")
-
-
-def free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 class Received:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from tests.contract.harness import wait_until
 from tests.inputs.syslog_harness import Certificates, events_in
 from tests.outputs.blocks import handed, numbered
-from tests.outputs.syslog_receivers import free_port
+from tests.ports import free_port
 from tests.spark.nodes import Served, serving
 from turnlane.errors import PayloadTooLarge, RetryLater, TransportDown
 from turnlane.events import Block

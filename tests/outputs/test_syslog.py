@@ -18,7 +18,8 @@ from pydantic import ValidationError
 from tests.contract.harness import wait_until
 from tests.inputs.syslog_harness import Certificates, listening, port, values_in
 from tests.outputs.blocks import handed, numbered
-from tests.outputs.syslog_receivers import free_port, rsyslogd_receiving
+from tests.outputs.syslog_receivers import rsyslogd_receiving
+from tests.ports import free_port
 from turnlane.errors import Never, PartlyDelivered, RetryLater
 from turnlane.formats.syslog_writing import newline_ended, octet_counted
 from turnlane.formats.texts import large, strung

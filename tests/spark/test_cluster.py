@@ -14,9 +14,9 @@ from pathlib import Path
 import pyspark
 import pytest
 
-from tests.acceptance.test_node_kill import free_port
 from tests.conftest import skip_or_fail
 from tests.contract.harness import wait_until
+from tests.ports import free_port
 from tests.spark.nodes import Served, numbers, serving
 from tests.spark.program import PATIENCE, Program, children_of
 
@@ -70,14 +70,13 @@ class Cluster:
     def __init__(self, place: Path, running: ExitStack) -> None:
         self._place = place
         self._running = running
-        taken: set[int] = set()
-        port = free_port(taken)
+        port = free_port()
         self.master = f"spark://127.0.0.1:{port}"
-        self._start("master.Master", "--port", str(port), "--webui-port", str(free_port(taken)))
+        self._start("master.Master", "--port", str(port), "--webui-port", str(free_port()))
         self._workers = [
             self._start(
                 *("worker.Worker", "--cores", "1", "--memory", "1g", self.master),
-                *("--webui-port", str(free_port(taken)), "--work-dir", str(place / f"work-{at}")),
+                *("--webui-port", str(free_port()), "--work-dir", str(place / f"work-{at}")),
             )
             for at in range(2)
         ]

@@ -21,9 +21,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import turnlane
-from tests.acceptance.test_node_kill import free_port
 from tests.conftest import skip_or_fail
 from tests.contract.harness import wait_until
+from tests.ports import free_port
 from tests.spark.program import PATIENCE, Program
 from turnlane.client import Client
 from turnlane.errors import TransportDown
@@ -120,7 +120,7 @@ class Victim:
     """``turnlane run``, one life after the other at the same address."""
 
     def __init__(self, place: Path) -> None:
-        port = free_port(set())
+        port = free_port()
         self.place = place
         self.url = f"turnlane://127.0.0.1:{port}"
         (place / "c.yaml").write_text(CONFIG.replace("PORT", str(port)))

@@ -18,6 +18,7 @@ import pytest
 from pyarrow import flight
 
 import turnlane
+from tests.ports import free_port
 from tests.table.shard_site import ShardSite, sqlite_site, sqlite_url
 from tests.table.site import PATIENCE, eventually
 from turnlane import table
@@ -177,15 +178,6 @@ def test_a_receiver_outlives_its_node(serving: Serving) -> None:
         assert payloads(again) == expected
         receiver.ack(again)
         assert receiver.flush(PATIENCE)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_two_nodes_one_receiver(serving: Serving, tmp_path: Path) -> None:
