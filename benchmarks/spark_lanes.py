@@ -82,7 +82,7 @@ def _rate(
     every: list[dict[str, Any]],
 ) -> float:
     """After a batch that does not count."""
-    events = effort.events(1_000_000, 3_000_000)
+    events = effort.events(500_000, 3_000_000)
     with piped(spark, place, {"main": {}, "parse": "syslog", "actions": every}) as running:
         drain(running, paths, events // 3)
         return drain(running, paths, events)
