@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from types import TracebackType
-from typing import Self
 
 from benchmarks.effort import Effort
 from benchmarks.measure import Series, alternate
 from benchmarks.outcome import Cell, Outcome, Table, figure
 from benchmarks.table_contestant import Done, Turnlane
 from benchmarks.table_producer import Job, Producer
+from turnlane.closing import Closing
 
 PARTS = 10
 """Of the time, one beside the other."""
@@ -32,7 +31,7 @@ class Fresh(Turnlane):
     name = "fresh"
 
 
-class Churn:
+class Churn(Closing):
     """A queue whose manager and receivers stay, while another process enqueues now and then."""
 
     def __init__(self, kind: type[Turnlane], url: str, producer: Producer) -> None:
@@ -44,17 +43,10 @@ class Churn:
         self._contestant.reset()
         self._done = Done(ENDLESS, self._tell)
         self._consumer = threading.Thread(target=self._contestant.consume, args=(4, self._done))
-
-    def __enter__(self) -> Self:
         self._consumer.start()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Have the receivers end."""
         self._done.stop()
         self._consumer.join()
         self._contestant.close()

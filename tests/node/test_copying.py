@@ -12,10 +12,11 @@ from pyarrow import flight
 from tests.contract.harness import wait_until
 from tests.node.conftest import Serve, Served
 from tests.spark.nodes import numbers
-from turnlane.client.stage_writer import COPIED, StageWriter
+from turnlane.client.stage_writer import StageWriter
 from turnlane.errors import NoSuchQueue, RetryLater, SchemaMismatch, StorageFailed
 from turnlane.events import block_of
 from turnlane.node import copying
+from turnlane.queues.spans import COPIED
 from turnlane.testing import FaultyDisk
 
 
@@ -99,6 +100,19 @@ def test_a_full_disk_is_told_and_leaves_nothing(serve: Serve) -> None:
         disk.fail("write", error=errno.ENOSPC, match=".stage")
         with pytest.raises(StorageFailed, match="space"):
             copied(copy, [1])
+    assert not list(served.node.staging.directory.iterdir())
+
+
+def test_of_several_stages_none_stays_if_one_cannot_be_finished(serve: Serve) -> None:
+    disk = FaultyDisk()
+    served = serve(disk=disk)
+    served.node.queue("disk").producer().publish_block(block_of(numbers(0, 10)))
+    with served.client().nodes[0].copy("disk", ["memory", "slow"]) as copy:
+        copy.write(places([1], [3]))
+        disk.fail("sync", 2, match=".stage")
+        with pytest.raises(StorageFailed):
+            copy.finish_all()
+    assert len(served.node.staging) == 0
     assert not list(served.node.staging.directory.iterdir())
 
 

@@ -97,11 +97,11 @@ def test_a_share_is_read_whole_or_not_at_all(
     node.queue("main").settle(0, 50)
     nodes = Nodes.of(LaneWriteOptions(endpoint=node.url))
     share, maker = Share(0, ((20, 90),)), RowMaker(event_schema([*names, "offset"]), "main", 0)
-    (rows,) = share_events(nodes, "main", share, maker, 1000)
+    (rows,) = share_events(nodes, "main", share, maker)
     assert rows.column("offset").to_pylist() == list(range(50, 90))
     monkeypatch.setattr(nodes, "read", lambda *_: iter(()))
     with pytest.raises(RetryLater, match="an event at 50 that cannot be read"):
-        list(share_events(nodes, "main", share, maker, 1000))
+        list(share_events(nodes, "main", share, maker))
 
 
 def test_nothing_to_copy_is_fine(node: Served) -> None:

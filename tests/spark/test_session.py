@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pyspark.sql import SparkSession
 
+from turnlane.spark.session import set_to
+
 
 def test_workers_import_pyspark_from_where_it_is_installed(spark: SparkSession) -> None:
     """From the zip that Spark has of it, each of them would need nearly a second for that."""
@@ -15,3 +17,12 @@ def test_workers_import_pyspark_from_where_it_is_installed(spark: SparkSession) 
 
     (found,) = spark.sparkContext.parallelize([1], 1).map(place).collect()
     assert ".zip" not in found
+
+
+def test_settings_are_for_what_is_begun_meanwhile(spark: SparkSession) -> None:
+    unset, known = "spark.sql.test.unset", "spark.sql.shuffle.partitions"
+    before = spark.conf.get(known)
+    with set_to(spark, {unset: "a", known: "7"}):
+        assert (spark.conf.get(unset), spark.conf.get(known)) == ("a", "7")
+    assert spark.conf.get(unset, None) is None
+    assert spark.conf.get(known) == before

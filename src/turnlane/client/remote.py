@@ -13,10 +13,11 @@ import pyarrow as pa
 from pyarrow import flight
 
 from turnlane.client.failures import understood
-from turnlane.client.stage_writer import COPIED, StageWriter
+from turnlane.client.stage_writer import StageWriter
 from turnlane.closing import Closing
 from turnlane.errors import ConfigError
 from turnlane.events import Block
+from turnlane.queues.spans import COPIED
 
 ANSWER_SECONDS: Final = 30.0
 """How long a node may take over an answer, beside what it was asked to wait."""

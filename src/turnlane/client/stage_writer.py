@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -15,10 +15,6 @@ from turnlane.events import Block
 
 if TYPE_CHECKING:
     from turnlane.client.remote import RemoteNode
-
-
-COPIED: Final = pa.schema([("offset", pa.int64()), ("routes", pa.int64())])
-"""Where events are, and in bits into which queues they go."""
 
 
 class StageWriter(Closing):

@@ -22,6 +22,7 @@ from turnlane.queues.spans import GAP, spans_of
 
 Numbers = npt.NDArray[np.int64]
 OpenStage = Callable[[str, pa.Schema], Stage]
+Abort = Callable[[Sequence[str]], None]
 
 
 class Copying(Closing):
@@ -30,10 +31,13 @@ class Copying(Closing):
     An event that is settled meanwhile, dropped by its queue or by a person, is not copied.
     """
 
-    def __init__(self, source: HoldingQueue, into: Sequence[str], stage: OpenStage) -> None:
+    def __init__(
+        self, source: HoldingQueue, into: Sequence[str], stage: OpenStage, abort: Abort
+    ) -> None:
         self._source = source
         self._into = into
         self._stage = stage
+        self._abort = abort
         self._stages: dict[tuple[str, pa.Schema], Stage] = {}
         self._opened = ExitStack()
         self.events = 0
@@ -50,8 +54,15 @@ class Copying(Closing):
             self._copy(offsets[piece], routes[piece])
 
     def finish(self) -> list[str]:
-        """Make it last; returns the ids to commit it by."""
-        return [stage.finish() for stage in self._stages.values()]
+        """Make it last, all of it or nothing; returns the ids to commit it by."""
+        finished: list[str] = []
+        try:
+            for stage in self._stages.values():
+                finished.append(stage.finish())  # noqa: PERF401 - those before one that fails
+        except OSError:
+            self._abort(finished)  # nobody will hear of them
+            raise
+        return finished
 
     def close(self) -> None:
         """Let go of all files."""

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -175,34 +175,34 @@ class FlightPlane:
 
     def stage(self, command: StageBlocks, schema: pa.Schema, peer: Peer) -> None:
         """Write a client's blocks to a stage, and say which once they are on disk."""
-        events = 0
-        try:
-            with self.node.stage(command.stage, schema, command.spare) as stage:
-                for block, _ in peer.chunks:
-                    if block is not None and block.num_rows:
-                        stage.add(block)
-                        events += block.num_rows
-                if peer.is_gone():  # this may not have been all
-                    return
-                answer = {"stage": stage.finish(), "events": events}
-        except OSError as error:
-            raise StorageFailed(f"cannot stage: {error.strerror or error}") from error
-        peer.tell(json.dumps(answer).encode())
+        with _storing(), self.node.stage(command.stage, schema, command.spare) as stage:
+            if _has_given_all(peer, stage.add):
+                answer = {"stage": stage.finish(), "events": stage.events}
+                peer.tell(json.dumps(answer).encode())
 
     def copy(self, command: Copy, peer: Peer) -> None:
         """Stage events of one queue for others, and say which stages once they are on disk."""
-        source = self.node.queue(command.copy_)
-        try:
-            with Copying(source, command.into, self.node.stage) as copying:
-                for block, _ in peer.chunks:
-                    if block is not None:
-                        copying.add(block)
-                if peer.is_gone():  # this may not have been all
-                    return
+        node, source = self.node, self.node.queue(command.copy_)
+        with _storing(), Copying(source, command.into, node.stage, node.commits.abort) as copying:
+            if _has_given_all(peer, copying.add):
                 answer = {"stages": copying.finish(), "events": copying.events}
-        except OSError as error:
-            raise StorageFailed(f"cannot stage: {error.strerror or error}") from error
-        peer.tell(json.dumps(answer).encode())
+                peer.tell(json.dumps(answer).encode())
+
+
+@contextlib.contextmanager
+def _storing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageFailed(f"cannot stage: {error.strerror or error}") from error
+
+
+def _has_given_all(peer: Peer, take: Callable[[Block], None]) -> bool:
+    """Take a client's blocks; false if it is gone, for then this may not have been all."""
+    for block, _ in peer.chunks:
+        if block is not None and block.num_rows:
+            take(block)
+    return not peer.is_gone()
 
 
 class _Bearer(flight.ServerMiddleware):

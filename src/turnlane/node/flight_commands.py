@@ -15,13 +15,12 @@ from turnlane.errors import ConfigError
 from turnlane.node.producer_ids import checked
 from turnlane.problems import config_error
 from turnlane.queues.contract import AckLevel
+from turnlane.queues.spans import MOST_COPIES
 
 MAX_COMMAND = 1 << 20
 """Bytes: a commit may name many stages, but not endlessly many."""
 MAX_WAIT = 300.0
 """Seconds that a call may wait at most: longer waits are asked for again."""
-MAX_COPIES = 62
-"""Queues that events are copied into at a time: so many bits has a number."""
 MAX_LEASE = 86_400.0
 """Seconds."""
 MAX_DELAY = 36_500 * 86_400.0
@@ -63,7 +62,7 @@ class Copy(Command):
     """Events of a queue to the node's disk, for other queues: by offsets, and a bit for each."""
 
     copy_: Text = Field(alias="copy")
-    into: Annotated[list[Text], Field(min_length=1, max_length=MAX_COPIES)]
+    into: Annotated[list[Text], Field(min_length=1, max_length=MOST_COPIES)]
 
 
 class Numbered(Command):

@@ -47,7 +47,7 @@ class Stage(Closing):
         self._schema = schema
         self._vet = vet
         self._spare = spare
-        self._events = 0
+        self.events = 0
         self._bytes = 0
         self._staging = staging
         self._finished = False
@@ -67,14 +67,14 @@ class Stage(Closing):
         """
         block = self._vet(block)
         self._write(block.serialize())
-        self._events += block.num_rows
+        self.events += block.num_rows
         self._bytes += block.nbytes
 
     def finish(self) -> str:
         """Make it last; returns the id to commit it by."""
         self._disk.sync(self._fd)
         self._disk.sync_directory(self._staging.directory)
-        contents = Contents(self._queue, self._schema, self._events, self._bytes, self._spare)
+        contents = Contents(self._queue, self._schema, self.events, self._bytes, self._spare)
         self._staging.finished(self.id, contents)
         self._finished = True
         return self.id

@@ -7,9 +7,15 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 GAP: Final = 4096
 """Spans no farther apart are read in one go: a few events too many cost less than a call."""
+
+COPIED: Final = pa.schema([("offset", pa.int64()), ("routes", pa.int64())])
+"""Where events are, and in bits into which queues they are to be copied."""
+MOST_COPIES: Final = 62
+"""So many queues have a bit, in Arrow and in Spark."""
 
 Span = tuple[int, int]
 """Offsets ``first`` to ``end - 1``."""

@@ -8,8 +8,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from turnlane.client.stage_writer import COPIED, StageWriter
+from turnlane.client.stage_writer import StageWriter
 from turnlane.delivery.columns import PLACES, ROUTES
+from turnlane.queues.spans import COPIED
 from turnlane.spark.grouping import ungrouped
 from turnlane.spark.lane_options import LaneWriteOptions
 from turnlane.spark.nodes import Nodes, by_partition

@@ -22,7 +22,7 @@ from turnlane.spark.nodes import Nodes, by_partition
 from turnlane.spark.passage import Buried, Mask, Passed, passed
 from turnlane.spark.routing import QUEUE
 from turnlane.spark.row_numbers import RowNumbers
-from turnlane.spark.share_reading import ROWS_AT_ONCE, share_events, shares_in
+from turnlane.spark.share_reading import share_events, shares_in
 from turnlane.spark.steps import Step
 from turnlane.spark.tasks import Places, Staged, Task, filled, join
 
@@ -79,7 +79,7 @@ class LaneTask(Task):
         schema = event_schema(["value", *self._options.reads])
         for share in chain.from_iterable(map(shares_in, batches)):
             maker = RowMaker(schema, queue, share.node)
-            for rows in share_events(nodes, queue, share, maker, ROWS_AT_ONCE):
+            for rows in share_events(nodes, queue, share, maker):
                 yield rows.append_column(PAYLOAD, rows.column("value"))
 
     def _deliver_all(self, batches: Iterator[Block]) -> None:

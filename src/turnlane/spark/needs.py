@@ -18,10 +18,9 @@ from turnlane.delivery.settings import Ordering
 from turnlane.events import BASE_SCHEMA
 from turnlane.outputs.contract import OutputSettings
 from turnlane.pipeline.settings import ActionSettings, PipelineSettings
+from turnlane.queues.spans import MOST_COPIES
 
 PLACE: Final = frozenset({"partition", "offset"})
-MOST_ROUTES: Final = 62
-"""So many queues have a bit in a number of Spark's."""
 
 
 def wanted_by_main(settings: PipelineSettings) -> frozenset[str] | None:
@@ -56,7 +55,7 @@ def goes_by_place(settings: PipelineSettings) -> bool:
     """
     return (
         wanted_by_main(settings) is not None
-        and len(settings.queued) <= MOST_ROUTES
+        and len(settings.queued) <= MOST_COPIES
         and all(action.queue and action.queue.discard_mark is None for action in settings.queued)
     )
 

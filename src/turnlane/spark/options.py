@@ -28,6 +28,8 @@ from turnlane.quantities import Duration, Size
 
 EARLIEST: Final = "earliest"
 LATEST: Final = "latest"
+ROWS_PER_BATCH: Final = 65_536
+"""By default, of a block that is read."""
 FROM_EARLIEST: Final = -2
 FROM_LATEST: Final = -1
 """The same for one node, as the Kafka source has it."""
@@ -188,7 +190,7 @@ class ReadOptions(SourceOptions):
         default=100_000, ge=1, description="One more partition for every so many events."
     )
     rows_per_batch: int = Field(
-        default=65_536, ge=1, description="Rows of an Arrow batch given to Spark."
+        default=ROWS_PER_BATCH, ge=1, description="Rows of an Arrow batch given to Spark."
     )
     fail_on_data_loss: bool = Field(
         default=True,

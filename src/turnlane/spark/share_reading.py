@@ -22,10 +22,9 @@ from turnlane.queues.ranges import Ranges
 from turnlane.queues.spans import hulls, inside
 from turnlane.spark.columns import RowMaker
 from turnlane.spark.nodes import Nodes
+from turnlane.spark.options import ROWS_PER_BATCH
 from turnlane.spark.shares import Share
 
-ROWS_AT_ONCE: Final = 65_536
-"""The most rows in a block that a sending task reads."""
 SHARES: Final = StructType(
     [
         StructField("partition", IntegerType()),
@@ -39,7 +38,7 @@ SHARES: Final = StructType(
 
 
 def share_events(
-    nodes: Nodes, queue: str, share: Share, maker: RowMaker, rows_per_batch: int
+    nodes: Nodes, queue: str, share: Share, maker: RowMaker, rows_per_batch: int = ROWS_PER_BATCH
 ) -> Iterator[Block]:
     """The events of a share, as ``maker`` makes rows of them.
 
@@ -61,10 +60,14 @@ def share_events(
 
 
 def _check_settled(node: RemoteNode, queue: str, missing: Ranges) -> None:
-    for first, end in missing:
-        left = node.unsettled(queue, 1, first=first).spans
-        if left and left[0][0] < end:
-            raise RetryLater(f"queue {queue!r} has an event at {left[0][0]} that cannot be read")
+    spans = list(missing)
+    if not spans:
+        return
+    first, end = spans[0][0], spans[-1][1]
+    unsettled = Ranges(node.unsettled(queue, end - first, first=first).spans)
+    left = [part for span in spans for part in unsettled.within(*span)]
+    if left:
+        raise RetryLater(f"queue {queue!r} has an event at {left[0][0]} that cannot be read")
 
 
 def _of_part(block: Block, first: int, share: Share) -> Any:  # noqa: ANN401 - a mask

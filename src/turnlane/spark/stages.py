@@ -40,16 +40,7 @@ class Stages:
         if not rows.num_rows:
             return
         for node, piece in self._by_node(rows):
-            self.put(node, queue, as_block(piece))
-
-    def put(self, node: int, queue: str, block: Block, spare: int = 0) -> None:
-        """Stage a block for a queue of a node."""
-        key = node, queue, block.schema
-        stage = self._stages.get(key)
-        if stage is None:
-            stage = self._nodes[node].stage(queue, block.schema, spare)
-            self._stages[key] = self._opened.enter_context(stage)
-        stage.write(block)
+            self._put(node, queue, as_block(piece))
 
     def bury(self, buried: Buried, rows: Block) -> None:
         """Stage rows of one action for its dead letters; ``rows`` is the block they are of."""
@@ -65,7 +56,7 @@ class Stages:
             for each in letters:
                 block = dead_letter_block([each], step.action, time.time_ns(), step.version)
                 spare = step.delivery.dead_letters.memory_events
-                self.put(node, step.dead_letters, block, spare)
+                self._put(node, step.dead_letters, block, spare)
 
     def finish(self) -> dict[int, list[str]]:
         """Wait until all is on the nodes' disks; returns what is to be committed, by node."""
@@ -91,6 +82,14 @@ class Stages:
         if self._of_lane and "partition" in rows.schema.names:
             return by_partition(rows)
         return by_content(rows, self._nodes.count)
+
+    def _put(self, node: int, queue: str, block: Block, spare: int = 0) -> None:
+        key = node, queue, block.schema
+        stage = self._stages.get(key)
+        if stage is None:
+            stage = self._nodes[node].stage(queue, block.schema, spare)
+            self._stages[key] = self._opened.enter_context(stage)
+        stage.write(block)
 
     def _originals(self, node: int, queue: str, rows: Block) -> list[Block]:
         """Events as they are in the queue: a transform may have made others of them."""
