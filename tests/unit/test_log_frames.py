@@ -45,6 +45,11 @@ def frame(*, snappy: bool = False, stamps: list[Stamp] | None = None) -> bytes:
     return joined(pieces)
 
 
+def test_the_checksum_is_the_one_that_the_format_names() -> None:
+    """CRC-32C of the usual nine digits, in pieces too."""
+    assert checksum([b"123456789"]) == checksum([b"1234", pa.py_buffer(b"56789")]) == 0xE3069283
+
+
 @pytest.mark.parametrize("snappy", [False, True])
 @pytest.mark.parametrize("stamps", [[], STAMPS])
 def test_a_frame_comes_back_as_it_was(snappy: bool, stamps: list[Stamp]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 
@@ -16,6 +17,22 @@ def test_the_caller_goes_on_meanwhile() -> None:
     hand.begin(lambda: (met.wait(), None)[1])
     met.wait()
     hand.finish()
+    hand.stop()
+
+
+def test_it_keeps_nothing_of_what_it_has_done() -> None:
+    """What was written is large, and its memory is wanted for what is written next."""
+
+    class Large:
+        def write(self) -> None:
+            """Do nothing with it."""
+
+    hand, large = Hand("test"), Large()
+    gone = weakref.ref(large)
+    hand.begin(large.write)
+    del large
+    hand.finish()
+    assert gone() is None
     hand.stop()
 
 

@@ -114,9 +114,13 @@ class StoredQueue(WrittenQueue):
             while at < portion.end:
                 found = self.store.fetch(at, portion.end)
                 if isinstance(found, Found):
+                    end = at + found.block.num_rows
+                    large = portion.size * (end - portion.first) >= JOIN_BYTES * len(portion)
+                    if large and pieces:
+                        break  # the reader still holds this frame: it is the next batch
                     pieces.append(found.block)
-                    at += found.block.num_rows
-                    if portion.size * (at - portion.first) >= JOIN_BYTES * len(portion):
+                    at = end
+                    if large:
                         break
                 elif pieces:
                     break
@@ -154,7 +158,8 @@ class StoredQueue(WrittenQueue):
             with self.lock:
                 self.give_back(portion)
             portion = head
-        return replace(portion, pieces=pieces)
+        portion.pieces = pieces
+        return portion
 
     def read_stored(self, first: int, end: int) -> tuple[int, Block] | None:
         return self.store.visit(first, end)

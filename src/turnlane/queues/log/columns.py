@@ -134,7 +134,7 @@ class Restoring:
         """As ``events.conform``, but quicker: the nulls are made once, not for every block."""
         rows = block.num_rows
         if rows > self._rows:
-            self._make_nulls(rows)
+            self._make_nulls(max(rows, 2 * self._rows))
         arrays = [
             block.column(at) if at >= 0 else self._missing[i].slice(0, rows)
             for i, at in enumerate(self._places)

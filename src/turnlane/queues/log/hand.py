@@ -54,4 +54,5 @@ class Hand:
             except BaseException as error:  # noqa: BLE001  whoever waits for it is told
                 self._outcomes.put(error)
             else:
+                del call  # and with it what was written: its memory is for the next frame
                 self._outcomes.put(None)

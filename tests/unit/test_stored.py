@@ -1,0 +1,61 @@
+"""What does a queue make of the frames that it reads from its disk?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from turnlane.events import block_of
+from turnlane.queues import open_queue
+from turnlane.queues.contract import Queue
+from turnlane.queues.stored import JOIN_BYTES
+from turnlane.testing import FaultyDisk
+
+
+def reopened(path: Path, disk: FaultyDisk, frames: list[int]) -> Queue:
+    """A queue with nothing in memory, and on disk frames of so many events of 1 KB."""
+    with open_queue(kind="disk", path=path, compression="none") as queue:
+        producer = queue.producer(ack="persisted")
+        for events in frames:
+            producer.publish_block(block_of([b"x" * 1000] * events))
+    return open_queue(kind="disk", path=path, disk=disk, dequeue_batch_size=10_000)
+
+
+def batches(queue: Queue, events: int) -> list[int]:
+    """How many events each batch has."""
+    sizes: list[int] = []
+    while sum(sizes) < events:
+        batch = queue.get(timeout=0)
+        sizes.append(batch.block.num_rows)
+        batch.done()
+    return sizes
+
+
+LARGE = 4 * JOIN_BYTES // 1000
+
+
+@pytest.mark.parametrize(
+    ("frames", "expected"),
+    [
+        pytest.param([10, 10, 10], [30], id="small ones come together"),
+        pytest.param([10, LARGE, 10], [10, LARGE, 10], id="a large one comes alone"),
+        pytest.param([LARGE, LARGE], [LARGE, LARGE], id="large ones are never copied"),
+    ],
+)
+def test_only_small_frames_are_joined_to_a_batch(
+    tmp_path: Path, frames: list[int], expected: list[int]
+) -> None:
+    """Joining copies: for a large frame that costs more than another batch."""
+    with reopened(tmp_path / "queue", FaultyDisk(), frames) as queue:
+        assert batches(queue, sum(frames)) == expected
+
+
+def test_a_large_frame_that_comes_alone_is_read_once(tmp_path: Path) -> None:
+    """It was looked at for the batch before, and is still there."""
+    disk = FaultyDisk()
+    with reopened(tmp_path / "queue", disk, [10, LARGE]) as queue:
+        assert queue.get(timeout=0).block.num_rows == 10
+        before = disk.operations["read"]
+        assert queue.get(timeout=0).block.num_rows == LARGE
+        assert disk.operations["read"] == before
