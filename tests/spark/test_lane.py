@@ -1,46 +1,233 @@
-"""Does a lane end after its batch, not in it, and is what holds it up told in a line?"""
+"""Does a lane know of every batch, end after one, not in it, and is what holds it up told?"""
 
 from __future__ import annotations
 
 import threading
+import uuid
+from collections.abc import Callable
 from typing import Any
+
+import pytest
+from pyspark.sql.streaming.listener import StreamingQueryProgress
 
 from tests.contract.harness import wait_until
 from turnlane.cli.operation import _about, _said
-from turnlane.spark.lane import PROCESSING, Lane, LaneState, LaneStatus
+from turnlane.spark import lane as lanes
+from turnlane.spark.lane import PROCESSING, Lane, LaneState, LaneStatus, Watch
+from turnlane.spark.news import News
+from turnlane.spark.offsets import TAKEN
 from turnlane.spark.suspension import Suspension
+
+NEVER = 3600.0
+
+
+def progress(run: str, batch: int, events: int) -> StreamingQueryProgress:
+    """What Spark says after a batch, the first of which begins at 0."""
+    source = {
+        "description": "",
+        "startOffset": {TAKEN: 0},
+        "endOffset": {TAKEN: events},
+        "latestOffset": {TAKEN: events},
+        "numInputRows": events,
+        "inputRowsPerSecond": 1.0,
+        "processedRowsPerSecond": 1.0,
+    }
+    return StreamingQueryProgress.fromJson(
+        {
+            "id": run,
+            "runId": run,
+            "name": "a",
+            "timestamp": "2026-11-16T05:00:00.000Z",
+            "batchId": batch,
+            "batchDuration": 1,
+            "numInputRows": events,
+            "stateOperators": [],
+            "sources": [source],
+            "sink": {"description": "", "numOutputRows": events},
+        }
+    )
 
 
 class Query:
     """A query at a batch that ends when the test says so."""
 
-    runId = "1"  # noqa: N815 - as Spark has it
-
     def __init__(self) -> None:
-        self.isActive = True  # as Spark has it
+        self.runId = str(uuid.uuid4())  # as Spark has it
+        self.isActive = True
         self.batch_ended = threading.Event()
         self.was_at_a_batch = False
         self.asked = threading.Event()
-        self.lastProgress = None
+        self.lastProgress: StreamingQueryProgress | None = None
+        self.error: Exception | None = None
+        self.tell: Callable[[News], None] = lambda _: None
+        self.late: list[News] = []
+        """What is told only once it has ended."""
 
     @property
     def status(self) -> dict[str, Any]:
         self.asked.set()
         return {"message": "Waiting for data" if self.batch_ended.is_set() else PROCESSING}
 
+    def news(self, batch: int, events: int) -> News:
+        return News(self.runId, progress(self.runId, batch, events))
+
+    def did(self, batch: int, events: int) -> None:
+        """Say that a batch is done."""
+        self.tell(self.news(batch, events))
+
     def stop(self) -> None:
         self.was_at_a_batch = not self.batch_ended.is_set()
+        self.end()
+
+    def end(self, *, is_told: bool = True) -> None:
         self.isActive = False
+        for each in self.late:
+            self.tell(each)
+        if is_told:
+            self.tell(News(self.runId))
 
-    def exception(self) -> None:
-        return None
+    def exception(self) -> Exception | None:
+        return self.error
 
 
-def started(query: Any) -> Lane:
-    lane = Lane("a", lambda _: query)
-    lane.start()
-    wait_until(lambda: lane._query is query)
+def made(*queries: Any, watch: Watch | None = None) -> Lane:
+    """A lane that runs these queries, one after another."""
+    left = iter(queries)
+    lane = Lane("a", lambda _: next(left), watch)
+    for query in queries:
+        query.tell = lane.tell
     return lane
+
+
+def runs(lane: Lane, query: Any) -> None:
+    wait_until(lambda: lane._query is query)
+
+
+def started(query: Query, watch: Watch | None = None) -> Lane:
+    lane = made(query, watch=watch)
+    lane.start()
+    runs(lane, query)
+    return lane
+
+
+def ended(lane: Lane, query: Query) -> LaneStatus:
+    """How it was when it was stopped, between two batches."""
+    query.batch_ended.set()
+    lane.stop()
+    assert lane.status.state is LaneState.STOPPED
+    return lane.status
+
+
+@pytest.fixture
+def only_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes that look at nothing by themselves."""
+    monkeypatch.setattr(lanes, "START_SECONDS", NEVER)
+    monkeypatch.setattr(lanes, "LOOK_SECONDS", NEVER)
+
+
+@pytest.mark.usefixtures("only_news")
+class TestNews:
+    def test_every_batch_counts_however_quick(self) -> None:
+        query = Query()
+        lane = started(query)
+        for batch in range(20):
+            query.did(batch, 3)
+        query.did(20, 0)
+        wait_until(lambda: lane.status.state is LaneState.RUNNING)
+        status = ended(lane, query)
+        assert (status.batches, status.rows) == (20, 60)
+
+    def test_those_before_the_query_is_known_and_after_its_end_too(self) -> None:
+        query = Query()
+        query.late = [query.news(1, 5)]
+        lane = made(query)
+        query.did(0, 2)
+        lane.start()
+        wait_until(lambda: lane.status.batches == 1)
+        status = ended(lane, query)
+        assert (status.batches, status.rows) == (2, 7)
+
+    def test_that_of_another_run_is_nothing_to_it(self) -> None:
+        query, other = Query(), Query()
+        lane = started(query)
+        lane.tell(other.news(0, 100))
+        lane.tell(News(other.runId))
+        query.did(0, 1)
+        wait_until(lambda: lane.status.batches == 1)
+        assert query.isActive
+        assert ended(lane, query).rows == 1
+
+    def test_of_its_end_has_it_started_again_with_the_reason(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(lanes, "FIRST_PAUSE", 0.0)
+        first, second = Query(), Query()
+        first.error = RuntimeError("ValueError: of the query")
+        first.late = [first.news(0, 4)]
+        lane = made(first, second)
+        lane.start()
+        first.end()
+        runs(lane, second)
+        assert lane.status.reason == "ValueError: of the query"
+        lane.tell(first.news(1, 1000))
+        second.did(0, 4)
+        wait_until(lambda: lane.status.batches == 2)
+        assert lane.status.reason is None
+        status = ended(lane, second)
+        assert (status.restarts, status.rows) == (1, 8)
+
+    def test_is_for_the_watch_on_the_lanes_own_thread(self) -> None:
+        seen: list[tuple[str, int]] = []
+        query = Query()
+
+        def watch(found: StreamingQueryProgress) -> None:
+            seen.append((threading.current_thread().name, found.batchId))
+
+        lane = started(query, watch)
+        query.did(0, 1)
+        query.late = [query.news(1, 1)]
+        wait_until(lambda: lane.status.batches == 1)
+        ended(lane, query)
+        assert seen == [("lane-a", 0), ("lane-a", 1)]
+
+
+class TestWithoutNews:
+    def test_a_query_with_nothing_to_do_is_seen_to_run(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(lanes, "LOOK_SECONDS", NEVER)
+        seen: list[int] = []
+        query = Query()
+        query.lastProgress = progress(query.runId, 7, 0)
+        lane = started(query, lambda found: seen.append(found.batchId))
+        wait_until(lambda: lane.status.state is LaneState.RUNNING)
+        assert ended(lane, query).batches == 0
+        assert seen == [7]
+
+    def test_the_watch_tries_again_what_it_could_not_do(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(lanes, "LOOK_SECONDS", 0.001)
+        seen: list[int] = []
+        query = Query()
+        lane = started(query, lambda found: seen.append(found.batchId))
+        query.did(3, 1)
+        wait_until(lambda: len(seen) > 2)
+        assert ended(lane, query).batches == 1
+        assert set(seen) == {3}
+
+    def test_an_end_of_which_nobody_tells_is_seen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lanes, "LOOK_SECONDS", 0.001)
+        monkeypatch.setattr(lanes, "NEWS_SECONDS", 0.0)
+        query = Query()
+        query.error = RuntimeError("unheard of")
+        lane = started(query)
+        query.did(0, 1)
+        wait_until(lambda: lane.status.state is LaneState.RUNNING)
+        query.end(is_told=False)
+        wait_until(lambda: lane.status.state is LaneState.WAITING)
+        assert lane.status.reason == "unheard of"
+        lane.stop()
 
 
 def test_a_batch_that_is_under_way_may_end_first() -> None:

@@ -18,6 +18,7 @@ from tests.outputs.web_servers import Reply, served
 from tests.spark.destinations import Destination
 from tests.spark.loop import Pipe
 from tests.spark.nodes import Served, serving
+from turnlane.client.remote import RemoteNode
 from turnlane.delivery.columns import DIRECT
 from turnlane.delivery.settings import DeliverySettings, FailoverSettings
 from turnlane.errors import LaneTaken
@@ -27,6 +28,11 @@ from turnlane.outputs.http import Form, HttpSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings
 from turnlane.queues.settings import QueueSettings
 from turnlane.serving.rights import Authority
+from turnlane.spark import lane_nodes
+from turnlane.spark.lane_nodes import Gates, GatesSeen, HeldUp
+from turnlane.spark.nodes import Nodes
+from turnlane.spark.options import WriteOptions
+from turnlane.spark.suspension import Way
 
 PATIENCE = 60.0
 SOON = {"backoff": 0.05, "max_backoff": 0.2, "breaker_failures": 3, "breaker_reset": 0.3}
@@ -118,6 +124,58 @@ def test_a_destination_that_is_away_gets_everything_when_it_is_back(world: World
         away.back()
         world.drained("a")
     each_once(away.taken, values)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """What nodes are asked, with its body."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    act = RemoteNode.act
+
+    def noted(node: RemoteNode, kind: str, **values: Any) -> dict[str, Any]:
+        found.append((kind, values.get("body", values)))
+        return act(node, kind, **values)
+
+    monkeypatch.setattr(RemoteNode, "act", noted)
+    return found
+
+
+def test_a_lane_that_is_idle_asks_but_one_thing(
+    world: World, asked: list[tuple[str, dict[str, Any]]]
+) -> None:
+    lane = Pipe(world.node.url, http("a", world.destination())).lanes["a"]
+    assert not lane.turn()
+    assert [kind for kind, _ in asked] == ["unsettled"]
+
+
+def test_one_that_is_suspended_asks_for_no_more_than_a_probe(
+    world: World, asked: list[tuple[str, dict[str, Any]]]
+) -> None:
+    away = world.destination()
+    away.away()
+    world.node.publish("a", [b"%d" % number for number in range(500)])
+    knobs = {"max_time": 0.1, "batch_events": 100, "breaker_reset": 600.0}
+    lane = Pipe(world.node.url, http("a", away, delivery=knobs)).lanes["a"]
+    while lane.turn():
+        pass
+    asked.clear()
+    assert not lane.turn()
+    assert [(kind, body.get("events")) for kind, body in asked] == [
+        ("unsettled", 100),
+        ("breakers", None),
+    ]
+
+
+def test_what_holds_lanes_up_is_asked_for_all_of_them_at_once(
+    world: World,
+    asked: list[tuple[str, dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lane_nodes, "LOOK_SECONDS", 3600.0)
+    gates = GatesSeen(Gates(Nodes.of(WriteOptions.of({"endpoint": world.node.url}))))
+    lanes = [HeldUp(gates, ways) for ways in ([[Way(action="a")]], [[Way(action="b")]], [])]
+    assert [lane() for lane in lanes] == [None] * 3
+    assert asked == [("breakers", {"actions": ["a", "b"]})]
 
 
 def test_while_failures_are_running_no_more_is_read_than_a_request(world: World) -> None:

@@ -114,6 +114,7 @@ def test_every_action_gets_what_its_filter_says(
         ),
     )
     assert len(pipeline.status()) == 0
+    listeners = len(spark.streams._jsqm.listListeners())
     node.publish("main", messages(0, 800))
     pipeline.start()
     assert len(pipeline.status()) == 1 + 3, "the main lane, and one for every action with a queue"
@@ -129,6 +130,9 @@ def test_every_action_gets_what_its_filter_says(
         row = json.loads(line)
         totals[row["severity"]] = max(totals[row["severity"]], row["events"])
     assert totals == {0: 100, 1: 100}
+    rows = {status.name: status.rows for status in pipeline.status()}
+    assert rows == {"main": 800, "alerts": 400, "archive": 700, "counts": 200}, "all are counted"
+    assert len(spark.streams._jsqm.listListeners()) == listeners, "nobody listens any more"
 
 
 def test_outputs_that_take_values_get_them_by_any_filter(

@@ -10,12 +10,14 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from queue import Empty, SimpleQueue
 from typing import Final
 
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
 
 from turnlane.backoff import doubled
+from turnlane.spark.news import News
 from turnlane.spark.offsets import TAKEN
 from turnlane.spark.suspension import Suspension
 
@@ -24,7 +26,12 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE: Final = 1.0
 LAST_PAUSE: Final = 60.0
 """Seconds between attempts, doubling from one to the other."""
-LOOK_SECONDS: Final = 0.2
+START_SECONDS: Final = 0.2
+"""How often to look whether a query runs by now: if it has nothing to do, Spark tells nobody."""
+LOOK_SECONDS: Final = 1.0
+"""How often to look at one that runs, if there is no news of it."""
+NEWS_SECONDS: Final = 5.0
+"""How late the news may be that a query has ended; Spark drops news that it cannot get rid of."""
 BATCH_SECONDS: Final = 10.0
 """How long a batch may go on once the lane is to stop: a task stops sending after half of that."""
 PROCESSING: Final = "Processing new data"
@@ -63,14 +70,17 @@ class LaneStatus:
 
 Start = Callable[[str], StreamingQuery]
 """Starts the query; the argument tells this run of the lane from all others."""
-Watch = Callable[[StreamingQuery], None]
-"""Called now and then while the query runs, and once when it has ended."""
+Watch = Callable[[StreamingQueryProgress], None]
+"""Called with every progress of the query, and now and then again with the last one."""
 HeldUp = Callable[[], Suspension | None]
 """Says what keeps the lane from sending, if anything does."""
 
 
 class Lane:
-    """Runs a query on a thread of its own until it is stopped."""
+    """Runs a query on a thread of its own until it is stopped.
+
+    What happens to the query it learns by :meth:`tell`: each batch is counted, however quick.
+    """
 
     def __init__(
         self,
@@ -85,26 +95,34 @@ class Lane:
         self._held_up = held_up
         self._suspension: Suspension | None = None
         self._stop = threading.Event()
+        self._news: SimpleQueue[News | None] = SimpleQueue()
+        """What is not heard yet; ``None`` says that the lane is to stop."""
         self._query: StreamingQuery | None = None
         self._state = LaneState.STARTING
         self._reason: str | None = None
         self._restarts = 0
         self._batches = 0
         self._rows = 0
-        self._last_batch: tuple[str, int] | None = None
+        self._progress: StreamingQueryProgress | None = None
+        """The last one of this run."""
         self._thread = threading.Thread(target=self._run, name=f"lane-{name}", daemon=True)
 
     def start(self) -> None:
         """Begin."""
         self._thread.start()
 
+    def tell(self, news: News) -> None:
+        """Say what has happened to a query of its name. Does not wait."""
+        self._news.put(news)
+
     def ask_to_stop(self) -> None:
         """Have the query end after the batch that is under way. Does not wait."""
         self._stop.set()
+        self._news.put(None)
 
     def stop(self, timeout: float = 30.0) -> None:
         """End the query; what it has not committed within the time stays in its queue."""
-        self._stop.set()
+        self.ask_to_stop()
         self._thread.join(timeout)
         query = self._query
         if query is not None and query.isActive:
@@ -142,21 +160,62 @@ class Lane:
         self._state = LaneState.STOPPED
 
     def _run_once(self) -> None:
-        self._state = LaneState.STARTING
+        self._state, self._progress = LaneState.STARTING, None
         query = self._query = self._start(uuid.uuid4().hex)
+        run = str(query.runId)
         try:
-            while query.isActive and not self._stop.is_set():
-                self._stop.wait(LOOK_SECONDS)
-                self._look(query)
+            has_ended = self._follow(query, run)
             self._let_batch_end(query)
         finally:
             self._suspension = None
             if query.isActive:
                 query.stop()
+        if not has_ended:
+            self._hear_out(run)
         error = query.exception()
         if error is not None:
             raise error
-        self._look(query)
+
+    def _follow(self, query: StreamingQuery, run: str) -> bool:
+        """Go on until the query has ended, or is to end; returns whether its end was told."""
+        while not self._stop.is_set():
+            starts = self._state is LaneState.STARTING
+            news = self._next(START_SECONDS if starts else LOOK_SECONDS)
+            if news is None:
+                if self._stop.is_set() or not query.isActive:
+                    break
+                self._look(query)
+            elif self._is_end(news, run):
+                return True
+            self._suspension = self._held_up()
+        return False
+
+    def _hear_out(self, run: str) -> None:
+        """Hear what Spark has still to tell of a run that is over."""
+        deadline = time.monotonic() + NEWS_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            news = self._next(left)
+            if news is not None and self._is_end(news, run):
+                return
+        log.warning("lane %s: Spark has not told of all its batches", self.name)
+
+    def _next(self, timeout: float) -> News | None:
+        try:
+            return self._news.get(timeout=timeout)
+        except Empty:
+            return None
+
+    def _is_end(self, news: News, run: str) -> bool:
+        """Take news in, unless it is of another run; returns whether it was the last."""
+        if news.run != run:
+            return False
+        if news.progress is None:
+            return True
+        if news.progress.numInputRows:
+            self._batches += 1
+            self._rows += _events(news.progress)
+        self._reached(news.progress)
+        return False
 
     def _let_batch_end(self, query: StreamingQuery) -> None:
         """What is being sent need not be sent again if it may end, and be committed."""
@@ -168,17 +227,16 @@ class Lane:
             time.sleep(0.01)
 
     def _look(self, query: StreamingQuery) -> None:
-        progress = query.lastProgress
+        """What is to be done while there is no news."""
+        progress = self._progress or query.lastProgress
         if progress is not None:
-            batch = (str(query.runId), progress.batchId)
-            if batch != self._last_batch and progress.numInputRows:
-                self._last_batch = batch
-                self._batches += 1
-                self._rows += _events(progress)
-            self._state = LaneState.RUNNING
-            self._reason = None
-        self._suspension = self._held_up()
-        self._watch(query)
+            self._reached(progress)
+
+    def _reached(self, progress: StreamingQueryProgress) -> None:
+        """The query has come so far."""
+        self._state, self._reason = LaneState.RUNNING, None
+        self._progress = progress
+        self._watch(progress)
 
 
 def _events(progress: StreamingQueryProgress) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 LOOK_SECONDS: Final = 1.0
-"""How often to see whether a lane is held up, for people."""
+"""How often to see whether lanes are held up, for people."""
 
 
 class LaneNodes:
@@ -145,28 +146,56 @@ class Gates:
         return call(self._nodes[self._nodes.count - 1])
 
 
-class HeldUp:
-    """What keeps a lane from sending; the nodes are asked once in a while."""
+class GatesSeen:
+    """The breakers of all lanes of a pipeline, asked for in one question once in a while.
 
-    def __init__(self, gates: Gates, lane: Sequence[Ways]) -> None:
+    Safe from any thread; whoever comes while another one asks gets what was known before.
+    """
+
+    def __init__(self, gates: Gates) -> None:
+        self._gates = gates
+        self._actions: set[str] = set()
+        self._asking = threading.Lock()
+        self._asked = -LOOK_SECONDS
+        self._known: Breakers = {}
+
+    def include(self, actions: Iterable[str]) -> None:
+        """Ask for the breakers of these, too."""
+        self._actions |= set(actions)
+
+    def status(self) -> Breakers:
+        """How the breakers are, or were a moment ago."""
+        if self._asking.acquire(blocking=False):
+            try:
+                self._look()
+            finally:
+                self._asking.release()
+        return self._known
+
+    def _look(self) -> None:
+        if time.monotonic() - self._asked < LOOK_SECONDS:
+            return
+        try:
+            self._known = self._gates.status(sorted(self._actions))
+        except RetryLater as error:
+            log.info("no word of breakers: %s", error)
+        self._asked = time.monotonic()
+
+
+class HeldUp:
+    """What keeps a lane from sending, for people."""
+
+    def __init__(self, gates: GatesSeen, lane: Sequence[Ways]) -> None:
         self._gates = gates
         self._lane = lane
-        self._actions = [way.action for ways in lane for way in ways]
-        self._asked = -LOOK_SECONDS
-        self._known: Suspension | None = None
+        gates.include(way.action for ways in lane for way in ways)
 
     def __call__(self) -> Suspension | None:
         """What is known."""
-        now = time.monotonic()
-        if self._actions and now - self._asked >= LOOK_SECONDS:
-            self._asked = now
-            try:
-                found = suspension(self._lane, self._gates.status(self._actions))
-            except RetryLater as error:
-                log.info("no word of breakers: %s", error)
-            else:
-                self._known = found if found.why is not None else None
-        return self._known
+        if not self._lane:
+            return None
+        found = suspension(self._lane, self._gates.status())
+        return found if found.why is not None else None
 
 
 def _answering(node: RemoteNode) -> RemoteNode:

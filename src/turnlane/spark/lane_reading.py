@@ -29,7 +29,7 @@ from turnlane.spark.reading import QueueReading
 from turnlane.spark.share_reading import share_events, share_rows
 from turnlane.spark.shares import Share, batch_of, shared
 from turnlane.spark.sizing import BatchSize
-from turnlane.spark.suspension import suspension
+from turnlane.spark.suspension import Suspension, suspension
 
 LARGEST: Final = 10_000_000
 """The most events of a batch where nobody says how many."""
@@ -61,6 +61,8 @@ class LaneReader(QueueReading, DataSourceStreamReader):
         """When the last batch was planned, until it is known how it went."""
         self._wait = BatchWait(options.min_offsets_per_trigger, options.max_trigger_delay)
         self._seen: Offset = {}
+        self._held_up = Suspension(0.0)
+        """As it was when something waited last."""
 
     def _lane(self) -> LaneNodes:
         options = self._options
@@ -78,26 +80,36 @@ class LaneReader(QueueReading, DataSourceStreamReader):
         """Another one than ``start`` if there is a batch to be had; waits a while for one."""
         del limit  # it is the size of the batch, which is found out
         options = self._options
-        actions = [way.action for ways in options.ways for way in ways]
-        held_up = suspension(options.ways, Gates(self._nodes()).status(actions))
-        if held_up.wait > 0 or held_up.is_probe:
-            self._begun = None  # of a batch that failed there is nothing to learn about the rate
-        if held_up.wait > 0:
-            time.sleep(min(held_up.wait, options.poll_timeout))
-            return start
-        events = self._events(is_probe=held_up.is_probe)
-        fresh = 0.0 if held_up.is_probe else options.fresh_share
+        events, fresh = self._wanted()
         found = self._lane().waiting(events, int(events * fresh), options.poll_timeout)
+        pending = sum(each.pending for each in found.values())
+        if pending:  # without, there is nothing to hold up: a lane that is idle asks but one thing
+            self._held_up = self._suspension()
+            if self._held_up.wait > 0:
+                time.sleep(min(self._held_up.wait, options.poll_timeout))
+                return start
         self._learn(found)
-        if not self._enough(sum(each.pending for each in found.values())):
+        if not self._enough(pending):
             return start
         waiting = {node: each.spans for node, each in found.items()}
-        self._batch = batch_of(waiting, events, fresh)
+        self._batch = batch_of(waiting, *self._wanted())
         self._seen = {str(node): each.end for node, each in found.items()}
         return self._next(start, found)
 
-    def _events(self, *, is_probe: bool) -> int:
-        return self._options.probe_events if is_probe else self._size.events
+    def _suspension(self) -> Suspension:
+        """What holds the lane up."""
+        ways = self._options.ways
+        actions = [way.action for each in ways for way in each]
+        found = suspension(ways, Gates(self._nodes()).status(actions))
+        if found.wait > 0 or found.is_probe:
+            self._begun = None  # of a batch that failed there is nothing to learn about the rate
+        return found
+
+    def _wanted(self) -> tuple[int, float]:
+        """The most events of a batch, and the share of the newest of them."""
+        if self._held_up.wait > 0 or self._held_up.is_probe:
+            return self._options.probe_events, 0.0
+        return self._size.events, self._options.fresh_share
 
     def _learn(self, found: dict[int, Unsettled]) -> None:
         """How the last batch went, now that it is through."""

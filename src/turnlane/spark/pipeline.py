@@ -27,7 +27,7 @@ from turnlane.spark.checking import check
 from turnlane.spark.grouping import FEW_VALUES
 from turnlane.spark.hollows import filled
 from turnlane.spark.lane import Lane, LaneStatus, Start
-from turnlane.spark.lane_nodes import Gates, HeldUp
+from turnlane.spark.lane_nodes import Gates, GatesSeen, HeldUp
 from turnlane.spark.lane_options import in_json, reading, writing
 from turnlane.spark.needs import (
     PLACE,
@@ -37,6 +37,7 @@ from turnlane.spark.needs import (
     wanted_by_main,
     wanted_by_tasks,
 )
+from turnlane.spark.news import Listener
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.options import WriteOptions
 from turnlane.spark.parsing import looked_at
@@ -75,6 +76,8 @@ class Pipeline:
         self._spark = spark
         self._checkpoints = checkpoints
         self._lanes: list[Lane] = []
+        self._listener: Listener | None = None
+        self._gates = GatesSeen(Gates(Nodes.of(WriteOptions.of(self._access))))
         self._starting = threading.Lock()
         """One lane at a time: Spark's search for data sources and its views are everybody's."""
 
@@ -84,6 +87,8 @@ class Pipeline:
         held_up = self._held_up(steps_of_main(self._settings))
         self._lanes = [Lane(MAIN, self._one_by_one(self._start_main), held_up=held_up)]
         self._lanes += [self._lane(action) for action in self._settings.with_lane]
+        self._listener = Listener(self._spark, {lane.name: lane.tell for lane in self._lanes})
+        self._listener.start()
         for lane in self._lanes:
             lane.start()
 
@@ -105,6 +110,9 @@ class Pipeline:
         deadline = time.monotonic() + timeout
         for lane in self._lanes:
             lane.stop(max(0.0, deadline - time.monotonic()))
+        if self._listener is not None:
+            self._listener.stop()
+            self._listener = None
 
     def status(self) -> list[LaneStatus]:
         """How the lanes are."""
@@ -181,7 +189,7 @@ class Pipeline:
         return Lane(action.name, start, held_up=self._held_up([step_of_lane(action)]))
 
     def _held_up(self, steps: Sequence[Step]) -> HeldUp:
-        return HeldUp(Gates(Nodes.of(WriteOptions.of(self._access))), ways_of(steps))
+        return HeldUp(self._gates, ways_of(steps))
 
     def _start_stateless(self, action: ActionSettings, run: str) -> StreamingQuery:
         """Its cursor in the node is the truth: the checkpoint is thrown away with the run."""

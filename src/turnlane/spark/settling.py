@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
-from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.streaming.listener import StreamingQueryProgress
 
 from turnlane.errors import RetryLater
 from turnlane.spark.nodes import Nodes
@@ -28,10 +28,9 @@ class Settling:
         self._late: set[int] = set()
         """Nodes that it was told of that they have not settled: once is enough."""
 
-    def __call__(self, query: StreamingQuery) -> None:
-        """Look how far the query has come."""
-        progress = query.lastProgress
-        for source in progress.sources if progress is not None else ():
+    def __call__(self, progress: StreamingQueryProgress) -> None:
+        """The query has come so far."""
+        for source in progress.sources:
             self.settle(Place.of(json.loads(source.endOffset) if source.endOffset else {}))
 
     def settle(self, place: Place) -> None:

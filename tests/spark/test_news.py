@@ -1,0 +1,119 @@
+"""Is each batch of a query told to whoever runs it, once, and nothing to anybody else?"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from turnlane.spark.news import Listener, News
+
+PATIENCE = 120.0
+FILES = 5
+
+
+class Told:
+    """What was told of the queries of one name."""
+
+    def __init__(self) -> None:
+        self.news: list[News] = []
+        self.ended = threading.Event()
+
+    def __call__(self, news: News) -> None:
+        self.news.append(news)
+        if news.progress is None:
+            self.ended.set()
+
+    def runs(self) -> set[str]:
+        return {each.run for each in self.news}
+
+
+@pytest.fixture
+def lines(spark: SparkSession, tmp_path: Path) -> DataFrame:
+    """Files of which each is a batch."""
+    place = tmp_path / "files"
+    place.mkdir()
+    for number in range(FILES):
+        (place / f"{number}.txt").write_text("line\n" * (number + 1))
+    return spark.readStream.option("maxFilesPerTrigger", 1).text(str(place))
+
+
+def run(rows: DataFrame, name: str, checkpoint: Path) -> StreamingQuery:
+    writer = rows.writeStream.format("noop").queryName(name).trigger(availableNow=True)
+    query = writer.option("checkpointLocation", str(checkpoint)).start()
+    query.awaitTermination()
+    return query
+
+
+def test_every_batch_is_told_once_and_then_the_end(
+    spark: SparkSession, lines: DataFrame, tmp_path: Path
+) -> None:
+    mine, other = Told(), Told()
+    listener = Listener(spark, {"mine": mine, "other": other})
+    listener.start()
+    try:
+        run(lines, "nobody", tmp_path / "nobody")
+        query = run(lines, "mine", tmp_path / "mine")
+        assert mine.ended.wait(PATIENCE)
+    finally:
+        listener.stop()
+    assert mine.runs() == {str(query.runId)}
+    *batches, last = [each.progress for each in mine.news]
+    assert last is None
+    assert [each and each.batchId for each in batches] == list(range(FILES))
+    assert sum(each.numInputRows for each in batches if each) == sum(range(FILES + 1))
+    assert not other.news
+
+
+def test_a_run_that_fails_ends_too(spark: SparkSession, lines: DataFrame, tmp_path: Path) -> None:
+    mine = Told()
+    listener = Listener(spark, {"mine": mine})
+    listener.start()
+    try:
+        with pytest.raises(Exception, match="as it must"):
+            run(lines.selectExpr("raise_error('as it must')"), "mine", tmp_path / "c")
+        assert mine.ended.wait(PATIENCE)
+    finally:
+        listener.stop()
+    assert [each.progress for each in mine.news] == [None]
+
+
+def test_a_run_that_had_started_before_is_nobodys(
+    spark: SparkSession, lines: DataFrame, tmp_path: Path
+) -> None:
+    early, late = Told(), Told()
+    listeners = Listener(spark, {"mine": early}), Listener(spark, {"mine": late})
+    listeners[0].start()
+    try:
+        writer = lines.writeStream.format("noop").queryName("mine")
+        query = writer.option("checkpointLocation", str(tmp_path / "c")).start()
+        listeners[1].start()
+        query.processAllAvailable()
+        query.stop()
+        assert early.ended.wait(PATIENCE)
+    finally:
+        for each in listeners:
+            each.stop()
+    assert len(early.news) == FILES + 1
+    assert not late.news
+
+
+def test_runs_leave_no_threads_behind(
+    spark: SparkSession, lines: DataFrame, tmp_path: Path
+) -> None:
+    """A lane that fails for ever is started again for ever."""
+    mine = Told()
+    listener = Listener(spark, {"mine": mine})
+    listener.start()
+    try:
+        run(lines, "mine", tmp_path / "first")
+        before = threading.active_count()
+        for number in range(3):
+            run(lines, "mine", tmp_path / str(number))
+    finally:
+        listener.stop()
+    assert len(mine.runs()) == 4
+    assert threading.active_count() <= before - 1, "and its own thread is gone"
