@@ -2,7 +2,8 @@
 
 Each stream reads all there is, the same columns, in batches of equal size, keeps the half that a
 filter lets through, and gives it to Spark's sink that throws rows away. A batch's time is what
-Spark says of it; the first batch of a query, which starts everything, is left out.
+Spark says of it; the first batch of a query, which starts everything, is left out. Beside them runs
+a source that only hands over what it has: Spark's limit for all that are written in Python.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from benchmarks.node_flight import BLOCK, flight_speed
 from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
 from benchmarks.piped import MASTER
 from benchmarks.served import Served, served
+from benchmarks.spark_bare import NAME, BareSource
 from turnlane.events import Block, block_of
 
 OURS, PARQUET, JSON = "turnlane", "Parquet files", "JSON lines"
+BARE = "a source in Python that reads nothing"
 FILES = 4
 """Files of a batch: two for each core."""
 SCHEMA = "value string, timestamp timestamp, severity tinyint, source string"
@@ -63,6 +66,13 @@ def opened_queue(spark: SparkSession, node: Served, batch: int) -> DataFrame:
     }
     columns = SCHEMA.replace("value string", "value binary")
     return spark.readStream.format("turnlane").schema(columns).options(**options).load()
+
+
+def opened_bare(spark: SparkSession, events: int, batch: int) -> DataFrame:
+    """As much, of nowhere."""
+    options = {"events": str(events), "batch": str(batch)}
+    columns = SCHEMA.replace("value string", "value binary")
+    return spark.readStream.format(NAME).schema(columns).options(**options).load()
 
 
 def opened_files(spark: SparkSession, form: str, path: str) -> DataFrame:
@@ -107,10 +117,12 @@ def run(effort: Effort, spark: SparkSession) -> Outcome:
         flight_speed(node, pieces)
         written_parquet(parquet, blocks)
         written_json(spark, parquet, json)
+        spark.dataSource.register(BareSource)
         streams: dict[str, Open] = {
             OURS: partial(opened_queue, spark, node, batch),
             PARQUET: partial(opened_files, spark, "parquet", str(parquet)),
             JSON: partial(opened_files, spark, "json", str(json / "*")),
+            BARE: partial(opened_bare, spark, batch * len(blocks) // FILES, batch),
         }
         turns = {name: partial(measured, effort, stream) for name, stream in streams.items()}
         if not effort.is_trial:
@@ -129,7 +141,7 @@ def _figures(found: dict[str, Series], batch: int) -> list[Figure]:
         '`format("turnlane")` from a node\'s disk queue / '
     )
     bounds = {PARQUET: ("parquet", 2), JSON: ("json", 3)}
-    return [
+    figures = [
         figure(
             f"source_vs_{short}",
             found[OURS].over(found[name]),
@@ -139,6 +151,8 @@ def _figures(found: dict[str, Series], batch: int) -> list[Figure]:
         )
         for name, (short, least) in bounds.items()
     ]
+    limit = figure("source_vs_bare", found[OURS].over(found[BARE]), f"{how}{BARE}", unit="×")
+    return [*figures, limit]
 
 
 def _table(found: dict[str, Series], batch: int) -> Table:
