@@ -15,7 +15,7 @@ demo: $(READY) $(READY)-peers-demo ## A node and a pipeline on local Spark: sock
 	$(PYTHON) examples/pipeline.py
 
 test: $(READY) $(READY)-peers-test ## Run all tests (WORKERS=2 at a time; ARGS are pytest's)
-	$(PYTHON) -m pytest -n $(WORKERS) $(ARGS)
+	$(PYTHON) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 check: $(READY) ## Lint, formatting, types, import contracts
 	$(PYTHON) -m ruff check

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import turnlane
+from tests.nursery import run_command
 from turnlane.events import block_of, values_of
 from turnlane.queues.log.chunks import Whole, scan
 from turnlane.queues.log.files import Disk
@@ -31,9 +32,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def turnlane_queue(*args: object, **options: Any) -> Run:
+def turnlane_queue(*args: object, env: dict[str, str] | None = None) -> Run:
+    if env is None:
+        return run_command("queue", *map(str, args))
     command = [sys.executable, "-m", "turnlane", "queue", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
 
 
 def succeeded(*args: object) -> str:

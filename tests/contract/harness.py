@@ -43,10 +43,12 @@ def wait_until(
     condition: Callable[[], bool], what: str = "the condition", patience: float = PATIENCE
 ) -> None:
     """Wait until the condition holds; fail if it never does."""
-    deadline = time.monotonic() + patience
+    start = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come about in {patience:g} s"
-        time.sleep(0.001)
+        waited = time.monotonic() - start
+        assert waited < patience, f"{what} did not come about in {patience:g} s"
+        # A look may cost those who are waited for: the longer it takes already, the fewer.
+        time.sleep(min(max(0.001, waited / 20), 0.05))
 
 
 def assert_never(condition: Callable[[], bool], what: str = "the condition") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import signal
 import threading
@@ -13,8 +12,6 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.conftest import IN_CI
 from tests.contract.harness import wait_until
 from tests.inputs.files_harness import following, opened
@@ -22,14 +19,6 @@ from tests.inputs.files_victim import live
 
 KILLS = 25 if IN_CI else 15
 SEED = 20_261_116
-
-
-@pytest.fixture(scope="module")
-def nursery() -> ForkServerContext:
-    """Where victims come from: a server that has everything imported."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.inputs.files_victim"])
-    return context
 
 
 @dataclass

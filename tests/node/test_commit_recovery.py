@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import shutil
 from collections.abc import Mapping
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -317,10 +317,10 @@ class TestFailed:
             check_all_there(node, 3, 1)
 
     @pytest.mark.parametrize("op", ["write", "sync", "sync_directory", "rename", "unlink"])
-    def test_killed_at_every_operation_of_a_start(self, op: str, tmp_path: Path) -> None:
+    def test_killed_at_every_operation_of_a_start(
+        self, op: str, tmp_path: Path, nursery: ForkServerContext
+    ) -> None:
         """One life each: of the start that finds it too large, and of the one that does not."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.node.lane"])
         data, at = tmp_path / "data", tmp_path / "at"
         leave_too_large(data, 3)
         for number, queues in enumerate((NARROW, QUEUES)):
@@ -331,7 +331,7 @@ class TestFailed:
             shutil.rmtree(at)
             for nth in range(1, total + 1):
                 shutil.copytree(data, at)
-                life = context.Process(target=start, args=(at, queues, op, nth))
+                life = nursery.Process(target=start, args=(at, queues, op, nth))
                 life.start()
                 life.join(60.0)
                 assert life.exitcode == -9

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import multiprocessing
 import threading
 from functools import partial
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pyarrow as pa
@@ -54,14 +54,12 @@ class TestKilled:
     """kill -9 at every disk operation that committing uses, one life each."""
 
     @pytest.mark.parametrize("op", ["open", "write", "sync", "sync_directory", "rename", "unlink"])
-    def test_at_every(self, op: str, tmp_path: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.node.lane"])
+    def test_at_every(self, op: str, tmp_path: Path, nursery: ForkServerContext) -> None:
         total = operations(tmp_path / "undisturbed")[op]
         assert total, f"committing uses no {op}: this test tests nothing"
         for nth in range(1, total + 1):
             data = tmp_path / str(nth)
-            life = context.Process(target=live, args=(data, op, nth))
+            life = nursery.Process(target=live, args=(data, op, nth))
             life.start()
             life.join(PATIENCE)
             assert life.exitcode == -9

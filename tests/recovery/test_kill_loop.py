@@ -6,7 +6,6 @@ The lives of a loop share one directory, so every one begins with what the kill 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import random
 import signal
 import statistics
@@ -42,14 +41,6 @@ from turnlane.queues.disk_assisted import DiskAssistedQueue
 SEED = 20_240_517
 PATIENCE = 60.0
 """Seconds after which a life that neither ends nor reports counts as stuck."""
-
-
-@pytest.fixture(scope="module")
-def nursery() -> ForkServerContext:
-    """Where victims come from: a server that has turnlane imported and nothing opened."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.recovery.victim"])
-    return context
 
 
 @dataclass

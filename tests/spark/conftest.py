@@ -32,6 +32,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     use_installed_pyspark()
     place = tmp_path_factory.mktemp("spark")
     quiet = _quiet(place)
+    same = ("sql.ansi.enabled", "sql.streaming.checkpointFileManagerClass", "python.daemon.module")
     session = (
         SparkSession.builder.master("local[2]")
         .appName("turnlane-tests")
@@ -41,7 +42,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         .config("spark.sql.shuffle.partitions", "2")
         .config("spark.default.parallelism", "2")
         .config("spark.sql.session.timeZone", "UTC")
-        .config("spark.sql.ansi.enabled", DEFAULTS["spark.sql.ansi.enabled"])
+        .config(map={f"spark.{name}": DEFAULTS[f"spark.{name}"] for name in same})
         .config("spark.sql.warehouse.dir", str(place / "warehouse"))
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.driver.host", "127.0.0.1")

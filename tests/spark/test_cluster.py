@@ -14,7 +14,7 @@ from pathlib import Path
 import pyspark
 import pytest
 
-from tests.conftest import skip_or_fail
+from tests.conftest import QUICK_JAVA, skip_or_fail
 from tests.contract.harness import wait_until
 from tests.ports import free_port
 from tests.spark.nodes import Served, numbers, serving
@@ -37,6 +37,7 @@ actions:
 spark:
   conf:
     spark.executor.memory: 512m
+    spark.executor.extraJavaOptions: JAVA
     spark.driver.bindAddress: 127.0.0.1
     spark.driver.host: 127.0.0.1
 """
@@ -145,7 +146,7 @@ def node(tmp_path: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def pipeline(cluster: Cluster, node: Served, tmp_path: Path) -> Iterator[Program]:
-    (tmp_path / "c.yaml").write_text(CONFIG)
+    (tmp_path / "c.yaml").write_text(CONFIG.replace("JAVA", QUICK_JAVA))
     (tmp_path / "slow.py").write_text(SLOW)
     where = ("--endpoint", node.url, "--master", cluster.master)
     program = Program(tmp_path, "pipeline", "c.yaml", "--no-reload", *where)

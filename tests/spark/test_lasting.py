@@ -27,8 +27,9 @@ def frozen(name: str) -> list[int]:
     return [int(line) for line in done.stdout.split()]
 
 
-def test_after_the_first_call_of_each_kind() -> None:
-    first, again, other = frozen("pyspark.daemon")
+@pytest.mark.parametrize("name", ["pyspark.daemon", "turnlane.spark.daemon"])
+def test_after_the_first_call_of_each_kind(name: str) -> None:
+    first, again, other = frozen(name)
     assert first > 1000
     assert again == first
     assert other > again

@@ -10,6 +10,8 @@ import tomllib
 import types
 from pathlib import Path
 
+import pytest
+
 import turnlane
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +44,23 @@ def test_every_core_module_imports_without_pyspark() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "unneeded"),
+    [
+        ("turnlane.client", {"turnlane.table", "turnlane.queues.disk"}),
+        ("turnlane.cli.app", {"rich", "pyarrow.parquet"}),
+        ("turnlane.spark.source", {"turnlane.table", "turnlane.delivery.engine"}),
+    ],
+)
+def test_what_is_seldom_needed_is_imported_late(module: str, unneeded: set[str]) -> None:
+    """Processes are many and short: commands, and those of Spark."""
+    program = f"import sys, {module}; print(*sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert not unneeded & set(run.stdout.split())
 
 
 def test_all_is_sorted() -> None:

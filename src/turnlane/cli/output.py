@@ -7,21 +7,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
-from rich.cells import cell_len
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Table
-from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+# Rich is imported where something is laid out: most commands end sooner without it.
 
 WIDTH_WITHOUT_TERMINAL = 120
 Column = tuple[str, Literal["left", "right"]]
@@ -52,6 +45,11 @@ def say_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, elast
 
     The column ``elastic`` gets what the others leave; they are cut only if that is too little.
     """
+    from rich.cells import cell_len
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(highlight=False, width=None if known else WIDTH_WITHOUT_TERMINAL)
     titles = [title for title, _ in columns]
@@ -87,15 +85,31 @@ def progress(label: str, total: int, *, of_events: bool = False) -> Iterator[Cal
 
     Yields what moves it on.
     """
-    bar = Progress(
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    bar = _bar(of_events=of_events)
+    with bar:
+        task = bar.add_task(label, total=total)
+        yield lambda size: bar.advance(task, size)
+
+
+def _bar(*, of_events: bool) -> Progress:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn() if of_events else DownloadColumn(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
-        disable=not sys.stderr.isatty(),
     )
-    with bar:
-        task = bar.add_task(label, total=total)
-        yield lambda size: bar.advance(task, size)

@@ -7,7 +7,7 @@ import os
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -15,7 +15,6 @@ from turnlane.client.leased import Keeper
 from turnlane.client.remote import Credentials, Ends, RemoteNode
 from turnlane.client.spread import SpreadQueue
 from turnlane.client.stage_writer import StageWriter
-from turnlane.client.table import RemoteTable
 from turnlane.client.transport import FlightTransport
 from turnlane.client.url import Url
 from turnlane.clock import SYSTEM_CLOCK, Clock
@@ -27,6 +26,9 @@ from turnlane.queues.contract import Queue
 from turnlane.queues.kinds import Kind
 from turnlane.queues.proxy import ProxyQueue
 from turnlane.queues.settings import QueueSettings
+
+if TYPE_CHECKING:
+    from turnlane.client.table import RemoteTable
 
 LEASE_SECONDS = 30.0
 """How long a node waits for a consumer that says nothing. Ours says something three times."""
@@ -109,6 +111,9 @@ class Client(Closing):
 
     def table(self, name: str) -> RemoteTable:
         """A queue table that the nodes serve, to receive its events."""
+        # Most clients know of no tables, and start without them.
+        from turnlane.client.table import RemoteTable
+
         return RemoteTable(self.nodes, name)
 
     def _transport(self, node: RemoteNode, queue: str) -> FlightTransport:

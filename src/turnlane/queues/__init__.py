@@ -7,13 +7,8 @@ from typing import Any
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import ConfigError
 from turnlane.queues.contract import Consumer, Queue
-from turnlane.queues.direct import DirectQueue
-from turnlane.queues.disk import DiskQueue
-from turnlane.queues.disk_assisted import DiskAssistedQueue
 from turnlane.queues.kinds import Kind
 from turnlane.queues.log.files import Disk
-from turnlane.queues.memory import MemoryQueue
-from turnlane.queues.proxy import ProxyQueue
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.transport import Transport
 
@@ -38,15 +33,25 @@ def open_queue(
     match settings.kind:
         case Kind.DIRECT:
             assert consumer is not None
+            from turnlane.queues.direct import DirectQueue
+
             return DirectQueue(settings, consumer, clock=clock)
         case Kind.PROXY:
             assert transport is not None
+            from turnlane.queues.proxy import ProxyQueue
+
             return ProxyQueue(settings, transport, clock=clock, producer_id=producer_id)
         case Kind.DISK:
+            from turnlane.queues.disk import DiskQueue
+
             return DiskQueue(settings, clock=clock, disk=disk)
         case Kind.DISK_ASSISTED:
+            from turnlane.queues.disk_assisted import DiskAssistedQueue
+
             return DiskAssistedQueue(settings, clock=clock, disk=disk)
         case Kind.MEMORY:
+            from turnlane.queues.memory import MemoryQueue
+
             return MemoryQueue(settings, clock=clock)
 
 

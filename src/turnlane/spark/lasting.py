@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-DAEMON: Final = "pyspark.daemon"
-"""The module that Spark's Python processes run, those that are used again and again."""
+DAEMONS: Final = {"pyspark.daemon", "turnlane.spark.daemon"}
+"""The modules that Spark's Python processes run, those that are used again and again."""
 
 _done: set[str] = set()
 """The kinds of calls that this process has had."""
@@ -33,4 +33,4 @@ def lasting(kind: str) -> Iterator[None]:
 def _is_sparks() -> bool:
     """Whether this process is one of those, and nobody's own."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec is not None and spec.name == DAEMON
+    return spec is not None and spec.name in DAEMONS

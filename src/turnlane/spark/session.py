@@ -25,6 +25,8 @@ DEFAULTS = {
     "spark.sql.ansi.enabled": "false",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
     "spark.sql.python.filterPushdown.enabled": "true",
+    # Its children need not import turnlane again.
+    "spark.python.daemon.module": "turnlane.spark.daemon",
     # Half the time per batch on a local file system.
     "spark.sql.streaming.checkpointFileManagerClass": (
         "org.apache.spark.sql.execution.streaming.checkpointing."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from pyspark.sql.datasource import (
@@ -13,15 +14,16 @@ from pyspark.sql.datasource import (
 )
 
 from turnlane.errors import StorageFailed
-from turnlane.spark.copying import CopyTask
 from turnlane.spark.lane_nodes import LaneCommit
 from turnlane.spark.lane_options import LaneWriteOptions
-from turnlane.spark.lane_tasks import LaneTask
 from turnlane.spark.lasting import lasting
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.options import WriteOptions
 from turnlane.spark.tasks import Staged, Task, all_of
 from turnlane.spark.writers import writer_of
+
+if TYPE_CHECKING:
+    from turnlane.spark.copying import CopyTask
 
 
 class Writing:
@@ -46,6 +48,10 @@ def task_of(options: WriteOptions, opened: ExitStack) -> Task | CopyTask:
     """What a task does by its options."""
     if not isinstance(options, LaneWriteOptions):
         return Task(options, opened)
+    # Of Spark's processes only those that write need to know how to deliver.
+    from turnlane.spark.copying import CopyTask
+    from turnlane.spark.lane_tasks import LaneTask
+
     return (CopyTask if options.copies else LaneTask)(options, opened)
 
 

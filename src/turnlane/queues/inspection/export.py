@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from turnlane.errors import Never
 from turnlane.events import conform
@@ -100,6 +99,8 @@ class _Parquet:
     """All columns with their types, after ``offset``, and ``settled`` where that can differ."""
 
     def __init__(self, file: BinaryIO, queue: Inspected, selection: Selection) -> None:
+        import pyarrow.parquet as pq
+
         self._columns = queue.schema
         ours: list[pa.Field[Any]] = [pa.field(OFFSET, pa.int64(), nullable=False)]
         if selection.settled:
