@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,7 +77,6 @@ class Pipeline:
         self._checkpoints = checkpoints
         self._lanes: list[Lane] = []
         self._listener: Listener | None = None
-        self._gates = GatesSeen(Gates(Nodes.of(WriteOptions.of(self._access))))
         self._starting = threading.Lock()
         """One lane at a time: Spark's search for data sources and its views are everybody's."""
 
@@ -187,6 +186,11 @@ class Pipeline:
             return Lane(action.name, start, None if action.with_queues else settling)
         start = self._one_by_one(partial(self._start_stateless, action))
         return Lane(action.name, start, held_up=self._held_up([step_of_lane(action)]))
+
+    @cached_property
+    def _gates(self) -> GatesSeen:
+        """For all lanes. A pipeline that is only looked at has no nodes to ask."""
+        return GatesSeen(Gates(Nodes.of(WriteOptions.of(self._access))))
 
     def _held_up(self, steps: Sequence[Step]) -> HeldUp:
         return HeldUp(self._gates, ways_of(steps))
