@@ -19,7 +19,7 @@ IN_CI = os.environ.get("CI") == "true"
 # The machines are noisy, so how long an example takes says nothing about whether it is right.
 settings.register_profile(
     "ci",
-    max_examples=200,
+    max_examples=100,
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.contract.harness import PATIENCE, Task
 from tests.node.conftest import Serve, Served, values
 from turnlane.client.remote import RemoteNode
 from turnlane.errors import ConfigError, LaneTaken
 from turnlane.events import block_of
+from turnlane.node import commits
 from turnlane.node import lanes as lane_module
 from turnlane.node.commit import Plan, Range
+from turnlane.node.commits import Commits
 from turnlane.node.lanes import RETIRED, Lanes, Planned
 from turnlane.node.leftovers import identity
 from turnlane.queues.contract import Outcome
+from turnlane.queues.producer import HoldingProducer
 
 
 def numbers(count: int) -> list[bytes]:
@@ -35,6 +41,40 @@ def staged(node: RemoteNode, *stage_values: bytes) -> str:
 
 def ledger(served: Served) -> Any:
     return served.node.queue("disk").stats().ledger
+
+
+def test_a_lane_that_looks_while_a_commit_fills_its_queue_gets_all_of_it(
+    served: Served, node: RemoteNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commits, "FILL_SECONDS", PATIENCE)
+    filling = threading.Event()
+    real = HoldingProducer.flush
+
+    def slowly(producer: HoldingProducer, timeout: float | None = None) -> bool:
+        """The end of a commit: its events can be read, and more of them are to come."""
+        filling.set()
+        looked.wait(PATIENCE)
+        served.node.queue("disk").producer().publish(b"the rest")
+        return real(producer, timeout)
+
+    looked = threading.Event()
+    monkeypatch.setattr(Commits, "await_filled", told(looked, Commits.await_filled))
+    with node.stage("disk", block_of([]).schema) as stage:
+        stage.write(block_of([b"staged"]))
+        stages = [stage.finish()]
+    monkeypatch.setattr(HoldingProducer, "flush", slowly)
+    commit = Task(lambda: node.commit(stages))
+    assert filling.wait(PATIENCE)
+    assert served.client().nodes[0].unsettled("disk", 100, lane="a").pending == 12
+    assert commit.result()
+
+
+def told(looked: threading.Event, call: Callable[..., None]) -> Callable[..., None]:
+    def and_called(*arguments: object) -> None:
+        looked.set()
+        call(*arguments)
+
+    return and_called
 
 
 def test_what_is_kept_stays_and_what_is_dead_is_counted_so(

@@ -83,10 +83,10 @@ def test_what_a_kill_left_in_the_page_cache_is_a_repeat(
     opener: Opener, tmp_path: Path, unsynced: Stored
 ) -> None:
     """Though the journal knows nothing of it: the frames themselves say whose they are."""
-    wait_until(lambda: unsynced.store.log.end == 20 + len(VALUES), "all on disk")
+    written = unsynced.store.log.end  # not all: what is assisted by a disk keeps some in memory
     shutil.copytree(tmp_path / "queue", tmp_path / "copy")
     again = opener.stored(unsynced.settings.kind, tmp_path / "copy")
-    assert again.stats().ledger.accepted == 20 + len(VALUES)
+    assert again.stats().ledger.accepted >= written
     publish(again)
     assert drained(again) == [b"first"] * 20 + VALUES
 

@@ -248,6 +248,31 @@ def test_is_an_error_that_passes_no_loss(opener: Opener, tmp_path: Path) -> None
     assert queue.stats().ledger.dropped == {}
 
 
+def by_offset(queue: HoldingQueue) -> list[bytes]:
+    """All that a reader without leases finds, whatever reading raises."""
+    found: list[bytes] = []
+    at = 0
+    while at < queue.end:
+        with contextlib.suppress(OSError):
+            read = queue.read(at, 5)
+            if read is None:
+                break
+            found += values_in(read[1])
+            at = read[0] + read[1].num_rows
+    return found
+
+
+def test_do_readers_by_offset_pass_a_bad_sector(opener: Opener, tmp_path: Path) -> None:
+    """A lane would wait for it for ever, and all behind it."""
+    values = stored_blocks(opener, tmp_path, 4, chunk_size="8Ki", write_buffer="4Ki")
+    disk = BadSector(1000)
+    queue = opener.stored("disk", tmp_path, disk=disk)
+    disk.bad = True
+    assert by_offset(queue) == values[10:]
+    assert queue.stats().ledger.dropped == {"corrupt": 10}
+    assert queue.unsettled(100).spans == [(10, 40)]
+
+
 # A writer with nothing to do
 
 

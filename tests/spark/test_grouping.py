@@ -76,3 +76,18 @@ def test_every_event_is_routed_as_if_it_were_a_row_of_its_own(
 def test_events_that_look_the_same_are_one_row(some: list[tuple[int, Any]]) -> None:
     rows = grouped(block_of(some, 0), GROUPED)
     assert rows.num_rows == len({look for _, look in some})
+
+
+def test_more_looks_than_fit_into_16_bits_are_told_apart() -> None:
+    count = 70_000
+    sources = [str(number) for number in range(count)]
+    columns: list[Any] = [
+        pa.array([3] * count, pa.int32()),
+        pa.array(np.arange(count)),
+        pa.nulls(count, pa.int8()),
+        pa.array(sources),
+        pa.nulls(count, pa.int16()),
+    ]
+    rows = grouped(pa.RecordBatch.from_arrays(columns, schema=SEEN), GROUPED)
+    assert rows.num_rows == count
+    assert set(rows.column("source").to_pylist()) == set(sources)

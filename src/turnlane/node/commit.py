@@ -97,5 +97,10 @@ class Plan:
 
 def keys_of(queues: Iterable[str], ranges: Sequence[Range], writer: str | None) -> set[str]:
     """What a commit must have for itself; emptying a queue and filling it are apart."""
-    keys = {f"into {queue}" for queue in queues} | {f"from {each.queue}" for each in ranges}
+    keys = {into(queue) for queue in queues} | {f"from {each.queue}" for each in ranges}
     return keys | ({f"writer {writer}"} if writer is not None else set())
+
+
+def into(queue: str) -> str:
+    """The key of whoever fills a queue."""
+    return f"into {queue}"

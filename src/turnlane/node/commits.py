@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Final
 
 from turnlane.errors import ConfigError, QueueClosed, QueueFull, RetryLater
-from turnlane.node.commit import Commit, Part, Plan, Range, keys_of
+from turnlane.node.commit import Commit, Part, Plan, Range, into, keys_of
 from turnlane.node.keys import Claim, Keys
 from turnlane.node.leftovers import identity, leftovers
 from turnlane.node.overflow import Overflow
@@ -56,6 +56,9 @@ log = logging.getLogger(__name__)
 
 START_SECONDS: Final = 10.0
 """So long a start waits for a slow disk to persist what it takes up; the rest is done later."""
+
+FILL_SECONDS: Final = 0.5
+"""So long a reader waits at most for a commit that is filling its queue."""
 
 
 def foreign(producer_id: str) -> str:
@@ -121,6 +124,14 @@ class Commits:
         """Give stages up."""
         for stage in stages:
             self._staging.discard(stage)
+
+    def await_filled(self, queue: HoldingQueue) -> None:
+        """Let a commit into a queue be through with it, if that does not take long.
+
+        Whoever reads what there is then gets all of it at once, and not in two batches.
+        """
+        if not queue.stats().blocked_publishers:  # they wait for whoever reads
+            self._keys.await_unused(into(queue.name), FILL_SECONDS)
 
     def epoch_of(self, writer: str) -> int | None:
         """The last epoch that a writer has committed."""

@@ -139,6 +139,8 @@ class Actions:
             if queue.stats().ledger.pending:
                 break
             queue.wait_beyond(queue.end, seconds)
+        if command.lane is not None:
+            self._node.commits.await_filled(queue)
         found = queue.unsettled(command.events, command.newest, command.first)
         kept = 0 if command.lane is None else self._node.lanes.kept(command.lane)
         return {**found._asdict(), "low": queue.low, "kept": kept}

@@ -68,6 +68,14 @@ class Keys:
             self._line.remove(claim)
             self._changed.notify_all()
 
+    def await_unused(self, key: str, seconds: float) -> None:
+        """Wait, no longer than that, until nobody works on anything with this key."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_used(key), seconds)
+
+    def _is_used(self, key: str) -> bool:
+        return any(key in claim.keys and not claim.stuck for claim in self._line)
+
     def keep(self, claim: Claim, why: str) -> None:
         """It is not through and nobody works on it: its keys are taken until the next start."""
         with self._changed:

@@ -55,15 +55,19 @@ class HoldingQueue(Handing):
 
         What was settled or handed out may be gone: then the block starts later.
         """
-        with self.lock:
-            first = max(first, self.positions.low)
-            end = min(self.positions.end, first + max_events)
-            if first >= end:
-                return None
-            if first >= self.tail.first:
-                return first, conform(join(self.tail.look(first, end)))
-            end = min(end, self.tail.first)
-        return self.read_stored(first, end)
+        while True:
+            with self.lock:
+                first = max(first, self.positions.low)
+                end = min(self.positions.end, first + max_events)
+                if first >= end:
+                    return None
+                if first >= self.tail.first:
+                    return first, conform(join(self.tail.look(first, end)))
+                end = min(end, self.tail.first)
+            found = self.read_stored(first, end)
+            if found is not None:
+                return found
+            first = end
 
     def settle(self, first: int, end: int, outcome: Outcome = Outcome.DELIVERED) -> None:
         """Settle a range that was read by offset. Raises ``AckNotStored``, ``QueueClosed``."""

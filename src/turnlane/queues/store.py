@@ -27,6 +27,7 @@ from turnlane.queues.log.journal import Journal
 from turnlane.queues.log.journal_state import JournalState
 from turnlane.queues.log.log import Fault, Found, Log, SyncFailed
 from turnlane.queues.log.position import Stamp
+from turnlane.queues.log.reader import LogReader
 from turnlane.queues.portion import Portion
 from turnlane.queues.positions import Positions
 from turnlane.queues.settings import QueueSettings
@@ -64,8 +65,8 @@ class Store:
         self._visitor = written.reader()
         self._visiting = threading.Lock()
         self._sync_failed = False
-        self._unread = (-1, 0)
-        """An offset that could not be read, and how often."""
+        self._unread: dict[LogReader, tuple[int, int]] = {}
+        """By reader, an offset that could not be read, and how often."""
         self._keep_bytes = keep_bytes
         self._kept: deque[Portion] = deque()
         """Written and not synced: a sync that fails may have destroyed it."""
@@ -287,30 +288,30 @@ class Store:
     # Reading
 
     def fetch(self, first: int, end: int) -> Found | Fault:
-        """The events from ``first`` on, for the queue's consumers.
+        """The events from ``first`` on, for the queue's consumers; raises as :meth:`visit` does."""
+        return self._read(self._reader, first, end) or Fault(first, end, Outcome.MISSING)
+
+    def visit(self, first: int, end: int) -> Found | Fault | None:
+        """The events from ``first`` on, for readers by offset; ``None`` if there are none yet.
 
         Raises ``OSError`` a few times for what the device does not read; then it is at fault.
         """
+        with self._visiting:
+            return self._read(self._visitor, first, end)
+
+    def _read(self, reader: LogReader, first: int, end: int) -> Found | Fault | None:
         try:
-            found = self._reader.read(first, end - first)
+            found = reader.read(first, end - first)
         except OSError:
-            self._unread = (first, self._unread[1] + 1 if self._unread[0] == first else 1)
-            if self._unread[1] < READ_ATTEMPTS:
+            offset, times = self._unread.get(reader, (first, 0))
+            times = times + 1 if offset == first else 1
+            self._unread[reader] = first, times
+            if times < READ_ATTEMPTS:
                 raise
-            found = self._reader.skip(first)
+            found = reader.skip(first)
         if isinstance(found, Fault):
             self.quarantined_total += found.outcome is Outcome.CORRUPT
-        return found or Fault(first, end, Outcome.MISSING)
-
-    def visit(self, first: int, end: int) -> tuple[int, Block] | None:
-        """The events from ``first`` on, or the next that can be read, for readers by offset."""
-        with self._visiting:
-            while first < end:
-                found = self._visitor.read(first, end - first)
-                if isinstance(found, Found):
-                    return found
-                first = end if found is None else found.end
-        return None
+        return found
 
     # Keeping
 

@@ -14,7 +14,7 @@ from turnlane.errors import EventsLost, StorageFailed
 from turnlane.events import Block
 from turnlane.queues.contract import Durability, Outcome
 from turnlane.queues.log.files import Disk
-from turnlane.queues.log.reader import Found
+from turnlane.queues.log.reader import Fault, Found
 from turnlane.queues.portion import Portion
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.stats import Stats
@@ -162,7 +162,14 @@ class StoredQueue(WrittenQueue):
         return portion
 
     def read_stored(self, first: int, end: int) -> tuple[int, Block] | None:
-        return self.store.visit(first, end)
+        while first < end:
+            found = self.store.visit(first, end)
+            if not isinstance(found, Fault):
+                return found
+            # Nobody ever will read it: whoever waited for it would wait for ever.
+            self.settle(first, min(found.end, end), found.outcome)
+            first = found.end
+        return None
 
     def close_storage(self) -> None:
         with self.lock:
