@@ -32,6 +32,9 @@ FILES = 4
 """Files of a batch: two for each core."""
 SCHEMA = "value string, timestamp timestamp, severity tinyint, source string"
 FILTER = "severity < 4"
+HOSTS = 200
+START = 1_786_700_000_000_000
+"""Microseconds since the epoch."""
 
 Open = Callable[[], DataFrame]
 
@@ -102,9 +105,19 @@ def events(effort: Effort) -> list[Block]:
     batch = effort.events(800_000, 1_600_000)
     count = batch * (4 if effort.quick else 6)
     lines = log_lines(batch // FILES, 100)
-    severities = [number % 8 for number in range(len(lines))]
-    block = block_of(lines, severities=severities, sources=["10.0.0.1"] * len(lines))
+    block = from_hosts(lines)
     return [block] * (count // len(lines))
+
+
+def from_hosts(lines: list[bytes]) -> Block:
+    """Lines as they come from some hosts: each at a time of its own."""
+    numbers = range(len(lines))
+    return block_of(
+        lines,
+        timestamps=[START + 137 * number for number in numbers],
+        severities=[number % 8 for number in numbers],
+        sources=[f"10.0.{number * 7 % HOSTS}.1" for number in numbers],
+    )
 
 
 def run(effort: Effort, spark: SparkSession) -> Outcome:
