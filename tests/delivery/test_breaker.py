@@ -169,3 +169,10 @@ class BreakerMachine(RuleBasedStateMachine):
 
 
 TestBreakerMachine = BreakerMachine.TestCase
+
+
+def test_a_probe_that_is_renewed_is_nobody_elses_and_an_old_token_renews_nothing() -> None:
+    breaker = opened(now=0.0).lend(RESET, "slow").renewed(RESET + LEASE - 1, "slow")
+    assert breaker.allowed(RESET + LEASE + 1) is Allowed.NONE
+    assert breaker.renewed(RESET + LEASE + 1, "another") == breaker
+    assert breaker.allowed(RESET + 2 * LEASE) is Allowed.PROBE

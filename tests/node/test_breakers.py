@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,23 @@ from pydantic import SecretStr
 from typer.testing import CliRunner
 
 from tests.contract.harness import wait_until
+from tests.delivery.harness import PATIENCE, block_of_offsets
 from tests.node.conftest import Serve, Served
 from tests.node.http_harness import Served as HttpServed
 from tests.node.http_harness import served as served_over_http
 from turnlane.cli.app import app
+from turnlane.client import gate as client_gate
 from turnlane.client.gate import RemoteGate
+from turnlane.delivery import breaker
 from turnlane.delivery.breaker import Allowed, State
+from turnlane.delivery.engine import Engine
 from turnlane.delivery.gate import Permit, Report
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import NoSuchBreaker, NotAllowed
+from turnlane.events import Block
 from turnlane.node.breakers import Asker
 from turnlane.serving.rights import Authority, TokenSettings
+from turnlane.testing import FaultyOutput
 
 AT_ONCE = DeliverySettings(
     backoff=0.001, max_backoff=0.001, breaker_failures=2, breaker_reset=0.0, jitter=0.0
@@ -33,8 +40,14 @@ PATIENT = DeliverySettings(backoff=0.001, max_backoff=0.001, breaker_failures=2,
 FAILED = Report(failures=1, error="refused")
 
 
-def gate(served: Served, settings: DeliverySettings, action: str = "alerts") -> RemoteGate:
-    made = RemoteGate(served.client().nodes[0], action, "disk", settings, lambda: (1, 2))
+def gate(
+    served: Served,
+    settings: DeliverySettings,
+    action: str = "alerts",
+    busy: Callable[[], int] = lambda: 2,
+) -> RemoteGate:
+    node = served.client().nodes[0]
+    made = RemoteGate(node, action, "disk", settings, lambda: (1, busy()))
     return served.opened.enter_context(made)
 
 
@@ -113,9 +126,128 @@ def test_a_person_can_close_it(served: Served) -> None:
         node.reset_breaker("alrts")
 
 
-def test_other_settings_make_it_anew(served: Served) -> None:
+def test_other_settings_hold_from_now_on_and_what_is_known_stays_known(served: Served) -> None:
+    made = gate(served, AT_ONCE)
     opened(served, PATIENT)
-    assert gate(served, AT_ONCE).permit().allowed is Allowed.ALL
+    other = made.permit()
+    assert other.allowed is Allowed.NONE, "the destination is away, whoever asks"
+    assert 590 < other.wait <= 600
+    served.node.breakers.of("alerts").gate.reset()
+    while served.node.breakers.of("alerts").gate.status().state is State.CLOSED:
+        made.report(FAILED)
+    assert allowed(made, Allowed.PROBE).probe, "closed for no longer than its settings say"
+
+
+def test_pipelines_with_settings_of_their_own_do_not_make_each_other_forget(
+    served: Served,
+) -> None:
+    ours, theirs = gate(served, PATIENT), gate(served, AT_ONCE)
+    for each in (ours, theirs):
+        allowed(each, Allowed.ALL)
+        each.report(FAILED)
+    status = served.node.breakers.of("alerts").gate.status()
+    assert (status.failures, status.opened, status.totals["failures"]) == (2, 1, 2)
+
+
+def test_a_rate_that_changes_gives_nothing_away(served: Served) -> None:
+    slow = gate(served, DeliverySettings(rate_limit=0.001, max_time=3600.0))
+    fast = gate(served, DeliverySettings(rate_limit=0.002, max_time=3600.0))
+    assert 900 < slow.claim(1, 10_000.0) <= 1000
+    assert 900 < fast.claim(1, 10_000.0) <= 1000, "two events, of which one was claimed before"
+
+
+def test_a_slow_probe_is_the_only_one_however_long_it_takes(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker, "LEASE", 0.2)
+    monkeypatch.setattr(client_gate, "HEARTBEAT", 0.02)
+    opened(served, AT_ONCE)
+    other = gate(served, AT_ONCE)
+    sending, release = threading.Event(), threading.Event()
+
+    def slow(_: Block) -> None:
+        sending.set()
+        release.wait(PATIENCE)
+
+    output = FaultyOutput(slow)
+    prober = gate(served, AT_ONCE)
+    with Engine(output, AT_ONCE, prober) as engine, ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(engine.deliver, block_of_offsets(0, 10))
+        assert sending.wait(PATIENCE)
+        until = time.monotonic() + 4 * breaker.LEASE
+        while time.monotonic() < until:
+            assert other.permit().allowed is Allowed.NONE
+        release.set()
+        assert outcome.result(PATIENCE).delivered == 10
+    assert output.sends == 1
+    assert other.permit().state is State.CLOSED
+
+
+def test_tasks_share_the_limit_on_sends_under_way(served: Served) -> None:
+    limited = DeliverySettings(max_in_flight=5)
+    one = gate(served, limited, busy=lambda: 0)
+    one.permit()
+    assert one.share == 5
+    other = gate(served, limited, busy=lambda: 0)
+    other.permit()
+    assert other.share == 0, "what the other has not given back is not ours"
+    one.report(Report())
+    other.report(Report())
+    assert (one.share, other.share) == (2, 2)
+    other.close()
+    one.permit()
+    assert one.share == 2, "another one is likely to come"
+    again = gate(served, limited, busy=lambda: 0)
+    again.permit()
+    assert again.share == 2, "so that it has its share at once"
+    assert gate(served, limited, "another action").permit().allowed is Allowed.ALL
+
+
+def test_a_send_under_way_is_its_tasks_own_until_it_ends(served: Served) -> None:
+    limited = DeliverySettings(max_in_flight=4)
+    sending = 4
+    one = gate(served, limited, busy=lambda: sending)
+    one.permit()
+    other = gate(served, limited, busy=lambda: 0)
+    other.permit()
+    one.report(Report())
+    other.report(Report())
+    assert (one.share, other.share) == (2, 0)
+    sending = 3
+    one.report(Report())
+    other.report(Report())
+    assert other.share == 1
+
+
+def test_a_task_sends_no_more_at_a_time_than_its_share(served: Served) -> None:
+    settings = DeliverySettings(batch_events=1, concurrency=8, max_in_flight=6)
+    others = [gate(served, settings, busy=lambda: 0) for _ in range(2)]
+    together = threading.Barrier(2, timeout=PATIENCE)
+
+    def meet(_: Block) -> None:
+        together.wait()
+
+    output = FaultyOutput(meet)
+    mine = gate(served, settings, busy=lambda: 0)
+    for each in (*others, mine, *others, mine):
+        each.permit()
+    assert mine.share == 2
+    with Engine(output, settings, mine) as engine:
+        assert engine.deliver(block_of_offsets(0, 200)).delivered == 200
+    assert output.most_in_flight == 2
+
+
+def test_a_task_without_a_share_waits_for_one(served: Served) -> None:
+    settings = DeliverySettings(max_in_flight=1, max_time=PATIENCE)
+    hog = gate(served, settings, busy=lambda: 0)
+    hog.permit()
+    output = FaultyOutput()
+    mine = gate(served, settings, busy=lambda: 0)
+    with Engine(output, settings, mine) as engine, ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(engine.deliver, block_of_offsets(0, 10))
+        wait_until(lambda: mine.share == 0, "no share")
+        hog.close()
+        assert outcome.result(PATIENCE).delivered == 10
 
 
 def test_tasks_at_work_are_those_that_have_not_left(served: Served) -> None:

@@ -18,13 +18,13 @@ from turnlane.errors import RetryLater
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT: Final = 5.0
-"""Seconds: so often the node hears from a task that has nothing else to say."""
+HEARTBEAT: Final = 1.0
+"""Seconds: so often the node hears what a task is doing, and the task what its share is."""
 _ITS_SETTINGS: Final = {
     *("backoff", "max_backoff", "jitter", "breaker_failures", "breaker_reset"),
-    *("rate_limit", "max_time"),
+    *("rate_limit", "max_time", "max_in_flight"),
 }
-"""Those that a breaker goes by: a change of others does not make it a new one."""
+"""Those that a breaker goes by."""
 
 Doing = Callable[[], tuple[int, int]]
 """How much is being prepared, and how much is being sent."""
@@ -33,7 +33,8 @@ Doing = Callable[[], tuple[int, int]]
 class RemoteGate(Closing):
     """One task's way to the gate of its action. Calls raise what the node raises.
 
-    As long as it is open the node counts the task as one that is at work.
+    As long as it is open the node counts the task as one that is at work, and a probe that it was
+    given as under way.
     """
 
     def __init__(
@@ -52,6 +53,9 @@ class RemoteGate(Closing):
             "task": uuid.uuid4().hex,
             "settings": settings.model_dump(mode="json", include=_ITS_SETTINGS),
         }
+        self._probe: str | None = None
+        """Ours, and not reported on."""
+        self._share: int | None = None
         self._closing = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="turnlane-gate", daemon=True)
         self._heart.start()
@@ -60,15 +64,24 @@ class RemoteGate(Closing):
         """What may be sent now."""
         answer = self._say("permit")
         state, allowed = State(answer.pop("state")), Allowed(answer.pop("allowed"))
-        return Permit(state, allowed, **answer)
+        permit = Permit(state, allowed, **answer)
+        self._probe = permit.probe
+        return permit
 
     def report(self, report: Report) -> None:
         """Tell how sends went."""
+        if report.probe == self._probe:
+            self._probe = None
         self._say("report", report=asdict(report))
 
     def claim(self, count: int, within: float) -> float:
         """Seconds until so many events may be sent; theirs, if it is no longer than ``within``."""
         return float(self._say("claim", count=count, within=within)["wait"])
+
+    @property
+    def share(self) -> int | None:
+        """How many sends this task may have under way, as the node said last."""
+        return self._share
 
     def close(self) -> None:
         """The task has ended."""
@@ -80,8 +93,10 @@ class RemoteGate(Closing):
 
     def _say(self, what: str, **more: Any) -> dict[str, Any]:
         preparing, sending = self._doing()
-        body = {**self._who, "preparing": preparing, "sending": sending, **more}
-        return self._node.act(what, body=body)
+        doing = {"preparing": preparing, "sending": sending, "probe": self._probe}
+        answer = self._node.act(what, body={**self._who, **doing, **more})
+        self._share = answer.pop("share", None)
+        return answer
 
     def _beat(self) -> None:
         while not self._closing.wait(HEARTBEAT):

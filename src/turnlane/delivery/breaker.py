@@ -4,7 +4,8 @@ closed     sends go; after a failure they wait for the backoff
 open       nothing goes: as many failures in a row as it takes, and none of the waits is over
 half-open  the wait is over: one probe goes, and its outcome decides
 
-The probe is lent: whoever has it may die, so it comes back by itself after a time.
+The probe is lent: whoever has it may die, so it comes back by itself after a time in which nothing
+was heard of it. Whoever lives renews it, however long the send takes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, Self
 
 LEASE: Final = 60.0
-"""How long a probe may be away before another one goes."""
+"""How long a probe may be away unheard of before another one goes."""
 ASK_AGAIN: Final = 1.0
 """How soon to ask again while somebody else has the probe."""
 
@@ -86,6 +87,14 @@ class Breaker:
         """Give the probe away, under this token; only where ``allowed`` says so."""
         assert self.allowed(now) is Allowed.PROBE
         return replace(self, probe=Probe(token, now + LEASE))
+
+    def renewed(self, now: float, token: str) -> Self:
+        """Whoever has the probe is alive, and still waits for its outcome."""
+        return replace(self, probe=Probe(token, now + LEASE)) if self._is_probe(token) else self
+
+    def governed(self, threshold: int, reset_time: float) -> Self:
+        """Go by other settings from now on; what is known of the destination stays known."""
+        return replace(self, threshold=threshold, reset_time=reset_time)
 
     def succeeded(self, token: str | None = None) -> Self:
         """After a send that the destination answered; of an open breaker only the probe counts."""

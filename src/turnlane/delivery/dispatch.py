@@ -35,6 +35,8 @@ PATIENCE: Final = 1.5
 PREPARERS: Final = 2
 CHANNEL: Final = 2
 """So many pieces are prepared beyond those that can be sent at a time."""
+SHARE_SECONDS: Final = 0.25
+"""So often a run looks whether it has a share, where others have it all."""
 MOST_BLOCKS: Final = 64
 """So many blocks are open at a time: one whose events have to wait does not stop the others."""
 
@@ -205,6 +207,8 @@ class Dispatch:
             moments.append(self._delayed[0][0])
         if self._rate_wait:
             moments.append(now + self._rate_wait)
+        if self._liaison.share == 0:
+            moments.append(now + SHARE_SECONDS)
         return max(0.0, min(moments) - now)
 
     def _read(self, message: Message) -> None:

@@ -88,6 +88,13 @@ class Gate(Protocol):
         All tasks of an action claim from one rate, and only if it has a ``rate_limit``.
         """
 
+    @property
+    def share(self) -> int | None:
+        """How many sends this task may have under way; ``None``: as many as its settings say.
+
+        Known without asking. It may change at any time, for other tasks come and go.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class GateStatus:
@@ -165,6 +172,29 @@ class LocalGate:
             if self._bucket is None:
                 return 0.0
             return self._bucket.claim(count, within, self._clock.monotonic())
+
+    @property
+    def share(self) -> int | None:
+        """Whoever uses this gate by itself shares with nobody."""
+        return None
+
+    def renew(self, token: str) -> None:
+        """Whoever has this probe is alive: nobody else gets one for another while."""
+        with self._lock:
+            self._breaker = self._breaker.renewed(self._clock.monotonic(), token)
+
+    def govern(self, settings: DeliverySettings) -> None:
+        """Go by other settings from now on; what is known of the destination stays known."""
+        with self._lock:
+            self._backoff = Backoff.of(settings)
+            self._breaker = self._breaker.governed(
+                settings.breaker_failures, settings.breaker_reset
+            )
+            now = self._clock.monotonic()
+            if self._bucket is None:
+                self._bucket = _bucket_of(settings, now)
+            elif settings.rate_limit is not None:
+                self._bucket.governed(settings.rate_limit, burst_of(settings) or 1, now)
 
     def reset(self) -> None:
         """Close the breaker: a person says that the destination is back."""

@@ -1,4 +1,7 @@
-"""The sends under way in this process, all actions together, so that there are not too many."""
+"""The sends under way in this process, all actions together, so that there are not too many.
+
+Tasks in other processes have shares of their own: ``shares.py``.
+"""
 
 from __future__ import annotations
 

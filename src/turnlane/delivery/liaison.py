@@ -40,7 +40,8 @@ class Liaison:
             self.permit = self._asked()
         match self.permit.allowed:
             case Allowed.ALL:
-                return in_flight < limit
+                share = self.share
+                return in_flight < (limit if share is None else min(limit, share))
             case Allowed.PROBE:
                 return not self._probing
             case Allowed.NONE:
@@ -50,6 +51,11 @@ class Liaison:
         """A send begins; if it is the probe, its token is to come back with the outcome."""
         self._probing = self.permit.probe is not None
         return self.permit.probe
+
+    @property
+    def share(self) -> int | None:
+        """How many sends may be under way, if other tasks have a part in that."""
+        return self._gate.share
 
     @property
     def unused_probe(self) -> str | None:

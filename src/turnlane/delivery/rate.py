@@ -28,11 +28,19 @@ class Bucket:
         self._tokens = 0.0
         self._at = now
 
+    def governed(self, rate: float, size: int, now: float) -> None:
+        """Fill at another rate from now on; what was claimed stays claimed."""
+        self._fill(now)
+        self._rate, self._size = rate, size
+
     def claim(self, count: int, within: float, now: float) -> float:
         """Seconds until there are ``count`` tokens; they are taken if that is ``within`` limits."""
-        self._tokens = min(self._size, self._tokens + (now - self._at) * self._rate)
-        self._at = now
+        self._fill(now)
         wait = max(0.0, (count - self._tokens) / self._rate)
         if wait <= within:
             self._tokens -= count
         return wait
+
+    def _fill(self, now: float) -> None:
+        self._tokens = min(self._size, self._tokens + (now - self._at) * self._rate)
+        self._at = now

@@ -63,7 +63,9 @@ class DeliverySettings(_Part):
     min_concurrency: int = Field(default=1, ge=1, description="The least that `adaptive` uses.")
     max_concurrency: int = Field(default=32, ge=1, description="The most that `adaptive` uses.")
     max_in_flight: int = Field(
-        default=64, ge=1, description="Sends at a time in a process, whatever their action."
+        default=64,
+        ge=1,
+        description="The most sends under way, of all tasks together, on all executors.",
     )
     rate_limit: float | None = Field(
         default=None,

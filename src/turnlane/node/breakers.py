@@ -14,10 +14,11 @@ from typing import Any, Final, NamedTuple
 
 from turnlane.delivery.gate import LocalGate, Permit, Report
 from turnlane.delivery.settings import DeliverySettings
+from turnlane.delivery.shares import Shares
 from turnlane.errors import NoSuchBreaker
 
-TASK_SECONDS: Final = 60.0
-"""A task that has not been heard of for so long has died."""
+TASK_SECONDS: Final = 5.0
+"""A task that has not been heard of for so long has died: what it could send, others may."""
 
 
 class Activity(NamedTuple):
@@ -39,6 +40,8 @@ class Asker(NamedTuple):
     preparing: int = 0
     sending: int = 0
     """How much it is doing."""
+    probe: str | None = None
+    """The probe that it has under way."""
 
 
 class _Task(NamedTuple):
@@ -56,6 +59,7 @@ class Breaker:
     gate: LocalGate
     tasks: dict[str, _Task] = field(default_factory=dict)
     most_tasks: int = 0
+    shares: Shares = field(default_factory=Shares)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -63,13 +67,18 @@ class Breaker:
 
     def activity(self) -> Activity:
         """What its tasks are doing."""
-        limit = time.monotonic() - TASK_SECONDS
-        alive = [task for task in list(self.tasks.values()) if task.heard > limit]
+        alive = self.alive(time.monotonic()).values()
         return Activity(
             len(alive),
             sum(task.preparing for task in alive),
             sum(task.sending for task in alive),
         )
+
+    def alive(self, now: float) -> dict[str, _Task]:
+        """Its tasks, without those that have died."""
+        return {
+            key: task for key, task in list(self.tasks.items()) if task.heard > now - TASK_SECONDS
+        }
 
 
 class Breakers:
@@ -91,23 +100,39 @@ class Breakers:
         """Seconds until a task may send so many events; theirs, if no longer than ``within``."""
         return self._of(asker).gate.claim(count, within)
 
+    def share(self, asker: Asker) -> int:
+        """How many sends a task may have under way, of those that all of its action may have."""
+        now = time.monotonic()
+        found = self._of(asker)
+        with self._lock:
+            busy = {key: task.sending for key, task in found.alive(now).items()}
+            busy.setdefault(asker.task, asker.sending)
+            return found.shares.of(asker.task, asker.settings.max_in_flight, busy, now)
+
     def leave(self, asker: Asker) -> None:
         """A task is through."""
         self._of(asker).tasks.pop(asker.task, None)
 
     def _of(self, asker: Asker) -> Breaker:
-        """The breaker of whoever asks; with other settings than before it begins anew."""
+        """The breaker of whoever asks; it goes by the settings of whoever asked last.
+
+        What is known of the destination stays known, or two pipelines with settings of their own
+        would make each other forget it with every word.
+        """
         now = time.monotonic()
         with self._lock:
             found = self._breakers.get(asker.action)
-            if found is None or found.settings != asker.settings:
+            if found is None:
                 found = Breaker(asker.queue, asker.settings, LocalGate(asker.settings))
                 self._breakers[asker.action] = found
+            elif found.settings != asker.settings:
+                found.gate.govern(asker.settings)
+                found.settings = asker.settings
             found.queue = asker.queue
+            if asker.probe is not None:
+                found.gate.renew(asker.probe)
             found.tasks[asker.task] = _Task(now, asker.preparing, asker.sending)
-            gone = [key for key, task in found.tasks.items() if task.heard < now - TASK_SECONDS]
-            for key in gone:
-                del found.tasks[key]
+            found.tasks = found.alive(now)
             found.most_tasks = max(found.most_tasks, len(found.tasks))
         return found
 

@@ -239,7 +239,9 @@ class Actions:
 
     def permit(self, command: AskPermit, caller: Caller) -> Answer:
         """What an action may send now."""
-        return asdict(self._node.breakers.permit(self._asker(command, caller)))
+        asker = self._asker(command, caller)
+        permit = self._node.breakers.permit(asker)
+        return {**asdict(permit), "share": self._node.breakers.share(asker)}
 
     def report(self, command: GiveReport, caller: Caller) -> Answer:
         """Take note of how an action's sends went."""
@@ -247,12 +249,14 @@ class Actions:
         self._node.breakers.report(asker, command.report)
         if command.ended:
             self._node.breakers.leave(asker)
-        return {}
+            return {}
+        return {"share": self._node.breakers.share(asker)}
 
     def claim(self, command: ClaimRate, caller: Caller) -> Answer:
         """How long a task has to wait before it sends so many events."""
         asker = self._asker(command, caller)
-        return {"wait": self._node.breakers.claim(asker, command.count, command.within)}
+        wait = self._node.breakers.claim(asker, command.count, command.within)
+        return {"wait": wait, "share": self._node.breakers.share(asker)}
 
     def _asker(self, command: AskPermit, caller: Caller) -> Asker:
         known = self._node.breakers.all().get(command.action)
@@ -265,6 +269,7 @@ class Actions:
             command.settings,
             command.preparing,
             command.sending,
+            command.probe,
         )
 
     def breakers(self, command: OfBreakers, caller: Caller) -> Answer:

@@ -232,13 +232,15 @@ class OfBreaker(Command):
 
 
 class AskPermit(OfBreaker):
-    """A task asks what an action may send; with settings unlike before the breaker is a new one."""
+    """A task asks what an action may send."""
 
     queue: Text
     task: Text
     settings: DeliverySettings = DeliverySettings()
     preparing: Offset = 0
     sending: Offset = 0
+    probe: Text | None = None
+    """The probe that it has under way."""
 
 
 class GiveReport(AskPermit):
