@@ -180,6 +180,10 @@ QUEUE = "type: queue, endpoint: 'turnlane://a:1', queue: q, producer: shop"
             f"{{name: a, queue: disk, sql: SELECT 1, output: {{{SQL}}}}}",
             "output.exactly_once: is for events",
         ),
+        (
+            f"{{name: a, queue: disk, delivery: {{mode: try_direct}}, output: {{{SQL}}}}}",
+            "output.exactly_once: knows events by their place, and with delivery.mode try_direct",
+        ),
         (f"{{name: a, queue: disk, output: {{{QUEUE}}}}}", "output.producer: has the node there"),
         (
             f"{{name: a, queue: disk, delivery: {{ordering: key}}, output: {{{QUEUE}}}}}",

@@ -15,6 +15,10 @@ _OWN_QUEUE: Final = (
     "notes which offsets were delivered, of which the main queue has many that go elsewhere: give "
     "the action a queue"
 )
+_TWO_IDS: Final = (
+    "knows events by their place, and with delivery.mode try_direct one may come from two: from "
+    "the main queue, and then from the action's own; leave out one of the two"
+)
 _NO_EVENTS: Final = "is for events; what sql makes of them has no offset: leave it out"
 _IN_ORDER: Final = (
     "has the node there drop what comes out of order: set delivery.ordering to strict, or leave "
@@ -40,14 +44,19 @@ def wrong_outputs(
 def _once(path: Path, action: Values, *, direct: bool) -> Iterator[Wrong]:
     if direct:
         yield path, _OWN_QUEUE
+    elif _delivery(action).get("mode") == "try_direct":
+        yield path, _TWO_IDS
     elif action.get("sql") is not None:
         yield path, _NO_EVENTS
 
 
 def _numbered(path: Path, action: Values) -> Iterator[Wrong]:
-    delivery = action.get("delivery")
-    ordering = delivery.get("ordering") if isinstance(delivery, dict) else None
-    if ordering != Ordering.STRICT:
+    if _delivery(action).get("ordering") != Ordering.STRICT:
         yield path, _IN_ORDER
     elif action.get("sql") is not None:
         yield path, _NO_EVENTS
+
+
+def _delivery(action: Values) -> Values:
+    delivery = action.get("delivery")
+    return delivery if isinstance(delivery, dict) else {}
