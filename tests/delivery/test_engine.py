@@ -211,6 +211,81 @@ def test_an_unknown_error_is_tried_so_often_and_then_only_the_culprit_is_dead() 
     assert outcome.delivered == 99
 
 
+def test_an_outage_behind_a_culprit_costs_no_innocent_event() -> None:
+    """Attempts that one bad event has used up are not those of the others."""
+    settings = settings_of(max_attempts=4, breaker_failures=100)
+    outage = [ConnectionResetError("reset") for _ in range(3)]
+    found = threading.Event()
+
+    def fault(block: Block) -> BaseException | None:
+        offsets = offsets_of(block)
+        if 7 in offsets:
+            if offsets == [7]:
+                found.set()
+            return OSError("odd")
+        return outage.pop() if found.is_set() and outage else None
+
+    output = FaultyOutput(fault)
+    (outcome,) = run(output, settings, [block_of_offsets(0, 100)])
+    assert [letter.numbers.tolist() for letter in outcome.dead] == [[7]]
+    assert (outcome.delivered, outage) == (99, [])
+
+
+def test_those_found_one_after_another_have_their_attempts_each() -> None:
+    output = FaultyOutput(lambda block: OSError("odd") if {7, 50} & {*offsets_of(block)} else None)
+    settings = settings_of(max_attempts=4, breaker_failures=100)
+    (outcome,) = run(output, settings, [block_of_offsets(0, 100)])
+    assert [letter.numbers.tolist() for letter in outcome.dead] == [[7], [50]]
+    assert all(letter.attempts >= 4 for letter in outcome.dead)
+
+
+def test_an_event_that_fails_alone_is_a_failure_to_the_breaker() -> None:
+    clock = ManualClock()
+    settings = settings_of(max_attempts=1, breaker_failures=1, **LONG)
+    gate = LocalGate(settings, clock=clock)
+    output = FaultyOutput(lambda _: ConnectionResetError("reset"))
+    (outcome,) = run(output, settings, [block_of_offsets(0, 2)], gate)
+    assert [letter.numbers.tolist() for letter in outcome.dead] == [[0]]
+    assert outcome.kept.tolist() == [1], "nothing more goes before the breaker says so"
+    assert gate.status().state is State.OPEN
+
+
+def test_what_is_said_of_some_events_is_no_attempt_of_the_others() -> None:
+    moods = iter(
+        [
+            PartlyDelivered({0: OSError("odd"), 1: RetryLater("busy", alone=True)}),
+            ConnectionResetError("reset"),
+        ]
+    )
+    output = FaultyOutput(lambda _: next(moods, None))
+    settings = settings_of(max_attempts=2, breaker_failures=100)
+    gate = LocalGate(settings)
+    gate.report(Report(attempts={"0/0": 1}))
+    (outcome,) = run(output, settings, [block_of_offsets(0, 3)], gate)
+    assert [letter.numbers.tolist() for letter in outcome.dead] == [[0]]
+    assert outcome.delivered == 2
+    assert gate.look().attempts == {}
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6])
+def test_few_refused_together_take_few_sends(count: int) -> None:
+    last = count - 1
+    output = FaultyOutput(lambda block: Never("bad") if last in offsets_of(block) else None)
+    (outcome,) = run(output, settings_of(), [block_of_offsets(0, count)])
+    (letter,) = outcome.dead
+    assert (letter.numbers.tolist(), letter.text, letter.attempts) == ([last], "bad", 1)
+    assert outcome.delivered == last
+    assert output.sends <= 2 * math.log2(count)
+
+
+def test_one_that_may_be_innocent_is_sent_alone_before_it_is_dead() -> None:
+    errors = [OSError("odd") for _ in range(3)]
+    output = FaultyOutput(lambda _: errors.pop() if errors else None)
+    settings = settings_of(max_attempts=3, breaker_failures=100)
+    (outcome,) = run(output, settings, [block_of_offsets(0, 2)])
+    assert (outcome.delivered, outcome.dead) == (2, [])
+
+
 def test_attempts_are_remembered_from_task_to_task() -> None:
     clock = ManualClock()
     settings = settings_of(max_attempts=4, breaker_failures=100, **LONG)

@@ -31,6 +31,9 @@ def searched(
             case "ok":
                 delivered += trial
                 search = search.delivered(len(trial))
+                if search.is_known:
+                    found.append(count - search.left)
+                    search = search.refused(1)
             case "refused":
                 search = search.refused(len(trial))
                 found += trial if len(trial) == 1 else ()
@@ -44,6 +47,12 @@ def refusing(bad: Collection[int]) -> Callable[[range], str]:
     return lambda trial: "refused" if any(row in trial for row in bad) else "ok"
 
 
+def sends_to_find(count: int, at: int) -> int:
+    """How many sends it takes to know which one it is, without that of the rest behind it."""
+    behind = at + 1 < count
+    return searched(count, refusing([at]))[2] - behind
+
+
 @pytest.mark.parametrize("at", [0, 1, 499, 500, 998, 999])
 def test_one_poison_of_a_thousand_takes_few_sends(at: int) -> None:
     delivered, found, sends = searched(COUNT, refusing([at]))
@@ -55,6 +64,21 @@ def test_one_poison_of_a_thousand_takes_few_sends(at: int) -> None:
 def test_wherever_it_is() -> None:
     worst = max(searched(COUNT, refusing([at]))[2] for at in range(COUNT))
     assert worst <= 2 * math.log2(COUNT)
+
+
+@pytest.mark.parametrize("count", range(2, 70))
+def test_the_bound_holds_for_any_batch_and_wherever_it_is(count: int) -> None:
+    for at in range(count):
+        delivered, found, _ = searched(count, refusing([at]))
+        assert found == [at]
+        assert len(delivered) == count - 1
+        assert sends_to_find(count, at) <= 2 * math.log2(count)
+
+
+@given(st.integers(2, 5000), st.data())
+def test_the_bound_holds_for_large_ones_too(count: int, data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, count - 1))
+    assert sends_to_find(count, at) <= 2 * math.log2(count)
 
 
 @given(st.sets(st.integers(0, COUNT - 1), min_size=1, max_size=40))

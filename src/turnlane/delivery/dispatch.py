@@ -306,10 +306,8 @@ class Dispatch:
 
     def _note_unknown(self, piece: Piece) -> None:
         """Let the gate remember, by where a piece begins, how often nobody knew what was wrong."""
-        if not piece.unknown:
-            return
         self._forget(piece)
-        place = place_of(piece.block)
+        place = place_of(piece.block) if piece.unknown else None
         if place is not None:
             piece.places = {place}
             self._liaison.remember(place, piece.unknown)
@@ -317,6 +315,7 @@ class Dispatch:
     def _forget(self, piece: Piece) -> None:
         for place in piece.places:
             self._liaison.remember(place, 0)
+        piece.places = set()
 
     def _keep(self, piece: Piece) -> None:
         """Leave a piece to another time, and with it what must not go before it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from turnlane.delivery.outcome import Fate
 from turnlane.delivery.piece import Piece
 from turnlane.delivery.verdict import Verdict, said_when, verdict_on_prepare, verdict_on_send
 from turnlane.errors import Bug, PartlyDelivered
+
+_STRANGE: Final = frozenset({Verdict.UNKNOWN, Verdict.PARTLY})
+"""What an event of a send must not say: nobody knows what is meant."""
 
 
 class News(enum.Enum):
@@ -44,7 +48,7 @@ def judge_prepare(piece: Piece, count: int, error: BaseException) -> Judgement:
     """
     if verdict_on_prepare(error) is Verdict.LATER:
         return Judgement(News.FAILED, later=piece, error=error)
-    _refuse(piece, count, error)
+    _refuse(piece, count, error, sure=False)
     return Judgement(News.NOTHING, onward=_rest(piece))
 
 
@@ -55,6 +59,7 @@ def judge_send(
     piece.tries += 1
     if error is None:
         piece.deliver(count)
+        _bury_if_known(piece)
         return Judgement(News.ANSWERED, onward=_rest(piece))
     match verdict_on_send(error):
         case Verdict.LATER:
@@ -63,7 +68,7 @@ def judge_send(
             piece.search = piece.search.too_large(count)
             _bury_if_alone(piece, count, error)
         case Verdict.REFUSED:
-            _refuse(piece, count, error)
+            _refuse(piece, count, error, sure=True)
         case Verdict.PARTLY if isinstance(error, PartlyDelivered):
             return _judge_parts(piece, count, error, max_attempts)
         case _:
@@ -72,12 +77,17 @@ def judge_send(
 
 
 def _judge_unknown(piece: Piece, count: int, error: BaseException, max_attempts: int) -> Judgement:
-    """Tried again as often as allowed; after that there is something wrong with some of it."""
+    """Tried again as often as allowed; after that there is something wrong with some of it.
+
+    Halves that fail tell nothing new. One event that fails alone where no other has gone may still
+    be the destination's fault, so the others do not go at once.
+    """
     piece.unknown += 1
     if piece.unknown < max_attempts:
         return Judgement(News.FAILED, later=piece, error=error)
-    _refuse(piece, count, error)
-    return Judgement(News.NOTHING, onward=_rest(piece))
+    news = News.FAILED if count == 1 and piece.search.is_fruitless else News.NOTHING
+    _refuse(piece, count, error, sure=False)
+    return Judgement(news, onward=_rest(piece), error=error)
 
 
 def _judge_parts(piece: Piece, count: int, error: PartlyDelivered, max_attempts: int) -> Judgement:
@@ -93,6 +103,8 @@ def _judge_parts(piece: Piece, count: int, error: PartlyDelivered, max_attempts:
     piece.cut(count)
     if later is not None:
         piece.places = set()
+        if not any(verdict_on_send(each) in _STRANGE for each in again.values()):
+            later.unknown = 0
     patient = _most_patient(again)
     # Whoever says when to come again is not to be asked sooner, for other events neither.
     pushed_back = patient is not None and bool(said_when(patient))
@@ -109,12 +121,11 @@ def _to_try_again(
     piece: Piece, failures: Mapping[int, BaseException], max_attempts: int
 ) -> dict[int, BaseException]:
     verdicts = {row: verdict_on_send(error) for row, error in failures.items()}
-    strange = {Verdict.UNKNOWN, Verdict.PARTLY}
     wanted = {Verdict.LATER}
-    if not strange.isdisjoint(verdicts.values()):
+    if not _STRANGE.isdisjoint(verdicts.values()):
         piece.unknown += 1
         if piece.unknown < max_attempts:
-            wanted |= strange
+            wanted |= _STRANGE
     return {row: failures[row] for row, verdict in verdicts.items() if verdict in wanted}
 
 
@@ -141,9 +152,17 @@ def _most_patient(errors: Mapping[int, BaseException]) -> BaseException | None:
     return max(errors.values(), key=lambda each: said_when(each) or 0.0, default=None)
 
 
-def _refuse(piece: Piece, count: int, error: BaseException) -> None:
-    piece.search = piece.search.refused(count)
+def _refuse(piece: Piece, count: int, error: BaseException, *, sure: bool) -> None:
+    piece.search = piece.search.refused(count, sure=sure)
+    piece.refusal = error
     _bury_if_alone(piece, count, error)
+
+
+def _bury_if_known(piece: Piece) -> None:
+    """All that were refused with it have gone: it need not be refused again."""
+    if piece.search.is_known and piece.refusal is not None:
+        piece.search = piece.search.refused(1)
+        piece.bury(piece.refusal)
 
 
 def _bury_if_alone(piece: Piece, count: int, error: BaseException) -> None:

@@ -37,7 +37,9 @@ class Piece:
     tries: int = 0
     """How often its first row was sent."""
     unknown: int = 0
-    """How often it failed with an error that nobody knows."""
+    """How often it failed with an error that nobody knows, since some of it went or was found."""
+    refusal: BaseException | None = None
+    """The last one, of what a search is about."""
     places: set[str] = field(default_factory=set)
     """Where the gate remembers ``unknown``."""
 
@@ -63,17 +65,23 @@ class Piece:
     def bury(self, error: BaseException) -> None:
         """The first row is dead; the search has counted it."""
         self.tally.bury(
-            self.block.slice(0, 1), self.numbers[:1], error, max(self.unknown, self.tries)
+            self.block.slice(0, 1), self.numbers[:1], error, max(self.unknown, self.tries, 1)
         )
         self.cut(1)
 
     def cut(self, count: int) -> None:
-        """Go on behind the first ``count`` rows, which are settled."""
+        """Go on behind the first ``count`` rows, which are settled.
+
+        Unless there is still one to be found whose fault it was, others begin with no attempts:
+        each event has its own before it is dead.
+        """
         self.block = self.block.slice(count)
         self.numbers = self.numbers[count:]
         if self.keys is not None:
             self.keys = self.keys[count:]
         self.tries = 0
+        if not self.search.suspect:
+            self.unknown = 0
         self.unprepare()
 
     def unprepare(self) -> None:
