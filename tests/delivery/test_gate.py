@@ -106,6 +106,7 @@ def test_counts_add_up() -> None:
                 delivered=10,
                 dead=1,
                 kept=2,
+                rejected=3,
                 retries=2,
                 retry_successes=1,
                 retry_failures={"RetryLater": 1},
@@ -120,6 +121,7 @@ def test_counts_add_up() -> None:
         "delivered": 20,
         "dead": 2,
         "kept": 4,
+        "rejected": 6,
         "retries": 4,
         "retry_successes": 2,
     }

@@ -19,7 +19,11 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 from tests.inputs.otlp_senders import log_records, logs_request, measurements, spans
 from tests.inputs.web_inputs import SECRET, TOKENS, held, node_of, serving
 from tests.outputs.web_blocks import NOON, delivered, events, output, with_column
-from tests.outputs.web_servers import Reply, Server, served, unused_url
+from tests.outputs.web_servers import Handler, Reply, Server, served, unused_url
+from turnlane.delivery.engine import Engine
+from turnlane.delivery.gate import LocalGate
+from turnlane.delivery.outcome import Outcome
+from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import Never, PartlyDelivered, PayloadTooLarge, RetryLater
 from turnlane.events import Block, Event, block_of, values_of
 from turnlane.formats.otlp import (
@@ -29,6 +33,7 @@ from turnlane.formats.otlp import (
     Signal,
     answer,
     block_of_request,
+    count,
     decode,
     joined,
 )
@@ -55,6 +60,25 @@ def node(tmp_path: Path) -> Iterator[Node]:
         yield found
 
 
+def sdk_events(signal: Signal, grain: Grain = Grain.RECORD) -> list[Event]:
+    """What the SDK has sent."""
+    block = block_of_request(signal, SDK[signal], grain=grain)
+    headers = [dict(each.as_py()) for each in block.column("headers")]
+    values = block.column("value").to_pylist()
+    return [Event(value, headers=head) for value, head in zip(values, headers, strict=True)]
+
+
+def run(blocks: list[Block], server: Server, **knobs: Any) -> tuple[list[Outcome], LocalGate]:
+    """Deliver blocks as a lane does; the outcomes, and what the gate knows then."""
+    settings = DeliverySettings(backoff=0.001, max_backoff=0.01, max_time=60.0, **knobs)
+    gate = LocalGate(settings)
+    with (
+        output("otlp", url=server.url) as made,
+        Engine(made, settings, gate, takes_apart=made.takes_apart) as engine,
+    ):
+        return list(engine.run(blocks)), gate
+
+
 def block_like(found: list[Event]) -> Block:
     """Events as they stand in a queue, as a lane hands them on."""
     block = block_of(
@@ -75,11 +99,8 @@ def block_like(found: list[Event]) -> Block:
 def telemetry(grain: Grain = Grain.RECORD) -> Block:
     """All three signals, mixed, as the input stores them."""
     found: list[Event] = []
-    for signal, request in SDK.items():
-        block = block_of_request(signal, request, grain=grain)
-        headers = [dict(each.as_py()) for each in block.column("headers")]
-        values = block.column("value").to_pylist()
-        found += [Event(value, headers=head) for value, head in zip(values, headers, strict=True)]
+    for signal in SDK:
+        found += sdk_events(signal, grain)
     return block_like(found[::2] + found[1::2])
 
 
@@ -250,9 +271,53 @@ def test_records_that_were_rejected_are_counted_and_not_sent_again(
     server.answers(Reply(200, answer(Signal.LOGS, rejected=2, why="too old")))
     with output("otlp", url=server.url) as made:
         made.send(made.prepare(events([b"a", b"b", b"c"])))
-        assert made.rejected == 2  # type: ignore[attr-defined]
+        assert made.rejected == 2
     assert "rejected 2 records for good: too old" in caplog.text
     assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize("signal", Signal)
+def test_if_all_were_rejected_nothing_is_delivered_and_nothing_sent_again(
+    server: Server, signal: Signal
+) -> None:
+    block = block_like(sdk_events(signal))
+    records = count(signal, SDK[signal])
+    server.answers(Reply(200, answer(signal, rejected=records, why="too old")))
+    (result,), gate = run([block], server)
+    assert (result.delivered, len(server.seen)) == (0, 1)
+    (letter,) = result.dead
+    assert (len(letter.numbers), letter.error) == (block.num_rows, "Never")
+    assert letter.text.endswith("rejected for good: too old")
+    assert gate.status().totals["rejected"] == 0
+
+
+def test_how_many_were_rejected_is_reported(server: Server) -> None:
+    replies = [Reply(200, answer(Signal.LOGS, rejected=1, why="too old"))] * 2
+    server.answers(*replies)
+    results, gate = run([events([b"a", b"b"]), events([b"c", b"d"])], server, batch_events=2)
+    assert [result.delivered for result in results] == [2, 2]
+    assert gate.status().totals["rejected"] == 2
+
+
+def test_signals_that_have_an_order_do_not_pass_each_other(server: Server) -> None:
+    """Spans would be taken while logs before them wait: so each event goes by itself."""
+    spans, logs = sdk_events(Signal.TRACES), sdk_events(Signal.LOGS)
+    block = block_like([*spans, *logs, *spans])
+    busy = [Reply(503)]
+    paths: list[str] = []
+
+    def behave(handler: Handler) -> Reply:
+        path = handler.read().path
+        if path.endswith("logs") and busy:
+            return busy.pop()
+        paths.append(path)
+        return Reply(200, b"")
+
+    server.behave = behave
+    (result,), _ = run([block], server, ordering="strict")
+    assert result.delivered == block.num_rows
+    traces = ["/v1/traces"] * len(spans)
+    assert (paths, busy) == ([*traces, *(["/v1/logs"] * len(logs)), *traces], [])
 
 
 def test_a_warning_of_the_collector_is_logged(

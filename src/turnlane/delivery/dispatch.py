@@ -86,6 +86,8 @@ class Dispatch:
         self._most: int | None = None
         """More events than this at a time were too large lately."""
         self._exhausted = False
+        self._rejected = workshop.rejected
+        """Before this run."""
 
     def run(self, blocks: Iterable[Block]) -> Iterator[Outcome]:
         """Deliver blocks; the outcome of each comes in their order."""
@@ -101,6 +103,7 @@ class Dispatch:
                 elif self._exhausted:
                     return
         finally:
+            self._liaison.count(rejected=self._workshop.rejected - self._rejected)
             self._liaison.end(self._concurrency.limit)
 
     # ── in and out ───────────────────────────────────────────────────────────────────────────────

@@ -64,6 +64,8 @@ class Report:
     """Events; so are the next two."""
     dead: int = 0
     kept: int = 0
+    rejected: int = 0
+    """Records inside of delivered events that the destination refused for good."""
     retries: int = 0
     """Sends of what had been sent before; those that went well, and those that did not."""
     retry_successes: int = 0
@@ -113,7 +115,7 @@ class GateStatus:
     concurrency: int | None
     latency: float | None
     totals: Mapping[str, int]
-    """``sends``, ``failures``, ``delivered``, ``dead``, ``kept``, ``retries``,
+    """``sends``, ``failures``, ``delivered``, ``dead``, ``kept``, ``rejected``, ``retries``,
     ``retry_successes``."""
     retry_failures: Mapping[str, int]
 
@@ -264,6 +266,7 @@ class LocalGate:
             delivered=report.delivered,
             dead=report.dead,
             kept=report.kept,
+            rejected=report.rejected,
             retries=report.retries,
             retry_successes=report.retry_successes,
         )

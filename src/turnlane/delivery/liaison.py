@@ -105,9 +105,9 @@ class Liaison:
         """How often events from this place on failed with an error that nobody knows; 0: never."""
         self._attempts[place] = attempts
 
-    def count(self, *, delivered: int, dead: int, kept: int) -> None:
-        """Events that have met their fate."""
-        self._counts.update(delivered=delivered, dead=dead, kept=kept)
+    def count(self, **counts: int) -> None:
+        """What became of events, and of records in them: by the names that a report has."""
+        self._counts.update(counts)
 
     def end(self, concurrency: int) -> None:
         """The run is over: the last report. A probe that was not used, or not heard of, ends."""

@@ -30,6 +30,10 @@ class Destination(Protocol):
     def cancel(self) -> None:
         """Have sends that are under way fail, as far as possible."""
 
+    @property
+    def rejected(self) -> int:
+        """Records inside of delivered events that were refused for good, so far."""
+
 
 @dataclass(eq=False, slots=True)
 class Send:
@@ -118,6 +122,11 @@ class Workshop(Closing):
         except BaseException:
             IN_FLIGHT.give_back()
             raise
+
+    @property
+    def rejected(self) -> int:
+        """Records that the output was not rid of though it has delivered their events, so far."""
+        return self._output.rejected
 
     def cancel(self) -> None:
         """Nobody waits for the sends under way any more: have their threads end soon."""

@@ -51,6 +51,11 @@ _COUNTERS: Final[tuple[Row[_Seen], ...]] = (
     Row("action_send_failures", "Sends that failed.", lambda s: s.total("failures")),
     Row("action_delivered_events", "Events delivered.", lambda s: s.total("delivered")),
     Row("action_dead_events", "Events that became dead letters.", lambda s: s.total("dead")),
+    Row(
+        "action_rejected_records",
+        "Records inside of delivered events that the destination refused for good.",
+        lambda s: s.total("rejected"),
+    ),
     Row("action_kept_events", "Events left for another time.", lambda s: s.total("kept")),
 )
 

@@ -62,6 +62,14 @@ class Output(Closing):
         """
         return False
 
+    @property
+    def rejected(self) -> int:
+        """Records inside of delivered events that the destination has refused for good, so far.
+
+        For those that take requests as a whole, and do not say which records they leave out.
+        """
+        return 0
+
     def prepare(self, block: Block) -> Any:  # noqa: ANN401
         """Make of a block what :meth:`send` takes: serialised, compressed. No I/O."""
         return block

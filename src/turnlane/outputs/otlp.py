@@ -6,16 +6,25 @@ import logging
 import threading
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field
 
-from turnlane.errors import RetryLater
+from turnlane.errors import Never, PartlyDelivered, RetryLater
 from turnlane.events import Block
-from turnlane.formats.otlp import JSON, PROTOBUF, SIGNAL_HEADER, Malformed, Signal, rejected
+from turnlane.formats.otlp import (
+    JSON,
+    PROTOBUF,
+    SIGNAL_HEADER,
+    Malformed,
+    Signal,
+    count,
+    decode,
+    rejected,
+)
 from turnlane.formats.otlp_logs import logs_request
 from turnlane.formats.texts import large, strung
 from turnlane.outputs.contract import OutputSettings
@@ -60,6 +69,19 @@ class OtlpSettings(WebOutputSettings):
     """So that no payloads are made, which would not be used."""
 
 
+class _Asked(NamedTuple):
+    """What a request has asked a collector to take."""
+
+    signal: Signal
+    body: bytes
+    events: int
+
+    @property
+    def records(self) -> int:
+        """How many, as OTLP counts."""
+        return count(self.signal, decode(self.signal, self.body))
+
+
 class OtlpOutput(WebOutput):
     """Telemetry that came in as OTLP goes out as it came; all of a signal in one request."""
 
@@ -68,9 +90,16 @@ class OtlpOutput(WebOutput):
 
     def __init__(self, settings: OtlpSettings) -> None:
         super().__init__(settings)
-        self.rejected = 0
-        """Records that collectors have refused for good while they took the rest."""
+        self._rejected = 0
         self._counting = threading.Lock()
+
+    takes_apart = True
+    """There is a request for each signal."""
+
+    @property
+    def rejected(self) -> int:
+        """Records that collectors have refused for good while they took the rest."""
+        return self._rejected
 
     # ── preparing ───────────────────────────────────────────────────────────────────────────────
 
@@ -93,7 +122,8 @@ class OtlpOutput(WebOutput):
         # Export requests behind each other are one that holds everything.
         body = self._telemetry(block, rows[~others]) + self._records(block, rows[others])
         packed, headers = self.packed(body, PROTOBUF, key_of(chosen(block, rows), body))
-        return Request(self._url(signal), packed, headers, rows, part, about=signal)
+        asked = _Asked(signal, body, len(rows))
+        return Request(self._url(signal), packed, headers, rows, part, about=asked)
 
     def _telemetry(self, block: Block, rows: Rows) -> bytes:
         if not len(rows):
@@ -112,16 +142,24 @@ class OtlpOutput(WebOutput):
     # ── answers ─────────────────────────────────────────────────────────────────────────────────
 
     def understand(self, request: Request, answer: Answer) -> None:
-        """Nothing that a collector has rejected may be sent again: so OTLP has it."""
-        count, why = self._rejected(request.about, answer)
-        if count:
-            with self._counting:
-                self.rejected += count
-            log.warning("%s rejected %d records for good: %s", request.url, count, why)
-        elif why:
-            log.warning("%s took all records, with a warning: %s", request.url, why)
+        """Nothing that a collector has rejected may be sent again: so OTLP has it.
 
-    def _rejected(self, signal: Signal, answer: Answer) -> tuple[int, str]:
+        It does not say which records those are, unless they are all.
+        """
+        asked: _Asked = request.about
+        rejections, why = self._rejections(asked.signal, answer)
+        if not rejections:
+            if why:
+                log.warning("%s took all records, with a warning: %s", request.url, why)
+            return
+        if rejections >= asked.records:
+            text = f"{request.url}: rejected for good: {why}"
+            raise PartlyDelivered({row: Never(text) for row in range(asked.events)})
+        with self._counting:
+            self._rejected += rejections
+        log.warning("%s rejected %d records for good: %s", request.url, rejections, why)
+
+    def _rejections(self, signal: Signal, answer: Answer) -> tuple[int, str]:
         kind = answer.headers.get(_KIND, PROTOBUF).partition(";")[0].strip().lower()
         garbage = RetryLater(f"{self._url(signal)}: no answer to OTLP: {kind}{quoted(answer.body)}")
         if not answer.whole:
@@ -139,7 +177,7 @@ class OtlpOutput(WebOutput):
         """Export nothing, which every collector takes."""
         url = self._url(Signal.LOGS)
         answer = self.exchange(url, b"", {**self.headers(), "Content-Type": PROTOBUF.encode()})
-        self._rejected(Signal.LOGS, self.good(answer, url))
+        self._rejections(Signal.LOGS, self.good(answer, url))
 
 
 def _signals(block: Block) -> Rows:

@@ -137,6 +137,11 @@ class Counted:
         """How much is being prepared, and how much is being sent."""
         return self._preparing, self._sending
 
+    @property
+    def rejected(self) -> int:
+        """As the output says."""
+        return self._output.rejected
+
     def prepare(self, block: Block) -> Any:  # noqa: ANN401 - whatever the output makes
         """As the output does."""
         with self._lock:
