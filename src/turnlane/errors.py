@@ -52,15 +52,22 @@ class TurnlaneError(Exception):
 class RetryLater(TurnlaneError):
     """Nothing is lost; the same call may succeed later. ``after`` hints when, in seconds.
 
-    Said of some events of several, ``alone`` means that others may fare better now.
+    Said of some events of several, ``alone`` means that others may fare better now. ``kind`` is
+    what went wrong in a word, for metrics: ``timeout``, ``rate_limit``, ``network``, ``auth`` …
     """
 
     def __init__(
-        self, message: str = "", *, after: float | None = None, alone: bool = False
+        self,
+        message: str = "",
+        *,
+        after: float | None = None,
+        alone: bool = False,
+        kind: str | None = None,
     ) -> None:
         super().__init__(message)
         self.after = after
         self.alone = alone
+        self.kind = kind
 
 
 class QueueFull(RetryLater):

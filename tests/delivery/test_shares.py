@@ -78,6 +78,12 @@ def test_one_that_stays_alone_has_it_all_after_a_while() -> None:
     assert shares.of("a", 8, {"a": 0}, 1.0 + LATELY) == 8
 
 
+def test_none_has_more_than_it_can_use() -> None:
+    shares, busy = Shares(), {"a": 0, "b": 0}
+    assert shares.of("a", 8, {"a": 0}, 0.0, most=3) == 3
+    assert shares.of("b", 8, busy, 0.0, most=3) == 3
+
+
 def test_more_tasks_than_sends_wait_for_each_other() -> None:
     busy = dict.fromkeys("abc", 0)
     shares = Shares()

@@ -27,10 +27,12 @@ from turnlane.delivery.breaker import Allowed, State
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.gate import Permit, Report
 from turnlane.delivery.settings import DeliverySettings
-from turnlane.errors import NoSuchBreaker, NotAllowed
+from turnlane.errors import NoSuchBreaker, NotAllowed, RetryLater
 from turnlane.events import Block
+from turnlane.node.action_metrics import metrics_of_actions
 from turnlane.node.breakers import Asker
 from turnlane.serving.rights import Authority, TokenSettings
+from turnlane.spark.delivering import Counted
 from turnlane.testing import FaultyOutput
 
 AT_ONCE = DeliverySettings(
@@ -262,6 +264,74 @@ def test_tasks_at_work_are_those_that_have_not_left(served: Served) -> None:
     assert node.breakers(["none"]) == {}
 
 
+def metrics(served: Served) -> dict[str, float]:
+    """What is said of actions; by name, and what else stands beside the action."""
+    found = {}
+    for metric in metrics_of_actions(served.node.breakers):
+        for sample in metric.samples:
+            assert sample.labels.pop("action") == "alerts"
+            name = sample.name.removeprefix("turnlane_")
+            found["/".join([name, *sample.labels.values()])] = sample.value
+    return found
+
+
+def test_metrics_tell_what_tasks_are_doing(served: Served) -> None:
+    settings = DeliverySettings(batch_events=5, concurrency=2, max_time=PATIENCE)
+    started, release = threading.Barrier(3, timeout=PATIENCE), threading.Event()
+
+    def slow(_: Block) -> None:
+        started.wait()
+        release.wait(PATIENCE)
+
+    output = Counted(FaultyOutput(slow))
+    node = served.client().nodes[0]
+    with (
+        RemoteGate(node, "alerts", "disk", settings, output.doing, workers=7) as made,
+        Engine(output, settings, made) as engine,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        outcome = pool.submit(engine.deliver, block_of_offsets(0, 10))
+        started.wait()
+        wait_until(lambda: metrics(served)["queue_sends_inflight"] == 2, "a beat")
+        found = metrics(served)
+        assert (found["queue_workers_active"], found["queue_workers_total"]) == (1, 7)
+        assert (found["queue_senders_active"], found["queue_preparers_active"]) == (2, 0)
+        release.set()
+        assert outcome.result(PATIENCE).delivered == 10
+        engine.stop()
+    found = metrics(served)
+    assert (found["queue_workers_active"], found["queue_sends_inflight"]) == (0, 0)
+    assert found["queue_export_latency_ewma_seconds"] > 0
+    assert (found["action_delivered_events_total"], found["action_sends_total"]) == (10, 2)
+
+
+def test_metrics_tell_what_went_wrong_and_how_often(served: Served) -> None:
+    settings = DeliverySettings(backoff=0.001, max_backoff=0.002, breaker_reset=0.0)
+    slow = RetryLater("no answer")
+    slow.__cause__ = TimeoutError()
+    failures: list[BaseException] = [
+        RetryLater("busy", kind="rate_limit"),
+        slow,
+        RetryLater("busy", kind="rate_limit"),
+        ConnectionResetError(),
+        RetryLater("?"),
+    ]
+    output = FaultyOutput(lambda _: failures.pop() if failures else None)
+    with Engine(output, settings, gate(served, settings)) as engine:
+        assert engine.deliver(block_of_offsets(0, 10)).delivered == 10
+    found = metrics(served)
+    assert {name: value for name, value in found.items() if "retry" in name} == {
+        "queue_retry_total": 5,
+        "queue_retry_success_total": 1,
+        "queue_retry_failure_total/network": 1,
+        "queue_retry_failure_total/rate_limit": 2,
+        "queue_retry_failure_total/timeout": 1,
+    }
+    assert (found["action_send_failures_total"], found["circuit_breaker_open_total"]) == (5, 1)
+    assert found["circuit_breaker_state/closed"] == 1
+    assert found["queue_backoff_seconds"] == 0
+
+
 def _token(secret: str, rights: dict[str, Any]) -> TokenSettings:
     return TokenSettings(name=secret, secret=SecretStr(secret), rights=rights)
 
@@ -332,6 +402,9 @@ class TestOverHttp:
         assert 'turnlane_circuit_breaker_state{action="alerts",state="closed"} 0.0' in lines
         assert 'turnlane_circuit_breaker_open_total{action="alerts"} 1.0' in lines
         assert 'turnlane_queue_workers_active{action="alerts"} 1.0' in lines
+        assert 'turnlane_queue_retry_total{action="alerts"} 0.0' in lines
+        assert 'turnlane_queue_retry_total{queue="orders"} 0.0' in lines
+        assert lines.count("# TYPE turnlane_queue_retry_total counter") == 1
         names = {line.split("{")[0] for line in lines if "action=" in line}
         assert names >= {
             f"turnlane_{name}"
@@ -341,6 +414,7 @@ class TestOverHttp:
                 "queue_senders_active",
                 "queue_sends_inflight",
                 "queue_backoff_seconds",
+                "queue_retry_total",
                 "queue_retry_success_total",
                 "circuit_breaker_rejected_total",
             )

@@ -22,6 +22,7 @@ from tests.outputs.web_servers import (
     served,
     unused_url,
 )
+from turnlane.delivery.verdict import error_type
 from turnlane.errors import Never, PayloadTooLarge, RetryLater, TurnlaneError
 from turnlane.outputs.web_answers import LONGEST_WAIT, Answer, error_of, quoted, retry_after
 
@@ -78,6 +79,32 @@ def test_each_status_is_the_error_that_says_what_to_do(
     assert type(error) is kind
     assert f"HTTP {status}" in str(error)
     assert "because of that" in str(error) or status == 304
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (401, "auth"),
+        (404, "client_error"),
+        (408, "timeout"),
+        (429, "rate_limit"),
+        (500, "server_error"),
+        (504, "timeout"),
+    ],
+)
+def test_metrics_count_by_what_went_wrong(server: Server, status: int, kind: str) -> None:
+    assert error_type(failure(server, replying(Reply(status)))) == kind
+
+
+def test_who_does_not_answer_is_late_and_who_is_not_there_a_matter_of_the_network(
+    server: Server,
+) -> None:
+    server.behave = server.hang
+    with output("http", url=server.url, **HASTY) as made, pytest.raises(RetryLater) as late:
+        made.send(made.prepare(events([b"a"])))
+    with output("http", url=unused_url()) as made, pytest.raises(RetryLater) as away:
+        made.send(made.prepare(events([b"a"])))
+    assert (error_type(late.value), error_type(away.value)) == ("timeout", "network")
 
 
 @pytest.mark.parametrize("status", [200, 201, 202, 204, 299])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 from tests.outputs.web_servers import Handler, Reply, Server
 
@@ -18,6 +20,8 @@ class Destination:
         self.refused = 0
         self.most = 0
         """Requests at a time."""
+        self.peer = 0
+        """The port that the last request came from."""
         self._now = 0
         self._lock = threading.Lock()
         server.behave = self._answer
@@ -25,6 +29,7 @@ class Destination:
     def _answer(self, handler: Handler) -> Reply:
         values = handler.read().body.splitlines()
         with self._lock:
+            self.peer = handler.client_address[1]
             self._now += 1
             self.most = max(self.most, self._now)
         reply = self.refuse(values)
@@ -43,3 +48,14 @@ class Destination:
     def back(self) -> None:
         """Take everything from now on."""
         self.refuse = lambda _: None
+
+
+def pid_behind(port: int) -> int:
+    """The process that has a connection from this port of this machine."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    (socket,) = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}")}
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # it is gone by now, or not ours
+            if str(file.readlink()) == socket:
+                return int(file.parts[2])
+    raise LookupError(f"nobody has port {port}")

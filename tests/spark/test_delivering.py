@@ -36,8 +36,8 @@ class Gates:
     def __init__(self, open_for: Iterator[float]) -> None:
         self._open_for = open_for
 
-    def gate(self, action: str, _: str, settings: DeliverySettings, *__: Any) -> OpenGate:
-        gate = OpenGate(settings)
+    def gate(self, action: str, step: Step, *_: Any) -> OpenGate:
+        gate = OpenGate(step.delivery)
         if "." not in action:
             gate.report(Report(failures=1, error="away"))
         return gate

@@ -6,6 +6,9 @@ What they do in every case is tested without Spark, in test_lane_loop.py; here i
 from __future__ import annotations
 
 import math
+import os
+import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,7 +20,7 @@ from pyspark.sql import SparkSession
 
 from tests.contract.harness import wait_until
 from tests.outputs.web_servers import Reply, served
-from tests.spark.destinations import Destination
+from tests.spark.destinations import Destination, pid_behind
 from tests.spark.nodes import Served, serving
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.formats.parse_settings import ParseSettings
@@ -131,6 +134,31 @@ def test_one_poison_in_a_thousand_is_found_and_kept_apart(world: World) -> None:
     assert plain.refused - refused <= 2 * math.log2(1000)
     assert world.node.values("plain.dead") == [b"plain 90617"]
     assert world.node.queue("plain").stats().ledger.dead == 1
+
+
+def test_what_was_being_sent_when_its_sender_was_killed_comes_again(world: World) -> None:
+    """kill -9 of the Python process of a task, while the server has a request and no answer yet."""
+    plain = world.at["plain"]
+    world.drained("plain")
+    before, ledger = Counter(plain.taken), world.node.queue("plain").stats().ledger
+    sending, release = threading.Event(), threading.Event()
+
+    def hold(_: list[bytes]) -> Reply:
+        sending.set()
+        release.wait(PATIENCE)
+        return Reply(503)
+
+    plain.refuse = hold
+    values = world.send("plain", 50, start=95_000)
+    assert sending.wait(PATIENCE)
+    os.kill(pid_behind(plain.peer), signal.SIGKILL)
+    plain.back()
+    release.set()
+    world.drained("plain")
+    assert set(Counter(plain.taken) - before) == set(values), "each at least once"
+    after = world.node.queue("plain").stats().ledger
+    assert (after.delivered, after.dead) == (ledger.delivered + 50, ledger.dead)
+    assert after.adds_up
 
 
 def test_a_direct_action_that_is_away_holds_the_main_lane_up_and_that_is_shown(

@@ -70,7 +70,7 @@ class Report:
     """Sends of what had been sent before; those that went well, and those that did not."""
     retry_successes: int = 0
     retry_failures: Mapping[str, int] = field(default_factory=dict)
-    """By the class of the error."""
+    """By what went wrong."""
     latency: float | None = None
     """Seconds that a send takes, of late."""
 

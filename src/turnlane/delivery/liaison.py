@@ -9,7 +9,7 @@ from collections import Counter
 from turnlane.clock import Clock
 from turnlane.delivery.breaker import Allowed, State
 from turnlane.delivery.gate import Gate, Permit, Report
-from turnlane.delivery.verdict import said_when
+from turnlane.delivery.verdict import error_type, said_when
 from turnlane.errors import RetryLater
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Liaison:
         if error is None:
             self._counts["retry_successes"] += 1
         else:
-            self._retry_failures[type(error).__name__] += 1
+            self._retry_failures[error_type(error)] += 1
 
     def remember(self, place: str, attempts: int) -> None:
         """How often events from this place on failed with an error that nobody knows; 0: never."""

@@ -122,6 +122,11 @@ class DeliverySettings(_Part):
         default_factory=DeadLetterSettings, description="What cannot be delivered, ever."
     )
 
+    @property
+    def most_sends(self) -> int:
+        """How many sends a task may have at a time, whatever it finds out."""
+        return self.concurrency if isinstance(self.concurrency, int) else self.max_concurrency
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if isinstance(self.concurrency, int) and self.concurrency < 1:

@@ -22,16 +22,19 @@ class Shares:
         self._most = 0
         self._until = 0.0
 
-    def of(self, task: str, limit: int, busy: Mapping[str, int], now: float) -> int:
+    def of(
+        self, task: str, limit: int, busy: Mapping[str, int], now: float, most: int | None = None
+    ) -> int:
         """The share of a task; ``busy`` has all that are alive, and how much each is sending.
 
-        It is nothing as long as the others have it all.
+        It is nothing as long as the others have it all, and never more than ``most``, which is all
+        that the task could use.
         """
         if len(busy) >= self._most or now > self._until:
             self._most, self._until = len(busy), now + LATELY
         self._given = {each: given for each, given in self._given.items() if each in busy}
         others = sum(given for each, given in self._given.items() if each != task)
         fair = max(1, limit // self._most)
-        share = max(0, min(fair, limit - others))
+        share = max(0, min(fair, limit - others, most or limit))
         self._given[task] = max(share, busy[task])
         return share

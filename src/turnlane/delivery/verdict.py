@@ -45,3 +45,16 @@ def verdict_on_prepare(error: BaseException) -> Verdict:
 def said_when(error: BaseException) -> float | None:
     """When the destination wants to hear from us again, in seconds, if it said so."""
     return error.after if isinstance(error, RetryLater) else None
+
+
+def error_type(error: BaseException) -> str:
+    """What went wrong, in a word that metrics can count: mostly the error's class."""
+    kind: str | None = getattr(error, "kind", None)
+    if kind is not None:
+        return kind
+    for each in (error, error.__cause__):
+        if isinstance(each, TimeoutError):
+            return "timeout"
+        if isinstance(each, OSError):
+            return "network"
+    return type(error).__name__

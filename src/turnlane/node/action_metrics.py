@@ -29,8 +29,8 @@ _GAUGES: Final[tuple[Row[_Seen], ...]] = (
     Row("queue_workers_active", "Tasks that deliver at this moment.", lambda s: s.activity.tasks),
     Row(
         "queue_workers_total",
-        "The most tasks that delivered at a time.",
-        lambda s: s.breaker.most_tasks,
+        "Tasks that the lane may have at a time.",
+        lambda s: s.breaker.workers or s.breaker.most_tasks,
     ),
     Row("queue_preparers_active", "Blocks being prepared.", lambda s: s.activity.preparing),
     Row("queue_senders_active", "Threads that are sending.", lambda s: s.activity.sending),
@@ -45,9 +45,9 @@ _GAUGES: Final[tuple[Row[_Seen], ...]] = (
 _COUNTERS: Final[tuple[Row[_Seen], ...]] = (
     Row("circuit_breaker_open", "Times the breaker has opened.", lambda s: s.status.opened),
     Row("circuit_breaker_rejected", "Permits that were refused.", lambda s: s.status.rejected),
+    Row("queue_retry", "Sends of what had been sent before.", lambda s: s.total("retries")),
     Row("queue_retry_success", "Sends again that went well.", lambda s: s.total("retry_successes")),
     Row("action_sends", "Sends.", lambda s: s.total("sends")),
-    Row("action_retries", "Sends of what had been sent before.", lambda s: s.total("retries")),
     Row("action_send_failures", "Sends that failed.", lambda s: s.total("failures")),
     Row("action_delivered_events", "Events delivered.", lambda s: s.total("delivered")),
     Row("action_dead_events", "Events that became dead letters.", lambda s: s.total("dead")),
@@ -81,7 +81,7 @@ def _states(seen: list[_Seen]) -> Metric:
 
 
 def _retry_failures(seen: list[_Seen]) -> Metric:
-    words = "Sends again that failed, by the class of the error."
+    words = "Sends again that failed, by what went wrong."
     metric = counter("queue_retry_failure", words, "action", "error_type")
     for each in seen:
         for error, count in each.status.retry_failures.items():

@@ -42,6 +42,8 @@ class Asker(NamedTuple):
     """How much it is doing."""
     probe: str | None = None
     """The probe that it has under way."""
+    workers: int = 0
+    """How many tasks its lane may have at a time, if it says so."""
 
 
 class _Task(NamedTuple):
@@ -59,6 +61,8 @@ class Breaker:
     gate: LocalGate
     tasks: dict[str, _Task] = field(default_factory=dict)
     most_tasks: int = 0
+    workers: int = 0
+    """How many there may be, as the last one said."""
     shares: Shares = field(default_factory=Shares)
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,7 +111,8 @@ class Breakers:
         with self._lock:
             busy = {key: task.sending for key, task in found.alive(now).items()}
             busy.setdefault(asker.task, asker.sending)
-            return found.shares.of(asker.task, asker.settings.max_in_flight, busy, now)
+            limit, most = asker.settings.max_in_flight, asker.settings.most_sends
+            return found.shares.of(asker.task, limit, busy, now, most)
 
     def leave(self, asker: Asker) -> None:
         """A task is through."""
@@ -129,6 +134,7 @@ class Breakers:
                 found.gate.govern(asker.settings)
                 found.settings = asker.settings
             found.queue = asker.queue
+            found.workers = asker.workers
             if asker.probe is not None:
                 found.gate.renew(asker.probe)
             found.tasks[asker.task] = _Task(now, asker.preparing, asker.sending)

@@ -270,6 +270,7 @@ class Actions:
             command.preparing,
             command.sending,
             command.probe,
+            command.workers,
         )
 
     def breakers(self, command: OfBreakers, caller: Caller) -> Answer:

@@ -241,6 +241,8 @@ class AskPermit(OfBreaker):
     sending: Offset = 0
     probe: Text | None = None
     """The probe that it has under way."""
+    workers: Offset = 0
+    """How many tasks its lane may have at a time."""
 
 
 class GiveReport(AskPermit):

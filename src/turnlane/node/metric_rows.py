@@ -49,3 +49,16 @@ def _filled(metric: Family, row: Row[Some], seen: Sequence[tuple[Sequence[str], 
         if value is not None:
             metric.add_metric(labels, value)
     return metric
+
+
+def joined(metrics: Iterable[Metric]) -> list[Metric]:
+    """Metrics in their order; those of one name as one, whatever their labels are.
+
+    Two of a name would be a mistake to whoever reads them.
+    """
+    found: dict[str, Metric] = {}
+    for metric in metrics:
+        known = found.setdefault(metric.name, metric)
+        if known is not metric:
+            known.samples.extend(metric.samples)
+    return list(found.values())

@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from turnlane.node.action_metrics import metrics_of_actions
-from turnlane.node.metric_rows import Family, Row, counter, gauge, read
+from turnlane.node.metric_rows import Family, Row, counter, gauge, joined, read
 from turnlane.node.node import Node
 from turnlane.queues.contract import Outcome
 from turnlane.queues.stats import Stats
@@ -111,7 +111,11 @@ _COUNTERS: Final[tuple[Row[Stats], ...]] = (
         "Events settled as undeliverable since the queue was created.",
         lambda s: s.ledger.dead,
     ),
-    Row("queue_retry", "Batches given back to be read again.", lambda s: s.releases),
+    Row(
+        "queue_retry",
+        "By queue: batches given back to be read again. By action: sends of what was sent before.",
+        lambda s: s.releases,
+    ),
     Row("queue_full", "Times a publisher found the queue full.", lambda s: s.full_waits),
     Row("queue_disk_full", "Times a write found no space.", lambda s: s.disk_full),
     Row("queue_disk_errors", "Other failures to write or sync.", lambda s: s.disk_errors),
@@ -144,8 +148,7 @@ class NodeCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The metrics at this moment."""
-        yield from self._of_queues()
-        yield from metrics_of_actions(self._node.breakers)
+        yield from joined([*self._of_queues(), *metrics_of_actions(self._node.breakers)])
         yield from self._of_node()
         yield from self._of_inputs()
 

@@ -60,7 +60,21 @@ def error_of(answer: Answer, url: str, now: float) -> TurnlaneError | None:
         where = answer.headers.get("location", "elsewhere")
         return RetryLater(f"{text}; redirects are not followed, this one leads to {where}")
     after = retry_after(answer.headers.get("retry-after"), now)
-    return RetryLater(text, after=after, alone=answer.blames_address)
+    kind = _kind(answer.status)
+    return RetryLater(text, after=after, alone=answer.blames_address, kind=kind)
+
+
+def _kind(status: int) -> str:
+    """What a status means, in a word."""
+    match status:
+        case 401 | 403 | 407:
+            return "auth"
+        case 408 | 504:
+            return "timeout"
+        case 429:
+            return "rate_limit"
+        case _:
+            return "server_error" if status >= 500 else "client_error"
 
 
 def retry_after(text: str | None, now: float) -> float | None:

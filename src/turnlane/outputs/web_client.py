@@ -77,7 +77,9 @@ class WebClient(Closing):
         except LocationValueError as error:
             raise Never(f"{shown(url)} is no address") from error
         except (HTTPError, OSError) as error:
-            raise RetryLater(f"{shown(url)}: {self._reason(error)}") from error
+            late = isinstance(error, TimeoutError) and not isinstance(error, NewConnectionError)
+            kind = "timeout" if late else "network"
+            raise RetryLater(f"{shown(url)}: {self._reason(error)}", kind=kind) from error
         return self._read(response, deadline)
 
     def _pool(self) -> urllib3.HTTPConnectionPool:

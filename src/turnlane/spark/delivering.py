@@ -106,7 +106,7 @@ class Delivery:
         kind = registry.load(settings["type"])
         output = self._opened.enter_context(kind(kind.settings_type.model_validate(settings)))
         counted = Counted(output)
-        gate = self._gates.gate(name, self._step.reads, self._step.delivery, counted.doing)
+        gate = self._gates.gate(name, self._step, counted.doing)
         self._opened.enter_context(gate)
         engine = Engine(
             counted,

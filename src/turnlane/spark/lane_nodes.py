@@ -11,10 +11,10 @@ from typing import Any, Final, TypeVar
 
 from turnlane.client.gate import Doing, RemoteGate
 from turnlane.client.remote import RemoteNode, Spans, Unsettled
-from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import LaneTaken, RetryLater, TransportDown
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.shares import Waiting
+from turnlane.spark.steps import Step
 from turnlane.spark.suspension import Breakers, Suspension, Ways, suspension
 
 log = logging.getLogger(__name__)
@@ -132,10 +132,10 @@ class Gates:
         """How the breakers of these actions are."""
         return self._first(lambda node: node.breakers(actions)) if actions else {}
 
-    def gate(self, action: str, queue: str, settings: DeliverySettings, doing: Doing) -> RemoteGate:
-        """A task's way to the breaker of its action."""
+    def gate(self, action: str, step: Step, doing: Doing) -> RemoteGate:
+        """A task's way to the breaker of its action, or of that action's second output."""
         node = self._first(_answering)
-        return RemoteGate(node, action, queue, settings, doing)
+        return RemoteGate(node, action, step.reads, step.delivery, doing, workers=step.workers)
 
     def _first(self, call: Callable[[RemoteNode], Answer]) -> Answer:
         for number in range(self._nodes.count - 1):

@@ -284,10 +284,14 @@ class Pipeline:
             "maxOffsetsPerTrigger": str(settings.max_events),
             "minOffsetsPerTrigger": str(settings.min_events),
             "maxTriggerDelay": f"{settings.max_age}s",
-            "workers": str(settings.workers or self._spark.sparkContext.defaultParallelism),
+            "workers": str(self._workers(settings)),
             "workerMinimumEvents": str(settings.worker_minimum_events),
         }
         return self._spark.readStream.format("turnlane").options(**options)
+
+    def _workers(self, settings: LaneSettings) -> int:
+        """How many tasks a lane may have at a time."""
+        return settings.workers or self._spark.sparkContext.defaultParallelism
 
     def _lane_query(
         self,
@@ -298,7 +302,9 @@ class Pipeline:
         steps: Sequence[Step],
         **more: str,
     ) -> StreamingQuery:
-        options = {**self._access, **writing(lane, run, steps), **more}
+        workers = self._workers(settings)
+        told = [step.model_copy(update={"workers": workers}) for step in steps]
+        options = {**self._access, **writing(lane, run, told), **more}
         writer = filled(rows).writeStream.format("turnlane").options(**options)
         runs = self._checkpoints / "runs" / lane
         shutil.rmtree(runs, ignore_errors=True)

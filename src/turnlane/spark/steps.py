@@ -38,6 +38,8 @@ class Step(BaseModel):
     """Whether dead letters are read from the lane's queue again: rows are no longer the same."""
     version: str = ""
     """Of the configuration, for people."""
+    workers: int = 0
+    """How many tasks the lane may have at a time."""
 
 
 def steps_of_main(settings: PipelineSettings) -> list[Step]:
