@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from tests.contract.harness import wait_until
 from tests.node.conftest import Serve, Served, values
 from turnlane.cli.app import app
+from turnlane.client import dead_letters
 from turnlane.client.dead_letters import Chosen, DeadLetters
 from turnlane.client.letters import Choice
 from turnlane.delivery.dead_letters import dead_letter_block
@@ -175,6 +177,21 @@ class TestReplay:
         assert sorted(numbers(dead, "alerts")) == list(range(limit))
         assert len(dead.node.staging) == 0
 
+    def test_what_dies_again_meanwhile_is_not_sent_again_by_the_same_command(
+        self, dead: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(dead_letters, "STEP", 10)
+        died: list[int] = []
+
+        def die_again(count: int) -> None:
+            died.extend(range(len(died), len(died) + count))
+            bury(dead, letters(range(died[-count], died[-1] + 1)))
+
+        mine = DeadLetters(dead.client().nodes[0], "alerts")
+        assert mine.replay(Choice(), "alerts", None, die_again) == 30
+        assert (numbers(dead, "alerts"), died) == (list(range(30)), list(range(30)))
+        assert pending(dead) == 30
+
     def test_killed_half_way_loses_nothing_and_sends_nothing_twice(self, serve: Serve) -> None:
         served = serve(QUEUES)
         count = 50_000
@@ -219,6 +236,17 @@ class TestPurge:
         assert "Throw 10 dead letters of alerts away for good (key key-2)?" in refused.output
         assert pending(dead) == 30
         assert not dead.node.audit.path.exists()
+
+    def test_throws_away_no_more_than_was_agreed_to(
+        self, dead: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def agree(*_: object, **__: object) -> bool:
+            bury(dead, letters(range(30, 40)))
+            return True
+
+        monkeypatch.setattr(typer, "confirm", agree)
+        assert run(dead, "purge", "alerts").stdout == "30 dead letters thrown away\n"
+        assert numbers(dead, "alerts.dead") == list(range(30, 40))
 
     def test_throws_away_what_was_chosen_and_writes_it_down(self, dead: Served) -> None:
         done = run(dead, "purge", "alerts", "--key", "key-2", "--yes")

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from turnlane.client.letters import REASON, TIME, Choice
-from turnlane.client.remote import RemoteNode
+from turnlane.client.remote import RemoteNode, Unsettled
 from turnlane.delivery.dead_letters import COLUMNS
 from turnlane.errors import NoSuchQueue, RetryLater
 from turnlane.events import Block
@@ -45,12 +45,17 @@ class Summary:
 
 
 class DeadLetters:
-    """The dead letters of one action, on one node."""
+    """The dead letters of one action, on one node: those that were there at the first look.
+
+    An event that is sent again may be back before the last one is sent, and what a person has
+    agreed to throw away is what there was then.
+    """
 
     def __init__(self, node: RemoteNode, action: str) -> None:
         self.action = action
         self.queue = f"{action}{SUFFIX}"
         self._node = node
+        self._end: int | None = None
 
     @classmethod
     def all(cls, node: RemoteNode) -> list[DeadLetters]:
@@ -60,7 +65,7 @@ class DeadLetters:
 
     def count(self) -> int:
         """How many there are."""
-        return self._node.unsettled(self.queue, 1).pending
+        return self._look(1).pending
 
     def chosen(self, choice: Choice, limit: int | None = None) -> Iterator[Chosen]:
         """The chosen ones, in their order, at most ``limit``. Raises ``NoSuchQueue``."""
@@ -76,7 +81,7 @@ class DeadLetters:
     def _waiting(self) -> Iterator[tuple[Block, npt.NDArray[np.int64]]]:
         """All letters, a step at a time, with their offsets."""
         at = 0
-        while spans := self._node.unsettled(self.queue, STEP, first=at).spans:
+        while spans := self._look(STEP, at).spans:
             at = spans[-1][1]
             tables, places = [], []
             for hull in hulls(spans):
@@ -88,6 +93,14 @@ class DeadLetters:
                 # Later letters may have columns that earlier ones lack.
                 table = pa.concat_tables(tables, promote_options="default").combine_chunks()
                 yield from zip(table.to_batches(), [np.concatenate(places)], strict=False)
+
+    def _look(self, events: int, first: int = 0) -> Unsettled:
+        """What waits from ``first`` on, of what was there at the first look."""
+        found = self._node.unsettled(self.queue, events, first=first)
+        if self._end is None:
+            self._end = found.end
+        end = self._end
+        return found._replace(spans=[(at, min(to, end)) for at, to in found.spans if at < end])
 
     def summaries(self) -> list[Summary]:
         """What there is, by reason."""
