@@ -10,6 +10,7 @@ from tests.node.conftest import Serve, Served, values
 from turnlane.client.remote import RemoteNode
 from turnlane.errors import QueueFull
 from turnlane.events import block_of
+from turnlane.node.metrics import NodeCollector
 from turnlane.node.overflow import Overflow
 
 QUEUES: dict[str, dict[str, Any]] = {"alerts": {}, "alerts.dead": {"size": 10}}
@@ -82,6 +83,14 @@ def test_beyond_their_bound_the_oldest_are_dropped_and_counted(full: Served) -> 
     assert overflow.events() == {"alerts.dead": 8}
     assert overflow.dropped == {"alerts.dead": 4}
     assert full.node.queue("alerts.dead").stats().ledger.dropped == {"newest": 4}
+    (metric,) = [
+        each
+        for each in NodeCollector(full.node).collect()
+        if each.name == "turnlane_dead_letters_dropped"
+    ]
+    assert [(each.labels, each.value) for each in metric.samples] == [
+        ({"queue": "alerts.dead"}, 4.0)
+    ]
     full.node.queue("alerts.dead").settle(0, 10)
     overflow.drain()
     assert values(full.node, "alerts.dead") == [b"new %d" % number for number in range(4, 12)]

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.outputs.web_blocks import events, output
 from tests.outputs.web_servers import PATIENCE, Handler, Reply, Server, served
+from turnlane.delivery.backoff import Backoff
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.gate import LocalGate
 from turnlane.delivery.outcome import Outcome
 from turnlane.delivery.settings import DeliverySettings
 
+SLACK = 5.0
+"""Seconds that a busy machine may be late."""
 VALUES = [b"%d" % number for number in range(1000)]
 
 
@@ -24,16 +30,13 @@ def server() -> Iterator[Server]:
         yield found
 
 
+def delivery_of(settings: dict[str, Any]) -> DeliverySettings:
+    hurried = {"backoff": 0.001, "max_backoff": 0.01, "max_time": PATIENCE, "batch_events": 200}
+    return DeliverySettings(**{**hurried, **settings})
+
+
 def outcome(values: list[bytes], keys: int = 1, *, settings: Any = None, **knobs: Any) -> Outcome:
-    delivery = DeliverySettings(
-        **{
-            "backoff": 0.001,
-            "max_backoff": 0.01,
-            "max_time": PATIENCE,
-            "batch_events": 200,
-            **(settings or {}),
-        }
-    )
+    delivery = delivery_of(settings or {})
     block = events(values, keys=[f"k{number % keys}" for number in range(len(values))])
     with (
         output("http", **knobs) as made,
@@ -132,10 +135,60 @@ def test_a_server_that_fails_now_and_then_has_all_in_the_end(server: Server) -> 
                 return server.well(handler)
 
     server.behave = behave
-    found = outcome(VALUES, url=server.url, settings={"breaker_failures": 10_000})
-    assert not found.dead
-    assert found.delivered + len(found.kept) == 1000
-    assert len(set(taken(server))) >= found.delivered
+    left = VALUES
+    deadline = time.monotonic() + PATIENCE
+    while left and time.monotonic() < deadline:  # as a lane does with what is kept
+        found = outcome(left, url=server.url, settings={"breaker_failures": 10_000})
+        assert not found.dead
+        left = [left[number] for number in found.kept]
+    assert not left
+    assert set(taken(server)) == set(range(1000))
+
+
+def test_a_server_that_gets_slow_by_degrees_is_asked_less_at_a_time(server: Server) -> None:
+    """It does one thing at a time, each slower than the one before: the more wait, the longer."""
+    working, pace = threading.Lock(), iter(np.linspace(0.0, 0.015, 200))
+
+    def behave(handler: Handler) -> Reply:
+        seen = handler.read()
+        with working:
+            server.ended.wait(next(pace))
+            server.seen.append(seen)
+        return Reply()
+
+    server.behave = behave
+    delivery = delivery_of({"batch_events": 5, "max_concurrency": 64, "breaker_failures": 1})
+    gate = LocalGate(delivery)
+    with output("http", url=server.url) as made, Engine(made, delivery, gate) as engine:
+        found = engine.deliver(events(VALUES))
+    status = gate.status()
+    assert (found.delivered, status.totals["failures"]) == (1000, 0), "slow is not away"
+    assert taken(server) == list(range(1000))
+    assert status.concurrency is not None
+    assert status.concurrency <= 8, "more than a few would only wait"
+
+
+def test_retries_come_when_the_backoff_says_as_the_server_sees_it(server: Server) -> None:
+    """Waits double from 50 ms up to 200 ms, give or take a fifth; never sooner, hardly later."""
+    times: list[float] = []
+    failures = 5
+
+    def behave(handler: Handler) -> Reply:
+        seen = handler.read()
+        times.append(time.monotonic())
+        if len(times) <= failures:
+            return Reply(503)
+        server.seen.append(seen)
+        return Reply()
+
+    server.behave = behave
+    knobs = {"backoff": 0.05, "max_backoff": 0.2, "jitter": 0.2, "breaker_failures": 100}
+    assert outcome(VALUES[:10], settings=knobs, url=server.url).delivered == 10
+    backoff = Backoff(0.05, 0.2, 0.2)
+    for number, wait in enumerate(np.diff(times), 1):
+        assert wait >= backoff.wait(number, 0.0) - 0.001
+        assert wait <= backoff.wait(number, 1.0) + SLACK
+    assert len(times) == failures + 1
 
 
 def test_events_are_kept_for_a_server_that_wants_a_pause(server: Server) -> None:

@@ -97,8 +97,8 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, context: ssl.SSLContext | None = None) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, context: ssl.SSLContext | None = None, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
         self.scheme = "http"
         self.connections = 0
         self.seen: list[Seen] = []
@@ -174,9 +174,9 @@ class Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def served(context: ssl.SSLContext | None = None) -> Iterator[Server]:
+def served(context: ssl.SSLContext | None = None, *, port: int = 0) -> Iterator[Server]:
     """A server that listens."""
-    with Server(context) as server:
+    with Server(context, port) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:

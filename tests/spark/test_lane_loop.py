@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pytest
 
 from tests.contract.harness import wait_until
 from tests.outputs.web_servers import Reply, served
+from tests.ports import free_port
 from tests.spark.destinations import Destination
 from tests.spark.loop import Pipe
 from tests.spark.nodes import Served, serving
@@ -38,6 +39,16 @@ PATIENCE = 60.0
 SOON = {"backoff": 0.05, "max_backoff": 0.2, "breaker_failures": 3, "breaker_reset": 0.3}
 
 
+class Port(NamedTuple):
+    """Where nobody listens yet."""
+
+    number: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.number}"
+
+
 class World:
     """A node, and whatever a test wants there."""
 
@@ -46,8 +57,8 @@ class World:
         self.place = place
         self._opened = opened
 
-    def destination(self) -> Destination:
-        return Destination(self._opened.enter_context(served()))
+    def destination(self, port: int = 0) -> Destination:
+        return Destination(self._opened.enter_context(served(port=port)))
 
     def send(self, word: str, count: int, start: int = 0) -> list[bytes]:
         """Publish events to be routed by a word."""
@@ -80,7 +91,7 @@ def world(tmp_path: Path) -> Iterator[World]:
         yield World(node, tmp_path, opened)
 
 
-def http(name: str, at: Destination, *, queued: bool = True, **more: Any) -> ActionSettings:
+def http(name: str, at: Destination | Port, *, queued: bool = True, **more: Any) -> ActionSettings:
     """An action that posts events with its name, or with the word given as filter."""
     delivery = DeliverySettings.model_validate(SOON | more.pop("delivery", {}))
     queue = QueueSettings.of(kind="disk", name=name, path=Path(name)) if queued else None
@@ -138,6 +149,21 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
 
     monkeypatch.setattr(RemoteNode, "act", noted)
     return found
+
+
+def test_a_port_that_was_closed_gets_everything_when_it_is_open(world: World) -> None:
+    """Nobody is there to answer with an error: connections are refused."""
+    port = Port(free_port())
+    with Pipe(world.node.url, http("a", port, delivery={"max_time": 0.1})) as pipe:
+        values = world.send("a", 500)
+        lane = pipe.lanes["a"]
+        wait_until(lambda: lane.suspension() is not None, "the reason to be shown", PATIENCE)
+        assert "refused" in str(lane.suspension())
+        assert world.ledger("a").delivered == 0
+        there = world.destination(port.number)
+        world.drained("a")
+    each_once(there.taken, values)
+    assert world.ledger("a").delivered == 500
 
 
 def test_a_lane_that_is_idle_asks_but_one_thing(

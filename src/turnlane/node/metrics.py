@@ -191,6 +191,11 @@ class NodeCollector(Collector):
         ):
             metric.add_metric([], value)
             yield metric
+        words = "Dead letters that memory could not keep either: the oldest of those that waited."
+        dropped = counter("dead_letters_dropped", words, "queue")
+        for name, events in sorted(node.commits.overflow.dropped.items()):
+            dropped.add_metric([name], events)
+        yield dropped
 
     def _of_inputs(self) -> Iterator[Metric]:
         for field, words in _INPUT_COUNTERS:

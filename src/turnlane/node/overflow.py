@@ -33,7 +33,7 @@ class Overflow:
         self._waiting: dict[str, deque[Block]] = {}
         self._lock = threading.Lock()
         self.dropped: Counter[str] = Counter()
-        """Events by queue."""
+        """Events by queue: the oldest, beyond a bound, and what was left at the end."""
 
     def take(self, name: str, blocks: Iterable[Block], most: int) -> None:
         """Keep blocks for a queue; if there are more than so many events then, drop the oldest."""
@@ -124,6 +124,7 @@ class Overflow:
             queue = self._queue(name)
         except TurnlaneError:
             return  # it is gone itself
+        # They were the oldest here, but to the queue they are those that never came in.
         with queue.lock:
             queue.dropped_at_door(Outcome.NEWEST, events)
 
