@@ -3,7 +3,8 @@
 Both post the same events in the same batches, at the same concurrency, to the same server. The bare
 loop has the bodies ready and does nothing but post them: it is the limit. The engine gets blocks,
 makes the bodies and keeps account of every event. There are two servers: one that takes a while
-for a request, as those do that keep what they get, and one that answers at once.
+for a request, as those do that keep what they get, and one that answers at once. The engine is also
+measured without ``pipelined``: then each sender makes its own bodies, one after another.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ BATCH = 1000
 BLOCK = 10_000
 CONCURRENCY = 4
 BARE, ENGINE = "urllib3 in a loop", "turnlane's engine"
+UNSPLIT = "turnlane's engine, not pipelined"
 SERVERS: dict[str, tuple[dict[str, float], str]] = {
     "": (AT_WORK, f"a server that takes {AT_WORK['seconds'] * 1000:.0f} ms for a request"),
     "_at_once": (AT_ONCE, "a server that answers at once"),
@@ -110,9 +112,11 @@ def run(effort: Effort, server: HttpServer) -> Outcome:
     events = effort.events(200_000, 1_000_000)
     blocks, bodies = blocks_of(events), bodies_of(events)
     settings = DeliverySettings(concurrency=CONCURRENCY, batch_events=BATCH, max_time=600)
+    unsplit = settings.model_copy(update={"pipelined": False})
     contestants: dict[str, Callable[[], float]] = {
         BARE: lambda: events / bare(server.url, bodies, CONCURRENCY),
         ENGINE: lambda: events / delivered(http_output(server.url), settings, blocks),
+        UNSPLIT: lambda: events / delivered(http_output(server.url), unsplit, blocks),
     }
     found: dict[str, dict[str, Series]] = {}
     with undisturbed():
@@ -122,6 +126,7 @@ def run(effort: Effort, server: HttpServer) -> Outcome:
             found[ending] = {name: Series(rates) for name, rates in turns.items()}
         overhead = Series([_overhead(settings, blocks) for _ in range(effort.rounds)])
     figures = [_beside_bare(ending, each) for ending, each in found.items()]
+    figures += [_beside_unsplit(ending, each) for ending, each in found.items()]
     return Outcome([*figures, _costs(overhead)], [_table(found)])
 
 
@@ -134,6 +139,15 @@ def _beside_bare(ending: str, rates: dict[str, Series]) -> Figure:
         "a loop",
         unit="×",
         at_least=0.8,
+    )
+
+
+def _beside_unsplit(ending: str, rates: dict[str, Series]) -> Figure:
+    return figure(
+        f"pipelined_vs_not{ending}",
+        rates[ENGINE].over(rates[UNSPLIT]),
+        f"{SERVERS[ending][1]}; the same: preparing apart from sending / each sender by itself",
+        unit="×",
     )
 
 
@@ -152,7 +166,10 @@ def _table(found: dict[str, dict[str, Series]]) -> Table:
         "Posting batches to an HTTP server",
         "events/s",
         [words for _, words in SERVERS.values()],
-        {name: [Cell.of(rates[name]) for rates in found.values()] for name in (BARE, ENGINE)},
+        {
+            name: [Cell.of(rates[name]) for rates in found.values()]
+            for name in (BARE, ENGINE, UNSPLIT)
+        },
         f"Events of {SIZE} bytes; without Spark and without a queue: blocks in memory.",
     )
 

@@ -24,6 +24,7 @@ from turnlane.delivery.gate import LocalGate, Permit, Report
 from turnlane.delivery.in_flight import IN_FLIGHT
 from turnlane.delivery.liaison import Liaison
 from turnlane.errors import (
+    Bug,
     Never,
     PartlyDelivered,
     PayloadTooLarge,
@@ -253,7 +254,7 @@ def test_an_event_that_fails_alone_is_a_failure_to_the_breaker() -> None:
 def test_what_is_said_of_some_events_is_no_attempt_of_the_others() -> None:
     moods = iter(
         [
-            PartlyDelivered({0: OSError("odd"), 1: RetryLater("busy", alone=True)}),
+            PartlyDelivered({0: Bug("odd"), 1: RetryLater("busy", alone=True)}),
             ConnectionResetError("reset"),
         ]
     )
@@ -368,6 +369,8 @@ def test_a_probe_that_had_nothing_to_send_is_released() -> None:
 
 def test_a_gate_that_does_not_answer_keeps_everything() -> None:
     class Away:
+        share = None
+
         def permit(self) -> Permit:
             raise TransportDown("no node")
 

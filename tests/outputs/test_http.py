@@ -47,6 +47,32 @@ def test_jsonl_is_a_line_for_each_event(server: Server) -> None:
     assert server.seen[0].headers["content-type"] == "application/x-ndjson"
 
 
+@pytest.mark.parametrize("form", ["json", "jsonl"])
+def test_objects_have_the_ids_of_their_events(server: Server, form: str) -> None:
+    block = events([b"a", b"b", b"c"], first=7)
+    objects = [b'{"value":"a"}', b"{}", b'{"value":{"event_id":1}}']
+    block = with_column(block, "payload", pa.array(objects, pa.binary()))
+    delivered("http", block.slice(1), url=server.url, format=form, event_id='the "id"')
+    delivered("http", block, url=server.url, format=form, event_id="event_id")
+    second, first = server.seen
+    found = [
+        json.loads(seen.body) if form == "json" else [*map(json.loads, seen.body.splitlines())]
+        for seen in (first, second)
+    ]
+    assert found[0] == [
+        {"event_id": "alerts/0/7", "value": "a"},
+        {"event_id": "alerts/0/8"},
+        {"event_id": "alerts/0/9", "value": {"event_id": 1}},
+    ]
+    assert [each['the "id"'] for each in found[1]] == ["alerts/0/8", "alerts/0/9"]
+
+
+def test_objects_that_are_of_no_event_have_no_id(server: Server) -> None:
+    block = events([b"a"]).drop_columns(["partition", "offset"])
+    delivered("http", block, url=server.url, event_id="event_id")
+    assert server.seen[0].body == b'[{"value": "a"}]'
+
+
 def test_raw_is_the_value_on_a_line(server: Server) -> None:
     block = with_column(events([b"a", b"b"]), "payload", pa.array([b"a\xff", None], pa.binary()))
     delivered("http", block, url=server.url, format="raw")
@@ -337,6 +363,8 @@ def test_threads_share_the_output_and_its_connections(server: Server) -> None:
         ({"auth": {"token_env": "A", "username": "b"}}, "username with password_env"),
         ({"tls": {"verify": False}}, "is for https"),
         ({"timeout": 0}, "greater than 0"),
+        ({"event_id": "id", "format": "raw"}, "is for events as JSON objects"),
+        ({"event_id": "id", "body": "x"}, "is for events as JSON objects"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:

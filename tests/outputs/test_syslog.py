@@ -79,6 +79,20 @@ def test_rsyslogd_understands_rfc5424_over_tcp(tmp_path: Path) -> None:
     assert (third["hostname"], third["app-name"]) == ("me", "_" * 48)
 
 
+def test_messages_have_the_ids_of_their_events() -> None:
+    with made("a:514", event_id="event@32473", framing="newline", hostname="me") as output:
+        data = bytes(output.prepare(handed([b"x", b"y"], 7, queue='a"]\\b')).data)
+        (none,) = bytes(
+            output.prepare(handed([b"x"]).drop_columns(["partition", "offset"])).data
+        ).splitlines()
+    start = f"<14>1 {DATED} me turnlane - - ".encode()
+    assert data.splitlines() == [
+        start + rb'[event@32473 id="a\"\]\\b/0/7"] x',
+        start + rb'[event@32473 id="a\"\]\\b/0/8"] y',
+    ]
+    assert none == start + b"- x"
+
+
 @pytest.mark.parametrize("protocol", ["udp", "tcp"])
 def test_rsyslogd_understands_rfc3164(tmp_path: Path, protocol: str) -> None:
     columns = {"proc_id": pa.array(["42", None]), "app_name": pa.array(["shop", "cron"])}
@@ -305,6 +319,9 @@ def test_a_server_that_cannot_be_trusted_gets_nothing(host: Node, tmp_path: Path
         ({"address": "a:514", "tls": {"cert": "x"}}, "belong together"),
         ({"address": "a:514", "facility": "local9"}, "local7"),
         ({"address": "a:514", "columns": {"massage": "x"}}, "massage"),
+        ({"address": "a:514", "event_id": "e@1", "format": "rfc3164"}, "no structured data"),
+        ({"address": "a:514", "event_id": "a=b"}, "pattern"),
+        ({"address": "a:514", "event_id": "a]b"}, "pattern"),
     ],
 )
 def test_what_makes_no_sense_is_refused(knobs: dict[str, Any], message: str) -> None:

@@ -50,8 +50,13 @@ class Otherwise(NamedTuple):
     app_name: str
 
 
-def rfc5424(block: Block, names: Names, otherwise: Otherwise) -> Any:  # noqa: ANN401
-    """A message each, without structured data."""
+def rfc5424(
+    block: Block,
+    names: Names,
+    otherwise: Otherwise,
+    ids: tuple[str, Any] | None = None,
+) -> Any:  # noqa: ANN401
+    """A message each; structured data has the event's id, if there is an element for it."""
     return joined(
         *_priority(block, names, otherwise),
         _word("1 "),
@@ -64,9 +69,17 @@ def rfc5424(block: Block, names: Names, otherwise: Otherwise) -> Any:  # noqa: A
         _field(block, names.proc_id, _NIL, _PROC),
         _word(" "),
         _field(block, names.msg_id, _NIL, _MSG_ID),
-        _word(" - "),
+        *_structured(ids),
         _message(block, names),
     )
+
+
+def _structured(ids: tuple[str, Any] | None) -> tuple[Any, ...]:
+    if ids is None:
+        return (_word(" - "),)
+    element, texts = ids
+    escaped = pc.replace_substring_regex(texts, r'(["\\\]])', r"\\\1")
+    return _word(f' [{element} id="'), large(escaped), _word('"] ')
 
 
 def rfc3164(block: Block, names: Names, otherwise: Otherwise) -> Any:  # noqa: ANN401

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from turnlane.events import Block
 from turnlane.formats.texts import joined, large, lines_of, strung
 from turnlane.outputs.contract import OutputSettings
-from turnlane.outputs.identity import key_of
+from turnlane.outputs.identity import ids_of, key_of
 from turnlane.outputs.templates import (
     Template,
     TemplateText,
@@ -38,6 +39,7 @@ from turnlane.outputs.web import (
     chosen,
 )
 from turnlane.outputs.web_answers import Answer
+from turnlane.problems import Contradiction, Problem
 
 
 class Form(enum.StrEnum):
@@ -58,6 +60,10 @@ _KINDS: Final = {
 }
 _SINGLE_KINDS: Final = {**_KINDS, Form.JSONL: "application/json"}
 _COMMA: Final = pa.scalar(b",", pa.large_binary())
+_NO_FIELDS: Final = pa.scalar(b"{}", pa.large_binary())
+_GO_ON: Final = pa.scalar(b'",', pa.large_binary())
+_END: Final = pa.scalar(b'"', pa.large_binary())
+"""What comes behind a field's text: others, or none."""
 _ALIVE: Final = frozenset({400, 404, 405, 411, 415, 422, 501})
 """Answers to a ``HEAD`` from somebody who wants a ``POST`` with something in it."""
 
@@ -97,6 +103,21 @@ class HttpSettings(WebOutputSettings):
         description="Whether requests have a header `Idempotency-Key`, the same whenever the same "
         "events are sent again.",
     )
+
+    event_id: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The field in which every JSON object gets its event's id, by which a receiver "
+        "can drop repeats. Default: none.",
+        examples=["event_id"],
+    )
+
+    @model_validator(mode="after")
+    def _ids_only_in_objects(self) -> Self:
+        if self.event_id is not None and (self.format is Form.RAW or self.body is not None):
+            why = "is for events as JSON objects; a body or a header may have {event_id} in it"
+            raise Contradiction([Problem("event_id", why)])
+        return self
 
     @property
     def wants(self) -> frozenset[str]:
@@ -140,7 +161,9 @@ class HttpOutput(WebOutput):
 
     def _payloads(self, block: Block) -> Any:  # noqa: ANN401
         if self._body is None:
-            return large(block.column("payload"))
+            objects = large(block.column("payload"))
+            name = self.settings.event_id
+            return objects if name is None else _with_ids(objects, ids_of(block), name)
         escape = None if self.settings.format is Form.RAW else for_json
         return large(self._body.fill(block, escape))
 
@@ -209,6 +232,16 @@ class HttpOutput(WebOutput):
         answer = self.exchange(url, method="HEAD")
         if answer.status not in _ALIVE:
             self.good(answer, url)
+
+
+def _with_ids(objects: Any, ids: pa.Array[Any] | None, name: str) -> Any:  # noqa: ANN401
+    """JSON objects with one field more; without ids, as they are."""
+    if ids is None:
+        return objects
+    head = pa.scalar(f'{{{json.dumps(name)}:"'.encode(), pa.large_binary())
+    rest = pc.binary_replace_slice(objects, 0, 1, b"")
+    more = pc.if_else(pc.equal(objects, _NO_FIELDS), _END, _GO_ON)
+    return joined(head, large(for_json(ids)), more, rest)
 
 
 def _groups(columns: list[Any]) -> list[Rows]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from typing import Any, Final, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -22,14 +22,13 @@ from turnlane.formats.syslog_writing import (
 )
 from turnlane.formats.texts import NOTHING, Strung, large, strung
 from turnlane.outputs.contract import Output, OutputSettings
+from turnlane.outputs.identity import ids_of
 from turnlane.outputs.pool import Pool
 from turnlane.outputs.syslog_sockets import DatagramSocket, Limits, StreamSocket
 from turnlane.outputs.tls import ClientTls
 from turnlane.problems import Contradiction, Problem
 from turnlane.quantities import Duration
 from turnlane.serving.address import Address
-
-_FORMS: Final = {"rfc5424": rfc5424, "rfc3164": rfc3164}
 
 
 class SyslogColumns(BaseModel):
@@ -82,6 +81,14 @@ class SyslogOutputSettings(OutputSettings):
     columns: SyslogColumns = Field(
         default_factory=SyslogColumns, description="Which columns say it."
     )
+    event_id: str | None = Field(
+        default=None,
+        pattern=r"^[!#-<>-\\^-~]{1,32}$",
+        description="For `rfc5424`: the element of structured data in which messages have the "
+        "event's id, by which a receiver can drop repeats. Its name is to have your enterprise's "
+        "number. Default: none.",
+        examples=["event@32473"],
+    )
     confirm: bool = Field(
         default=True,
         description="Over TCP and TLS: whether a batch is done only once the receiver's operating "
@@ -101,6 +108,13 @@ class SyslogOutputSettings(OutputSettings):
     def _tls_only_with_tls(self) -> Self:
         if self.tls != ClientTls() and self.protocol != "tls":
             raise Contradiction([Problem("tls", f"means nothing with protocol: {self.protocol}")])
+        return self
+
+    @model_validator(mode="after")
+    def _ids_only_in_structured_data(self) -> Self:
+        if self.event_id is not None and self.format != "rfc5424":
+            why = f"means nothing with format: {self.format}, which has no structured data"
+            raise Contradiction([Problem("event_id", why)])
         return self
 
 
@@ -124,15 +138,23 @@ class SyslogOutput(Output):
     def prepare(self, block: Block) -> Any:  # noqa: ANN401
         """The messages as they are sent, in one piece of memory."""
         settings = self.settings
-        form = _FORMS.get(settings.format)
-        if form is None:
-            messages = large(block.column("payload"))
-        else:
-            messages = form(block, self._names, self._otherwise)
+        messages = self._messages(block)
         if settings.protocol != "udp":
             octets = settings.framing == "octet"
             messages = octet_counted(messages) if octets else newline_ended(messages)
         return strung(messages)
+
+    def _messages(self, block: Block) -> Any:  # noqa: ANN401
+        element = self.settings.event_id
+        match self.settings.format:
+            case "raw":
+                return large(block.column("payload"))
+            case "rfc3164":
+                return rfc3164(block, self._names, self._otherwise)
+            case "rfc5424":
+                found = None if element is None else ids_of(block)
+                ids = None if element is None or found is None else (element, found)
+                return rfc5424(block, self._names, self._otherwise, ids)
 
     def send(self, prepared: Any) -> None:  # noqa: ANN401
         messages: Strung = prepared
