@@ -61,6 +61,7 @@ DELIVERY = {
     "adaptive_vs_worst",
     "recovery_to_full_s",
     "engine_vs_bare",
+    "pipelined_vs_not",
     "engine_overhead_us",
 }
 PROGRAMS = {

@@ -232,6 +232,40 @@ def test_an_outage_behind_a_culprit_costs_no_innocent_event() -> None:
     assert (outcome.delivered, outage) == (99, [])
 
 
+def test_an_outage_in_the_middle_of_a_search_costs_no_innocent_event() -> None:
+    """The halves fail, down to the first event, which has done nothing."""
+    settings = settings_of(max_attempts=4, breaker_failures=100)
+    outage = [ConnectionResetError("reset") for _ in range(9)]
+    sizes: list[int] = []
+
+    def fault(block: Block) -> BaseException | None:
+        sizes.append(block.num_rows)
+        if sizes.count(100) < 4:
+            return OSError("odd")
+        return outage.pop() if outage else OSError("odd") if 70 in offsets_of(block) else None
+
+    (outcome,) = run(FaultyOutput(fault), settings, [block_of_offsets(0, 100)])
+    assert sizes[:10] == [100, 100, 100, 100, 50, 25, 12, 6, 3, 1]
+    assert [letter.numbers.tolist() for letter in outcome.dead] == [[70]]
+    assert (outcome.delivered, outage) == (99, [])
+
+
+def test_the_first_of_all_is_found_too_however_few_attempts_a_task_has() -> None:
+    clock = ManualClock()
+    settings = settings_of(max_attempts=3, breaker_failures=100, **LONG)
+    gate = LocalGate(settings, clock=clock)
+    output = FaultyOutput(lambda block: OSError("odd") if 0 in offsets_of(block) else None)
+    block, dead, tasks = block_of_offsets(0, 50), 0, 0
+    while not dead:
+        (outcome,) = run(output, settings, [block], gate)
+        dead, tasks = len(outcome.dead), tasks + 1
+        clock.advance(700)
+    assert [letter.numbers.tolist() for letter in outcome.dead] == [[0]]
+    assert tasks <= 2 * 3
+    (outcome,) = run(output, settings, [block.slice(1)], gate)
+    assert outcome.delivered == 49
+
+
 def test_those_found_one_after_another_have_their_attempts_each() -> None:
     output = FaultyOutput(lambda block: OSError("odd") if {7, 50} & {*offsets_of(block)} else None)
     settings = settings_of(max_attempts=4, breaker_failures=100)

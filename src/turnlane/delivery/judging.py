@@ -79,13 +79,16 @@ def judge_send(
 def _judge_unknown(piece: Piece, count: int, error: BaseException, max_attempts: int) -> Judgement:
     """Tried again as often as allowed; after that there is something wrong with some of it.
 
-    Halves that fail tell nothing new. One event that fails alone where no other has gone may still
-    be the destination's fault, so the others do not go at once.
+    Halves that fail tell nothing new. One event that fails alone where no other has gone may be
+    innocent: the destination may have gone away meanwhile. So it has as many attempts by itself.
     """
-    piece.unknown += 1
-    if piece.unknown < max_attempts:
+    search, alone = piece.search, count == 1
+    if alone or not search.suspect:
+        piece.unknown += 1
+    doubtful = alone and search.is_fruitless
+    if piece.unknown < (2 if doubtful and search.suspect else 1) * max_attempts:
         return Judgement(News.FAILED, later=piece, error=error)
-    news = News.FAILED if count == 1 and piece.search.is_fruitless else News.NOTHING
+    news = News.FAILED if doubtful else News.NOTHING
     _refuse(piece, count, error, sure=False)
     return Judgement(news, onward=_rest(piece), error=error)
 
