@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ from tests.delivery.harness import PATIENCE, block_of_offsets
 from tests.node.conftest import Serve, Served
 from tests.node.http_harness import Served as HttpServed
 from tests.node.http_harness import served as served_over_http
+from tests.outputs.web_servers import served as web_served
+from tests.spark.destinations import Destination
+from turnlane import connect
 from turnlane.cli.app import app
 from turnlane.client import gate as client_gate
 from turnlane.client.gate import RemoteGate
@@ -31,6 +35,7 @@ from turnlane.errors import NoSuchBreaker, NotAllowed, RetryLater
 from turnlane.events import Block
 from turnlane.node.action_metrics import metrics_of_actions
 from turnlane.node.breakers import Asker
+from turnlane.outputs.http import Form, HttpOutput, HttpSettings
 from turnlane.serving.rights import Authority, TokenSettings
 from turnlane.spark.delivering import Counted
 from turnlane.testing import FaultyOutput
@@ -237,6 +242,39 @@ def test_a_task_sends_no_more_at_a_time_than_its_share(served: Served) -> None:
     with Engine(output, settings, mine) as engine:
         assert engine.deliver(block_of_offsets(0, 200)).delivered == 200
     assert output.most_in_flight == 2
+
+
+def deliver_elsewhere(node: str, server: str) -> None:
+    """What a task does, in a process of its own; ends in an error unless all is delivered."""
+    settings = DeliverySettings(batch_events=1, concurrency=8, max_in_flight=4, max_time=PATIENCE)
+    with (
+        connect(node) as client,
+        HttpOutput(HttpSettings(url=server, format=Form.RAW)) as output,
+        RemoteGate(
+            client.nodes[0], "alerts", "disk", settings, (counted := Counted(output)).doing
+        ) as made,
+        Engine(counted, settings, made) as engine,
+    ):
+        assert engine.deliver(block_of_offsets(0, 50)).delivered == 50
+
+
+def test_the_limit_on_sends_under_way_holds_for_all_processes(served: Served) -> None:
+    with web_served() as server:
+        at = Destination(server)
+
+        def take_a_while(_: list[bytes]) -> None:
+            server.ended.wait(0.02)  # so that requests overlap
+
+        at.refuse = take_a_while
+        start = multiprocessing.get_context("spawn").Process
+        tasks = [start(target=deliver_elsewhere, args=(served.url, server.url)) for _ in range(2)]
+        for task in tasks:
+            task.start()
+        for task in tasks:
+            task.join(PATIENCE)
+        assert [task.exitcode for task in tasks] == [0, 0]
+    assert len(at.taken) == 100
+    assert 1 < at.most <= 4
 
 
 def test_a_task_without_a_share_waits_for_one(served: Served) -> None:

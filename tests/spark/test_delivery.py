@@ -158,6 +158,7 @@ def test_what_was_being_sent_when_its_sender_was_killed_comes_again(world: World
     assert set(Counter(plain.taken) - before) == set(values), "each at least once"
     after = world.node.queue("plain").stats().ledger
     assert (after.delivered, after.dead) == (ledger.delivered + 50, ledger.dead)
+    assert world.node.node.breakers.of("plain").workers == 2, "what Spark has cores for"
     assert after.adds_up
 
 
