@@ -20,9 +20,9 @@ from tests.delivery.harness import PATIENCE, block_of_offsets
 from tests.node.conftest import Serve, Served
 from tests.node.http_harness import Served as HttpServed
 from tests.node.http_harness import served as served_over_http
+from tests.node.sender import EVENTS, LIMIT, deliver
 from tests.outputs.web_servers import served as web_served
 from tests.spark.destinations import Destination
-from turnlane import connect
 from turnlane.cli.app import app
 from turnlane.client import gate as client_gate
 from turnlane.client.gate import RemoteGate
@@ -35,7 +35,6 @@ from turnlane.errors import NoSuchBreaker, NotAllowed, RetryLater
 from turnlane.events import Block
 from turnlane.node.action_metrics import metrics_of_actions
 from turnlane.node.breakers import Asker
-from turnlane.outputs.http import Form, HttpOutput, HttpSettings
 from turnlane.serving.rights import Authority, TokenSettings
 from turnlane.spark.delivering import Counted
 from turnlane.testing import FaultyOutput
@@ -166,7 +165,7 @@ def test_a_rate_that_changes_gives_nothing_away(served: Served) -> None:
 def test_a_slow_probe_is_the_only_one_however_long_it_takes(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breaker, "LEASE", 0.2)
+    monkeypatch.setattr(breaker, "LEASE", 1.0)
     monkeypatch.setattr(client_gate, "HEARTBEAT", 0.02)
     opened(served, AT_ONCE)
     other = gate(served, AT_ONCE)
@@ -181,7 +180,7 @@ def test_a_slow_probe_is_the_only_one_however_long_it_takes(
     with Engine(output, AT_ONCE, prober) as engine, ThreadPoolExecutor(1) as pool:
         outcome = pool.submit(engine.deliver, block_of_offsets(0, 10))
         assert sending.wait(PATIENCE)
-        until = time.monotonic() + 4 * breaker.LEASE
+        until = time.monotonic() + 1.5 * breaker.LEASE
         while time.monotonic() < until:
             assert other.permit().allowed is Allowed.NONE
         release.set()
@@ -244,20 +243,6 @@ def test_a_task_sends_no_more_at_a_time_than_its_share(served: Served) -> None:
     assert output.most_in_flight == 2
 
 
-def deliver_elsewhere(node: str, server: str) -> None:
-    """What a task does, in a process of its own; ends in an error unless all is delivered."""
-    settings = DeliverySettings(batch_events=1, concurrency=8, max_in_flight=4, max_time=PATIENCE)
-    with (
-        connect(node) as client,
-        HttpOutput(HttpSettings(url=server, format=Form.RAW)) as output,
-        RemoteGate(
-            client.nodes[0], "alerts", "disk", settings, (counted := Counted(output)).doing
-        ) as made,
-        Engine(counted, settings, made) as engine,
-    ):
-        assert engine.deliver(block_of_offsets(0, 50)).delivered == 50
-
-
 def test_the_limit_on_sends_under_way_holds_for_all_processes(served: Served) -> None:
     with web_served() as server:
         at = Destination(server)
@@ -267,14 +252,14 @@ def test_the_limit_on_sends_under_way_holds_for_all_processes(served: Served) ->
 
         at.refuse = take_a_while
         start = multiprocessing.get_context("spawn").Process
-        tasks = [start(target=deliver_elsewhere, args=(served.url, server.url)) for _ in range(2)]
+        tasks = [start(target=deliver, args=(served.url, server.url)) for _ in range(2)]
         for task in tasks:
             task.start()
         for task in tasks:
             task.join(PATIENCE)
         assert [task.exitcode for task in tasks] == [0, 0]
-    assert len(at.taken) == 100
-    assert 1 < at.most <= 4
+    assert len(at.taken) == 2 * EVENTS
+    assert 1 < at.most <= LIMIT
 
 
 def test_a_task_without_a_share_waits_for_one(served: Served) -> None:

@@ -1,0 +1,28 @@
+"""What a task of an action does, for processes of their own."""
+
+from __future__ import annotations
+
+from tests.delivery.harness import PATIENCE, block_of_offsets
+from turnlane import connect
+from turnlane.client.gate import RemoteGate
+from turnlane.delivery.engine import Engine
+from turnlane.delivery.settings import DeliverySettings
+from turnlane.outputs.http import Form, HttpOutput, HttpSettings
+from turnlane.spark.delivering import Counted
+
+EVENTS = 50
+LIMIT = 4
+
+
+def deliver(node: str, server: str) -> None:
+    """Deliver some events; the process ends in an error unless it has delivered all."""
+    settings = DeliverySettings(
+        batch_events=1, concurrency=8, max_in_flight=LIMIT, max_time=PATIENCE
+    )
+    with connect(node) as client, HttpOutput(HttpSettings(url=server, format=Form.RAW)) as output:
+        counted = Counted(output)
+        with (
+            RemoteGate(client.nodes[0], "alerts", "disk", settings, counted.doing) as gate,
+            Engine(counted, settings, gate) as engine,
+        ):
+            assert engine.deliver(block_of_offsets(0, EVENTS)).delivered == EVENTS
