@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from tests.inputs.otlp_senders import (
 )
 from tests.inputs.web_inputs import (
     HASTY,
+    PATIENCE,
     SECRET,
     TOKENS,
     Certificates,
@@ -45,6 +47,7 @@ from tests.inputs.web_inputs import (
     wait_until,
 )
 from turnlane.errors import AddressTaken, ConfigError
+from turnlane.inputs.answering import THREADS
 from turnlane.inputs.otlp_grpc import _source
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
@@ -206,6 +209,55 @@ def test_only_tokens_with_the_right_get_in(node: Node) -> None:
                 refused = refusal_of(export, b"", metadata=metadata)
                 assert refused.code() is grpc.StatusCode.UNAUTHENTICATED
     assert len(values(node)) == 1
+
+
+RIGHT = (("authorization", f"Bearer {SECRET}"),)
+
+
+@contextmanager
+def silent_calls(address: str | None, count: int, metadata: Any = ()) -> Iterator[list[Any]]:
+    """Calls that have begun, and whose message never comes."""
+    over = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        over.wait()
+        yield from ()
+
+    with grpc.insecure_channel(str(address)) as channel:
+        call = channel.stream_unary(LOGS)
+        yield [call.future(nothing(), metadata=metadata) for _ in range(count)]
+        over.set()
+
+
+def test_strangers_that_send_nothing_hold_nobody_up(node: Node) -> None:
+    """They are refused before a thread waits for what they would send."""
+    with (
+        serving("otlp_grpc", node, tokens=TOKENS, body_timeout="1h") as found,
+        silent_calls(found.address, THREADS) as calls,
+        calling(found.address) as export,
+    ):
+        codes = {call.exception(timeout=PATIENCE).code() for call in calls}
+        assert codes == {grpc.StatusCode.UNAUTHENTICATED}
+        body = logs_request("x").SerializeToString()
+        assert export(body, metadata=RIGHT, timeout=PATIENCE) == b""
+
+
+def test_requests_whose_message_does_not_come_are_cancelled(node: Node) -> None:
+    with (
+        serving("otlp_grpc", node, tokens=TOKENS, body_timeout=HASTY) as found,
+        silent_calls(found.address, THREADS, RIGHT) as calls,
+        calling(found.address) as export,
+    ):
+        codes = {call.exception(timeout=PATIENCE).code() for call in calls}
+        assert codes == {grpc.StatusCode.CANCELLED}
+        body = logs_request("x").SerializeToString()
+        assert export(body, metadata=RIGHT, timeout=PATIENCE) == b""
+
+
+def test_a_request_without_a_message_is_an_invalid_argument(address: str) -> None:
+    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as refused:
+        channel.stream_unary(LOGS)(iter(()), timeout=PATIENCE)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
 
 
 def test_tls_is_spoken_if_told(node: Node, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Final, Literal, NoReturn
 
@@ -16,6 +16,7 @@ from turnlane.inputs.contract import Host, Input, InputSettings
 from turnlane.inputs.export import Exports
 from turnlane.quantities import Duration, Size
 from turnlane.serving.body import retry_after, status_of
+from turnlane.serving.deadlines import Deadlines
 from turnlane.serving.rights import Authority, Right, bearer_of
 from turnlane.serving.tls import TlsSettings
 
@@ -65,6 +66,9 @@ class OtlpGrpcSettings(AnsweringSettings):
     idle_timeout: Duration = Field(
         300.0, ge=1, description="How long a connection stays open without a request."
     )
+    body_timeout: Duration = Field(
+        30.0, gt=0, description="How long a request's message may take to come."
+    )
 
     def options(self) -> list[tuple[str, int]]:
         """The settings in gRPC's words."""
@@ -91,6 +95,7 @@ class OtlpGrpcInput(Input):
         self._authority = Authority(settings.tokens)
         self._address = settings.listen
         self._workers: ThreadPoolExecutor | None = None
+        self._deadlines: Deadlines | None = None
         self._server: Any = None
 
     @property
@@ -102,14 +107,17 @@ class OtlpGrpcInput(Input):
         self._publisher.check("queue", self.settings.queue)
         if self.settings.listen.port:
             self.settings.listen.listen().close()  # gRPC does not say so that a port is taken
-        # Threads take the requests in turn. gRPC reads a request when its turn comes, so those
+        # Threads take the requests in turn. A request is read when its turn comes, so those
         # that wait cost no memory; refusing them here would make exporters drop what they hold.
+        self._deadlines = Deadlines(
+            self.settings.body_timeout, f"turnlane-{self.settings.label}-late"
+        )
         self._workers = ThreadPoolExecutor(THREADS, f"turnlane-{self.settings.label}")
         self._server = grpc.server(self._workers, options=self.settings.options())
         self._server.add_generic_rpc_handlers(
             [
                 grpc.method_handlers_generic_handler(
-                    service, {"Export": grpc.unary_unary_rpc_method_handler(self._export(signal))}
+                    service, {"Export": grpc.stream_unary_rpc_method_handler(self._export(signal))}
                 )
                 for signal, service in _SERVICES.items()
             ]
@@ -118,9 +126,10 @@ class OtlpGrpcInput(Input):
         self._server.start()
 
     def stop(self, timeout: float) -> None:
-        if self._server is not None and self._workers is not None:
+        if self._server is not None and self._workers is not None and self._deadlines is not None:
             self._server.stop(timeout).wait(timeout + 5.0)
             self._workers.shutdown(wait=False)
+            self._deadlines.close()
 
     def _bind(self) -> int:
         place = str(self.settings.listen)
@@ -134,10 +143,17 @@ class OtlpGrpcInput(Input):
             raise ConfigError("listen", f"cannot listen on {place}: {error}") from None
         return port
 
-    def _export(self, signal: Signal) -> Callable[[bytes, Any], bytes]:
-        def export(body: bytes, context: Any) -> bytes:  # noqa: ANN401
+    def _export(self, signal: Signal) -> Callable[[Iterator[bytes], Any], bytes]:
+        """The handler of a signal.
+
+        To gRPC it is one of streams, though one message comes: only so is it called before that,
+        and strangers are refused before they can keep a thread waiting.
+        """
+
+        def export(messages: Iterator[bytes], context: Any) -> bytes:  # noqa: ANN401
             try:
-                return self._take(signal, body, context)
+                self._authority.check(_token(context), Right.PUBLISH, self.settings.queue)
+                return self._take(signal, self._message(messages, context), context)
             except Exception as error:
                 if status_of(error) not in _CODES:
                     raise  # a bug: gRPC logs it and answers UNKNOWN
@@ -145,8 +161,16 @@ class OtlpGrpcInput(Input):
 
         return export
 
+    def _message(self, messages: Iterator[bytes], context: Any) -> bytes:  # noqa: ANN401
+        """The message of a request; one that does not come in time is cancelled."""
+        assert self._deadlines is not None
+        with self._deadlines.limit(context.cancel):
+            body = next(messages, None)
+        if body is None:
+            raise ValueError("the request has no message")
+        return body
+
     def _take(self, signal: Signal, body: bytes, context: Any) -> bytes:  # noqa: ANN401
-        self._authority.check(_token(context), Right.PUBLISH, self.settings.queue)
         self.count(bytes=len(body))
         if not context.is_active():
             raise RetryLater("the exporter has stopped waiting")  # it will send this again
