@@ -114,7 +114,7 @@ class Service(Closing):
                 authority,
                 flight.listen,
                 flight.tls,
-                max_calls=flight.max_calls,
+                limits=flight,
                 tables=self.tables,
             )
             self._start_plane("flight", plane)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -254,10 +255,25 @@ def test_requests_whose_message_does_not_come_are_cancelled(node: Node) -> None:
         assert export(body, metadata=RIGHT, timeout=PATIENCE) == b""
 
 
+def test_the_newest_of_too_many_connections_are_cut(node: Node) -> None:
+    with (
+        serving("otlp_grpc", node, max_connections=1) as found,
+        calling(found.address) as export,
+    ):
+        assert export(b"") == b""
+        watch = getattr(found, "_watch")  # noqa: B009 - of this kind of input only
+        wait_until(lambda: watch._known, "that it is the older one")
+        host, _, port = str(found.address).rpartition(":")
+        with socket.create_connection((host, int(port)), PATIENCE) as second:
+            while second.recv(4096):  # HTTP/2 begins with settings
+                pass
+        assert export(b"", timeout=PATIENCE) == b""
+
+
 def test_a_request_without_a_message_is_an_invalid_argument(address: str) -> None:
     with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as refused:
         channel.stream_unary(LOGS)(iter(()), timeout=PATIENCE)
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_tls_is_spoken_if_told(node: Node, tmp_path: Path) -> None:

@@ -19,10 +19,11 @@ from tests.contract.harness import NOTICEABLE, PATIENCE, Task, assert_never, wai
 from tests.node.conftest import QUEUES, Serve, Served, Stream, values
 from turnlane.events import block_of
 from turnlane.node import by_offset, flight_publish
-from turnlane.node.connections import cut_connections
+from turnlane.node.flight_limits import FlightLimits
 from turnlane.node.routes import MAX_PAIRS, Route
 from turnlane.queues.memory import MemoryQueue
 from turnlane.queues.settings import QueueSettings
+from turnlane.serving.sockets import cut_connections
 from turnlane.testing import FaultyDisk
 
 
@@ -388,7 +389,7 @@ def test_a_hundred_calls_that_wait_do_not_hold_up_publishing(served: Served) -> 
 
 
 def test_more_calls_than_allowed_are_told_to_come_back(serve: Serve) -> None:
-    served = serve(max_calls=1)
+    served = serve(limits=FlightLimits(max_calls=1))
     stream = served.stream("disk")
     stream.greet()
     with pytest.raises(flight.FlightUnavailableError, match="too many calls"):
@@ -401,7 +402,7 @@ def test_streams_that_are_read_count_as_calls_to_their_end(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(by_offset, "READ_EVENTS", 10)
-    served = serve(max_calls=2)
+    served = serve(limits=FlightLimits(max_calls=2))
     served.node.queue("disk").producer().publish_block(block_of([bytes(100_000)] * 500))
     ticket = flight.Ticket(b'{"read": "disk"}')
     readers = [served.flight().do_get(ticket) for _ in range(2)]
@@ -412,7 +413,7 @@ def test_streams_that_are_read_count_as_calls_to_their_end(
     assert readers[0].read_all().num_rows < 500
     wait_until(lambda: _answers(served))
     readers[1].cancel()
-    wait_until(lambda: served.plane._calls._value == 2)
+    wait_until(lambda: served.plane.calls.running == 0)
 
 
 def _answers(served: Served) -> bool:

@@ -28,6 +28,9 @@ OPTIONS: Final[list[tuple[str, int | str]]] = [
     # Nodes restart at the same address: a channel that shares its connection with one that has
     # given up would have given up, too.
     ("grpc.use_local_subchannel_pool", 1),
+    # Streams on which nothing happens are no idle connections to their node; gRPC allows no more
+    # than one ping in five minutes.
+    ("grpc.keepalive_time_ms", 360_000),
 ]
 
 

@@ -31,6 +31,7 @@ from turnlane.errors import ConfigError
 from turnlane.formats.parse_settings import ParseSettings
 from turnlane.inputs import registry
 from turnlane.inputs.contract import InputSettings
+from turnlane.node.flight_limits import FlightLimits
 from turnlane.node.table_settings import ServedTableSettings
 from turnlane.pipeline.cases import Case
 from turnlane.pipeline.settings import (
@@ -64,17 +65,13 @@ class Section(BaseModel):
     )
 
 
-class FlightSettings(Section):
+class FlightSettings(FlightLimits):
     """The Arrow Flight plane."""
 
     enabled: bool = Field(default=True, description="Whether it is served at all.")
     listen: Address = Field(default=FLIGHT, description="Where it listens.")
     tls: TlsSettings | None = Field(
         default=None, description="Its certificate; default: the node's."
-    )
-
-    max_calls: int = Field(
-        default=1000, ge=1, description="The most calls at a time; a consumer or publisher is one."
     )
 
 

@@ -19,6 +19,7 @@ from turnlane.serving.body import retry_after, status_of
 from turnlane.serving.deadlines import Deadlines
 from turnlane.serving.rights import Authority, Right, bearer_of
 from turnlane.serving.tls import TlsSettings
+from turnlane.serving.watch import ConnectionWatch
 
 try:
     import grpc
@@ -60,6 +61,7 @@ class OtlpGrpcSettings(AnsweringSettings):
     max_header_bytes: Size = Field(
         64 * 2**10, ge=1024, le=2**31 - 1, description="The most bytes of a request's headers."
     )
+    max_connections: int = Field(1000, ge=1, description="The most connections at a time.")
     max_streams: int = Field(
         100, ge=1, description="The most requests at a time of one connection; others wait."
     )
@@ -96,6 +98,7 @@ class OtlpGrpcInput(Input):
         self._address = settings.listen
         self._workers: ThreadPoolExecutor | None = None
         self._deadlines: Deadlines | None = None
+        self._watch: ConnectionWatch | None = None
         self._server: Any = None
 
     @property
@@ -124,12 +127,15 @@ class OtlpGrpcInput(Input):
         )
         self._address = self.settings.listen.with_port(self._bind())
         self._server.start()
+        self._watch = ConnectionWatch(self._address.port, self.settings.max_connections)
 
     def stop(self, timeout: float) -> None:
         if self._server is not None and self._workers is not None and self._deadlines is not None:
             self._server.stop(timeout).wait(timeout + 5.0)
             self._workers.shutdown(wait=False)
             self._deadlines.close()
+        if self._watch is not None:
+            self._watch.close()
 
     def _bind(self) -> int:
         place = str(self.settings.listen)

@@ -22,9 +22,10 @@ from pyarrow import flight
 
 from turnlane.errors import ConfigError, StorageFailed, TransportDown
 from turnlane.events import Block
-from turnlane.node.connections import cut_connections
 from turnlane.node.copying import Copying
 from turnlane.node.flight_actions import ACTIONS, Actions, Caller
+from turnlane.node.flight_blocks import Chunks, chunks_of
+from turnlane.node.flight_calls import Call, Calls
 from turnlane.node.flight_commands import (
     Command,
     Consume,
@@ -37,6 +38,7 @@ from turnlane.node.flight_commands import (
     parsed,
 )
 from turnlane.node.flight_errors import translated
+from turnlane.node.flight_limits import FlightLimits
 from turnlane.node.flight_publish import Peer, PublishStream
 from turnlane.node.flight_read import Patience, consume_stream, read_stream, schema_of
 from turnlane.node.flight_table import receive
@@ -44,13 +46,13 @@ from turnlane.node.node import Node
 from turnlane.node.routes import Routes
 from turnlane.node.tables import Tables
 from turnlane.serving.address import Address
-from turnlane.serving.rights import Authority, Right, bearer_of
+from turnlane.serving.rights import Authority, Right
+from turnlane.serving.sockets import cut_connections
 from turnlane.serving.tls import TlsSettings
+from turnlane.serving.watch import ConnectionWatch
 
 log = logging.getLogger(__name__)
 
-MAX_CALLS = 1000
-"""Calls at a time, each of which has a thread: more are told to come back later."""
 POLITE_SECONDS = 1.0
 """How long clients that were told that the node stops have to leave before they are cut off."""
 
@@ -58,7 +60,6 @@ PUTS: Final[dict[str, type[Command]]] = {"publish": Publish, "stage": StageBlock
 """What a client may do with blocks."""
 
 Reader = flight.MetadataRecordBatchReader
-Chunks = Iterator[tuple[Block | None, pa.Buffer | None]]
 
 
 class FlightPlane:
@@ -71,7 +72,7 @@ class FlightPlane:
         address: Address,
         tls: TlsSettings | None = None,
         *,
-        max_calls: int = MAX_CALLS,
+        limits: FlightLimits | None = None,
         tables: Tables | None = None,
     ) -> None:
         self.node = node
@@ -79,13 +80,15 @@ class FlightPlane:
         self.authority = authority
         self.routes = Routes()
         self.actions = Actions(node)
+        self.limits = limits or FlightLimits()
+        self.calls = Calls(authority, self.limits)
         self.stopping = False
         self._wanted = address
         self._tls = tls
         self._server: _Server | None = None
+        self._watch: ConnectionWatch | None = None
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._calls = threading.BoundedSemaphore(max_calls)
         self._streams: set[PublishStream] = set()
 
     def start(self) -> None:
@@ -101,6 +104,11 @@ class FlightPlane:
             raise ConfigError(
                 "flight.listen", f"cannot listen on {self._wanted}: {error}"
             ) from None
+        self._watch = ConnectionWatch(
+            self._server.port,
+            self.limits.max_connections,
+            idle_timeout=self.limits.idle_timeout,
+        )
         # A program that ends without a stop would else wait for its clients, for ever.
         atexit.register(self.stop)
         log.info("Flight on %s", self.address)
@@ -112,9 +120,10 @@ class FlightPlane:
 
     def stop(self, timeout: float = 5.0) -> None:
         """Take no more calls, tell clients to leave, and cut off those that do not."""
-        if self._server is None or os.getpid() != self._process:  # not in a forked child
-            return
+        if self._server is None or self._watch is None or os.getpid() != self._process:
+            return  # not started, or not in a forked child
         atexit.unregister(self.stop)
+        self._watch.close()
         until = time.monotonic() + timeout
         self.stopping = True
         with self._lock:
@@ -134,24 +143,19 @@ class FlightPlane:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """A call of a client, from beginning to end."""
+        """What is done for a client that was let in."""
         with translated():
             if self.stopping or self.node.closing:
                 raise TransportDown("the node is stopping")
-            if not self._calls.acquire(blocking=False):
-                raise TransportDown("the node has too many calls at a time", after=1.0)
-            try:
-                yield
-            finally:
-                self._calls.release()
+            yield
 
     def caller(self, context: flight.ServerCallContext) -> Caller:
         """Who is calling."""
-        bearer = context.get_middleware("bearer")
-        token = bearer.token if isinstance(bearer, _Bearer) else None
+        call = context.get_middleware("call")
+        assert isinstance(call, Call)
         return Caller(
             self.authority,
-            token,
+            call.token,
             lambda: self.stopping or self.node.closing or context.is_cancelled(),
         )
 
@@ -205,30 +209,12 @@ def _has_given_all(peer: Peer, take: Callable[[Block], None]) -> bool:
     return not peer.is_gone()
 
 
-class _Bearer(flight.ServerMiddleware):
-    """The token that came with a call."""
-
-    def __init__(self, token: str | None) -> None:
-        self.token = token
-
-
-class _Bearers(flight.ServerMiddlewareFactory):
-    """Takes the token from the call's headers."""
-
-    def start_call(
-        self, info: flight.CallInfo, headers: dict[str, list[str] | list[bytes]]
-    ) -> _Bearer:
-        del info
-        values = [each for each in headers.get("authorization", ()) if isinstance(each, str)]
-        return _Bearer(bearer_of(values[0] if values else None))
-
-
 class _Server(flight.FlightServerBase):
     """Flight's methods, each in few words."""
 
     def __init__(self, plane: FlightPlane, location: str, arguments: dict[str, Any]) -> None:
         self._plane = plane
-        super().__init__(location, middleware={"bearer": _Bearers()}, **arguments)
+        super().__init__(location, middleware={"call": plane.calls}, **arguments)
 
     def do_exchange(
         self,
@@ -244,10 +230,10 @@ class _Server(flight.FlightServerBase):
             if isinstance(command, Receive):
                 caller.check(Right.READ, command.receive)
                 has_left = partial(caller.has_left, Right.READ, command.receive)
-                receive(self._plane.tables, command, _chunks(reader), writer, has_left)
+                receive(self._plane.tables, command, self._chunks(reader), writer, has_left)
             elif isinstance(command, Publish):
                 peer = Peer(
-                    _chunks(reader),
+                    self._chunks(reader),
                     lambda data: writer.write_metadata(pa.py_buffer(data)),
                     context.is_cancelled,
                 )
@@ -264,7 +250,9 @@ class _Server(flight.FlightServerBase):
         with self._plane.call():
             command = one_of(PUTS, descriptor.command)
             peer = Peer(
-                _chunks(reader), lambda data: writer.write(pa.py_buffer(data)), context.is_cancelled
+                self._chunks(reader),
+                lambda data: writer.write(pa.py_buffer(data)),
+                context.is_cancelled,
             )
             caller = self._plane.caller(context)
             if isinstance(command, StageBlocks):
@@ -323,7 +311,6 @@ class _Server(flight.FlightServerBase):
         del criteria
         with self._plane.call():
             caller = self._plane.caller(context)
-            self._plane.authority.identify(caller.bearer)
             names = self._plane.node.queues()
             found = [self._info(name) for name in names if caller.may(Right.READ, name)]
         return iter(found)
@@ -337,6 +324,9 @@ class _Server(flight.FlightServerBase):
             self._plane.caller(context).check(Right.READ, name)
             return self._info(name)
 
+    def _chunks(self, reader: Reader) -> Chunks:
+        return chunks_of(reader, self._plane.limits.max_block_bytes)
+
     def _info(self, name: str) -> flight.FlightInfo:
         queue = self._plane.node.queue(name)
         low, end = queue.low, queue.end
@@ -348,19 +338,6 @@ class _Server(flight.FlightServerBase):
             end - low,
             -1,
         )
-
-
-def _chunks(reader: Reader) -> Chunks:
-    while True:
-        try:
-            chunk = reader.read_chunk()
-        except StopIteration:
-            return
-        if chunk.data is not None:
-            # Offsets that point elsewhere, text that is none: nobody has looked at it so far, and
-            # whoever reads it later must not fall over it.
-            chunk.data.validate(full=True)
-        yield chunk.data, chunk.app_metadata
 
 
 def _queue_of(descriptor: flight.FlightDescriptor) -> str:

@@ -276,7 +276,7 @@ Any_ = TypeVar("Any_", bound=Command)
 
 def one_of(kinds: Mapping[str, type[Command]], data: bytes | None) -> Command:
     """A command of the kind whose name stands in it. Raises ``ConfigError``."""
-    _check_size(data or b"")
+    _check_size(len(data or b""))
     try:
         values = from_json(data or b"{}")
     except ValueError as error:
@@ -289,14 +289,15 @@ def one_of(kinds: Mapping[str, type[Command]], data: bytes | None) -> Command:
 
 def parsed(kind: type[Any_], data: bytes | pa.Buffer | None) -> Any_:
     """A command from JSON. Raises ``ConfigError``, which names what is wrong."""
+    if data is not None:
+        _check_size(data.size if isinstance(data, pa.Buffer) else len(data), kind.max_bytes)
     text = b"" if data is None else bytes(data)
-    _check_size(text, kind.max_bytes)
     try:
         return kind.model_validate_json(text or b"{}")
     except ValidationError as error:
         raise config_error(error, kind.model_fields) from None
 
 
-def _check_size(text: bytes, most: int = MAX_COMMAND) -> None:
-    if len(text) > most:
-        raise ConfigError("command", f"is {len(text)} bytes long, {most} are allowed")
+def _check_size(size: int, most: int = MAX_COMMAND) -> None:
+    if size > most:
+        raise ConfigError("command", f"is {size} bytes long, {most} are allowed")

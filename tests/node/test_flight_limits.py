@@ -1,0 +1,198 @@
+"""What do silent, idle, numerous and oversized clients cost others over Flight?"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pyarrow as pa
+import pytest
+from pyarrow import flight
+from pydantic import SecretStr, ValidationError
+
+from tests.contract.harness import PATIENCE, wait_until
+from tests.node.conftest import Serve, Served, values
+from turnlane.errors import ConfigError, EventTooLarge, TransportDown
+from turnlane.events import block_of
+from turnlane.node.flight_commands import MAX_COMMAND, Numbered, parsed
+from turnlane.node.flight_limits import FlightLimits
+from turnlane.serving.rights import Authority, TokenSettings
+
+PUT = "/arrow.flight.protocol.FlightService/DoPut"
+EXCHANGE = "/arrow.flight.protocol.FlightService/DoExchange"
+QUEUES = {"orders": {"kind": "memory"}}
+TOKEN = TokenSettings(name="shop", secret=SecretStr("secret"), rights={"*": ["publish"]})  # type: ignore[dict-item]
+SHOWN = (("authorization", "Bearer secret"),)
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+
+
+@contextmanager
+def silent_streams(
+    served: Served, count: int, method: str = PUT, metadata: Any = ()
+) -> Iterator[list[Any]]:
+    """Streams that have begun, and on which nothing ever comes."""
+    over = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        over.wait()
+        yield from ()
+
+    with grpc.insecure_channel(str(served.plane.address)) as channel:
+        call = channel.stream_stream(method)
+        yield [call(nothing(), metadata=metadata) for _ in range(count)]
+        over.set()
+
+
+@pytest.mark.parametrize("method", [PUT, EXCHANGE])
+def test_strangers_that_send_nothing_are_refused_at_once(serve: Serve, method: str) -> None:
+    """Arrow would wait for their first message, on a thread for each of them."""
+    served = serve(QUEUES, authority=Authority([TOKEN]))
+    with silent_streams(served, 10, method) as streams:
+        assert {each.code() for each in streams} == {grpc.StatusCode.UNAUTHENTICATED}
+    assert served.plane.calls.running == 0
+
+
+def test_streams_that_send_nothing_count_as_calls(serve: Serve) -> None:
+    limits = FlightLimits(max_calls=3)
+    served = serve(QUEUES, authority=Authority([TOKEN]), limits=limits)
+    with silent_streams(served, 5, metadata=SHOWN) as streams:
+        wait_until(lambda: sum(each.done() for each in streams) == 2)
+        assert [each.code() for each in streams if each.done()] == [UNAVAILABLE] * 2
+        with pytest.raises(TransportDown, match="too many calls"):
+            served.client(token="secret").nodes[0].ping()
+    wait_until(lambda: served.plane.calls.running == 0)
+    assert served.client(token="secret").nodes[0].ping()
+
+
+def test_the_list_of_actions_takes_a_token_too(serve: Serve) -> None:
+    served = serve(QUEUES, authority=Authority([TOKEN]))
+    with pytest.raises(flight.FlightUnauthenticatedError, match="turnlane:NotAllowed"):
+        list(served.flight().list_actions())
+    options = flight.FlightCallOptions(headers=[(b"authorization", b"Bearer secret")])  # type: ignore[list-item]
+    assert list(served.flight().list_actions(options))
+
+
+# Connections
+
+
+def hasty() -> FlightLimits:
+    """Limits with a shorter idle time than a configuration may have."""
+    return FlightLimits().model_copy(update={"idle_timeout": 0.2})
+
+
+def test_an_idle_connection_is_cut(serve: Serve) -> None:
+    served = serve(QUEUES, limits=hasty())
+    address = served.plane.address
+    with socket.create_connection((address.host, address.port), PATIENCE) as idle:
+        while idle.recv(4096):  # HTTP/2 begins with settings
+            pass
+
+
+def test_a_silent_stream_ends_with_its_connection(serve: Serve) -> None:
+    served = serve(QUEUES, limits=hasty())
+    with silent_streams(served, 1) as (stream,):
+        assert stream.code() is UNAVAILABLE
+    wait_until(lambda: served.plane.calls.running == 0)
+
+
+def test_an_idle_publisher_comes_back_without_a_word(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve({"orders": {"durability": "always"}}, limits=hasty())
+    producer = served.client().queue("orders").producer(ack="persisted")
+    producer.publish(b"one", timeout=PATIENCE)
+    (first,) = served.plane._streams
+    wait_until(lambda: bool(served.plane._streams - {first}))
+    producer.publish(b"two", timeout=PATIENCE)
+    assert values(served.node, "orders") == [b"one", b"two"]
+    assert [record for record in caplog.records if record.levelno > logging.INFO] == []
+
+
+def test_the_idle_time_is_longer_than_any_call_waits() -> None:
+    with pytest.raises(ValidationError, match="idle_timeout"):
+        FlightLimits(idle_timeout=300.0)
+
+
+def test_the_newest_of_too_many_connections_are_cut(serve: Serve) -> None:
+    served = serve(QUEUES, limits=FlightLimits(max_connections=1))
+    first = served.client().nodes[0]
+    first.ping()
+    # The watch is to have seen it: of two that come at a time either may be the newer.
+    watch = served.plane._watch
+    wait_until(lambda: watch is not None and len(watch._known) == 1)
+    address = served.plane.address
+    with socket.create_connection((address.host, address.port), PATIENCE) as second:
+        while second.recv(4096):
+            pass
+    assert first.ping(timeout=PATIENCE)
+
+
+# Blocks
+
+
+def bomb(size: int) -> pa.RecordBatch:
+    """A block that is small on its way."""
+    return block_of([bytes(size)])
+
+
+def send(served: Served, block: pa.RecordBatch) -> None:
+    """Publish a block, as any client of Flight can."""
+    options = flight.FlightCallOptions(
+        timeout=PATIENCE, write_options=pa.ipc.IpcWriteOptions(compression="zstd")
+    )
+    put: Any = served.flight().do_put
+    descriptor = flight.FlightDescriptor.for_command(b'{"publish": "orders"}')
+    writer, reader = put(descriptor, block.schema, options)
+    writer.write_batch(block)
+    writer.done_writing()
+    while reader.read() is not None:
+        pass
+    writer.close()
+
+
+def test_a_bomb_ends_its_stream_and_nothing_else(serve: Serve) -> None:
+    served = serve(QUEUES, limits=FlightLimits(max_block_bytes=1 << 20))
+    with pytest.raises(flight.FlightServerError, match=r"turnlane:EventTooLarge.*max_block_bytes"):
+        send(served, bomb(8 << 20))
+    send(served, block_of([b"small"]))
+    assert values(served.node, "orders") == [b"small"]
+
+
+def test_events_that_take_no_room_are_counted_too(serve: Serve) -> None:
+    """They would once the columns are there that their client left out."""
+    served = serve(QUEUES, limits=FlightLimits(max_block_bytes=1 << 20))
+    nothing = pa.record_batch([pa.nulls(10_000_000)], names=["nothing"])
+    with pytest.raises(flight.FlightServerError, match="turnlane:EventTooLarge"):
+        send(served, nothing)
+
+
+def test_a_stage_takes_no_bomb_either(serve: Serve) -> None:
+    served = serve(QUEUES, limits=FlightLimits(max_block_bytes=1 << 20))
+    block = bomb(2 << 20)
+
+    def stage() -> None:
+        with served.client().stage("orders", block.schema) as stage:
+            stage.write(block)
+            stage.finish()
+
+    with pytest.raises(EventTooLarge):
+        stage()
+
+
+def test_nobody_brings_more_while_memory_is_short(serve: Serve) -> None:
+    held = pa.allocate_buffer(1 << 20)
+    served = serve(QUEUES, limits=FlightLimits(max_memory=held.size))
+    served.node.queue("orders").producer().publish(b"x")
+    with pytest.raises(flight.FlightUnavailableError, match="short of memory"):
+        send(served, block_of([b"y"]))
+    assert [each.value for each in served.client().queue("orders").get(timeout=PATIENCE)] == [b"x"]
+
+
+def test_metadata_that_is_too_long_is_refused_before_it_is_copied() -> None:
+    with pytest.raises(ConfigError, match=f"{MAX_COMMAND} are allowed"):
+        parsed(Numbered, pa.py_buffer(bytes(MAX_COMMAND + 1)))
