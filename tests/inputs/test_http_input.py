@@ -35,6 +35,7 @@ from tests.inputs.web_inputs import (
     wait_until,
 )
 from turnlane.errors import AddressTaken, ConfigError
+from turnlane.inputs.answering import THREADS
 from turnlane.inputs.http import Split, split_of
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
@@ -329,6 +330,35 @@ def test_a_crowd_before_a_full_queue_is_answered_in_time(tmp_path: Path) -> None
         assert time.monotonic() - begun < 30
         drain(node)
         wait_until(lambda: post(url, b"x").status_code == 200, "recovery")
+
+
+def test_a_crowd_before_a_full_queue_holds_up_no_other(tmp_path: Path) -> None:
+    routes = {"/orders/*": "orders"}
+    with (
+        node_of(tmp_path, size=1) as node,
+        serving("http", node, routes=routes) as found,
+        ThreadPoolExecutor(THREADS) as crowd,
+    ):
+        fill(node, 1)
+        main = node.queue("main")
+        url = f"http://{found.address}"
+        waiting = [crowd.submit(post, f"{url}/", b"x") for _ in range(THREADS)]
+        wait_until(lambda: main.stats().blocked_publishers == THREADS, "the crowd")
+        assert post(f"{url}/orders/1", b"y").status_code == 200
+        main.close()
+        assert {each.result().status_code for each in waiting} == {503}
+
+
+def test_a_queue_that_was_dropped_may_come_back(node: Node) -> None:
+    """Told that there is none, senders would drop what they hold."""
+    node.create("passing")
+    with serving("http", node, queue="passing") as found:
+        url = f"http://{found.address}/"
+        node.drop("passing")
+        answer = post(url, b"x")
+        assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
+        node.create("passing")
+        assert post(url, b"x").status_code == 200
 
 
 def test_stop_answers_what_was_taken(tmp_path: Path) -> None:

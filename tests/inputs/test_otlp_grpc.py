@@ -160,6 +160,16 @@ def test_trouble_with_the_disk_and_a_close_make_it_unavailable_for_a_time(tmp_pa
         check_retry_info(refusal_of(export, body), grpc.StatusCode.UNAVAILABLE)
 
 
+def test_a_queue_that_was_dropped_may_come_back(node: Node) -> None:
+    node.create("passing")
+    body = logs_request("x").SerializeToString()
+    with serving("otlp_grpc", node, queue="passing") as found, calling(found.address) as export:
+        node.drop("passing")
+        check_retry_info(refusal_of(export, body), grpc.StatusCode.UNAVAILABLE)
+        node.create("passing")
+        assert export(body) == b""
+
+
 def test_records_that_can_never_fit_are_a_partial_success(tmp_path: Path) -> None:
     body = logs_request("small", "x" * 3000).SerializeToString()
     with (

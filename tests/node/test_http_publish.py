@@ -276,6 +276,22 @@ def test_a_numbered_request_among_too_many_is_told_to_come_back(
         wait_until(lambda: at.post(b"z", headers=quick).status_code == 200)
 
 
+def test_those_who_wait_for_one_queue_hold_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnlane.node.http_publishing.THREADS", 1)
+    queues: dict[str, dict[str, Any]] = {"orders": {"size": 1}, "logs": {}}
+    with served(tmp_path, queues) as at, ThreadPoolExecutor(1) as pool:
+        at.post(b"x")
+        waiting = pool.submit(at.post, b"y", params={"timeout": "60s"})
+        wait_until(lambda: at.orders.stats().blocked_publishers == 1)
+        numbered = {"producer-id": "p", "sequence": "0"}
+        other = at.http.post("/queues/logs/events", content=b"z", headers=numbered)
+        assert other.status_code == 200
+        at.orders.settle(0, 1)
+        assert waiting.result().status_code == 200
+
+
 def test_the_time_of_a_request_includes_its_wait_for_a_thread(tmp_path: Path) -> None:
     with served(tmp_path, {"orders": {"size": 1}}) as at:
         at.post(b"x")

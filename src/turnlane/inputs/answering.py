@@ -38,7 +38,8 @@ Mask = npt.NDArray[np.bool_]
 
 
 THREADS: Final = 64
-"""Requests of one input that are cut up, published, or waiting for their acks at one time."""
+"""Requests of one input that are cut up, published, or waiting for their acks at one time, for
+each of its queues."""
 
 
 class AnsweringSettings(InputSettings):
@@ -158,16 +159,24 @@ class AnsweringPublisher:
 
     def limit(self, name: str) -> str:
         """Why events are too large for a queue, in words."""
-        return _reason(self._host.queue(name), None)
+        return _reason(self._queue(name), None)
 
     def _end_of(self, name: str) -> tuple[HoldingQueue, Producer]:
-        queue = self._host.queue(name)
+        queue = self._queue(name)
         known = self._producers.get(name)
         if known is not None and known[0] is queue:  # not dropped and made anew
             return known
         ends = queue, queue.producer(ack=self._settings.ack, flow=self._settings.flow)
         self._producers[name] = ends
         return ends
+
+    def _queue(self, name: str) -> HoldingQueue:
+        try:
+            return self._host.queue(name)
+        except NoSuchQueue as error:
+            # It was there when the input began, and may be again. Told that there is none, senders
+            # would drop what they hold.
+            raise RetryLater(str(error)) from None
 
     def _publish(
         self, queue: HoldingQueue, producer: Producer, block: Block, deadline: float

@@ -87,7 +87,9 @@ class ElasticsearchInput(WebInput):
         self.authorize(request, self.settings.queue)
         body = await self.body_of(request)
         index = request.path_params.get("index")
-        results = await self.in_time(self._take_all, body, index, source_of(request))
+        results = await self.in_time(
+            self.settings.queue, self._take_all, body, index, source_of(request)
+        )
         took = round((time.monotonic() - begun) * 1000)
         return _reply({"took": took, "errors": any(map(_failed, results)), "items": results})
 
@@ -133,7 +135,9 @@ class ElasticsearchInput(WebInput):
         creates = str(request.scope["path"]).startswith(f"/{index}/_create/")
         body = await self.body_of(request)
         item = item_of("create" if creates else "index", index, key, body.strip())
-        [status] = await self.in_time(self._publish, [item], source_of(request))
+        [status] = await self.in_time(
+            self.settings.queue, self._publish, [item], source_of(request)
+        )
         if status == 429:
             raise QueueFull(self._why(item, status))
         if status == 413:

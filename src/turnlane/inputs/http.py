@@ -102,7 +102,7 @@ class HttpInput(WebInput):
         queue = self.queue_of(path)
         self.authorize(request, queue)
         body = await self.body_of(request)
-        events = await self.in_time(self._publish, queue, path, request, body)
+        events = await self.in_time(queue, self._publish, queue, path, request, body)
         self.count(events=events)
         if self.settings.status == 204:
             return Response(status_code=204)

@@ -49,7 +49,12 @@ class OtlpInput(WebInput):
         body = await self.body_of(request)
         exports = Exports(self.publisher, self.settings.queue, self.settings.split)
         done = await self.in_time(
-            exports.take, signal, body, encoding=encoding, source=source_of(request)
+            self.settings.queue,
+            exports.take,
+            signal,
+            body,
+            encoding=encoding,
+            source=source_of(request),
         )
         self.count(events=done.events, invalid=1 if done.rejected else 0)
         content = answer(signal, encoding, rejected=done.rejected, why=done.why)

@@ -18,7 +18,7 @@ from turnlane.inputs.answering import THREADS, AnsweringPublisher, AnsweringSett
 from turnlane.inputs.contract import Counters, Host, Input, InputSettings
 from turnlane.serving.body import PROBLEM_HANDLERS, problem, read_body, status_of
 from turnlane.serving.rights import Authority, Right, bearer_of
-from turnlane.serving.threads import Threads
+from turnlane.serving.threads import ThreadsByQueue
 from turnlane.serving.web import WebServer, WebSettings
 
 Result = TypeVar("Result")
@@ -38,7 +38,7 @@ class WebInput(Input):
         self._server = WebServer(self._app(), settings, settings.label)
         super().__init__(settings, host)
         self.publisher = AnsweringPublisher(host, settings)
-        self.threads = Threads(THREADS)
+        self._threads = ThreadsByQueue(THREADS)
         self._authority = Authority(settings.tokens)
 
     @property
@@ -88,13 +88,16 @@ class WebInput(Input):
         """The secret that the request shows."""
         return bearer_of(request.headers.get("authorization"))
 
-    async def in_time(self, call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Run a call that blocks on a thread, its deadline behind its other arguments.
+    async def in_time(
+        self, queue: str, call: Callable[..., Result], *args: Any, **kwargs: Any
+    ) -> Result:
+        """Run a call that blocks on a thread for the queue, its deadline behind its arguments.
 
         The time spent waiting for a thread counts: under pressure everybody is answered in time.
         """
         with _told_of_a_close():
-            return await self.threads.run(call, *args, self.publisher.deadline(), **kwargs)
+            threads = self._threads.of(queue)
+            return await threads.run(call, *args, self.publisher.deadline(), **kwargs)
 
     async def body_of(self, request: Request) -> bytes:
         """The request's body, unpacked, within the limits."""

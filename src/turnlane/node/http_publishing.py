@@ -25,10 +25,10 @@ from turnlane.events import Block
 from turnlane.queues.contract import Ack, AckLevel, Published
 from turnlane.queues.holding import HoldingQueue
 from turnlane.queues.stored import StoredQueue
-from turnlane.serving.threads import Threads
+from turnlane.serving.threads import ThreadsByQueue
 
 THREADS: Final = 64
-"""Requests at a time that stand in line for room, or are numbered by their producer."""
+"""Requests at a time that stand in line for room in a queue, or are numbered by their producer."""
 
 _LOOK_AGAIN: Final = 1.0
 """Seconds after which a waiting request looks whether its queue was closed."""
@@ -45,7 +45,7 @@ class Publishing:
     """Publishes blocks, whole or not at all. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self._threads = Threads(THREADS)
+        self._threads = ThreadsByQueue(THREADS)
         self._followers: dict[tuple[str, AckLevel], _Follower] = {}
 
     async def publish(
@@ -68,9 +68,10 @@ class Publishing:
         deadline = time.monotonic() + timeout
         # One that may drop older events writes that down at once.
         if numbered is not None or not queue.door.blocks:
-            if self._threads.exhausted:
-                raise TransportDown("the node has too many such requests at a time", after=1.0)
-            return await self._threads.run(_publish, queue, block, level, deadline, numbered)
+            threads = self._threads.of(queue.name)
+            if threads.exhausted:
+                raise TransportDown("the queue has too many such requests at a time", after=1.0)
+            return await threads.run(_publish, queue, block, level, deadline, numbered)
         follower = self._follower(queue, level)
         published = follower.producer.try_publish_block(block)
         if published is None:
@@ -82,9 +83,10 @@ class Publishing:
     async def _stand_in_line(
         self, queue: HoldingQueue, block: Block, level: AckLevel, deadline: float
     ) -> Published:
-        if self._threads.exhausted:  # the line is long enough
+        threads = self._threads.of(queue.name)
+        if threads.exhausted:  # the line is long enough
             raise no_room(queue)
-        return await self._threads.run(_publish, queue, block, level, deadline)
+        return await threads.run(_publish, queue, block, level, deadline)
 
     def _follower(self, queue: HoldingQueue, level: AckLevel) -> _Follower:
         follower = self._followers.get((queue.name, level))

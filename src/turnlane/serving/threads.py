@@ -32,3 +32,17 @@ class Threads:
             abandon_on_cancel=True,
             limiter=self._limiter,
         )
+
+
+class ThreadsByQueue:
+    """So many threads for each queue: those who wait for one hold up nobody else's."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._by_queue: dict[str, Threads] = {}
+
+    def of(self, queue: str) -> Threads:
+        """The threads for calls that wait for this queue."""
+        if queue not in self._by_queue:
+            self._by_queue[queue] = Threads(self._most)
+        return self._by_queue[queue]
