@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import logging.handlers
@@ -259,6 +260,40 @@ def test_a_silent_connection_is_closed_after_idle_timeout(host: Node) -> None:
         client.sendall(b"<13>unfinished")
         assert client.recv(1) == b""
         assert values_in(host.queue("main"), 1) == [b"<13>unfinished"]
+
+
+@pytest.mark.parametrize("begun", [b"<12>half a mess", b"999 <12>half a mess"])
+def test_nobody_keeps_an_unfinished_message_waiting_for_ever(host: Node, begun: bytes) -> None:
+    with (
+        listening(host, tcp=ANYWHERE, message_timeout="100ms") as source,
+        connected(source) as quiet,
+        connected(source) as client,
+    ):
+        quiet.sendall(b"<12>all of it\n")
+        arrived(host.queue("main"), 1)
+        client.sendall(begun)
+        assert client.recv(1) == b""
+        assert values_in(host.queue("main"), 2)[1] == b"<12>half a mess"
+        quiet.sendall(b"<12>and more\n")  # it owes nothing, and may be silent for ever
+        assert values_in(host.queue("main"), 3)[2] == b"<12>and more"
+
+
+def test_a_message_that_drips_is_not_waited_for_either(host: Node) -> None:
+    sent: list[bytes] = []
+
+    def drip() -> bool:
+        """Send one more octet whenever the last one was read; whether that has had an end."""
+        with contextlib.suppress(OSError):
+            if source.counters.bytes == len(sent):
+                client.send(b"x")
+                sent.append(b"x")
+        return source.counters.connections == 0
+
+    with listening(host, tcp=ANYWHERE, message_timeout="100ms") as source:
+        with connected(source) as client:
+            wait_until(lambda: source.counters.connections == 1)
+            wait_until(drip)
+        assert len(sent) > 1
 
 
 def test_a_client_that_could_not_be_read_for_want_of_room_is_not_silent(

@@ -55,7 +55,17 @@ class Connection:
     seen: float
     rest: bytes = b""
     inside: int = 0
+    begun: float | None = None
+    """When the message began that is not complete."""
     ended: bool = False
+
+    def keep(self, rest: bytes, inside: int, *, fresh: bool) -> None:
+        """Keep what there is of a message; ``fresh`` if another has ended before it."""
+        self.rest, self.inside = rest, inside
+        if not rest and not inside:
+            self.begun = None
+        elif fresh or self.begun is None:
+            self.begun = time.monotonic()
 
     def arrived(self) -> int:
         """How many bytes have been received and not handed over, by the system or by TLS."""
@@ -68,6 +78,10 @@ class Connection:
         """Whether nothing has come since then: neither read, nor waiting to be."""
         return self.seen < moment and not self.arrived()
 
+    def unfinished_since(self, moment: float) -> bool:
+        """Whether it owes the rest of a message that it began before then."""
+        return self.begun is not None and self.begun < moment and not self.arrived()
+
 
 class Connections:
     """All connections of some listeners. Everything but :meth:`wake` is for one thread."""
@@ -78,12 +92,14 @@ class Connections:
         listeners: Sequence[Listener],
         most: int,
         idle_seconds: float | None,
+        message_seconds: float,
     ) -> None:
         self._owner = owner
         self._label = owner.settings.label
         self._listeners = {each.socket.fileno(): each for each in listeners}
         self._most = most
         self._idle_seconds = idle_seconds
+        self._message_seconds = message_seconds
         self._open: OrderedDict[int, Connection] = OrderedDict()
         """By file descriptor, the longest silent first."""
         self._greeting: set[Connection] = set()
@@ -156,8 +172,8 @@ class Connections:
         connection.socket.close()
         self._owner.count(connections=-1)
 
-    def idle(self) -> list[Connection]:
-        """Now and then: those that have been silent for too long."""
+    def late(self) -> list[Connection]:
+        """Now and then: those that have been silent, or in the middle of a message, too long."""
         now = time.monotonic()
         if now < self._swept + SWEEP_SECONDS:
             return []
@@ -168,11 +184,16 @@ class Connections:
         for connection in [*self._greeting]:
             if connection.silent_since(now - HANDSHAKE_SECONDS):
                 self._refuse(connection, "took too long over its TLS handshake")
+        # While the queue is full nobody is read: then it is not they who are silent.
+        oldest = now - self._message_seconds
+        late = [each for each in self._open.values() if each.unfinished_since(oldest)]
+        return [*dict.fromkeys([*late, *self._silent(now)])]
+
+    def _silent(self, now: float) -> list[Connection]:
         if self._idle_seconds is None:
             return []
         oldest = now - self._idle_seconds
         quiet = itertools.takewhile(lambda each: each.seen < oldest, self._open.values())
-        # While the queue is full nobody is read: then it is not they who are silent.
         return [connection for connection in quiet if connection.silent_since(oldest)]
 
     # ── letting clients in ───────────────────────────────────────────────────────────────────────

@@ -37,6 +37,7 @@ class StreamLimits:
     longest: int
     connections: int
     idle_seconds: float | None
+    message_seconds: float
 
 
 class StreamReader:
@@ -52,7 +53,13 @@ class StreamReader:
         self._owner = owner
         self._publisher = publisher
         self._limits = limits
-        self._connections = Connections(owner, listeners, limits.connections, limits.idle_seconds)
+        self._connections = Connections(
+            owner,
+            listeners,
+            limits.connections,
+            limits.idle_seconds,
+            limits.message_seconds,
+        )
         self._again: list[Connection] = []
         """TLS connections with more to read than the last round had room for."""
         self._gathering = Gathering(2 * limits.longest + READ_BYTES, severities)
@@ -93,7 +100,7 @@ class StreamReader:
         self._again = []
         ready = self._connections.ready(0.0 if again else None)
         self._read([*dict.fromkeys([*again, *ready])])
-        self._end(self._connections.idle())
+        self._end(self._connections.late())
 
     def _read(self, ready: list[Connection]) -> None:
         """Read each once and publish it all."""
@@ -150,11 +157,12 @@ class StreamReader:
             )
         except Exception:  # a bug, but what one client sends must not end the others
             log.exception("input %s cuts off %s", self._owner.settings.label, connection.source)
-            connection.rest, connection.inside, connection.ended = b"", 0, True
+            connection.keep(b"", 0, fresh=True)
+            connection.ended = True
             self._owner.count(bytes=count, invalid=1)
             return
-        connection.rest = bytes(buffer[found.used :])
-        connection.inside = found.inside
+        rest = bytes(buffer[found.used :])
+        connection.keep(rest, found.inside, fresh=len(found.starts) > 0)
         self._connections.heard(connection)
         self._gathering.take(found.starts, found.ends, found.used, connection.source)
         self._owner.count(bytes=count, invalid=found.oversize + found.malformed)

@@ -63,6 +63,12 @@ class SyslogSettings(InputSettings):
     idle_timeout: Duration | None = Field(
         None, description="Close a connection that has been silent for so long. `null`: never."
     )
+    message_timeout: Duration = Field(
+        60.0,
+        gt=0,
+        description="Close a connection that takes so long over one message. What has come of the "
+        "message is kept.",
+    )
     receive_buffer: Size = Field(
         8 << 20,
         description="What the operating system is asked to hold of UDP datagrams not yet read.",
@@ -145,6 +151,7 @@ class SyslogInput(Input):
                 settings.max_message_bytes,
                 settings.max_connections,
                 settings.idle_timeout,
+                settings.message_timeout,
             )
             readers.append((StreamReader(self, waiting, listeners, limits), waiting))
         return readers
