@@ -222,13 +222,6 @@ def test_only_tokens_with_the_right_get_in(node: Node) -> None:
     assert values(node, "orders") == []
 
 
-def test_an_expired_token_is_refused(node: Node) -> None:
-    expired = {**TOKENS[0], "expires": "2020-01-01T00:00:00Z"}
-    with serving("http", node, tokens=[expired]) as found:
-        answer = post(f"http://{found.address}", b"x", authorization=f"Bearer {SECRET}")
-    assert answer.status_code == 401
-
-
 def test_tls_is_spoken_if_told(node: Node, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     trusting = ssl.create_default_context(cafile=str(certificates.ca))

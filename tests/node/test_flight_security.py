@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import socket
-import ssl
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -359,19 +357,6 @@ def test_an_expired_certificate_is_refused(
     served = serve(QUEUES, tls=TlsSettings(cert=cert, key=key))
     with pytest.raises(TransportDown):
         connected(served, tls_ca=ca).nodes[0].ping(timeout=5)
-
-
-def test_old_tls_is_refused(serve: Serve, certificates: Certificates) -> None:
-    served = serve(QUEUES, tls=certificates.tls)
-    context = ssl.create_default_context(cafile=str(certificates.ca))
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["h2"])
-    address = (served.plane.address.host, served.plane.address.port)
-    with (
-        socket.create_connection(address) as plain,
-        context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
-    ):
-        assert secured.version() in {"TLSv1.2", "TLSv1.3"}
 
 
 # Listening

@@ -1,0 +1,151 @@
+"""Which TLS, and whose certificates, does everything that listens put up with?"""
+
+from __future__ import annotations
+
+import datetime as dt
+import socket
+import ssl
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+
+from tests.contract.harness import PATIENCE
+from turnlane.config import Config
+from turnlane.service import Service
+
+LISTENERS = ("flight", "http", "syslog", "otlp_grpc")
+PAST = dt.datetime(2020, 1, 1, tzinfo=dt.UTC)
+Place = tuple[str, int]
+
+
+class Pki:
+    """An authority, a server's certificate, and clients' ones: one good, one too old."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._authority = trustme.CA()
+        self.ca = place / "ca.pem"
+        self._authority.cert_pem.write_to_path(self.ca)
+        self.server = self._issued("server")
+        self.good = self._issued("good")
+        self.expired = self._issued("expired", not_before=PAST, not_after=PAST)
+
+    def _issued(self, name: str, **more: Any) -> tuple[Path, Path]:
+        issued = self._authority.issue_cert("127.0.0.1", "localhost", **more)
+        cert, key = self._place / f"{name}.pem", self._place / f"{name}.key"
+        for index, blob in enumerate(issued.cert_chain_pems):
+            blob.write_to_path(cert, append=index > 0)
+        issued.private_key_pem.write_to_path(key)
+        return cert, key
+
+    def client(self, identity: tuple[Path, Path], version: ssl.TLSVersion) -> ssl.SSLContext:
+        """A client that speaks this version and no other.
+
+        Up to 1.2 a handshake ends well only once the server has judged the certificate.
+        """
+        context = ssl.create_default_context(cafile=self.ca)
+        context.load_cert_chain(*identity)
+        _only(context, version)
+        context.set_alpn_protocols(["h2"])  # gRPC takes nobody else
+        return context
+
+
+def _only(context: ssl.SSLContext, version: ssl.TLSVersion) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that is what this is about
+        context.minimum_version = context.maximum_version = version
+    context.set_ciphers("ALL:@SECLEVEL=0")  # the old ones sign with what is no longer strong
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
+    return Pki(tmp_path_factory.mktemp("pki"))
+
+
+@pytest.fixture(scope="module")
+def places(pki: Pki, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Place]]:
+    """Where everything listens, each with mutual TLS."""
+    cert, key = map(str, pki.server)
+    tls = {"cert": cert, "key": key, "client_ca": str(pki.ca)}
+    anywhere = "127.0.0.1:0"
+    config = Config.model_validate(
+        {
+            "node": {
+                "data": str(tmp_path_factory.mktemp("node")),
+                "tls": tls,
+                "flight": {"listen": anywhere},
+                "http": {"listen": anywhere},
+            },
+            "queues": {"main": {"kind": "memory"}},
+            "inputs": [
+                {"type": "syslog", "queue": "main", "tls": {**tls, "listen": anywhere}},
+                {"type": "otlp_grpc", "queue": "main", "listen": anywhere, "tls": tls},
+            ],
+        }
+    )
+    with Service(config).start() as service:
+        found = {name: str(plane.address) for name, plane in service.planes.items()}
+        found |= {name: str(each.address) for name, each in service.inputs.items()}
+        yield {name: _place(address) for name, address in found.items()}
+
+
+def _place(address: str) -> Place:
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    return host, int(port)
+
+
+def shake_hands(place: Place, context: ssl.SSLContext) -> str | None:
+    """The version that was agreed on. Raises if the server does not agree."""
+    with (
+        socket.create_connection(place, PATIENCE) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
+    ):
+        return secured.version()
+
+
+@pytest.mark.parametrize("listener", LISTENERS)
+def test_tls_is_spoken(pki: Pki, places: dict[str, Place], listener: str) -> None:
+    context = pki.client(pki.good, ssl.TLSVersion.TLSv1_2)
+    assert shake_hands(places[listener], context) == "TLSv1.2"
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1])
+@pytest.mark.parametrize("listener", LISTENERS)
+def test_old_tls_is_refused(
+    pki: Pki, places: dict[str, Place], listener: str, version: ssl.TLSVersion
+) -> None:
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        shake_hands(places[listener], pki.client(pki.good, version))
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1])
+def test_the_refused_client_does_speak_old_tls(pki: Pki, version: ssl.TLSVersion) -> None:
+    """With a server that allows it; so it was not the client that refused."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*pki.server)
+    _only(context, version)
+
+    def serve() -> None:
+        accepted, _ = listening.accept()
+        with accepted, context.wrap_socket(accepted, server_side=True) as secured:
+            secured.recv(1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = threading.Thread(target=serve)
+        server.start()
+        spoken = shake_hands(listening.getsockname(), pki.client(pki.good, version))
+        server.join(PATIENCE)
+    assert spoken == version.name.replace("_", ".")
+
+
+@pytest.mark.parametrize("listener", LISTENERS)
+def test_an_expired_certificate_of_a_client_is_refused(
+    pki: Pki, places: dict[str, Place], listener: str
+) -> None:
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        shake_hands(places[listener], pki.client(pki.expired, ssl.TLSVersion.TLSv1_2))
