@@ -25,6 +25,7 @@ _BASE_FIELDS: list[pa.Field[Any]] = [
 ]
 BASE_SCHEMA = pa.schema(_BASE_FIELDS)
 """The columns every event has, named as Spark users know them."""
+_WITHOUT_TIME = [field.name for field in _BASE_FIELDS if field.name != "timestamp"]
 
 EVENT_OVERHEAD = 16
 """What an event costs beside its bytes: its timestamp, its severity and Arrow's offset."""
@@ -213,8 +214,10 @@ def gathered(blocks: Iterator[tuple[int, Block]], rows: int) -> Iterator[tuple[i
 
 def events_of(block: Block, first: int = 0) -> Iterator[Event]:
     """The block's rows as events, with offsets counted from ``first``."""
-    columns = conform(block).select(BASE_SCHEMA.names).to_pydict()
-    stamps = conform(block).column("timestamp").cast(pa.int64()).to_pylist()
+    block = conform(block)
+    columns = block.select(_WITHOUT_TIME).to_pydict()
+    # As numbers: Arrow has more years than Python.
+    stamps = block.column("timestamp").cast(pa.int64()).to_pylist()
     for row in range(block.num_rows):
         pairs = columns["headers"][row]
         yield Event(

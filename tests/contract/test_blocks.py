@@ -19,7 +19,7 @@ from tests.contract.harness import (
     wait_until,
 )
 from turnlane.errors import EventTooLarge, QueueFull, SchemaMismatch
-from turnlane.events import BASE_SCHEMA, Block, block_of, join
+from turnlane.events import BASE_SCHEMA, Block, block_of, events_of, join
 from turnlane.queues.contract import Batch, Queue
 from turnlane.queues.kinds import Kind
 
@@ -30,6 +30,11 @@ def with_columns(values: list[bytes], **columns: Any) -> Block:
     for name, column in columns.items():
         block = block.append_column(name, column)
     return block
+
+
+@pytest.mark.parametrize("moment", [2**62, -(2**62)])
+def test_a_time_beyond_pythons_calendar_is_a_number_all_the_same(moment: int) -> None:
+    assert [event.timestamp for event in events_of(block_of([b"x"], timestamps=moment))] == [moment]
 
 
 class Receiver:

@@ -24,7 +24,7 @@ from turnlane.errors import ConfigError, StorageFailed, TransportDown
 from turnlane.events import Block
 from turnlane.node.copying import Copying
 from turnlane.node.flight_actions import ACTIONS, Actions, Caller
-from turnlane.node.flight_blocks import Chunks, chunks_of
+from turnlane.node.flight_blocks import Chunks, chunks_of, columns_of
 from turnlane.node.flight_calls import Call, Calls
 from turnlane.node.flight_commands import (
     Command,
@@ -257,7 +257,7 @@ class _Server(flight.FlightServerBase):
             caller = self._plane.caller(context)
             if isinstance(command, StageBlocks):
                 caller.check(Right.PUBLISH, command.stage)
-                self._plane.stage(command, reader.schema, peer)
+                self._plane.stage(command, columns_of(reader), peer)
             elif isinstance(command, Copy):
                 caller.check(Right.READ, command.copy_)
                 for queue in command.into:

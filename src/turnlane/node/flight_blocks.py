@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Final
 
@@ -25,7 +26,8 @@ def chunks_of(reader: flight.MetadataRecordBatchReader, most: int) -> Chunks:
     """
     while True:
         try:
-            chunk = reader.read_chunk()
+            with _readable():
+                chunk = reader.read_chunk()
         except StopIteration:
             return
         if chunk.data is not None:
@@ -36,8 +38,24 @@ def chunks_of(reader: flight.MetadataRecordBatchReader, most: int) -> Chunks:
         yield chunk.data, chunk.app_metadata
 
 
+def columns_of(reader: flight.MetadataRecordBatchReader) -> pa.Schema:
+    """The schema of all blocks that a client will send."""
+    with _readable():
+        return reader.schema
+
+
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    """What Arrow cannot make sense of is the client's fault, though to Arrow it is one of I/O."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"what was sent is not Arrow data: {error}") from None
+
+
 def _check_size(block: Block, most: int) -> None:
-    size = block.nbytes + EVENT_BYTES * block.num_rows
+    # Not nbytes, which follows offsets that nobody has checked so far.
+    size = block.get_total_buffer_size() + EVENT_BYTES * block.num_rows
     if size > most:
         raise EventTooLarge(
             f"a block of {block.num_rows} events takes {size} bytes, {most} are allowed "

@@ -1,0 +1,196 @@
+"""Can the bytes of a Flight stream, whatever they are, hurt the node or another client?
+
+Valid streams, plain, compressed and with dictionaries, are damaged on their way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import grpc
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tests.contract.harness import PATIENCE
+from turnlane.events import block_of, events_of
+from turnlane.node.flight import FlightPlane
+from turnlane.node.flight_limits import FlightLimits
+from turnlane.node.node import Node
+from turnlane.serving.address import LOOPBACK, Address
+from turnlane.serving.rights import Authority
+
+PUT = "/arrow.flight.protocol.FlightService/DoPut"
+COMMANDS = (b'{"publish": "logs"}', b'{"stage": "logs"}')
+DOCUMENTED = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.UNKNOWN,  # whatever will fail again
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.INVALID_ARGUMENT,  # Arrow's own words for what it cannot read
+    grpc.StatusCode.UNIMPLEMENTED,
+}
+
+
+class Message(NamedTuple):
+    """What a stream's message is made of."""
+
+    header: bytes
+    body: bytes
+
+
+class Damage(NamedTuple):
+    """Where in a stream, and what becomes of it."""
+
+    message: int
+    in_body: bool
+    at: int
+    octets: bytes
+    cut: bool
+
+
+def _messages(block: pa.RecordBatch, compression: Any) -> list[Message]:
+    """A block as it goes over Flight: schema, dictionaries, and the block itself."""
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_stream(sink, block.schema, options=options) as writer:
+        writer.write_batch(block)
+    reader = pa.ipc.MessageReader.open_stream(sink.getvalue())
+    return [Message(bytes(each.metadata), bytes(each.body or b"")) for each in reader]
+
+
+def _with_dictionary(block: pa.RecordBatch) -> pa.RecordBatch:
+    words = pa.array(["red", "green", "red"]).dictionary_encode()
+    return block.append_column("colour", words)
+
+
+PLAIN = block_of([b"one", b"two" * 100, b""])
+STREAMS = {
+    "plain": _messages(PLAIN, None),
+    "zstd": _messages(PLAIN, "zstd"),
+    "lz4": _messages(PLAIN, "lz4"),
+    "dictionary": _messages(_with_dictionary(PLAIN), "zstd"),
+}
+
+
+def _varint(number: int) -> bytes:
+    octets = bytearray()
+    while number > 127:
+        octets.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*octets, number])
+
+
+def _field(number: int, content: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def _flight_data(command: bytes, messages: list[Message]) -> list[bytes]:
+    """``FlightData`` in Protocol Buffers; the first has the command."""
+    descriptor = _field(1, b"\x08\x02" + _field(2, command))
+    found = [_field(2, each.header) + _field(1000, each.body) for each in messages]
+    return [descriptor + found[0], *found[1:]]
+
+
+def _damaged(messages: list[Message], damages: list[Damage]) -> list[Message]:
+    found = list(messages)
+    for damage in damages:
+        index = damage.message % len(found)
+        message = found[index]
+        part = message.body if damage.in_body else message.header
+        at = damage.at % (len(part) + 1)
+        rest = b"" if damage.cut else part[at + len(damage.octets) :]
+        part = part[:at] + damage.octets + rest
+        found[index] = message._replace(**{"body" if damage.in_body else "header": part})
+    return found
+
+
+damages = st.lists(
+    st.builds(
+        Damage,
+        st.integers(0, 3),
+        st.booleans(),
+        st.integers(0, 2000),
+        st.binary(min_size=1, max_size=8),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+class Sender:
+    """A client of a node that sends what it likes."""
+
+    def __init__(self, node: Node, channel: grpc.Channel) -> None:
+        self.node = node
+        self._put: Any = channel.stream_stream(PUT)
+
+    def send(self, messages: list[bytes]) -> grpc.StatusCode:
+        """Send a stream's messages; how it ended."""
+        call = self._put(iter(messages), timeout=PATIENCE)
+        try:
+            for _ in call:
+                pass
+        except grpc.RpcError:
+            pass
+        code: grpc.StatusCode = call.code()
+        return code
+
+
+@pytest.fixture(scope="module")
+def sender(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sender]:
+    queues = {"logs": {"kind": "memory"}, "orders": {"kind": "memory"}}
+    limits = FlightLimits(max_block_bytes=1 << 20)
+    with Node(tmp_path_factory.mktemp("fuzz"), queues) as node:
+        plane = FlightPlane(node, Authority(), Address(LOOPBACK, 0), limits=limits)
+        plane.start()
+        with grpc.insecure_channel(str(plane.address)) as channel:
+            yield Sender(node, channel)
+        plane.stop()
+
+
+@pytest.mark.parametrize("form", ["plain", "zstd", "lz4"])
+def test_what_is_not_damaged_is_taken(sender: Sender, form: str) -> None:
+    before = sender.node.queue("orders").end
+    messages = _flight_data(b'{"publish": "orders"}', STREAMS[form])
+    assert sender.send(messages) is grpc.StatusCode.OK
+    assert sender.node.queue("orders").end == before + 3
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(sorted(STREAMS)), st.sampled_from(COMMANDS), damages)
+# An offset that points elsewhere: to ask for the block's size by it would end the process.
+@example("plain", COMMANDS[0], [Damage(1, True, 1283, b"\x0e", False)])
+def test_no_damage_hurts_the_node(
+    sender: Sender,
+    caplog: pytest.LogCaptureFixture,
+    form: str,
+    command: bytes,
+    damages: list[Damage],
+) -> None:
+    caplog.clear()
+    damaged = _damaged(STREAMS[form], damages)
+    assert sender.send(_flight_data(command, damaged)) in DOCUMENTED
+    assert [each for each in caplog.records if each.levelno >= logging.ERROR] == []
+    _check_readable(sender.node)
+    good = _flight_data(b'{"publish": "orders"}', STREAMS["plain"])
+    assert sender.send(good) is grpc.StatusCode.OK
+
+
+@given(st.lists(st.binary(max_size=300), max_size=3))
+def test_what_is_no_flight_data_at_all_hurts_nobody(sender: Sender, messages: list[bytes]) -> None:
+    assert sender.send(messages) in DOCUMENTED
+    good = _flight_data(b'{"publish": "orders"}', STREAMS["plain"])
+    assert sender.send(good) is grpc.StatusCode.OK
+
+
+def _check_readable(node: Node) -> None:
+    """Whatever was taken can be read, and goes."""
+    logs = node.queue("logs")
+    while (read := logs.read(logs.low, 1000)) is not None:
+        first, block = read
+        list(events_of(block, first))
+        logs.settle(first, first + block.num_rows)
