@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import shutil
+import subprocess
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ import pytest
 from pyarrow import flight
 
 import turnlane
+from tests.conftest import skip_or_fail
 from tests.ports import free_port
 from tests.table.shard_site import ShardSite, sqlite_site, sqlite_url
 from tests.table.site import PATIENCE, eventually
@@ -25,7 +28,10 @@ from turnlane import table
 from turnlane.client import Client
 from turnlane.client.table import RemoteReceiver
 from turnlane.config import Config, ConfigFaults, loads
+from turnlane.delivery.gate import Report
+from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import LeadLost, NoSuchQueue, NotAllowed
+from turnlane.node.breakers import Asker
 from turnlane.node.flight import FlightPlane
 from turnlane.service import Service
 from turnlane.table.event import TableEvent
@@ -459,6 +465,40 @@ def test_metrics_by_queue_and_shard(serving: Serving) -> None:
         assert values(text, "turnlane_table_streams") == [1]
         label = f'turnlane_table_window_fill_ratio{{queue="{serving.site.name}",shard="-80"}}'
         assert label in text
+
+
+def test_promtool_has_nothing_to_say_of_a_node_at_work(serving: Serving) -> None:
+    """With all that there are metrics of: queues, inputs, breakers, tables."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        skip_or_fail("promtool is not installed: apt install prometheus")
+    serving.config["queues"] = {"main": {}, "fast": {"kind": "memory"}}
+    serving.config["inputs"] = [{"type": "http", "queue": "main", "listen": "127.0.0.1:0"}]
+    service = serving.start()
+    service.node.queue("main").producer(ack="persisted").publish(b"x", timeout=PATIENCE)
+    asker = Asker("alerts", "main", "1", DeliverySettings(breaker_failures=1))
+    service.node.breakers.permit(asker)
+    failed = Report(failures=1, error="refused", retries=1, retry_failures={"RetryLater": 1})
+    service.node.breakers.report(asker, failed)
+    serving.put(10)
+    with serving.client(service).table(serving.site.name).receive() as receiver:
+        receiver.ack(take(receiver, 10))
+        assert receiver.flush(PATIENCE)
+        text = httpx.get(f"{service.url('http')}/metrics").text
+    for sample in (
+        "turnlane_queue_accepted_events_total",
+        "turnlane_input_events_total",
+        "turnlane_circuit_breaker_open_total",
+        "turnlane_queue_retry_failure_total",
+        "turnlane_table_acked_total",
+        "turnlane_table_fire_lag_seconds_count",
+    ):
+        assert values(text, sample), sample
+    run = subprocess.run(
+        [promtool, "check", "metrics"],
+        input=text, capture_output=True, check=False, timeout=60, text=True,
+    )  # fmt: skip
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
 def values(text: str, metric: str) -> list[float]:

@@ -27,11 +27,6 @@ class _Seen(NamedTuple):
 
 _GAUGES: Final[tuple[Row[_Seen], ...]] = (
     Row("queue_workers_active", "Tasks that deliver at this moment.", lambda s: s.activity.tasks),
-    Row(
-        "queue_workers_total",
-        "Tasks that the lane may have at a time.",
-        lambda s: s.breaker.workers or s.breaker.most_tasks,
-    ),
     Row("queue_preparers_active", "Blocks being prepared.", lambda s: s.activity.preparing),
     Row("queue_senders_active", "Threads that are sending.", lambda s: s.activity.sending),
     Row("queue_sends_inflight", "Sends under way.", lambda s: s.activity.sending),
@@ -43,6 +38,12 @@ _GAUGES: Final[tuple[Row[_Seen], ...]] = (
     Row("queue_backoff_seconds", "For how long nothing is to be sent.", lambda s: s.status.wait),
 )
 _COUNTERS: Final[tuple[Row[_Seen], ...]] = (
+    # It hardly ever changes, and with this name Prometheus takes it for nothing but a counter.
+    Row(
+        "queue_workers",
+        "Tasks that the lane may have at a time.",
+        lambda s: s.breaker.workers or s.breaker.most_tasks,
+    ),
     Row("circuit_breaker_open", "Times the breaker has opened.", lambda s: s.status.opened),
     Row("circuit_breaker_rejected", "Permits that were refused.", lambda s: s.status.rejected),
     Row("queue_retry", "Sends of what had been sent before.", lambda s: s.total("retries")),
