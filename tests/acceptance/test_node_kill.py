@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -29,6 +30,9 @@ from turnlane.events import values_of
 
 KILLS = 8 if IN_CI else 3
 PATIENCE = 60.0
+LONGEST_DELAY = 0.3
+"""Seconds until a kill, once all have been told something: long enough for syncs, new chunks of
+requests and saved positions to be under way."""
 
 
 class Client(threading.Thread):
@@ -188,6 +192,9 @@ def test_nothing_that_a_client_was_told_is_lost(tmp_path: Path) -> None:
     otlp = OtlpClient("otlp", nodes.otlp)
     file = FileClient(nodes.log)
     clients: list[Client] = [flight, http, otlp, file]
+    seed = random.randrange(2**32)
+    print(f"seed of the delays: {seed}")  # noqa: T201 - to repeat a run that failed
+    delays = random.Random(seed)
     for client in clients:
         client.start()
     try:
@@ -199,6 +206,7 @@ def test_nothing_that_a_client_was_told_is_lost(tmp_path: Path) -> None:
                         lambda c=client, t=told: c.told > t or c.failure is not None,  # type: ignore[misc]
                         f"{client.name} to be told something",
                     )
+                time.sleep(delays.uniform(0.0, LONGEST_DELAY))  # any moment, not that of an answer
                 process.send_signal(signal.SIGKILL)
                 process.wait(PATIENCE)
         with nodes.life() as process:

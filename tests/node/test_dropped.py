@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.contract.harness import PATIENCE
 from turnlane.errors import NoSuchQueue, StorageFailed
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
@@ -74,6 +77,29 @@ def test_the_same_node_goes_on_with_it_once_the_disk_does(tmp_path: Path) -> Non
         assert names(tmp_path) == ["orders"]
     with Node(tmp_path) as node:
         assert node.queue("orders").end == 0
+
+
+def test_deleting_much_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deleting, over = threading.Event(), threading.Event()
+    delete = shutil.rmtree
+
+    def slowly(path: Path) -> None:
+        deleting.set()
+        assert over.wait(PATIENCE)
+        delete(path)
+
+    monkeypatch.setattr(shutil, "rmtree", slowly)
+    with Node(tmp_path) as node, ThreadPoolExecutor(2) as threads:
+        fill(node)
+        dropping = threads.submit(node.drop, "orders")
+        assert deleting.wait(PATIENCE)
+        try:
+            assert threads.submit(node.queues).result(PATIENCE) == {}
+            assert threads.submit(node.create, "orders").result(PATIENCE).end == 0
+        finally:
+            over.set()
+        dropping.result(PATIENCE)
+        assert names(tmp_path) == ["orders"]
 
 
 def test_a_queue_in_memory_takes_nothing_along(tmp_path: Path) -> None:

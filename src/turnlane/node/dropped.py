@@ -1,7 +1,7 @@
 """Dropped queues: what is in them must not come back, whenever the process ends.
 
 The node's list of queues says which are to go; then the directory gets a name that no queue has,
-and is deleted. Whichever of this was not done, the next start does.
+and is deleted, which may take long. Whichever of this was not done, the next start does.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ class Dropped:
         self.ids: dict[str, str] = {}
         """By name, the identity of queues that are to go and whose directory may still be there."""
 
-    def put_away(self, name: str) -> None:
-        """Let nobody find the queue again, if it is to go. Raises ``StorageFailed``."""
+    def put_away(self, name: str) -> Path | None:
+        """Let nobody find the queue again, if it is to go; returns what is left to delete.
+
+        Raises ``StorageFailed``.
+        """
         path = self._directory / name
+        away = None
         if name not in self.ids:
-            return
+            return None
         if _identity(path, self._disk) == self.ids[name]:  # else it is another one by now
             away = path.with_name(PREFIX + uuid.uuid4().hex)
             try:
@@ -43,13 +47,13 @@ class Dropped:
             except OSError as error:
                 message = f"cannot put {path} away: {error.strerror or error}"
                 raise StorageFailed(message) from error
-            _delete(away)
         del self.ids[name]
+        return away
 
     def sweep(self) -> None:
         """Delete what an earlier process has put away and not deleted."""
         for path in self._directory.glob(PREFIX + "*"):
-            _delete(path)
+            delete(path)
 
 
 def _identity(path: Path, disk: Disk) -> str | None:
@@ -59,7 +63,8 @@ def _identity(path: Path, disk: Disk) -> str | None:
         return None
 
 
-def _delete(path: Path) -> None:
+def delete(path: Path) -> None:
+    """Delete what was put away. If that cannot be, it is said, and left to the next start."""
     try:
         shutil.rmtree(path)
     except OSError as error:

@@ -27,7 +27,7 @@ from turnlane.errors import (
 from turnlane.node.audit import Audit
 from turnlane.node.breakers import Breakers
 from turnlane.node.commits import Commits
-from turnlane.node.dropped import Dropped
+from turnlane.node.dropped import Dropped, delete
 from turnlane.node.forgotten import forgotten
 from turnlane.node.housekeeping import Housekeeping
 from turnlane.node.lanes import Lanes
@@ -141,12 +141,13 @@ class Node(Closing):
         Raises ``QueueExists``, ``ConfigError``, ``StorageFailed``.
         """
         settings = self._placed(name, knobs)
+        away = None
         with self._lock:
             queue = self._queues.get(name)
             if queue is not None and queue.settings != settings:
                 raise QueueExists(f"there is a queue {name!r} with other settings")
             if queue is None:
-                self._dropped.put_away(name)
+                away = self._dropped.put_away(name)
                 queue = self._open(settings)
                 try:
                     self._remember()
@@ -154,7 +155,9 @@ class Node(Closing):
                     del self._queues[name]
                     queue.close()
                     raise
-            return queue
+        if away is not None:
+            delete(away)
+        return queue
 
     def drop(self, name: str) -> None:
         """Close a queue made at run time and delete it with everything in it.
@@ -177,7 +180,9 @@ class Node(Closing):
                 raise
             with contextlib.suppress(EventsLost):  # that is what was asked for
                 queue.close()
-            self._dropped.put_away(name)
+            away = self._dropped.put_away(name)
+        if away is not None:
+            delete(away)  # without the lock: there may be much of it
 
     def stage(self, name: str, schema: pa.Schema, spare: int = 0) -> Stage:
         """Begin to stage blocks for a queue; what it could never take is refused here.
