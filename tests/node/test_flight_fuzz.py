@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.contract.harness import PATIENCE
+from tests.contract.harness import PATIENCE, wait_until
 from turnlane.events import block_of, events_of
 from turnlane.node.flight import FlightPlane
 from turnlane.node.flight_limits import FlightLimits
@@ -149,6 +149,7 @@ def sender(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sender]:
         plane.start()
         with grpc.insecure_channel(str(plane.address)) as channel:
             yield Sender(node, channel)
+        wait_until(lambda: plane.calls.running == 0)
         plane.stop()
 
 

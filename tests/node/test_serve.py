@@ -554,6 +554,24 @@ def test_validate_says_that_all_is_well(tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [("memory", "is kept in memory"), ("disk_assisted", "is kept in memory until it spills")],
+)
+def test_validate_warns_of_commits_into_memory(tmp_path: Path, kind: str, where: str) -> None:
+    actions = [
+        f"- {{name: fast, queue: {kind}, output: {{type: discard}}}}",
+        "- {name: safe, queue: disk, output: {type: discard}}",
+        "- {name: now, output: {type: discard}}",
+    ]
+    file = config_file(tmp_path, "actions:\n" + "\n".join(actions) + "\n")
+    code, said, warned = turnlane_says("validate", file)
+    assert (code, said) == (0, f"{file}: ok, 0 queues, 0 inputs, 3 actions\n")
+    (line,) = warned.splitlines()
+    assert line.startswith(f"turnlane: warning: {file}:6:23: actions[0].queue: what the main lane")
+    assert where in line
+
+
 def test_validate_lists_every_fault(tmp_path: Path) -> None:
     file = config_file(tmp_path, "queue: {}\ninput: []\n")
     code, _, errors = turnlane_says("validate", file)

@@ -109,7 +109,7 @@ def validate(
 
     With --connect, destinations that cannot be used are listed alike; then the exit code is 1.
     """
-    from turnlane.config import shown
+    from turnlane.config import cautions, shown
     from turnlane.service import check
 
     settings = loaded(config)
@@ -117,6 +117,8 @@ def validate(
     if with_spark:
         _check_with_spark(config, settings)
     answered = check_outputs(settings) if connect else None
+    for caution in cautions(settings):
+        output.warn(f"warning: {caution}")
     if show:
         output.say(json.dumps(shown(settings), indent=2, ensure_ascii=False))
     else:

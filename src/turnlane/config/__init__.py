@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from turnlane.config.cautions import cautions
 from turnlane.config.document import parse
 from turnlane.config.faults import ConfigFaults, Fault, Place
 from turnlane.config.schema import json_schema
@@ -19,6 +20,7 @@ __all__ = [
     "ConfigFaults",
     "Fault",
     "Place",
+    "cautions",
     "json_schema",
     "load",
     "load_cases",
