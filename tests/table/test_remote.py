@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import logging
 import shutil
 import subprocess
 from collections import deque
@@ -33,7 +34,10 @@ from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import LeadLost, NoSuchQueue, NotAllowed
 from turnlane.node.breakers import Asker
 from turnlane.node.flight import FlightPlane
+from turnlane.node.flight_limits import FlightLimits
 from turnlane.service import Service
+from turnlane.serving.address import LOOPBACK, Address
+from turnlane.serving.rights import Authority
 from turnlane.table.event import TableEvent
 from turnlane.table.keyspace import KeyRange, keyspace_id
 
@@ -261,6 +265,32 @@ def test_streams_end_when_their_token_expires(serving: Serving) -> None:
             pass  # until it ends
         with pytest.raises(NotAllowed, match="has expired"):
             deque(iter(partial(receiver.take, timeout=PATIENCE), None), maxlen=0)
+
+
+def test_an_idle_receiver_comes_back_without_a_word(
+    serving: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = serving.start()
+    limits = FlightLimits().model_copy(update={"idle_timeout": 0.2})
+    plane = FlightPlane(
+        service.node, Authority(), Address(LOOPBACK, 0), limits=limits, tables=service.tables
+    )
+    plane.start()
+    serving.opened.callback(plane.stop)
+    client = serving.opened.enter_context(turnlane.connect(f"turnlane://{plane.address}"))
+    with client.table(serving.site.name).receive() as receiver:
+        eventually(lambda: service.tables.streams == 1)
+        first = _streams(receiver)
+        eventually(lambda: bool(_streams(receiver)) and _streams(receiver) != first)
+        missing = serving.put(5)
+        while missing:  # one that is cut off meanwhile gets some of them twice
+            missing -= payloads(take(receiver, 1))
+    assert [record for record in caplog.records if record.levelno > logging.INFO] == []
+
+
+def _streams(receiver: RemoteReceiver) -> list[object]:
+    """The streams that a receiver has at this moment."""
+    return [link._stream for link in receiver._links if link._stream is not None]
 
 
 def test_a_table_that_nobody_serves(serving: Serving) -> None:

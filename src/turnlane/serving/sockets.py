@@ -53,8 +53,10 @@ def cut_connections(port: int) -> int:
 def idle_seconds(connection: socket.socket) -> float:
     """How long nothing has gone either way; what is on its way, or not taken, counts as gone."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    times = (struct.unpack_from("=I", info, place)[0] for place in (_LAST_SENT, _LAST_RECEIVED))
-    return min(times) / 1000
+    (sent,), (received,) = (
+        struct.unpack_from("=I", info, place) for place in (_LAST_SENT, _LAST_RECEIVED)
+    )
+    return float(min(sent, received)) / 1000
 
 
 def _copied(number: int) -> socket.socket:
