@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.contract.harness import PATIENCE, wait_until
+from tests.node.raw_flight import PUT, Message, flight_data, messages_of
 from turnlane.events import block_of, events_of
 from turnlane.node.flight import FlightPlane
 from turnlane.node.flight_limits import FlightLimits
@@ -23,7 +24,6 @@ from turnlane.node.node import Node
 from turnlane.serving.address import LOOPBACK, Address
 from turnlane.serving.rights import Authority
 
-PUT = "/arrow.flight.protocol.FlightService/DoPut"
 COMMANDS = (b'{"publish": "logs"}', b'{"stage": "logs"}')
 DOCUMENTED = {
     grpc.StatusCode.OK,
@@ -32,13 +32,6 @@ DOCUMENTED = {
     grpc.StatusCode.INVALID_ARGUMENT,  # Arrow's own words for what it cannot read
     grpc.StatusCode.UNIMPLEMENTED,
 }
-
-
-class Message(NamedTuple):
-    """What a stream's message is made of."""
-
-    header: bytes
-    body: bytes
 
 
 class Damage(NamedTuple):
@@ -51,16 +44,6 @@ class Damage(NamedTuple):
     cut: bool
 
 
-def _messages(block: pa.RecordBatch, compression: Any) -> list[Message]:
-    """A block as it goes over Flight: schema, dictionaries, and the block itself."""
-    sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression=compression)
-    with pa.ipc.new_stream(sink, block.schema, options=options) as writer:
-        writer.write_batch(block)
-    reader = pa.ipc.MessageReader.open_stream(sink.getvalue())
-    return [Message(bytes(each.metadata), bytes(each.body or b"")) for each in reader]
-
-
 def _with_dictionary(block: pa.RecordBatch) -> pa.RecordBatch:
     words = pa.array(["red", "green", "red"]).dictionary_encode()
     return block.append_column("colour", words)
@@ -68,30 +51,11 @@ def _with_dictionary(block: pa.RecordBatch) -> pa.RecordBatch:
 
 PLAIN = block_of([b"one", b"two" * 100, b""])
 STREAMS = {
-    "plain": _messages(PLAIN, None),
-    "zstd": _messages(PLAIN, "zstd"),
-    "lz4": _messages(PLAIN, "lz4"),
-    "dictionary": _messages(_with_dictionary(PLAIN), "zstd"),
+    "plain": messages_of(PLAIN, None),
+    "zstd": messages_of(PLAIN, "zstd"),
+    "lz4": messages_of(PLAIN, "lz4"),
+    "dictionary": messages_of(_with_dictionary(PLAIN), "zstd"),
 }
-
-
-def _varint(number: int) -> bytes:
-    octets = bytearray()
-    while number > 127:
-        octets.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*octets, number])
-
-
-def _field(number: int, content: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
-
-
-def _flight_data(command: bytes, messages: list[Message]) -> list[bytes]:
-    """``FlightData`` in Protocol Buffers; the first has the command."""
-    descriptor = _field(1, b"\x08\x02" + _field(2, command))
-    found = [_field(2, each.header) + _field(1000, each.body) for each in messages]
-    return [descriptor + found[0], *found[1:]]
 
 
 def _damaged(messages: list[Message], damages: list[Damage]) -> list[Message]:
@@ -156,7 +120,7 @@ def sender(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sender]:
 @pytest.mark.parametrize("form", ["plain", "zstd", "lz4"])
 def test_what_is_not_damaged_is_taken(sender: Sender, form: str) -> None:
     before = sender.node.queue("orders").end
-    messages = _flight_data(b'{"publish": "orders"}', STREAMS[form])
+    messages = flight_data(b'{"publish": "orders"}', STREAMS[form])
     assert sender.send(messages) is grpc.StatusCode.OK
     assert sender.node.queue("orders").end == before + 3
 
@@ -174,17 +138,17 @@ def test_no_damage_hurts_the_node(
 ) -> None:
     caplog.clear()
     damaged = _damaged(STREAMS[form], damages)
-    assert sender.send(_flight_data(command, damaged)) in DOCUMENTED
+    assert sender.send(flight_data(command, damaged)) in DOCUMENTED
     assert [each for each in caplog.records if each.levelno >= logging.ERROR] == []
     _check_readable(sender.node)
-    good = _flight_data(b'{"publish": "orders"}', STREAMS["plain"])
+    good = flight_data(b'{"publish": "orders"}', STREAMS["plain"])
     assert sender.send(good) is grpc.StatusCode.OK
 
 
 @given(st.lists(st.binary(max_size=300), max_size=3))
 def test_what_is_no_flight_data_at_all_hurts_nobody(sender: Sender, messages: list[bytes]) -> None:
     assert sender.send(messages) in DOCUMENTED
-    good = _flight_data(b'{"publish": "orders"}', STREAMS["plain"])
+    good = flight_data(b'{"publish": "orders"}', STREAMS["plain"])
     assert sender.send(good) is grpc.StatusCode.OK
 
 

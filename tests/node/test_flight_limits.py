@@ -17,14 +17,14 @@ from pydantic import SecretStr, ValidationError
 
 from tests.contract.harness import PATIENCE, wait_until
 from tests.node.conftest import Serve, Served, values
+from tests.node.raw_flight import EXCHANGE, PUT, flight_data, messages_of
 from turnlane.errors import ConfigError, EventTooLarge, TransportDown
 from turnlane.events import block_of
+from turnlane.node import flight as flight_plane
 from turnlane.node.flight_commands import MAX_COMMAND, Numbered, parsed
 from turnlane.node.flight_limits import FlightLimits
 from turnlane.serving.rights import Authority, TokenSettings
 
-PUT = "/arrow.flight.protocol.FlightService/DoPut"
-EXCHANGE = "/arrow.flight.protocol.FlightService/DoExchange"
 QUEUES = {"orders": {"kind": "memory"}}
 TOKEN = TokenSettings(name="shop", secret=SecretStr("secret"), rights={"*": ["publish"]})  # type: ignore[dict-item]
 SHOWN = (("authorization", "Bearer secret"),)
@@ -75,6 +75,34 @@ def test_the_list_of_actions_takes_a_token_too(serve: Serve) -> None:
         list(served.flight().list_actions())
     options = flight.FlightCallOptions(headers=[(b"authorization", b"Bearer secret")])  # type: ignore[list-item]
     assert list(served.flight().list_actions(options))
+
+
+@pytest.mark.parametrize("command", [b'{"publish": "orders"}', b'{"stage": "orders"}'])
+def test_a_client_that_does_not_wait_for_its_answer_is_no_fault_of_the_node(
+    serve: Serve,
+    command: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def tell_too_late(writer: flight.FlightMetadataWriter, data: bytes) -> None:
+        assert is_open.wait(PATIENCE)
+        stream.cancel()
+        # gRPC takes some words before it knows that nobody hears them.
+        while True:
+            tell(writer, data)
+
+    is_open = threading.Event()
+    tell = flight_plane._tell
+    monkeypatch.setattr(flight_plane, "_tell", tell_too_late)
+    served = serve(QUEUES)
+    with grpc.insecure_channel(str(served.plane.address)) as channel:
+        stream = channel.stream_stream(PUT)(
+            iter(flight_data(command, messages_of(block_of([b"x"]))))
+        )
+        is_open.set()
+        wait_until(stream.done)
+        wait_until(lambda: served.plane.calls.running == 0)
+    assert [each for each in caplog.records if each.levelno >= logging.ERROR] == []
 
 
 # Connections

@@ -249,11 +249,7 @@ class _Server(flight.FlightServerBase):
         """Publish blocks, stage them, or stage copies of what a queue has."""
         with self._plane.call():
             command = one_of(PUTS, descriptor.command)
-            peer = Peer(
-                self._chunks(reader),
-                lambda data: writer.write(pa.py_buffer(data)),
-                context.is_cancelled,
-            )
+            peer = Peer(self._chunks(reader), partial(_tell, writer), context.is_cancelled)
             caller = self._plane.caller(context)
             if isinstance(command, StageBlocks):
                 caller.check(Right.PUBLISH, command.stage)
@@ -338,6 +334,13 @@ class _Server(flight.FlightServerBase):
             end - low,
             -1,
         )
+
+
+def _tell(writer: flight.FlightMetadataWriter, data: bytes) -> None:
+    try:
+        writer.write(pa.py_buffer(data))
+    except OSError as error:  # all that Arrow says of it
+        raise TransportDown("the client is gone") from error
 
 
 def _queue_of(descriptor: flight.FlightDescriptor) -> str:

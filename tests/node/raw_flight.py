@@ -1,0 +1,46 @@
+"""Streams of Flight, message by message, for clients that keep to no rules."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+PUT = "/arrow.flight.protocol.FlightService/DoPut"
+EXCHANGE = "/arrow.flight.protocol.FlightService/DoExchange"
+
+
+class Message(NamedTuple):
+    """What a stream's message is made of."""
+
+    header: bytes
+    body: bytes
+
+
+def messages_of(block: pa.RecordBatch, compression: Any = None) -> list[Message]:
+    """A block as it goes over Flight: schema, dictionaries, and the block itself."""
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_stream(sink, block.schema, options=options) as writer:
+        writer.write_batch(block)
+    reader = pa.ipc.MessageReader.open_stream(sink.getvalue())
+    return [Message(bytes(each.metadata), bytes(each.body or b"")) for each in reader]
+
+
+def _varint(number: int) -> bytes:
+    octets = bytearray()
+    while number > 127:
+        octets.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*octets, number])
+
+
+def _field(number: int, content: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def flight_data(command: bytes, messages: list[Message]) -> list[bytes]:
+    """``FlightData`` in Protocol Buffers; the first has the command."""
+    descriptor = _field(1, b"\x08\x02" + _field(2, command))
+    found = [_field(2, each.header) + _field(1000, each.body) for each in messages]
+    return [descriptor + found[0], *found[1:]]
