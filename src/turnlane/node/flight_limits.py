@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 from pydantic import BaseModel, ConfigDict, Field
 
+from turnlane.errors import ConfigError
 from turnlane.node.flight_commands import MAX_WAIT
 from turnlane.quantities import Duration, Size
 from turnlane.queues.memory_limit import memory_limit
@@ -36,7 +39,10 @@ class FlightLimits(BaseModel):
     )
 
     def memory(self) -> int:
-        """``max_memory`` in bytes. Raises ``ConfigError`` if there is nothing to tell it by."""
+        """``max_memory`` in bytes."""
         if self.max_memory is not None:
             return self.max_memory
-        return int(memory_limit() * _SHARE_OF_MEMORY)
+        try:
+            return int(memory_limit() * _SHARE_OF_MEMORY)
+        except ConfigError:
+            return sys.maxsize  # the system does not say what there is

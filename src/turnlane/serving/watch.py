@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import threading
+import time
 from typing import Final
 
 from turnlane.closing import Closing
@@ -16,6 +17,8 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS: Final = 1.0
 """How often it looks; so long may there be more connections than allowed."""
+SHARE: Final = 0.02
+"""Of its time, what it may look for at most: it has to pass by all that the process has open."""
 
 
 class ConnectionWatch(Closing):
@@ -29,8 +32,8 @@ class ConnectionWatch(Closing):
         self._port = port
         self._most = max_connections
         self._idle_timeout = idle_timeout
-        self._known: dict[int, None] = {}
-        """The connections of the last look, by the number of their socket; oldest first."""
+        self._known: set[int] = set()
+        """The connections of the last look, by the number of their socket."""
         self._over = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name=f"turnlane-watch-{port}", daemon=True
@@ -43,15 +46,25 @@ class ConnectionWatch(Closing):
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._over.wait(min(LOOK_SECONDS, self._idle_timeout / 4)):
+        soon = min(LOOK_SECONDS, self._idle_timeout / 4)
+        pause = soon
+        while not self._over.wait(pause):
+            begun = time.monotonic()
             try:
                 self._look()
             except Exception:
                 log.exception("connections to port %d could not be looked at", self._port)
+            pause = max(soon, (time.monotonic() - begun) / SHARE)
 
     def _look(self) -> None:
-        idle = self._cut_idle()
-        crowded = self._cut_newest()
+        found: list[int] = []
+        idle = 0
+        for connection in connections(self._port):
+            if idle_seconds(connection) >= self._idle_timeout:
+                idle += cut(connection)
+            else:
+                found.append(_number(connection))
+        crowded = self._cut_newest(found)
         if idle or crowded:
             log.info(
                 "port %d: cut %d idle connections, and %d beyond the %d allowed",
@@ -61,18 +74,10 @@ class ConnectionWatch(Closing):
                 self._most,
             )
 
-    def _cut_idle(self) -> int:
-        return sum(
-            cut(each)
-            for each in connections(self._port)
-            if idle_seconds(each) >= self._idle_timeout
-        )
-
-    def _cut_newest(self) -> int:
-        found = {_number(each) for each in connections(self._port)}
-        known = [number for number in self._known if number in found]
+    def _cut_newest(self, found: list[int]) -> int:
+        known = [number for number in found if number in self._known]
         come = [number for number in found if number not in self._known]
-        self._known = dict.fromkeys([*known, *come][: self._most])
+        self._known = {*known, *come[: self._most - len(known)]}
         if len(found) <= self._most:
             return 0
         return sum(
