@@ -18,6 +18,7 @@ from pydantic import SecretStr, ValidationError
 from tests.contract.harness import PATIENCE, wait_until
 from tests.node.conftest import Serve, Served, values
 from tests.node.raw_flight import EXCHANGE, PUT, flight_data, messages_of
+from turnlane.client import pieces
 from turnlane.errors import ConfigError, EventTooLarge, TransportDown
 from turnlane.events import block_of
 from turnlane.node import flight as flight_plane
@@ -210,6 +211,22 @@ def test_a_stage_takes_no_bomb_either(serve: Serve) -> None:
 
     with pytest.raises(EventTooLarge):
         stage()
+
+
+def test_our_own_client_sends_large_blocks_in_pieces(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "SEND_BYTES", 1 << 19)
+    served = serve({"orders": {}, "staged": {}}, limits=FlightLimits(max_block_bytes=1 << 20))
+    expected = [b"%d" % number * 10_000 for number in range(100, 200)]
+    block = block_of(expected)
+    client = served.client()
+    queue = client.queue("orders", producer_id="till", batch_size=1000)
+    queue.producer(ack="persisted").publish_block(block, timeout=PATIENCE)
+    with client.stage("staged", block.schema) as stage:
+        stage.write(block)
+        assert client.commit([stage.finish()])
+    assert values(served.node, "orders") == values(served.node, "staged") == expected
 
 
 def test_nobody_brings_more_while_memory_is_short(serve: Serve) -> None:

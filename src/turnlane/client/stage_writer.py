@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from turnlane.client.failures import understood
+from turnlane.client.pieces import pieces_of
 from turnlane.closing import Closing
 from turnlane.errors import NoSuchStage
 from turnlane.events import Block
@@ -33,7 +34,8 @@ class StageWriter(Closing):
         """Stage another block."""
         self._failed = True
         with understood(self._place):
-            self._writer.write_batch(block)
+            for piece in pieces_of(block):
+                self._writer.write_batch(piece)
         self._failed = False
 
     def finish(self) -> str:

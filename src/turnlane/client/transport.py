@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from turnlane.client.failures import understood
 from turnlane.client.leased import Keeper, LeasedBatch
+from turnlane.client.pieces import pieces_of
 from turnlane.client.remote import RemoteNode, said
 from turnlane.errors import ConfigError, QueueClosed, QueueEmpty, TransportDown
 from turnlane.events import Block, conform
@@ -89,9 +90,11 @@ class FlightConnection:
         """Send a block whose first event has this number."""
         self._fit(block.schema)
         assert self._schema is not None
-        metadata = pa.py_buffer(json.dumps({"sequence": sequence}).encode())
-        self._check()
-        self._stream.write(conform(block, self._schema), metadata)
+        for piece in pieces_of(conform(block, self._schema)):
+            self._check()
+            metadata = pa.py_buffer(json.dumps({"sequence": sequence}).encode())
+            self._stream.write(piece, metadata)
+            sequence += piece.num_rows
 
     def urge(self) -> None:
         """Ask the node to persist soon what was sent."""
