@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.contract.harness import DiskHarness, Harness, Task, follow, line_up, 
 from turnlane.events import block_of
 from turnlane.queues import open_queue
 from turnlane.queues.contract import AckLevel, Batch, Published, Queue
+from turnlane.testing import FaultyDisk
 
 
 def test_a_repeated_block_is_taken_once(buffering: Harness) -> None:
@@ -129,6 +131,25 @@ def test_sampling_does_not_confuse_the_numbers(buffering: Harness) -> None:
     assert buffering.receive(queue, 3) == [b"000", b"002", b"004"]
 
 
+def test_what_came_while_a_sampled_block_stood_in_line_is_told_by_number(
+    buffering: Harness,
+) -> None:
+    """Not by its place in a block that sampling has thinned."""
+    queue = buffering.open(size=6, sampling_interval=2, stalled=True)
+    queue.producer().publish_block(block_of([b"before"] * 12))
+
+    def publish(first: int, end: int) -> Published:
+        producer = queue.producer(producer_id="me")
+        return producer.publish_block(block_of(numbered(first, end)), sequence=first)
+
+    # Kept are 000, 002 of the first, and 002, 004 of the second.
+    one, other = line_up(queue, lambda: publish(0, 4), lambda: publish(2, 6))
+    buffering.resume()
+    assert buffering.receive(queue, 9) == [b"before"] * 6 + [b"000", b"002", b"004"]
+    assert (one.result().accepted, one.result().repeated) == (2, 0)
+    assert (other.result().accepted, other.result().repeated) == (1, 1)
+
+
 def test_events_dropped_as_newest_may_be_sent_again_or_not(buffering: Harness) -> None:
     """A numbered block that was dropped for lack of room does not hold up later ones."""
     queue = buffering.open(size=2, full_behavior="drop_newest", stalled=True)
@@ -201,11 +222,17 @@ def test_numbers_survive_a_restart(storing: DiskHarness) -> None:
     acks.wait_for(2)
 
 
-def settled_unwritten(path: Path, blocks: int) -> tuple[Queue, list[Batch]]:
+def settled_unwritten(
+    path: Path, blocks: int, *, older: int = 0, **knobs: Any
+) -> tuple[Queue, list[Batch]]:
     """A queue whose writer rests, with so many numbered blocks of two events handed out."""
-    queue = open_queue(kind="disk", path=path, sync_interval="1h", stale_flush="1h")
+    queue = open_queue(kind="disk", path=path, sync_interval="1h", stale_flush="1h", **knobs)
     queue.producer(ack="persisted").publish(b"written")
     queue.get(1).done()
+    for _ in range(older):
+        queue.producer(producer_id="you").publish_block(block_of([b"older"]))
+    if older:
+        queue.get(older)
     producer = queue.producer(producer_id="me")
     for at in range(blocks):
         producer.publish_block(block_of(numbered(2 * at, 2 * at + 2)), sequence=2 * at)
@@ -242,10 +269,58 @@ def test_what_was_neither_settled_nor_written_is_let_in_again_after_a_kill(tmp_p
     assert queue.stats().ledger.adds_up
 
 
-def test_numbers_are_recorded_once_everything_older_is_settled(tmp_path: Path) -> None:
+def test_numbers_are_recorded_once_everything_older_of_the_producer_is_settled(
+    tmp_path: Path,
+) -> None:
     """Settled in whatever order."""
     queue, batches = settled_unwritten(tmp_path / "queue", 3)
     with queue:
         for at in (2, 0, 1):
             batches[at].done()
         assert sent_again(tmp_path / "queue", 3) == [0, 0, 0]
+
+
+def test_numbers_are_recorded_with_the_settlement_in_one_write(tmp_path: Path) -> None:
+    """A kill between two writes would leave the one without the other."""
+    disk = FaultyDisk()
+    queue, batches = settled_unwritten(tmp_path / "queue", 2, disk=disk)
+    with queue:
+        batches[1].done()
+        disk.fail("write", nth=2, times=None, match="journal")
+        batches[0].done()
+        assert sent_again(tmp_path / "queue", 2) == [0, 0]
+        disk.clear()
+
+
+def test_numbers_of_a_producer_do_not_wait_for_another_producer(tmp_path: Path) -> None:
+    """Somebody else's older events are no reason to let these in again."""
+    queue, batches = settled_unwritten(tmp_path / "queue", 1, older=3)
+    with queue:
+        batches[0].done()
+        assert sent_again(tmp_path / "queue", 1) == [0]
+
+
+def test_a_block_that_was_settled_in_part_is_let_in_in_part(tmp_path: Path) -> None:
+    """A block may go out in several batches: what was settled does not come back."""
+    queue, _ = settled_unwritten(tmp_path / "queue", 0)
+    with queue:
+        producer = queue.producer(producer_id="me")
+        producer.publish_block(block_of(numbered(0, 10)), sequence=0)
+        batches = [queue.get(2) for _ in range(4)]
+        for at in (0, 2, 1):
+            batches[at].done()
+        assert sent_again(tmp_path / "queue", 5) == [0, 0, 0, 2, 2]
+
+
+def test_a_sampled_block_that_was_settled_in_part_is_let_in_whole(tmp_path: Path) -> None:
+    """Its events' numbers have gaps that nobody keeps: rather twice than never."""
+    queue, _ = settled_unwritten(tmp_path / "queue", 0, sampling_interval=2)
+    with queue:
+        producer = queue.producer(producer_id="me")
+        producer.publish_block(block_of(numbered(0, 8)), sequence=0)
+        first, second = queue.get(2), queue.get(2)
+        first.done()
+        assert sent_again(tmp_path / "queue", 4) == [2, 2, 2, 2]
+        shutil.rmtree(tmp_path / "left")
+        second.done()
+        assert sent_again(tmp_path / "queue", 4) == [0, 0, 0, 0]

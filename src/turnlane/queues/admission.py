@@ -7,6 +7,7 @@ import threading
 from collections import deque
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -178,9 +179,13 @@ class Gate:
         self.calm_bytes = -1 if self._closed or self._held or self.line else self.max_bytes
 
 
-def sampled(block: Block, seen: int, interval: int) -> Block:
+Rows = npt.NDArray[np.int64]
+"""Which events of a block, in order."""
+
+
+def sampled(events: int, seen: int, interval: int) -> Rows:
     """One of ``interval`` events, counted on from ``seen`` events before."""
-    return block.take(np.arange(-seen % interval, block.num_rows, interval))
+    return np.arange(-seen % interval, events, interval)
 
 
 MAX_SEVERITY = 7
@@ -198,12 +203,12 @@ def check_severities(block: Block) -> None:
             raise ValueError(msg)
 
 
-def shed(block: Block, severity: int) -> Block:
-    """The block without events as unimportant as ``severity`` or more so.
+def important(block: Block, severity: int) -> Rows:
+    """All events but those as unimportant as ``severity`` or more so.
 
     Severities count downwards: 0 is an emergency, 7 is debug. Events without one are kept.
     """
     if "severity" not in block.schema.names:
-        return block
+        return np.arange(block.num_rows)
     less: pa.BooleanArray = pc.less(block.column("severity"), pa.scalar(severity, pa.int8()))
-    return block.filter(pc.if_else(less.is_valid(), less, pa.scalar(value=True)))
+    return np.flatnonzero(less.fill_null(fill_value=True).to_numpy(zero_copy_only=False))

@@ -92,7 +92,7 @@ class DirectQueue(Queue):
             seen, self._seen = self._seen, self._seen + block.num_rows
             if interval == 1:
                 return block
-            kept = sampled(block, seen, interval)
+            kept = block.take(sampled(block.num_rows, seen, interval))
             self._totals.add(Outcome.SAMPLED, block.num_rows - kept.num_rows)
         return kept
 

@@ -8,7 +8,6 @@ served from the tail and never reads the disk.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import deque
@@ -17,12 +16,11 @@ from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.queues.contract import AckLevel, Durability
 from turnlane.queues.log.files import Disk
 from turnlane.queues.log.position import Stamp
+from turnlane.queues.log.unstamped import Numbered
 from turnlane.queues.portion import Portion
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.stored import StoredQueue
 from turnlane.queues.written import Job
-
-log = logging.getLogger(__name__)
 
 TIDY_SECONDS = 1.0
 """How often to tidy up when every write is synced anyway."""
@@ -44,8 +42,6 @@ class DiskQueue(StoredQueue):
         super().__init__(settings, clock=clock, disk=disk)
         self._unwritten: deque[Portion] = deque()
         self._unwritten_bytes = 0
-        self._unstamped: deque[Portion] = deque()
-        """Those of the unwritten that complete a numbered producer's events."""
         self._synced_at = -math.inf
         self._together = 1
         """How many publishers were waiting for the last sync, or came while it ran."""
@@ -57,13 +53,14 @@ class DiskQueue(StoredQueue):
     def sealed(self, portion: Portion) -> None:
         # A copy: consumers cut pieces off the one in the tail.
         self._unwritten.append(portion.copy())
-        if portion.stamps:
-            self._unstamped.append(self._unwritten[-1])
         self._unwritten_bytes += portion.size
         if self._unwritten_bytes >= self.settings.write_buffer:
             self.work.notify()
             if self.must_wait(failing=False):
                 self.gate.hold(held=True)
+
+    def numbered_came(self, first: int, end: int, stamp: Stamp, *, consecutive: bool) -> None:
+        self.store.journal.unstamped.add(Numbered(first, end, stamp, consecutive))
 
     def makes_room(self) -> bool:
         return self.gate.held and not self.troubled
@@ -153,32 +150,8 @@ class DiskQueue(StoredQueue):
         end = self.store.log.end
         while self._unwritten and self._unwritten[0].end <= end:
             self._unwritten_bytes -= self._unwritten.popleft().size
-        while self._unstamped and self._unstamped[0].end <= end:
-            self._unstamped.popleft()
+        self.store.journal.unstamped.forget_below(self.safe_end())
         self._evict_tail(end)
-
-    def settled(self) -> None:
-        super().settled()
-        if self._unstamped:
-            self._stamp_settled()
-
-    def _stamp_settled(self) -> None:
-        """Tell the journal of numbered events that were settled before they were written.
-
-        Otherwise, after a kill, their producer would send them again and they would be new. Not
-        before everything older is settled or safe: it may have to be sent again and be let in.
-        """
-        safe = max(self.positions.low, self.safe_end())
-        known = self.positions.settled.end_of_run(safe)
-        stamps: list[Stamp] = []
-        while self._unstamped and self._unstamped[0].end <= known:
-            stamps += self._unstamped.popleft().stamps
-        if stamps:
-            try:
-                self.store.journal.stamped(stamps)
-            except OSError as error:
-                # A crash at this moment means a repeat; written, the events bring their stamps.
-                log.warning("queue %s: sequence numbers not recorded: %s", self.name, error)
 
     def _evict_tail(self, written: int) -> None:
         """Keep the tail within its bound; what leaves it is on disk."""

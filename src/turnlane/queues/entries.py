@@ -6,9 +6,11 @@ import abc
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from turnlane.events import Block, event_sizes
 from turnlane.queues.acks import Ticket
-from turnlane.queues.admission import Entry, sampled, shed
+from turnlane.queues.admission import Entry, Rows, important, sampled
 from turnlane.queues.contract import Outcome, Published
 from turnlane.queues.log.position import Stamp
 
@@ -130,6 +132,8 @@ class BlockEntry(PublishEntry):
         self.published = Published(-1, 0, 0, 0)
         self._sequence = sequence
         self._end_sequence = None if sequence is None else sequence + block.num_rows
+        self._numbers: Rows | None = None
+        """Its events' sequence numbers, where they no longer follow on each other."""
         self._block = block
         self.events = block.num_rows
         self.size = size
@@ -139,10 +143,14 @@ class BlockEntry(PublishEntry):
         if self._sequence is None or producer_id is None:
             return
         known = self.producer.queue.sequences.get(producer_id, 0)
-        repeated = min(max(0, known - self._sequence), self.events)
+        if self._numbers is None:
+            repeated = min(max(0, known - self._sequence), self.events)
+            self._sequence += repeated
+        else:
+            repeated = int(np.searchsorted(self._numbers, known))
+            self._numbers = self._numbers[repeated:]
         if repeated:
             self._replace(self._block.slice(repeated))
-            self._sequence += repeated
             self.published = self.published._replace(repeated=self.published.repeated + repeated)
 
     def _replace(self, block: Block) -> None:
@@ -166,7 +174,10 @@ class BlockEntry(PublishEntry):
         # connection while it stood in line.
         self.drop_repeats()
         stamp = self._number()
-        first = queue.append_block(self._block, self.size, stamp) if self.events else queue.end
+        first = queue.end
+        if self.events:
+            consecutive = self._numbers is None
+            queue.append_block(self._block, self.size, stamp, consecutive=consecutive)
         self.published = self.published._replace(first=first, accepted=self.events)
         self.ticket = self.producer.entered(first, first + self.events)
         self.inside = True
@@ -184,16 +195,24 @@ class BlockEntry(PublishEntry):
         return Stamp(producer_id, self._end_sequence)
 
     def sample(self, seen: int, interval: int) -> int:
-        return self._reduce(sampled(self._block, seen, interval))
+        return self._keep_rows(sampled(self.events, seen, interval))
 
     def shed(self, severity: int) -> int:
-        return self._reduce(shed(self._block, severity))
+        return self._keep_rows(important(self._block, severity))
 
     def keep(self, events: int) -> int:
-        return self._reduce(self._block.slice(0, max(0, events)))
+        kept = max(0, events)
+        return self._reduce(self._block.slice(0, kept), slice(kept))
 
-    def _reduce(self, block: Block) -> int:
+    def _keep_rows(self, rows: Rows) -> int:
+        return self._reduce(self._block.take(rows), rows) if len(rows) < self.events else 0
+
+    def _reduce(self, block: Block, rows: Rows | slice) -> int:
         dropped = self.events - block.num_rows
+        if dropped and self._sequence is not None:
+            if self._numbers is None:
+                self._numbers = np.arange(self._sequence, self._sequence + self.events)
+            self._numbers = self._numbers[rows]
         self._replace(block)
         self.published = self.published._replace(dropped=self.published.dropped + dropped)
         return dropped

@@ -145,14 +145,22 @@ class Intake(Queue):
             self.heed()
         return first
 
-    def append_block(self, block: Block, size: int, stamp: Stamp | None) -> int:
-        """Put a block at the end; returns its first offset. Under the lock."""
+    def append_block(
+        self, block: Block, size: int, stamp: Stamp | None, *, consecutive: bool
+    ) -> int:
+        """Put a block at the end; returns its first offset. Under the lock.
+
+        ``consecutive`` says whether the numbers of its events, of which ``stamp`` has the end,
+        follow on each other.
+        """
         first = self.positions.end
         stamps = () if stamp is None else (stamp,)
         self.tail.append(Portion(first, first + block.num_rows, size, [block], stamps=stamps))
         self.positions.end = first + block.num_rows
         self.gate.charge(block.num_rows, size)
         self.pushes += 1
+        if stamp is not None:
+            self.numbered_came(first, self.positions.end, stamp, consecutive=consecutive)
         self.grown()
         self.heed()
         return first
@@ -299,6 +307,9 @@ class Intake(Queue):
 
     def sealed(self, portion: Portion) -> None:
         """A portion joined the tail. Under the lock."""
+
+    def numbered_came(self, first: int, end: int, stamp: Stamp, *, consecutive: bool) -> None:
+        """A numbered producer's events joined the tail. Under the lock."""
 
     def grown(self) -> None:
         """Something came in that was not calm. Under the lock."""

@@ -33,6 +33,7 @@ from turnlane.queues.log.journal_format import (
 from turnlane.queues.log.journal_state import JournalState
 from turnlane.queues.log.position import Position, Stamp
 from turnlane.queues.log.quarantine import Quarantine
+from turnlane.queues.log.unstamped import Unstamped
 
 NAMES = ("journal.a", "journal.b")
 
@@ -70,6 +71,8 @@ class Journal:
         """Use :meth:`open`; a journal made by hand has no active file until :meth:`snapshot`."""
         self.syncs = 0
         """How many times a file was synced."""
+        self.unstamped = Unstamped()
+        """Numbered events whose settling is recorded together with their numbers."""
         self._disk = disk
         self._queue_id = queue_id
         self._lock = threading.Lock()
@@ -131,11 +134,27 @@ class Journal:
     # The verbs
 
     def settled(self, first: int, end: int, size: int, outcome: Outcome) -> None:
-        """Record that ``[first, end)``, ``size`` bytes in all, left the queue."""
+        """Record that ``[first, end)``, ``size`` bytes in all, left the queue.
+
+        With the numbers of numbered events that are not in the log yet, in the same write.
+        """
         body = journal_format.settled(first, end, size, outcome)
         with self._lock:
-            self._append(body)
+            if self.unstamped:
+                self._settle_numbered(body, first, end)
+            else:
+                self._append(body)
             self._state.settle(first, end, size, outcome)
+
+    def _settle_numbered(self, body: bytes, first: int, end: int) -> None:
+        stamps = self.unstamped.due(
+            first, end, lambda offset: self._state.settled_to(offset, (first, end))
+        )
+        # The stamps last: a number must never be found without its events' settlement.
+        self._append_all([body, *map(journal_format.stamped, stamps)])
+        for stamp in stamps:
+            self._state.stamp(stamp)
+        self.unstamped.noted(stamps)
 
     def returned(self, first: int, end: int, attempt: int) -> None:
         """Record that ``[first, end)`` was given back and is to be handed out as ``attempt``."""
@@ -157,7 +176,7 @@ class Journal:
             self._state.advance(position, unsettled_bytes, stamps)
 
     def stamped(self, stamps: Sequence[Stamp]) -> None:
-        """Record what producers have published that was settled before it came to the log."""
+        """Record what producers have published."""
         with self._lock:
             self._append_all([journal_format.stamped(stamp) for stamp in stamps])
             for stamp in stamps:

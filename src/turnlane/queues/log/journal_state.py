@@ -57,6 +57,17 @@ class JournalState:
         written = self.position.end if self.position else 0
         return max(self.low, self.ranges.end, handed_out, written)
 
+    def settled_to(self, offset: int, also: tuple[int, int]) -> int:
+        """How far everything from ``offset`` on is settled, if the range ``also`` were so too."""
+        first, end = also
+        while True:
+            reached = self.ranges.end_of_run(max(offset, self.low))
+            if first <= reached < end:
+                reached = end
+            if reached == offset:
+                return offset
+            offset = reached
+
     def settle(self, first: int, end: int, size: int, outcome: Outcome) -> None:
         """Settle ``[first, end)``, ``size`` bytes in all; what already was is not counted twice."""
         if first == self.low and first < end and not self.ranges and not self.returned:
