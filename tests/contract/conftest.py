@@ -19,6 +19,7 @@ from tests.contract.harness import (
     DiskAssistedHarness,
     DiskHarness,
     Harness,
+    MemoryHarness,
     ProxyHarness,
 )
 
@@ -56,6 +57,12 @@ def storing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]
 def direct(tmp_path: Path) -> Iterator[Harness]:
     """The harness of the direct kind, for what only it does."""
     yield from _closed_after(DirectHarness(tmp_path))
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Harness]:
+    """The harness of the memory kind, for what is the same in all that hold events."""
+    yield from _closed_after(MemoryHarness(tmp_path))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,13 +12,15 @@ from tests.contract.harness import (
     Harness,
     Task,
     assert_never,
+    bytes_for,
     follow,
+    line_up,
     numbered,
     publish_all,
     wait_for_line,
     wait_until,
 )
-from turnlane.errors import QueueFull
+from turnlane.errors import AckPending, QueueClosed, QueueFull
 from turnlane.events import block_of
 from turnlane.queues.contract import FlowControl
 from turnlane.queues.kinds import Kind
@@ -144,6 +147,76 @@ def test_light_flow_control_ends_when_there_is_room(buffering: Harness) -> None:
     assert publishing.result()
 
 
+@pytest.mark.parametrize("flow", [FlowControl.LIGHT, FlowControl.FULL])
+def test_who_was_slowed_down_first_goes_first(buffering: Harness, flow: FlowControl) -> None:
+    """In the order in which they came, and nobody who comes later overtakes them."""
+    queue = buffering.open(
+        size=10, light_delay_mark=1, light_delay="600s", full_delay_mark=1, stalled=True
+    )
+    producer = queue.producer(flow=flow)
+    assert producer.publish(b"000")
+    calls = [partial(producer.publish, value) for value in numbered(1, 9)]
+    publishing = line_up(queue, *calls)
+    assert queue.stats().blocked_publishers == 8
+    buffering.resume()
+    assert buffering.receive(queue, 9) == numbered(0, 9)
+    assert all(task.result() for task in publishing)
+    assert queue.stats().blocked_publishers == 0
+
+
+@pytest.mark.parametrize("flow", [FlowControl.LIGHT, FlowControl.FULL])
+def test_closing_sends_away_who_is_slowed_down(buffering: Harness, flow: FlowControl) -> None:
+    """All of them at once, not only who came first."""
+    queue = buffering.open(
+        size=10, light_delay_mark=1, light_delay="600s", full_delay_mark=1, stalled=True
+    )
+    producer = queue.producer(flow=flow)
+    assert producer.publish(b"000")
+    publishing = line_up(queue, *[partial(producer.publish, b"never")] * 3)
+    queue.finish()
+    for task in publishing:
+        with pytest.raises(QueueClosed):
+            task.result()
+
+
+def test_marks_are_shares_of_the_bytes_too(buffering: Harness) -> None:
+    """A queue of few large events is as full as one of many small ones."""
+    large = bytes(1000)
+    queue = buffering.open(
+        size=1000,
+        max_bytes=4 * bytes_for(large),
+        discard_mark=500,
+        discard_severity=5,
+        light_delay_mark=500,
+        light_delay="600s",
+        full_delay_mark=500,
+        stalled=True,
+    )
+    publish_all(queue.producer(), [large, large])
+    assert not queue.producer().publish(b"shed", severity=5)
+    slow = [queue.producer(flow=flow) for flow in (FlowControl.LIGHT, FlowControl.FULL)]
+    publishing = line_up(queue, *[partial(producer.publish, large) for producer in slow])
+    assert queue.producer().publish(large)
+    buffering.resume()
+    assert buffering.receive(queue, 5) == [large] * 5
+    assert all(task.result() for task in publishing)
+
+
+def test_what_is_waited_for_in_turn_shares_one_timeout(memory: Harness) -> None:
+    """The mark, the line for room and the ack: together no longer than was asked for."""
+    queue = memory.open(size=2, full_delay_mark=1)
+    queue.producer().publish(b"000")
+    patient = queue.producer(flow=FlowControl.FULL, ack="delivered")
+    started = time.monotonic()
+    publishing = Task(lambda: patient.publish(b"001", timeout=1.0))
+    wait_for_line(queue, 1)
+    wait_until(lambda: time.monotonic() - started > 0.6)
+    memory.receive(queue, 1)
+    with pytest.raises(AckPending, match="within 1 s"):
+        publishing.result()
+    assert time.monotonic() - started < 1.5
+
+
 def test_without_flow_control_nobody_is_slowed_down(buffering: Harness) -> None:
     """A producer that cannot wait has the queue up to its bound."""
     queue = buffering.open(
@@ -171,9 +244,10 @@ def test_patient_producers_do_not_stand_in_the_way_of_others(buffering: Harness)
     queue = buffering.open(size=3, full_delay_mark=1, stalled=True)
     queue.producer().publish(b"000")
     patient = Task(lambda: queue.producer(flow="full").publish(b"last"))
+    wait_for_line(queue, 1)
     publish_all(queue.producer(), numbered(1, 3))
     blocked = Task(lambda: queue.producer().publish(b"003"))
-    wait_for_line(queue, 1)
+    wait_for_line(queue, 2)
     buffering.resume()
     assert sorted(value or b"" for value in buffering.receive(queue, 5)) == [
         *numbered(0, 4),

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from tests.contract.harness import (
 from tests.recovery.hooked_disk import HookedDisk, Once, Opener, Stored, drained, take, values_in
 from turnlane.errors import EventsLost, QueueClosed, QueueFull, StorageFailed
 from turnlane.events import block_of
-from turnlane.queues.contract import Ack
+from turnlane.queues.contract import Ack, Outcome
 from turnlane.queues.disk import DiskQueue
 from turnlane.queues.disk_assisted import DiskAssistedQueue
 from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.portion import Portion
 from turnlane.queues.producer import HoldingProducer
 from turnlane.queues.written import Job
 
@@ -399,3 +400,78 @@ def test_is_the_line_sent_away_when_the_disk_never_recovers(
     with pytest.raises(QueueClosed):
         waiting.result()
     assert queue.stats().ledger.dropped == {"closed": 1}
+
+
+# Acks that are synced
+
+
+def test_do_acks_at_the_same_time_share_a_sync(
+    opener: Opener, tmp_path: Path, disk: HookedDisk
+) -> None:
+    """While one is synced the others gather, and one more sync is enough for all of them."""
+    queue = opener.stored("disk", tmp_path / "queue", disk=disk, durability="always")
+    publish(queue, numbered(0, 8))
+    batches = [queue.get(1) for _ in range(8)]
+    pause = disk.pause("sync", match="journal")
+    before = queue.stats().meta_syncs
+    first = Task(batches[0].done)
+    pause.await_reached()
+    others = [Task(batch.done) for batch in batches[1:]]
+    wait_until(lambda: queue.store.journal.state().low == 8, "everybody's record")
+    pause.end()
+    for task in (first, *others):
+        task.result()
+    assert queue.stats().meta_syncs - before == 2
+    assert queue.stats().ledger.delivered == 8
+
+
+def test_does_nobody_wait_while_dropped_events_are_synced(
+    opener: Opener, tmp_path: Path, disk: HookedDisk
+) -> None:
+    """Who has to drop the oldest events waits for that sync; others get on."""
+    knobs = {"size": 4, "full_behavior": "drop_oldest", "durability": "always"}
+    queue = opener.stored("disk", tmp_path / "queue", disk=disk, **knobs)
+    publish(queue, numbered(0, 4))
+    pause = disk.pause("sync", match="journal")
+    dropping = Task(lambda: queue.producer().publish(b"004"))
+    pause.await_reached()
+    assert Task(queue.stats).result().ledger.dropped == {"oldest": 1}
+    assert values_in(Task(queue.get).result().block) == [*numbered(1, 4), b"004"]
+    assert dropping.running
+    pause.end()
+    assert dropping.result()
+
+
+def test_are_drops_synced_later_if_that_fails_at_first(
+    opener: Opener, tmp_path: Path, disk: HookedDisk
+) -> None:
+    """The newcomer is in, whatever becomes of the sync."""
+    knobs = {"size": 4, "full_behavior": "drop_oldest", "durability": "always"}
+    queue = opener.stored("disk", tmp_path / "queue", disk=disk, **knobs)
+    publish(queue, numbered(0, 4))
+    before = queue.stats().meta_syncs
+    disk.fail("sync", match="journal")
+    assert queue.producer().publish(b"004")
+    wait_until(lambda: queue.stats().meta_syncs > before, "the next attempt")
+
+
+def test_does_the_writer_rest_until_it_is_time_to_tidy_up(
+    opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events dropped at the door are noted once a second, not asked for all the time."""
+    knobs = {"size": 1, "full_behavior": "drop_newest", "durability": "always"}
+    queue = opener.stored("disk", tmp_path / "queue", disk=disk, **knobs)
+    publish(queue, [b"000"])
+    rounds: list[Sequence[Portion]] = []
+    commit = queue.store.commit
+
+    def counted(portions: Sequence[Portion], *, sync: bool) -> None:
+        rounds.append(portions)
+        commit(portions, sync=sync)
+
+    monkeypatch.setattr(queue.store, "commit", counted)
+    for _ in range(2):
+        assert not queue.producer().publish(b"dropped")
+    journal = queue.store.journal
+    wait_until(lambda: journal.state().totals.get(Outcome.NEWEST) == 2, "noted drops")
+    assert len(rounds) < 10

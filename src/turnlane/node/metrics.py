@@ -83,7 +83,7 @@ _GAUGES: Final[tuple[Row[Stats], ...]] = (
     ),
     Row(
         "queue_blocked_publishers",
-        "Publishers that stand in line for room.",
+        "Publishers that wait for room, or above a delay mark.",
         lambda s: s.blocked_publishers,
     ),
     Row(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import threading
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,20 +60,39 @@ class Waiter:
         self._signal.release()
 
 
+class Level(NamedTuple):
+    """A fill level: so many events, or the same share of the bound in bytes."""
+
+    events: int
+    bytes: int
+
+
+class Calm:
+    """What the fast path of publishing compares with: below it, nothing needs a closer look.
+
+    ``bytes`` is -1 whenever everybody has to look closer.
+    """
+
+    __slots__ = ("bytes", "events", "usual_bytes")
+
+    def __init__(self, events: int, usual_bytes: int) -> None:
+        self.events = events
+        self.bytes = self.usual_bytes = usual_bytes
+
+
 class Gate:
     """What is inside counts against two bounds; what does not fit stands in line.
 
-    Belongs to a queue and is only touched under its lock. ``calm_bytes`` is the one number that
-    the fast path of publishing compares with: the bound in bytes while nothing special is going
-    on, and -1 whenever a publisher has to look closer.
+    Belongs to a queue and is only touched under its lock.
     """
 
     __slots__ = (
+        "_calms",
         "_closed",
+        "_delayed",
         "_failure",
         "_held",
         "bytes",
-        "calm_bytes",
         "depth",
         "line",
         "max_bytes",
@@ -88,7 +108,35 @@ class Gate:
         self._held = False
         self._closed = False
         self._failure: Exception | None = None
-        self.calm_bytes = self.max_bytes
+        self._delayed = 0
+        self._calms: list[Calm] = []
+
+    def level(self, mark: int) -> Level:
+        """A mark in events, and its share of the bound in bytes."""
+        share = UNBOUNDED if self.size == UNBOUNDED else self.max_bytes * mark // self.size
+        return Level(mark, share)
+
+    def reaches(self, level: Level) -> bool:
+        """Whether the queue is as full, by whichever bound is nearer."""
+        return self.depth >= level.events or self.bytes >= level.bytes
+
+    def calm(self, below: list[Level]) -> Calm:
+        """Calm below all these levels and the bounds, as long as nobody is kept out."""
+        bounds = [Level(self.size, self.max_bytes), *below]
+        calm = Calm(min(each.events for each in bounds), min(each.bytes for each in bounds))
+        self._calms.append(calm)
+        self._look()
+        return calm
+
+    @property
+    def blocked(self) -> int:
+        """How many publishers wait, in line or slowed down."""
+        return len(self.line) + self._delayed
+
+    def delay(self, publishers: int) -> None:
+        """So many more publishers are slowed down, or fewer: nobody may overtake them unseen."""
+        self._delayed += publishers
+        self._look()
 
     def fits(self, events: int, size: int) -> bool:
         """Whether there is room and nobody is kept out, the line left aside."""
@@ -176,7 +224,9 @@ class Gate:
             raise QueueClosed(msg)
 
     def _look(self) -> None:
-        self.calm_bytes = -1 if self._closed or self._held or self.line else self.max_bytes
+        restless = self._closed or self._held or self.line or self._delayed
+        for calm in self._calms:
+            calm.bytes = -1 if restless else calm.usual_bytes
 
 
 Rows = npt.NDArray[np.int64]

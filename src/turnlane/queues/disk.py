@@ -107,9 +107,12 @@ class DiskQueue(StoredQueue):
             return 0.0
         if self._unwritten_bytes >= self.settings.write_buffer:
             return 0.0
-        if not self._has_unsynced() and not self.untidy():
-            return None
-        return max(0.0, self._synced_at + self._interval() - time.monotonic())
+        due = self._synced_at + self._interval()
+        if not self._has_unsynced():
+            if not self.untidy():
+                return None
+            due = max(due, self._tidying_time())
+        return max(0.0, due - time.monotonic())
 
     def _has_unsynced(self) -> bool:
         return self.store.log.unsynced or bool(self._unwritten or self.tail.open.values)
@@ -141,7 +144,10 @@ class DiskQueue(StoredQueue):
         return Job(portions, sync=sync, tidy=tidy and whole)
 
     def _is_tidying_time(self) -> bool:
-        return time.monotonic() >= self.tidied_at + (self._interval() or TIDY_SECONDS)
+        return time.monotonic() >= self._tidying_time()
+
+    def _tidying_time(self) -> float:
+        return max(self.tidied_at + (self._interval() or TIDY_SECONDS), self.tidy_again_at)
 
     def committed(self) -> None:
         mark = self.watermarks[AckLevel.PERSISTED]

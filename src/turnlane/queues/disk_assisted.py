@@ -44,11 +44,7 @@ class DiskAssistedQueue(StoredQueue):
         marks = settings.marks
         assert marks.high is not None, "settings see to it"
         assert marks.low is not None, "settings see to it"
-        self._high: int = marks.high
-        self._low: int = marks.low
-        # Bytes fill the memory as events do: the same marks, as shares of the other bound.
-        self._high_bytes = self.gate.max_bytes * marks.high // self.gate.size
-        self._low_bytes = self.gate.max_bytes * marks.low // self.gate.size
+        self._high, self._low = self.gate.level(marks.high), self.gate.level(marks.low)
         self._spilling = False
         self._spill_end = self.store.log.end
         """Events below this offset are on disk, or being written at this moment."""
@@ -62,7 +58,7 @@ class DiskAssistedQueue(StoredQueue):
         return self.positions.low < self.store.log.end
 
     def grown(self) -> None:
-        if self.gate.depth >= self._high or self.gate.bytes >= self._high_bytes:
+        if self.gate.reaches(self._high):
             self.crowded()
 
     def heed(self) -> None:
@@ -136,7 +132,7 @@ class DiskAssistedQueue(StoredQueue):
         """How many events and bytes are to leave memory: all, if anybody waits for room."""
         if self.stopping or self.gate.line:
             return self.gate.depth, self.gate.bytes
-        return self.gate.depth - self._low, self.gate.bytes - self._low_bytes
+        return self.gate.depth - self._low.events, self.gate.bytes - self._low.bytes
 
     def _oldest(self) -> list[Portion]:
         """The surplus, from the oldest events in memory on; handed out ones are among them."""

@@ -6,12 +6,14 @@ Everything here runs under the queue's lock, except standing in line.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 
 from turnlane.errors import QueueFull
-from turnlane.queues.admission import Gate, Waiter
+from turnlane.queues.admission import Calm, Gate, Level, Waiter
 from turnlane.queues.contract import FlowControl, FullBehavior, Outcome
 from turnlane.queues.entries import PublishEntry
+from turnlane.queues.patience import Patience
 from turnlane.queues.settings import QueueSettings
 
 SPILL_SECONDS = 1.0
@@ -36,33 +38,42 @@ class Door:
         self._settings = settings
         self._gate = gate
         self._lock = lock
-        self._calmer = threading.Condition(lock)
         self._evict = evict
         self._drop = drop
         self._seen = 0
         self.full_waits = 0
         """Times a publisher found the queue full."""
+        marks = settings.marks
+        self._discard = self._level(marks.discard)
+        self._delays = {
+            FlowControl.NONE: None,
+            FlowControl.LIGHT: self._level(marks.light_delay),
+            FlowControl.FULL: self._level(marks.full_delay),
+        }
+        self._delayed: dict[FlowControl, deque[threading.Condition]]
+        self._delayed = {flow: deque() for flow in FlowControl}
+        """Who was slowed down and waits, first come first."""
+        self._calms = {flow: self._make_calm(flow) for flow in FlowControl}
 
     @property
     def blocks(self) -> bool:
         """Whether publishers wait when the queue is full, rather than events being dropped."""
         return self._settings.full_behavior is FullBehavior.BLOCK
 
-    def calm_depth(self, flow: FlowControl) -> int:
-        """The depth below which a publisher with this flow control needs no second look."""
+    def calm_for(self, flow: FlowControl) -> Calm:
+        """Below which a publisher with this flow control needs no second look."""
+        return self._calms[flow]
+
+    def _make_calm(self, flow: FlowControl) -> Calm:
         if self._settings.sampling_interval > 1:
-            return -1
-        marks = self._settings.marks
-        bounds = (self._gate.size, marks.discard, marks.high, self._mark(flow))
-        return min(bound for bound in bounds if bound is not None)
+            return Calm(-1, -1)
+        levels = (self._discard, self._delays[flow], self._level(self._settings.marks.high))
+        return self._gate.calm([level for level in levels if level is not None])
 
-    def _mark(self, flow: FlowControl) -> int | None:
-        if flow is FlowControl.NONE:
-            return None
-        marks = self._settings.marks
-        return marks.light_delay if flow is FlowControl.LIGHT else marks.full_delay
+    def _level(self, mark: int | None) -> Level | None:
+        return None if mark is None else self._gate.level(mark)
 
-    def screen(self, entry: PublishEntry, flow: FlowControl, timeout: float | None) -> None:
+    def screen(self, entry: PublishEntry, flow: FlowControl, patience: Patience) -> None:
         """Take out of the entry what sampling and load shedding drop; slow its publisher down.
 
         The entry keeps count of that until it is in the queue, or given up as a whole: one that is
@@ -72,26 +83,43 @@ class Door:
         if interval > 1:
             seen, self._seen = self._seen, self._seen + entry.events
             entry.screened[Outcome.SAMPLED] = entry.sample(seen, interval)
-        severity, mark = self._settings.discard_severity, self._settings.marks.discard
-        if severity is not None and mark is not None and self._gate.depth >= mark:
+        severity, level = self._settings.discard_severity, self._discard
+        if severity is not None and level is not None and self._gate.reaches(level):
             entry.screened[Outcome.SEVERITY] = entry.shed(severity)
         if entry.events:
-            self._slow_down(flow, self._settings.full_timeout if timeout is None else timeout)
+            self._slow_down(flow, patience)
 
-    def _slow_down(self, flow: FlowControl, timeout: float | None) -> None:
-        mark = self._mark(flow)
-        if mark is None:
+    def _slow_down(self, flow: FlowControl, patience: Patience) -> None:
+        """Wait until the queue is below the mark, first come first served."""
+        level, line, gate = self._delays[flow], self._delayed[flow], self._gate
+        if level is None or not (line or gate.reaches(level)):
             return
-        light = self._settings.light_delay if flow is FlowControl.LIGHT else None
-        limit = min((each for each in (light, timeout) if each is not None), default=None)
-        calm = self._calmer.wait_for(lambda: self._gate.depth < mark or self._gate.closed, limit)
+        limits = [self._settings.light_delay] if flow is FlowControl.LIGHT else []
+        limits += [] if patience.left is None else [patience.left]
+        turn = threading.Condition(self._lock)
+        line.append(turn)
+        gate.delay(1)
+        try:
+            calm = turn.wait_for(
+                lambda: gate.closed or (line[0] is turn and not gate.reaches(level)),
+                min(limits, default=None),
+            )
+        finally:
+            line.remove(turn)
+            gate.delay(-1)
+            self.calm()  # the next looks once this one is in the queue
         if not calm and flow is FlowControl.FULL:
-            msg = f"queue {self._settings.name!r} was above full_delay_mark for {limit:g} s"
+            name = self._settings.name
+            msg = f"queue {name!r} was above full_delay_mark for {patience.seconds:g} s"
             raise QueueFull(msg)
 
     def calm(self) -> None:
-        """There is more room: publishers that were slowed down look again."""
-        self._calmer.notify_all()
+        """There is more room: the publishers that were slowed down first look again."""
+        for line in self._delayed.values():
+            for turn in line:
+                turn.notify()
+                if not self._gate.closed:
+                    break
 
     def make_room(self, entry: PublishEntry) -> bool:
         """Apply a dropping policy to a full queue; false if the entry may not come in."""
@@ -116,15 +144,16 @@ class Door:
         by_bytes = -(-excess * gate.depth // max(1, gate.bytes))
         return max(1, gate.depth + entry.events - gate.size, by_bytes)
 
-    def stand_in_line(self, waiter: Waiter, timeout: float | None) -> None:
+    def stand_in_line(self, waiter: Waiter, patience: Patience) -> None:
         """Wait to be let in. Not under the lock."""
-        patience = self._settings.full_timeout if self.blocks else SPILL_SECONDS
-        limit = patience if timeout is None else timeout
-        if not waiter.wait(limit):
+        if not self.blocks and patience.seconds is None:
+            patience = Patience.of(SPILL_SECONDS)
+        if not waiter.wait(patience.left):
             with self._lock:
                 if not waiter.woken:
                     self._gate.leave(waiter)
-                    msg = f"queue {self._settings.name!r} had no room for {limit:g} s"
+                    name = self._settings.name
+                    msg = f"queue {name!r} had no room for {patience.seconds:g} s"
                     raise QueueFull(msg)
         if waiter.refused:
             self._gate.check_open(self._settings.name)

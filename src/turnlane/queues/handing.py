@@ -163,6 +163,7 @@ class Handing(Intake):
             batch.state = BatchState.SETTLING
         try:
             self.record_settled(batch.portion, outcome)
+            self.sync_settled()
         except BaseException as error:  # also what is raised into the thread from outside
             with self.lock:
                 batch.state = BatchState.OUT
@@ -272,6 +273,7 @@ class Handing(Intake):
             self.give_back(portion)
             return False
         self.settle_portion(portion, Outcome.OLDEST, *portion.charge)
+        self.drops_unsynced = True
         return True
 
     def _backlog(self) -> int:

@@ -106,6 +106,7 @@ class HoldingQueue(Handing):
     def _record_or_fail(self, portion: Portion, outcome: Outcome) -> None:
         try:
             self.record_settled(portion, outcome)
+            self.sync_settled()
         except OSError as error:
             msg = f"could not record that offsets from {portion.first} on are {outcome}: {error}"
             raise AckNotStored(msg) from error

@@ -35,6 +35,7 @@ from turnlane.queues.door import Door
 from turnlane.queues.entries import Annotations, PublishEntry
 from turnlane.queues.ledger import Totals
 from turnlane.queues.log.position import Stamp
+from turnlane.queues.patience import Patience
 from turnlane.queues.portion import Portion
 from turnlane.queues.positions import Positions
 from turnlane.queues.producer import HoldingProducer
@@ -82,6 +83,8 @@ class Intake(Queue):
         """Size of the open block from which on a publisher calls :meth:`heed`."""
         self._hunger: dict[int, int] = {}
         """By waiting thread: the queue's end at which to wake it."""
+        self.drops_unsynced = False
+        """Whether oldest events were dropped since :meth:`sync_dropped` was last called."""
         self.returned: list[Portion] = []
         self.out: dict[int, HeldBatch] = {}
         self._releases = 0
@@ -187,11 +190,11 @@ class Intake(Queue):
             self._readable.notify_all()
 
     def admit(
-        self, entry: PublishEntry, flow: FlowControl, timeout: float | None, *, blocking: bool
+        self, entry: PublishEntry, flow: FlowControl, patience: Patience, *, blocking: bool
     ) -> Waiter | None:
         """Let an entry in, apply the policies, or put it in line. Under the lock."""
         entry.drop_repeats()
-        self.door.screen(entry, flow, timeout)
+        self.door.screen(entry, flow, patience)
         self.gate.check_open(self.name)
         if not entry.events and not entry.is_repeat:
             entry.skip()
@@ -284,7 +287,7 @@ class Intake(Queue):
             max_size=self.settings.size,
             max_bytes=self.settings.max_bytes,
             in_flight=sum(map(self.pending_of, self.out.values())),
-            blocked_publishers=len(self.gate.line),
+            blocked_publishers=self.gate.blocked,
             memory_blocks=self.tail.blocks,
             pushes=self.pushes + self.tail.singles,
             full_waits=self.door.full_waits,
@@ -333,6 +336,15 @@ class Intake(Queue):
 
     def record_settled(self, portion: Portion, outcome: Outcome) -> None:
         """Make it last that a portion is settled; ``OSError`` if that cannot be done."""
+
+    def sync_settled(self) -> None:
+        """Have what was recorded survive a power cut, if durability asks for it at once.
+
+        Not under the lock. Raises ``OSError``.
+        """
+
+    def sync_dropped(self) -> None:
+        """Likewise, for the oldest events dropped to make room; raises nothing."""
 
     def record_returned(self, portion: Portion) -> None:
         """Make it last that a portion was given back."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from turnlane.errors import (
 )
 from turnlane.events import EVENT_OVERHEAD, MAX_BLOCK_BYTES, Block, prepared, stamped
 from turnlane.queues.acks import Follower, Ticket, Watermark
-from turnlane.queues.admission import Waiter, check_severities
+from turnlane.queues.admission import Calm, Waiter, check_severities
 from turnlane.queues.contract import (
     AckCallback,
     AckLevel,
@@ -27,6 +26,7 @@ from turnlane.queues.contract import (
     Published,
 )
 from turnlane.queues.entries import BlockEntry, EventEntry, PublishEntry, size_of
+from turnlane.queues.patience import FOR_EVER, Patience
 from turnlane.queues.pieces import Pieces
 from turnlane.queues.values import as_bytes, measured, nanoseconds
 
@@ -61,8 +61,7 @@ class HoldingProducer(Producer):
         self._notify = self._waits or self._follower is not None
         self.hashed_id = None if producer_id is None else hashed(producer_id)
         self._largest = queue.settings.max_event_bytes
-        self._calm = queue.door.calm_depth(flow)
-        """Up to this depth nothing slows a publisher of this kind down."""
+        self._calm = queue.door.calm_for(flow)
         self._end = 0
         """The offset after the last event this producer published."""
         self._closed = False
@@ -87,14 +86,14 @@ class HoldingProducer(Producer):
         if not plain:
             size += measured(key, headers, severity, source)
         queue = self.queue
-        gate = self._gate
+        gate, calm = self._gate, self._calm
         stamp = queue.time_ns() if timestamp is None else nanoseconds(timestamp)
         # From here to the end of the lock is the hot path: about a microsecond, no calls but
         # appends. Whatever is out of the ordinary makes one of the comparisons false.
         with self._lock:
             if (
-                gate.depth < self._calm
-                and gate.bytes + size <= gate.calm_bytes
+                gate.depth < calm.events
+                and gate.bytes + size <= calm.bytes
                 and size <= self._largest
             ):
                 block = self._tail.open
@@ -121,7 +120,7 @@ class HoldingProducer(Producer):
                 ticket = None
                 end = -1
         if end >= 0:
-            return self._await(ticket, timeout)
+            return ticket is None or self._await(ticket, Patience.of(timeout))
         entry = EventEntry(self, value, stamp, size, (key, headers, severity, source))
         return self._publish_slowly(entry, timeout, blocking=True)
 
@@ -185,15 +184,16 @@ class HoldingProducer(Producer):
 
     def close(self) -> None:
         self._closed = True
-        self._calm = -1
+        self._calm = Calm(-1, -1)
 
     def _publish_slowly(
         self, entry: PublishEntry, timeout: float | None, *, blocking: bool
     ) -> bool:
         """Everything that the fast path leaves out: policies, flow control, standing in line."""
-        self._let_in(entry, timeout, blocking=blocking)
+        patience = Patience.of(timeout)
+        self._let_in(entry, patience, blocking=blocking)
         if entry.inside and blocking:
-            return self._await(entry.ticket, timeout)
+            return self._await(entry.ticket, patience)
         if entry.ticket is not None:
             entry.ticket.leave()
         return entry.inside
@@ -202,11 +202,11 @@ class HoldingProducer(Producer):
         """Let all in, then wait for the last: so ``AckPending`` means that all of it is inside."""
         for entry in entries:
             self._check(entry)  # before any is in
-        deadline = None if timeout is None else time.monotonic() + timeout
+        patience = Patience.of(timeout)
         pieces = Pieces()
         for entry in entries:
             try:
-                self._let_in(entry, _left(deadline), blocking=True)
+                self._let_in(entry, patience, blocking=True)
             except QueueFull as error:
                 self._check_kept(lost=pieces.lost)
                 error.accepted, error.pending = pieces.events, not pieces.reached
@@ -215,22 +215,27 @@ class HoldingProducer(Producer):
         if self._mark is not None and pieces.last is not None:
             with self.queue.lock:
                 ticket = self._mark.ticket(pieces.last.first, pieces.last.offset)
-            self._await(ticket, _left(deadline))
+            self._await(ticket, patience)
             self._check_kept(lost=pieces.lost)
         return pieces.published
 
-    def _let_in(self, entry: PublishEntry, timeout: float | None, *, blocking: bool) -> None:
+    def _let_in(self, entry: PublishEntry, patience: Patience, *, blocking: bool) -> None:
+        if patience is FOR_EVER and self.queue.settings.full_timeout is not None:
+            patience = Patience.of(self.queue.settings.full_timeout)
         with self.queue.lock:
             self._check(entry)
             flow = self._flow if blocking else FlowControl.NONE
-            waiter = self.queue.admit(entry, flow, timeout, blocking=blocking)
+            waiter = self.queue.admit(entry, flow, patience, blocking=blocking)
         if waiter is not None:
-            self._stand_in_line(waiter, entry, timeout)
+            self._stand_in_line(waiter, entry, patience)
+        if self.queue.drops_unsynced:
+            self.queue.drops_unsynced = False
+            self.queue.sync_dropped()
 
-    def _stand_in_line(self, waiter: Waiter, entry: PublishEntry, timeout: float | None) -> None:
+    def _stand_in_line(self, waiter: Waiter, entry: PublishEntry, patience: Patience) -> None:
         queue = self.queue
         try:
-            queue.door.stand_in_line(waiter, timeout)
+            queue.door.stand_in_line(waiter, patience)
         except QueueFull:
             if queue.door.blocks:
                 raise
@@ -316,14 +321,15 @@ class HoldingProducer(Producer):
         queue.urge(self._mark.level)
         return ticket
 
-    def _await(self, ticket: Ticket | None, timeout: float | None) -> bool:
+    def _await(self, ticket: Ticket | None, patience: Patience) -> bool:
         """Wait for the level; false if the policy dropped the event meanwhile."""
         if ticket is None:
             return True
-        if not ticket.wait(timeout):
+        if not ticket.wait(patience.left):
             self.queue.gate.check_sound()
             if not self.queue.closed:
-                msg = f"the event is in queue {self.queue.name!r}, not acked within {timeout:g} s"
+                name, seconds = self.queue.name, patience.seconds
+                msg = f"the event is in queue {name!r}, not acked within {seconds:g} s"
                 raise AckPending(msg)
             msg = f"queue {self.queue.name!r} was closed before the event was acked"
             raise QueueClosed(msg)
@@ -334,7 +340,3 @@ class HoldingProducer(Producer):
         if lost and self.queue.door.blocks:
             msg = f"queue {self.queue.name!r} lost the event to a failing disk: publish it again"
             raise StorageFailed(msg)
-
-
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())

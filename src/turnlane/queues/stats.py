@@ -23,6 +23,7 @@ class Stats:
     in_flight: int
     """Events handed out and not yet settled."""
     blocked_publishers: int
+    """Those that wait for room, or above a delay mark."""
     memory_blocks: int
     """Blocks held in memory, not handed out."""
     pushes: int

@@ -89,10 +89,20 @@ class StoredQueue(WrittenQueue):
     def record_settled(self, portion: Portion, outcome: Outcome) -> None:
         self.store.journal.settled(portion.first, portion.end, portion.size, outcome)
         portion.recorded = True
+        if self.durability is not Durability.ALWAYS:
+            self._acks_unsynced = True
+
+    def sync_settled(self) -> None:
         if self.durability is Durability.ALWAYS:
             self.store.journal.sync()
-        else:
+
+    def sync_dropped(self) -> None:
+        try:
+            self.sync_settled()
+        except OSError as error:
+            # They were promised to nobody: the writer tries again.
             self._acks_unsynced = True
+            log.warning("queue %s: drops are not synced yet: %s", self.name, error)
 
     def record_returned(self, portion: Portion) -> None:
         try:
@@ -106,6 +116,8 @@ class StoredQueue(WrittenQueue):
         super().dropped_at_door(outcome, events)
         if events:
             self._drops[outcome] += events
+            if self.idle:
+                self.work.notify()
 
     def fetch(self, portion: Portion) -> Portion | None:
         pieces: list[Block] = []
@@ -145,6 +157,7 @@ class StoredQueue(WrittenQueue):
             share = portion.size * (stop - start) // len(portion)
             lost = Portion(start, stop, share, None, charged=portion.charged)
             self.record_settled(lost, outcome)
+            self.sync_settled()
             with self.lock:
                 for span in self.positions.unsettled(start, stop):
                     part = lost.part(*span)

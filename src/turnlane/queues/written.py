@@ -80,7 +80,8 @@ class WrittenQueue(HoldingQueue):
         self.trouble = ""
         """How it failed."""
         self._retire_at = 0
-        self._tidy_again_at = 0.0
+        self.tidy_again_at = 0.0
+        """Not before this time: tidying up has failed."""
         self._drops: Counter[Outcome] = Counter()
         """Turned away at the door; the journal does not know of them yet."""
         self._acks_unsynced = False
@@ -160,7 +161,7 @@ class WrittenQueue(HoldingQueue):
                 self.store.log.retire()
             self._tidy()
         except OSError as error:
-            self._tidy_again_at = time.monotonic() + LAST_RETRY
+            self.tidy_again_at = time.monotonic() + LAST_RETRY
             log.warning("queue %s cannot tidy up: %s", self.name, error)
         with self.lock:
             self._set_retire_at()
@@ -270,7 +271,7 @@ class WrittenQueue(HoldingQueue):
 
     def may_tidy(self) -> bool:
         """Whether it is time to try again, if tidying up has failed."""
-        return time.monotonic() >= self._tidy_again_at
+        return time.monotonic() >= self.tidy_again_at
 
     def untidy(self) -> bool:
         """Whether there is anything to tidy up. Under the lock."""

@@ -82,6 +82,10 @@ class Journal:
         self._state = state
         self._generation = generation
         self._seed = journal_format.seed(generation)
+        self._recorded = 0
+        """How many records were written, ever."""
+        self._synced = 0
+        """How many of them are on the device."""
         self._end = 0
         self._limit = 0
         self._suspect = False
@@ -200,16 +204,20 @@ class Journal:
     def sync(self) -> None:
         """Return once all that was recorded so far is on the device. Blocks no other call.
 
-        After a failure the file is never synced again, for the kernel may have dropped what it
-        could not write: the next call writes everything anew, to the other file.
+        All who wait while one sync runs share the next. After a failure the file is never synced
+        again, for the kernel may have dropped what it could not write: the next call writes
+        everything anew, to the other file.
         """
+        mine = self._recorded
         # One at a time: the kernel tells of a failure once, and two callers would share one answer.
         with self._syncing:
             with self._lock:
+                if self._synced >= mine:
+                    return
                 if self._suspect:
                     self._change_files()
                     return
-                fd = self._fds[0]
+                fd, recorded = self._fds[0], self._recorded
             try:
                 self._disk.sync(fd)
             except OSError:
@@ -217,6 +225,7 @@ class Journal:
                 raise
             with self._lock:
                 self.syncs += 1
+                self._synced = max(self._synced, recorded)
 
     def snapshot(self) -> None:
         """Change files now: everything is on the device, and the next opening is quick."""
@@ -243,6 +252,7 @@ class Journal:
             self._make_room()
         self._disk.write(self._fds[0], (sign(self._seed, body),), self._end)
         self._end += RECORD_SIZE
+        self._recorded += 1
 
     def _append_all(self, bodies: Sequence[bytes]) -> None:
         length = RECORD_SIZE * len(bodies)
@@ -251,6 +261,7 @@ class Journal:
         records = b"".join([sign(self._seed, body) for body in bodies])
         self._disk.write(self._fds[0], (records,), self._end)
         self._end += length
+        self._recorded += len(bodies)
 
     def _make_room(self) -> None:
         if self._half_taken:
@@ -282,6 +293,7 @@ class Journal:
         self._end = start
         self._limit = size - RESERVE
         self._suspect = False
+        self._synced = self._recorded
 
     def _sized(self, fd: int, start: int) -> int:
         """Bring the file to its size; a large snapshot, unlike many records, makes it larger."""
