@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import Any
@@ -399,3 +400,14 @@ def settle_one_by_one(queue: Queue) -> int:
             done += 1
         except (QueueClosed, QueueEmpty):
             return done
+
+
+def test_a_draining_close_that_runs_out_of_time_says_what_is_left(
+    buffering: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    """How many events, and for how long it has waited."""
+    queue = buffering.open(stalled=buffering.delivers_in_background)
+    publish_all(queue.producer(), numbered(0, 3))
+    with caplog.at_level(logging.WARNING):
+        queue.close(drain=True, timeout=0.05)
+    assert "3 events are left after draining 0.05 s" in caplog.text

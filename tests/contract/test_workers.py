@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import sys
 import threading
@@ -567,3 +568,19 @@ def test_is_nothing_lost_or_settled_twice_by_many_workers(keeping: Harness, seed
     ledger = queue.stats().ledger
     assert (ledger.delivered, ledger.dead) == (len(recorder.values), len(dead))
     assert acks.dropped == 0
+
+
+def test_a_pool_that_cannot_drain_its_queue_in_time_says_what_is_left(
+    memory: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Closing goes on; what is left stays in the queue."""
+    queue = memory.open(shutdown_timeout="50ms")
+    assert isinstance(queue, HoldingQueue)
+    publish_all(queue.producer(), numbered(0, 3))
+
+    def refuse(_: Batch) -> None:
+        raise RetryLater("not now")
+
+    with caplog.at_level(logging.WARNING):
+        Pool(queue, refuse).close()
+    assert "3 events are left after draining 0.05 s" in caplog.text

@@ -606,3 +606,20 @@ def test_do_the_stand_ins_keep_the_protocol() -> None:
     transports: list[Transport] = [ModelNode(), FlakyTransport(ModelNode())]
     connections: list[Connection] = [transport.connect("client") for transport in transports]
     assert [connection.resume_at for connection in connections] == [0, 0]
+
+
+def test_is_a_node_whose_queue_is_closed_complained_of_once(
+    opened: Opening, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried again for ever, and somebody has to know why nothing gets through."""
+    attempts: list[str] = []
+
+    class Closed(ModelNode):
+        def connect(self, producer_id: str) -> ModelConnection:
+            attempts.append(producer_id)
+            raise QueueClosed("the far queue is closed")
+
+    with caplog.at_level(logging.WARNING):
+        opened(Closed())
+        wait_until(lambda: len(attempts) > 3, "attempts")
+    assert caplog.text.count("the far queue is closed") == 1

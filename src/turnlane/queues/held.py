@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from turnlane.queues.contract import AckLevel, Outcome
 from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.spans import count_of
 
 
 class Held(HoldingQueue):
@@ -35,10 +36,10 @@ class Held(HoldingQueue):
         end = min(offset, self.positions.end)
         self.totals.add(Outcome.DELIVERED, self.positions.settle(self.positions.low, end))
 
-    def has_only(self, offset: int) -> bool:
-        """Whether everything is below ``offset``, what was dropped left aside."""
+    def count_from(self, offset: int) -> int:
+        """How many events there are from ``offset`` on, what was dropped left aside."""
         with self.lock:
-            return self.positions.is_settled(offset, self.positions.end)
+            return count_of(self.positions.unsettled(offset, self.positions.end))
 
     def fail(self, error: Exception) -> None:
         """Take no more, and tell all publishers why. What is not acked stays so."""

@@ -8,6 +8,7 @@ of portions that have left memory. A kind adds its storage by overriding the hoo
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable
@@ -22,6 +23,8 @@ from turnlane.queues.kinds import Kind
 from turnlane.queues.portion import Portion
 from turnlane.queues.ranges import Ranges
 from turnlane.queues.spans import Span, count_of, newest_of, oldest_of, overlap
+
+log = logging.getLogger(__name__)
 
 MAX_SPANS: Final = 4096
 """The most spans of offsets that a reader is told at a time."""
@@ -168,7 +171,7 @@ class HoldingQueue(Handing):
         with self.lock:
             if drain:
                 limit = self.settings.shutdown_timeout if timeout is None else timeout
-                self._drained.wait_for(lambda: not self.positions.pending or self._closed, limit)
+                self._drain(limit)
             first, self._closed = not self._closed, True
             if first:
                 self._closer = threading.get_ident()
@@ -181,6 +184,12 @@ class HoldingQueue(Handing):
             # Whoever closes may then count on it, whoever was first. Not from within that close,
             # nor from a callback, for which it may be waiting.
             self._close_ended.wait()
+
+    def _drain(self, limit: float) -> None:
+        """Wait until everything is settled; under the lock."""
+        if not self._drained.wait_for(lambda: not self.positions.pending or self._closed, limit):
+            count = self.positions.pending
+            log.warning("queue %s: %d events are left after draining %g s", self.name, count, limit)
 
     def _close(self) -> None:
         with self.lock:

@@ -180,6 +180,7 @@ class HoldingProducer(Producer):
         if not reached:
             with self.queue.lock:
                 self._mark.withdraw(ticket)
+            self.queue.gate.check_sound()
         return reached
 
     def close(self) -> None:

@@ -108,6 +108,8 @@ class ProxyQueue(Queue):
         self._connected = False
         self._down = False
         """Whether it was logged that the node cannot be reached."""
+        self._refused = False
+        """Whether it was logged that the node's queue takes no more."""
         self._connection: Connection | None = None
         self._stopping = threading.Event()
         self._sender = threading.Thread(
@@ -149,7 +151,12 @@ class ProxyQueue(Queue):
         if drain:
             limit = self.settings.shutdown_timeout if timeout is None else timeout
             with self._news:
-                self._news.wait_for(self._is_safe, limit)
+                safe = self._news.wait_for(self._is_safe, limit)
+            if not safe:
+                left = self._held.count_from(self._persisted)
+                log.warning(
+                    "queue %s: %d events are left after draining %g s", self.name, left, limit
+                )
         self._stopping.set()
         with self._news:
             self._news.notify_all()
@@ -171,7 +178,7 @@ class ProxyQueue(Queue):
         self.close(drain=kind is None)
 
     def _is_safe(self) -> bool:
-        return self._stopping.is_set() or self._held.has_only(self._persisted)
+        return self._stopping.is_set() or not self._held.count_from(self._persisted)
 
     @property
     def name(self) -> str:
@@ -203,16 +210,20 @@ class ProxyQueue(Queue):
         try:
             self._use(self._transport.connect(self._producer_id))
         except TransportDown as error:
-            level = logging.INFO if self._down else logging.WARNING
+            self._complain("cannot reach its node", error, again=self._down)
             self._down = True
-            log.log(level, "queue %s cannot reach its node: %s", self.name, error)
         except QueueClosed as error:
-            log.debug("queue %s: %s", self.name, error)
+            self._complain("finds its node's queue closed", error, again=self._refused)
+            self._refused = True
         except Never as error:
             self._fail(error)
         except Exception:
             log.exception("queue %s: its transport failed; trying again", self.name)
         return self._moves > before
+
+    def _complain(self, what: str, error: Exception, *, again: bool) -> None:
+        level = logging.INFO if again or self._stopping.is_set() else logging.WARNING
+        log.log(level, "queue %s %s and tries again: %s", self.name, what, error)
 
     def _fail(self, error: Exception) -> None:
         log.error("queue %s failed, its node refuses it: %s", self.name, error)
@@ -358,7 +369,9 @@ class ProxyQueue(Queue):
                 sent.block = None
                 self._persisted_bytes = sent.bytes_end
             self._persisted = max(self._persisted, safe - base)
-            self._moves += bool(accepted or persisted or delivered)
+            if accepted or persisted or delivered:
+                self._moves += 1
+                self._refused = False
             self._news.notify_all()
         for sent in accepted:
             sent.batch.free()

@@ -51,6 +51,9 @@ class Stats:
     quarantined: int = 0
     """Counter: unreadable pieces set aside."""
 
+    trouble: str = ""
+    """Why the queue cannot write to its disk; empty if it can."""
+
     @property
     def utilization(self) -> float:
         """How full the queue is, 0 to 1, by whichever bound is nearer."""

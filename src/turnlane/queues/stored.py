@@ -22,6 +22,9 @@ from turnlane.queues.written import WrittenQueue
 
 log = logging.getLogger(__name__)
 
+HANG_SECONDS = 10.0
+"""How long after ``shutdown_timeout`` a disk that does nothing is waited for on close."""
+
 JOIN_BYTES = 256 * 1024
 """Frames are joined to a batch up to this size: beyond it copying costs more than another batch."""
 
@@ -189,7 +192,7 @@ class StoredQueue(WrittenQueue):
             self.stopping = True
             self._give_up_at = time.monotonic() + self.settings.shutdown_timeout
             self.work.notify()
-        self._writer.join()
+        self._await_writer()
         with self.lock:
             unwritten = self.left_over() or self._unsynced()
         try:
@@ -208,6 +211,22 @@ class StoredQueue(WrittenQueue):
                 self._getting.release()
         if unwritten:
             msg = f"queue {self.name!r} could not write {unwritten} accepted events on close"
+            raise EventsLost(msg)
+
+    def _await_writer(self) -> None:
+        """Let the writer finish, for as long as it gets any further.
+
+        One that hangs in the disk is left behind, and with it the files, open as they are.
+        """
+        written = self.store.log
+        reached = None
+        while self._writer.is_alive() and reached != (written.end, written.synced_end):
+            reached = (written.end, written.synced_end)
+            self._writer.join(self.settings.shutdown_timeout + HANG_SECONDS)
+        if self._writer.is_alive():
+            with self.lock:
+                count = self.left_over() or self._unsynced()
+            msg = f"queue {self.name!r} hangs in its disk, with {count} accepted events unwritten"
             raise EventsLost(msg)
 
     def _unsynced(self) -> int:
@@ -243,4 +262,5 @@ class StoredQueue(WrittenQueue):
             rotations=self.store.log.rotations,
             flushes=self._flushes,
             quarantined=self.store.quarantined_total,
+            trouble=self.trouble if self.troubled else "",
         )

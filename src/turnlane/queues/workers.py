@@ -349,3 +349,11 @@ class WorkerPool(Closing):
             if not self.queue.stats().ledger.pending:
                 break
             self._stop.wait(0.01)
+        else:
+            self._warn_of_rest(timeout)
+
+    def _warn_of_rest(self, timeout: float) -> None:
+        pending = self.queue.stats().ledger.pending
+        if pending and self.running:
+            name = self.queue.name
+            log.warning("queue %s: %d events are left after draining %g s", name, pending, timeout)

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from turnlane.backoff import doubled
 from turnlane.clock import SYSTEM_CLOCK, Clock
+from turnlane.errors import StorageFailed
 from turnlane.queues.contract import AckLevel, Durability, Outcome
 from turnlane.queues.holding import HoldingQueue
 from turnlane.queues.log.files import Disk
@@ -29,6 +30,8 @@ from turnlane.queues.store import Store
 
 log = logging.getLogger(__name__)
 
+TRANSIENT = (OSError, MemoryError)
+"""What a writer survives: it tries again."""
 FIRST_RETRY = 0.02
 LAST_RETRY = 1.0
 """Seconds between attempts to write to a disk that fails, doubling from one to the other."""
@@ -76,7 +79,7 @@ class WrittenQueue(HoldingQueue):
         self._failures = 0
         """Attempts to write that have failed in a row."""
         self.troubled = False
-        """The last attempt to write has failed."""
+        """The last attempt to write has failed, or the writer itself."""
         self.trouble = ""
         """How it failed."""
         self._retire_at = 0
@@ -125,22 +128,25 @@ class WrittenQueue(HoldingQueue):
         try:
             while self._round():
                 pass
-        except Exception:
+        except Exception as error:
             log.exception("the writer of queue %s failed; the queue takes no more", self.name)
+            failure = StorageFailed(f"queue {self.name!r} failed, its writer died of {error!r}")
+            failure.__cause__ = error
             with self.lock:
-                self.gate.close()
+                self._note_trouble(error)
+                self.gate.fail(failure)
                 self.door.calm()
                 self.watermarks[AckLevel.PERSISTED].abandon()
 
     def _round(self) -> bool:
         """Do one job; false when there will be no more."""
-        with self.lock:
-            job = self.next_job()
-            # A job begun before the queue was closed may leave something unsynced: one more.
-            last = self.stopping
         try:
+            with self.lock:
+                job = self.next_job()
+                # A job begun before the queue was closed may leave something unsynced: one more.
+                last = self.stopping
             self._write(job)
-        except OSError as error:
+        except TRANSIENT as error:
             return self._troubled(error)
         more = self._recovered()
         if job.tidy or job.retire:
@@ -160,7 +166,7 @@ class WrittenQueue(HoldingQueue):
             if retire:
                 self.store.log.retire()
             self._tidy()
-        except OSError as error:
+        except TRANSIENT as error:
             self.tidy_again_at = time.monotonic() + LAST_RETRY
             log.warning("queue %s cannot tidy up: %s", self.name, error)
         with self.lock:
@@ -193,13 +199,16 @@ class WrittenQueue(HoldingQueue):
         written = self.store.log
         return written.end if self.durability is Durability.NEVER else written.synced_end
 
-    def _troubled(self, error: OSError) -> bool:
+    def _note_trouble(self, error: Exception) -> None:
+        self.troubled = True
+        self.trouble = str(error) or repr(error)
+
+    def _troubled(self, error: Exception) -> bool:
         """The disk fails: be full, make space if there is any to make, try again later."""
         with self.lock:
             if not self.troubled:
-                log.warning("queue %s cannot write: %s; publishers wait", self.name, error)
-            self.troubled = True
-            self.trouble = str(error)
+                log.warning("queue %s cannot write: %r; publishers wait", self.name, error)
+            self._note_trouble(error)
             self.gate.hold(held=self.must_wait(failing=True))
             out_of_time = self._give_up_at is not None and time.monotonic() > self._give_up_at
             if out_of_time:
