@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 
 import pytest
 
 from tests.contract.harness import (
+    PATIENCE,
     Acks,
     Harness,
     Task,
@@ -373,3 +375,25 @@ def test_a_callback_may_close_the_queue_and_wait_for_it_to_drain(buffering: Harn
     assert buffering.receive(queue, 1) == [b"one"]
     assert closed.wait(20)
     assert queue.stats().ledger.delivered == 1
+
+
+def test_a_direct_queue_acks_in_publish_order_whoever_is_through_first(direct: Harness) -> None:
+    """Consumers on several threads end in any order; acks and their ends go by offset."""
+    go_on = {value: threading.Event() for value in numbered(0, 3)}
+
+    def consume(batch: Batch) -> None:
+        (value,) = values_of(batch)
+        assert go_on[value or b""].wait(PATIENCE)
+
+    queue = direct.open(consumer=consume)
+    producer, acks = follow(queue)
+    publishing: list[Task[bool]] = []
+    for value in numbered(0, 3):
+        publishing.append(Task(partial(producer.publish, value)))
+        wait_until(lambda: queue.stats().in_flight == len(publishing), "a consumer at it")
+    for at in (2, 1, 0):
+        assert acks.told == []
+        go_on[b"%03d" % at].set()
+        assert publishing[at].result()
+    acks.wait_for(3)
+    assert [ack.end for ack in acks.told] == [3]

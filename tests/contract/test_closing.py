@@ -290,6 +290,55 @@ def test_a_direct_close_waits_for_a_running_consumer_only_if_asked_to(direct: Ha
     acks.wait_for(1)
 
 
+def slow_direct(direct: Harness) -> tuple[Queue, threading.Event, Task[bool]]:
+    """A direct queue whose consumer has begun with an event, and goes on when it is told to."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def consume(_: Batch) -> None:
+        begun.set()
+        assert go_on.wait(PATIENCE)
+
+    queue = direct.open(consumer=consume)
+    publishing = Task(lambda: queue.producer().publish(b"000"))
+    assert begun.wait(PATIENCE)
+    return queue, go_on, publishing
+
+
+def test_a_second_direct_close_waits_for_a_draining_one(direct: Harness) -> None:
+    """Whoever closes may count on its being closed, whoever was first."""
+    queue, go_on, publishing = slow_direct(direct)
+    closing = [Task(lambda: queue.close(drain=True, timeout=PATIENCE)) for _ in range(2)]
+    assert_never(lambda: not all(task.running for task in closing), "an early return")
+    go_on.set()
+    for task in closing:
+        task.result()
+    assert publishing.result()
+
+
+def test_a_forced_direct_close_ends_a_draining_one(direct: Harness) -> None:
+    """As it does in other kinds; the consumer that runs is left to it."""
+    queue, go_on, publishing = slow_direct(direct)
+    draining = Task(lambda: queue.close(drain=True, timeout=PATIENCE))
+    assert_never(lambda: not draining.running, "an early return")
+    queue.close()
+    draining.result()
+    assert publishing.running
+    go_on.set()
+    assert publishing.result()
+
+
+def test_a_draining_direct_close_that_runs_out_of_time_says_so(
+    direct: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With what its consumers are still at."""
+    queue, go_on, publishing = slow_direct(direct)
+    with caplog.at_level(logging.WARNING):
+        queue.close(drain=True, timeout=0.05)
+    assert "1 events are left after draining 0.05 s" in caplog.text
+    go_on.set()
+    assert publishing.result()
+
+
 def test_a_direct_consumer_may_close_its_queue(direct: Harness) -> None:
     """Closing from within the consumer does not deadlock, and the event is delivered."""
 

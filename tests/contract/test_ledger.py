@@ -18,6 +18,7 @@ from tests.contract.harness import (
     publish_all,
     wait_until,
 )
+from turnlane.errors import RetryLater
 from turnlane.events import block_of
 from turnlane.queues.contract import Batch
 from turnlane.queues.kinds import Kind
@@ -221,3 +222,26 @@ def test_the_ledger_survives_a_restart(storing: DiskHarness) -> None:
     again = storing.reopen()
     assert again.stats().ledger == before
     assert storing.receive(again, 2) == [b"006", b"008"]
+
+
+def test_pushes_count_calls_in_every_kind(every: Harness) -> None:
+    """A block is one, whatever is in it."""
+    queue = every.open()
+    producer = queue.producer()
+    producer.publish(b"000")
+    producer.publish_block(block_of(numbered(1, 6)))
+    assert queue.stats().pushes == 2
+    assert every.receive(queue, 6) == numbered(0, 6)
+
+
+def test_a_direct_queue_counts_batches_given_back(direct: Harness) -> None:
+    """One for each, whatever is in it; nothing was pushed."""
+
+    def refuse(_: Batch) -> None:
+        raise RetryLater("not now")
+
+    queue = direct.open(consumer=refuse)
+    with pytest.raises(RetryLater):
+        queue.producer().publish_block(block_of(numbered(0, 5)))
+    stats = queue.stats()
+    assert (stats.pushes, stats.releases, stats.ledger.accepted) == (0, 1, 0)

@@ -117,10 +117,15 @@ class Watermark:
         self._abandoned = False
 
     def follow(self, follower: Follower, first: int, end: int) -> None:
-        """Tell ``follower`` when its events ``first`` to ``end - 1`` get here."""
+        """Tell ``follower`` when its events ``first`` to ``end - 1`` get here.
+
+        In whatever order that is asked for, it hears in the order of the offsets.
+        """
         runs = self._runs
         if runs and runs[-1].follower is follower and runs[-1].end == first:
             runs[-1].end = end
+        elif runs and first < runs[-1].first:
+            insort(runs, _Run(follower, first, end), key=lambda run: run.first)
         else:
             runs.append(_Run(follower, first, end))
 

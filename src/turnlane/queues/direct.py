@@ -6,6 +6,7 @@ publisher's. Nothing waits, so there is nothing to get and nothing to lose.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from typing import NoReturn
@@ -35,6 +36,8 @@ from turnlane.queues.settings import QueueSettings
 from turnlane.queues.stats import Stats
 from turnlane.queues.values import as_bytes, measured, nanoseconds
 
+log = logging.getLogger(__name__)
+
 
 class DirectQueue(Queue):
     """Calls ``consumer`` for every event or block published, one call per publish."""
@@ -52,11 +55,20 @@ class DirectQueue(Queue):
         self._marks = {level: Watermark(level, Durability.MEMORY, 0) for level in AckLevel}
         self._acks = Dispatcher(settings.name)
         self._seen = 0
+        self._pushes = 0
+        self._releases = 0
         self._failed = 0
+        """Events whose offsets were used for nothing."""
         self._running = 0
         self._returning = 0
         """Events that the consumer has settled while its call still runs."""
         self._closed = False
+        """Whether it takes no more."""
+        self._ended = False
+        """Whether it was closed; not merely finished, or draining."""
+        self._forced = 0
+        """How often it was closed without draining."""
+        self._close_ended = threading.Event()
 
     def producer(
         self,
@@ -102,6 +114,7 @@ class DirectQueue(Queue):
             self._check_open()
             first = self._positions.end
             self._positions.end = first + block.num_rows
+            self._pushes += 1
             self._running += 1
         batch = HeldBatch(self, Portion(first, first + block.num_rows, 0, [block]))
         try:
@@ -121,6 +134,8 @@ class DirectQueue(Queue):
             if batch.state is not BatchState.SETTLED:
                 batch.state = BatchState.RELEASED
                 self._failed += len(place)
+                self._pushes -= 1
+                self._releases += 1
             else:
                 self._returning -= len(place)
                 if follower is not None:
@@ -166,14 +181,27 @@ class DirectQueue(Queue):
 
     def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
         self.finish()
-        if drain:
-            limit = self.settings.shutdown_timeout if timeout is None else timeout
-            with self._lock:
-                self._idle.wait_for(lambda: not self._running, limit)
         with self._lock:
+            if drain:
+                self._drain(self.settings.shutdown_timeout if timeout is None else timeout)
+            else:
+                self._forced += 1
+                self._idle.notify_all()
+            first, self._ended = not self._ended, True
             running = self._running
-        if not running:  # otherwise the last of them sees to it, once its own ack is sent
-            self._acks.stop(self.settings.shutdown_timeout)
+        if first:
+            if not running:  # otherwise the last of them sees to it, once its own ack is sent
+                self._acks.stop(self.settings.shutdown_timeout)
+            self._close_ended.set()
+        elif not self._acks.is_here():
+            self._close_ended.wait()
+
+    def _drain(self, limit: float) -> None:
+        """Wait until no consumer runs, or somebody does not care; under the lock."""
+        before = self._forced
+        if not self._idle.wait_for(lambda: not self._running or self._forced > before, limit):
+            count = self._positions.pending
+            log.warning("queue %s: %d events are left after draining %g s", self.name, count, limit)
 
     @property
     def name(self) -> str:
@@ -194,9 +222,9 @@ class DirectQueue(Queue):
                 in_flight=pending,
                 blocked_publishers=0,
                 memory_blocks=0,
-                pushes=self._seen,
+                pushes=self._pushes,
                 full_waits=0,
-                releases=self._failed,
+                releases=self._releases,
             )
 
 
