@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -60,6 +62,51 @@ def test_is_a_full_disk_a_full_queue(
     assert blocked.result()
     found = drained(queue)
     assert found == [value(0), *[value(999)] * (accepted - 1), value(777)]
+
+
+LARGE: dict[str, Any] = {"chunk_size": "64Mi", "memory_bytes": "64Mi", "write_buffer": "1Mi"}
+"""Knobs of a queue that is fit for large blocks."""
+
+
+def large_block(events: int) -> pa.RecordBatch:
+    """A block with so many events of 64 KiB."""
+    return block_of([b"%06d" % number + bytes(65_530) for number in range(events)])
+
+
+@both_kinds
+def test_is_a_block_that_is_larger_than_the_space_left_written_in_parts(
+    queues: Callable[..., Stored], path: Path, disk: FaultyDisk, kind: str
+) -> None:
+    """What fits is on disk, and the rest follows when there is space again."""
+    knobs = LARGE if kind == "disk" else {"chunk_size": "64Mi"}
+    queue = queues(path, kind, disk=disk, **knobs)
+    disk.fill(after_bytes=5 << 20)
+    queue.producer().publish_block(large_block(100))
+    wait_until(lambda: queue.stats().disk_full > 0, "the full disk")
+    written = queue.store.log.end
+    assert 32 <= written < 80
+    disk.unfill()
+    wait_until(lambda: queue.store.log.end == 100, "the rest")
+    assert len(drained(queue)) == 100
+
+
+def test_of_a_numbered_block_written_in_parts_only_the_rest_is_new_after_a_kill(
+    queues: Callable[..., Stored], path: Path, disk: FaultyDisk
+) -> None:
+    """Each part has its own number with it."""
+    queue = queues(path, disk=disk, **LARGE)
+    producer = queue.producer(producer_id="me")
+    disk.fill(after_bytes=5 << 20)
+    producer.publish_block(large_block(100), sequence=7)
+    wait_until(lambda: queue.stats().disk_full > 0, "the full disk")
+    left = shutil.copytree(path, path.with_name("left"))
+    disk.unfill()
+    again = queues(left, **LARGE)
+    written = again.end
+    assert written >= 32
+    sent = again.producer(producer_id="me").publish_block(large_block(100), sequence=7)
+    assert (sent.repeated, sent.accepted) == (written, 100 - written)
+    assert values_in(large_block(100)) == drained(again)
 
 
 def test_does_acking_make_space(

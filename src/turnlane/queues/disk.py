@@ -15,7 +15,6 @@ from collections import deque
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.queues.contract import AckLevel, Durability
 from turnlane.queues.log.files import Disk
-from turnlane.queues.log.position import Stamp
 from turnlane.queues.log.unstamped import Numbered
 from turnlane.queues.portion import Portion
 from turnlane.queues.settings import QueueSettings
@@ -53,14 +52,14 @@ class DiskQueue(StoredQueue):
     def sealed(self, portion: Portion) -> None:
         # A copy: consumers cut pieces off the one in the tail.
         self._unwritten.append(portion.copy())
+        for stamp in portion.stamps:
+            numbered = Numbered(portion.first, portion.end, stamp, portion.consecutive)
+            self.store.journal.unstamped.add(numbered)
         self._unwritten_bytes += portion.size
         if self._unwritten_bytes >= self.settings.write_buffer:
             self.work.notify()
             if self.must_wait(failing=False):
                 self.gate.hold(held=True)
-
-    def numbered_came(self, first: int, end: int, stamp: Stamp, *, consecutive: bool) -> None:
-        self.store.journal.unstamped.add(Numbered(first, end, stamp, consecutive))
 
     def makes_room(self) -> bool:
         return self.gate.held and not self.troubled

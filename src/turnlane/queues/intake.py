@@ -158,12 +158,12 @@ class Intake(Queue):
         """
         first = self.positions.end
         stamps = () if stamp is None else (stamp,)
-        self.tail.append(Portion(first, first + block.num_rows, size, [block], stamps=stamps))
-        self.positions.end = first + block.num_rows
+        end = first + block.num_rows
+        portion = Portion(first, end, size, [block], stamps=stamps, consecutive=consecutive)
+        self.tail.append(portion)
+        self.positions.end = end
         self.gate.charge(block.num_rows, size)
         self.pushes += 1
-        if stamp is not None:
-            self.numbered_came(first, self.positions.end, stamp, consecutive=consecutive)
         self.grown()
         self.heed()
         return first
@@ -310,9 +310,6 @@ class Intake(Queue):
 
     def sealed(self, portion: Portion) -> None:
         """A portion joined the tail. Under the lock."""
-
-    def numbered_came(self, first: int, end: int, stamp: Stamp, *, consecutive: bool) -> None:
-        """A numbered producer's events joined the tail. Under the lock."""
 
     def grown(self) -> None:
         """Something came in that was not calm. Under the lock."""

@@ -25,6 +25,8 @@ class Portion:
     """Whether it counts against the queue's bounds."""
     recorded: bool = False
     """Whether the journal knows that it is settled."""
+    consecutive: bool = False
+    """Whether all its events are of one producer, and their numbers follow on each other."""
 
     def __len__(self) -> int:
         return self.end - self.first
@@ -40,6 +42,7 @@ class Portion:
             self.stamps,
             self.charged,
             self.recorded,
+            self.consecutive,
         )
 
     @property
@@ -61,9 +64,23 @@ class Portion:
         cut = self.first + events
         size = self.size * events // len(self)
         pieces, rest = (None, None) if self.pieces is None else _cut(self.pieces, events)
-        head = Portion(self.first, cut, size, pieces, self.attempt, (), self.charged, self.recorded)
+        head = self.copy()
+        head.end, head.size, head.pieces = cut, size, pieces
+        head.stamps = self._stamps_before(self.end - cut)
         self.first, self.size, self.pieces = cut, self.size - size, rest
         return head
+
+    def _stamps_before(self, events: int) -> list[Stamp]:
+        """What is known of its numbers so many events before its end."""
+        return [stamp.before(events) for stamp in self.stamps] if self.consecutive else []
+
+    def parts(self, size: int) -> list[Portion]:
+        """The same events in portions of about this size; their numbers go along if they can."""
+        count = min(len(self), round(self.size / size))
+        if count <= 1:
+            return [self]
+        rest, step = self.copy(), -(-len(self) // count)
+        return [rest.head(min(step, len(rest))) for _ in range(0, len(self), step)]
 
 
 def _cut(pieces: Sequence[Block], events: int) -> tuple[list[Block], list[Block]]:

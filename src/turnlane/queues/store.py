@@ -35,8 +35,8 @@ from turnlane.queues.settings import QueueSettings
 log = logging.getLogger(__name__)
 
 FRAME_BYTES = 2 << 20
-"""Small blocks are joined into frames of about this size: larger ones leave the processor's cache
-between being read and being summed up, smaller ones cost more calls."""
+"""Blocks are joined into, or cut into, frames of about this size: larger ones leave the processor's
+cache between being read and being summed up, smaller ones cost more calls."""
 
 READ_ATTEMPTS = 4
 """After so many failures in a row a frame counts as corrupt: a bad sector must not be for ever."""
@@ -218,7 +218,9 @@ class Store:
             self._kept_bytes -= self._kept.popleft().size
 
     def _write(self, portions: Sequence[Portion]) -> None:
-        for run in _runs([portion for portion in portions if portion.end > self.log.end]):
+        # A large block in several frames: one of them fits where all of it would not.
+        parts = [part for portion in portions for part in portion.parts(FRAME_BYTES)]
+        for run in _runs([part for part in parts if part.end > self.log.end]):
             stamps = [stamp for portion in run for stamp in portion.stamps]
             self._keep(run)
             self.log.append_many(run[0].first, frames_of(run), stamps)
@@ -351,7 +353,7 @@ def _runs(portions: Sequence[Portion]) -> list[list[Portion]]:
 
 
 def frames_of(portions: Sequence[Portion]) -> list[list[Block]]:
-    """The portions' blocks, gathered for frames of reasonable size; large ones stay alone."""
+    """The portions' blocks, gathered for frames of reasonable size."""
     frames: list[list[Block]] = []
     size = 0
     for portion in portions:

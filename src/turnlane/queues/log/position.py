@@ -18,3 +18,7 @@ class Stamp(NamedTuple):
 
     producer: bytes
     next_sequence: int
+
+    def before(self, events: int) -> Stamp:
+        """Its stamp so many events earlier, if their numbers follow on each other."""
+        return Stamp(self.producer, self.next_sequence - events)

@@ -32,7 +32,7 @@ class Numbered:
             return self.stamp
         if offset <= self.first or not self.consecutive:
             return None
-        return Stamp(self.stamp.producer, self.stamp.next_sequence - (self.end - offset))
+        return self.stamp.before(self.end - offset)
 
 
 class Unstamped:
