@@ -330,9 +330,30 @@ class Life:
             self.reporter.tell(Settled(first, end))
 
 
+class FailingThenKillingDisk(FaultyDisk):
+    """Can also be told to kill the process after a sync has failed, while it saves what it can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._planned: dict[str, Any] | None = None
+
+    def kill_after_failure(self, **plan: Any) -> None:
+        """As :meth:`kill`, but calls are counted from the first sync that fails."""
+        self._planned = plan
+
+    def sync(self, fd: int) -> None:
+        try:
+            super().sync(fd)
+        except OSError:
+            plan, self._planned = self._planned, None
+            if plan is not None:
+                self.kill(**plan)
+            raise
+
+
 def opened(orders: Orders) -> DiskQueue | DiskAssistedQueue:
     """The queue, on a disk with the planned faults."""
-    disk = FaultyDisk()
+    disk = FailingThenKillingDisk()
     for method, arguments in orders.plan:
         getattr(disk, method)(**arguments)
     queue = open_queue(**orders.knobs, disk=disk)

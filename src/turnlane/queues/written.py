@@ -206,9 +206,10 @@ class WrittenQueue(HoldingQueue):
     def _troubled(self, error: Exception) -> bool:
         """The disk fails: be full, make space if there is any to make, try again later."""
         with self.lock:
-            if not self.troubled:
-                log.warning("queue %s cannot write: %r; publishers wait", self.name, error)
+            known = self.troubled
             self._note_trouble(error)
+            if not known:
+                log.warning("queue %s cannot write: %s; publishers wait", self.name, self.trouble)
             self.gate.hold(held=self.must_wait(failing=True))
             out_of_time = self._give_up_at is not None and time.monotonic() > self._give_up_at
             if out_of_time:
