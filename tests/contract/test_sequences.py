@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.contract.harness import DiskHarness, Harness, Task, follow, line_up, numbered
+from turnlane.errors import EventsLost
 from turnlane.events import block_of
 from turnlane.queues import open_queue
 from turnlane.queues.contract import AckLevel, Batch, Published, Queue
@@ -324,3 +325,14 @@ def test_a_sampled_block_that_was_settled_in_part_is_let_in_whole(tmp_path: Path
         shutil.rmtree(tmp_path / "left")
         second.done()
         assert sent_again(tmp_path / "queue", 4) == [0, 0, 0, 0]
+
+
+def test_what_a_close_gave_up_may_be_sent_again(tmp_path: Path) -> None:
+    """It is gone, so it must not seem a repeat; what was settled before stays one."""
+    disk = FaultyDisk()
+    queue, batches = settled_unwritten(tmp_path / "queue", 2, disk=disk, shutdown_timeout="50ms")
+    batches[0].done()
+    disk.fail("write", times=None, match=".chunk")
+    with pytest.raises(EventsLost):
+        queue.close()
+    assert sent_again(tmp_path / "queue", 2) == [0, 2]

@@ -144,7 +144,8 @@ class Journal:
         """
         body = journal_format.settled(first, end, size, outcome)
         with self._lock:
-            if self.unstamped:
+            # What a close gave up is for its producer to send again: it must not seem a repeat.
+            if self.unstamped and outcome is not Outcome.CLOSED:
                 self._settle_numbered(body, first, end)
             else:
                 self._append(body)
