@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 
 from tests.conftest import IN_CI
 from tests.contract.harness import PATIENCE, Acks, wait_until
-from turnlane.errors import BatchFreed, QueueClosed, QueueEmpty
+from turnlane.errors import BatchFreed, QueueClosed, QueueEmpty, RetryLater
 from turnlane.events import Block, block_of
 from turnlane.queues import open_queue
 from turnlane.queues.contract import Batch, Outcome, Producer, Queue
@@ -517,10 +517,80 @@ class ProxyMachine(RuleBasedStateMachine):
             self.far.close()
 
 
+class DirectMachine(RuleBasedStateMachine):
+    """A direct queue against two lists: what its consumer took, and what it gave up for dead."""
+
+    fates = st.sampled_from(["done", "dead", "release", "raise"])
+
+    @initialize()
+    def start(self) -> None:
+        self.fate = "done"
+        self.taken: Values = []
+        self.expected: Values = []
+        self.tally: Counter[str] = Counter()
+        self.end = 0
+        self.acks = Acks()
+        self.queue = open_queue(kind="direct", consumer=self.consume)
+        self.producer = self.queue.producer(ack=DELIVERED, on_ack=self.acks)
+
+    def consume(self, batch: Batch) -> None:
+        values = values_in(batch.block)
+        if self.fate == "raise":
+            raise RetryLater("not now")
+        getattr(batch, self.fate)()
+        if self.fate != "release":
+            self.taken += values
+
+    @rule(fate=fates, count=st.integers(1, 5), single=st.booleans())
+    def publish(self, fate: str, count: int, single: bool) -> None:
+        """Whatever becomes of it is the publisher's to know."""
+        self.fate = fate
+        new = [b"%05d" % number for number in range(self.end, self.end + (1 if single else count))]
+        self.end += len(new)  # offsets of what is refused are used up
+        kept = fate in ("done", "dead")
+        with contextlib.nullcontext() if kept else pytest.raises(RetryLater):
+            if single:
+                self.producer.publish(new[0])
+            else:
+                self.producer.publish_block(block_of(new))
+        self.tally["pushes" if kept else "releases"] += 1
+        if kept:
+            self.expected += new
+            self.tally[fate] += len(new)
+
+    @rule()
+    def acks_come(self) -> None:
+        self.acks.wait_for(len(self.expected))
+        ends = [ack.end for ack in self.acks.told]
+        assert ends == sorted(set(ends))
+
+    @invariant()
+    def counts_agree(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        stats = self.queue.stats()
+        assert stats.ledger.adds_up
+        assert (stats.ledger.delivered, stats.ledger.dead) == (
+            self.tally["done"],
+            self.tally["dead"],
+        )
+        assert (stats.pushes, stats.releases) == (self.tally["pushes"], self.tally["releases"])
+        assert (stats.ledger.pending, stats.in_flight) == (0, 0)
+        assert self.taken == self.expected
+        assert self.acks.count <= len(self.expected)
+
+    def teardown(self) -> None:
+        if hasattr(self, "queue"):
+            self.queue.close(drain=True)
+            self.acks.wait_for(len(self.expected))
+
+
 FEW = settings(max_examples=60 if IN_CI else 10, stateful_step_count=40, deadline=None)
 
 TestMemory = MemoryMachine.TestCase
 TestDisk = DiskMachine.TestCase
 TestDiskAssisted = DiskAssistedMachine.TestCase
 TestProxy = ProxyMachine.TestCase
+TestDirect = DirectMachine.TestCase
+TestDirect.settings = FEW
 TestMemory.settings = TestDisk.settings = TestDiskAssisted.settings = TestProxy.settings = FEW
