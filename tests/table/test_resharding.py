@@ -264,7 +264,10 @@ def kill_after(arguments: list[str], lines: int) -> int:
 @pytest.fixture(params=["postgres", "mariadb"])
 def served_shards(request: pytest.FixtureRequest) -> list[str]:
     """Addresses of empty databases on a server."""
-    server = request.getfixturevalue(request.param)
+    return databases_of(request.getfixturevalue(request.param))
+
+
+def databases_of(server: Any) -> list[str]:
     names = [f"shard_{uuid.uuid4().hex[:8]}" for _ in range(3)]
     with contextlib.closing(dialect_of(server.url).connect()) as connection:
         for name in names:
@@ -293,6 +296,67 @@ def test_a_split_under_load_on_a_server(served_shards: list[str]) -> None:
             wanted = KeyRange.parse(key_range)
             ids = site.execute(url, f"SELECT keyspace_id FROM {site.name}")
             assert all(wanted.contains(row[0]) for row in ids)
+
+
+@pytest.fixture(params=["sqlite", "postgres", "mariadb"])
+def shard_urls(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
+    """Addresses of three empty databases."""
+    if request.param == "sqlite":
+        return [sqlite_url(tmp_path, each) for each in "abc"]
+    return databases_of(request.getfixturevalue(request.param))
+
+
+def test_an_id_never_means_two_events(shard_urls: list[str]) -> None:
+    """Neither after a merge of shards that were made together nor after a split."""
+    first, second, third = shard_urls
+    with ShardSite([(first, "-80"), (second, "80-")]) as site:
+        queue = site.queue()
+        rows = [{"user_id": at, "payload": f"p{at}", "fire_at": 2**62} for at in range(50)]
+        queue.put(rows)
+        before = {row[0] for url in (first, second) for row in ids_in(site, url)}
+        assert len(before) == 50
+        queue.reshard([(third, "-")])
+        after = {row[0] for row in ids_in(site, third)}
+        assert len(after) == 50
+        assert not before & after
+        assert queue.map.shards[0].first_id <= min(after)
+
+
+def test_an_ack_of_an_event_that_was_moved_acks_no_other(shard_urls: list[str]) -> None:
+    first, *others = shard_urls
+    with ShardSite([(first, "-")], OPTIONS + ", ack_timeout = 60s") as site:
+        queue = site.queue()
+        queue.put({"user_id": 7, "payload": f"p{at}"} for at in range(3))
+        with queue.receive() as receiver:
+            stale = take(receiver, 3)
+            queue.reshard(list(zip(others, ("-80", "80-"), strict=True)))
+            with pytest.raises(LeadLost), queue.transaction(7) as transaction:
+                transaction.ack(stale[0])
+            for url in others:
+                shown = ", ".join(str(event.id) for event in stale)
+                acked = f"UPDATE {site.name} SET state = 'acked' WHERE event_id IN ({shown})"
+                site.execute(url, acked)
+            again = take(receiver, 3)
+            assert {event["payload"] for event in again} == {"p0", "p1", "p2"}
+            elsewhere = next(at for at in range(99) if not same_half(at, 7))
+            with (
+                pytest.raises(ValueError, match="does not lie in shard"),
+                queue.transaction(elsewhere) as transaction,
+            ):
+                transaction.ack(again[0])
+            with queue.transaction(7) as transaction:
+                for event in again:
+                    transaction.ack(event)
+        assert queue.counts()["to_be_fired"] + queue.counts()["fired"] == 0
+
+
+def ids_in(site: ShardSite, url: str) -> list[tuple[Any, ...]]:
+    return site.execute(url, f"SELECT event_id FROM {site.name}")
+
+
+def same_half(one: int, other: int) -> bool:
+    lower = KeyRange.parse("-80")
+    return lower.contains(keyspace_id(one)) == lower.contains(keyspace_id(other))
 
 
 def test_a_retired_shard_s_late_rows_are_moved_on(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from turnlane.cli.table_texts import (
     shown,
     status_cells,
 )
-from turnlane.cli.tables import Place, Urls, databases, given, places
+from turnlane.cli.tables import Place, Urls, databases, given, places, together
 from turnlane.errors import ConfigError, NotSupported
 
 if TYPE_CHECKING:
@@ -67,13 +67,13 @@ def sql(
 ) -> None:
     """Run a statement about queues, in every database that is named."""
     text = sys.stdin.read() if statement == "-" else statement
-    with databases(url) as found:
-        if only_print:
+    if only_print:
+        with databases(url) as found:
             _say_ddl(_ddl(found[0][1], text), as_json=as_json)
-            return
-        names = [database.sql(text) for _, database in found]
-    shown = [name for name in names[0] if all(name in each for each in names)]
-    for name in shown:
+        return
+    with together(url) as all_of_them:
+        names = all_of_them.sql(text)
+    for name in names:
         if as_json:
             output.say_json({"queue": name})
         else:

@@ -12,7 +12,7 @@ import typer
 from turnlane.errors import ConfigError
 
 if TYPE_CHECKING:
-    from turnlane.table import Database, TableQueue
+    from turnlane.table import Database, ShardedDatabase, TableQueue
     from turnlane.table.shards import Given
 
 VARIABLE: Final = "TURNLANE_TABLE_URL"
@@ -58,6 +58,13 @@ def databases(urls: list[str] | None) -> Iterator[list[tuple[str, Database]]]:
     shards = ShardMap.of(given(urls)).shards
     with ExitStack() as opened:
         yield [(str(shard.key_range), opened.enter_context(connect(shard.url))) for shard in shards]
+
+
+def together(urls: list[str] | None) -> ShardedDatabase:
+    """The databases as one. Raises ``ConfigError`` if their key ranges do not fit."""
+    from turnlane.table import connect_shards
+
+    return connect_shards(given(urls))
 
 
 @contextmanager

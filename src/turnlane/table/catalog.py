@@ -40,10 +40,13 @@ class Catalog(Closing):
             ),
         ]
 
-    def create(self, definition: Definition, *, if_not_exists: bool = False) -> bool:
+    def create(
+        self, definition: Definition, *, if_not_exists: bool = False, first_id: int = 1
+    ) -> bool:
         """Make a queue; false if it was there. Raises ``QueueExists``.
 
-        On MySQL, which commits every DDL statement by itself, a failure half-way leaves a table
+        The ids of its events begin at ``first_id``: no two shards of a queue have the same. On
+        MySQL, which commits every DDL statement by itself, a failure half-way leaves a table
         that no catalog knows; :meth:`drop` removes it.
         """
         self._prepare()
@@ -51,14 +54,24 @@ class Catalog(Closing):
             if if_not_exists:
                 return False
             raise QueueExists(f"there is a queue {definition.name!r} in this database")
-        statements = self.ddl(definition)[len(self.dialect.bookkeeping()) :]
+        made = self.dialect.table(definition)
+        listed = self.ddl(definition)[len(self.dialect.bookkeeping()) + len(made) :]
 
         def work(execute: Execute) -> None:
-            for statement in statements:
+            for statement in (*made, *self.dialect.number_from(definition.name, first_id), *listed):
                 execute(statement.replace("%", self.dialect.percent))
 
         self._session.transact(work)
         return True
+
+    def number_from(self, name: str, first_id: int) -> None:
+        """Have the ids of events to come begin at ``first_id``, unless they are beyond that."""
+
+        def work(execute: Execute) -> None:
+            for statement in self.dialect.number_from(name, first_id):
+                execute(statement.replace("%", self.dialect.percent))
+
+        self._session.transact(work)
 
     def drop(self, name: str, *, if_exists: bool = False) -> bool:
         """Delete a queue and everything in it; false if there was none. Raises ``NoSuchQueue``."""

@@ -155,11 +155,16 @@ class Database(Closing):
         self.catalog = Catalog(dialect)
         self._queues: list[TableQueue] = []
 
-    def sql(self, statement: str) -> list[str]:
-        """Run ``CREATE QUEUE``, ``DROP QUEUE`` or ``SHOW QUEUES``; returns the names concerned."""
+    def sql(self, statement: str, first_id: int = 1) -> list[str]:
+        """Run ``CREATE QUEUE``, ``DROP QUEUE`` or ``SHOW QUEUES``; returns the names concerned.
+
+        The ids of a queue that it makes begin at ``first_id``.
+        """
         parsed = parse(statement)
         if isinstance(parsed, CreateQueue):
-            self.catalog.create(parsed.definition, if_not_exists=parsed.if_not_exists)
+            self.catalog.create(
+                parsed.definition, if_not_exists=parsed.if_not_exists, first_id=first_id
+            )
             return [parsed.definition.name]
         if isinstance(parsed, DropQueue):
             self.catalog.drop(parsed.name, if_exists=parsed.if_exists)

@@ -147,6 +147,7 @@ class Resharder:
             newest = store.newest_map()
             if newest is None or newest.version < self.plan.version:
                 store.shut()
+                self._sites.number(shard)
 
     def _move_ahead(self, sources: Sequence[Shard]) -> None:
         window = self._sites.definition.settings.window + MARGIN

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from turnlane.closing import Closing
 from turnlane.errors import ConfigError, DatabaseDown, DatabaseReadOnly, LeadLost, ReshardUnderWay
-from turnlane.table.definition import Definition
+from turnlane.table.event import TableEvent
 from turnlane.table.keyspace import KeyRange, keyspace_id
 from turnlane.table.manager import Manager
 from turnlane.table.mover import Mover
@@ -43,8 +43,24 @@ class ShardTransaction:
 
     def enqueue(self, row: Mapping[str, Any], **options: Any) -> int:
         """Insert an event; as :meth:`TableQueue.enqueue`. Its key must lie in this database."""
-        _check_key(self._queue.definition, self._shard, row)
+        self._check_key(row)
         return self._queue.enqueue(self.connection, row, **options)
+
+    def ack(self, event: TableEvent) -> None:
+        """Ack an event together with whatever else is committed here. Its key must lie here too.
+
+        Raises ``LeadLost`` if it is not here to be acked: it was acked before, or it was moved to
+        this database by a reshard since it was received, and fires again. Then nothing may be
+        committed for it.
+        """
+        self._check_key(event.columns)
+        if not self._queue.ack(self.connection, [event.id]):
+            raise LeadLost(f"event {event.id} was acked before, or was moved and fires again")
+
+    def _check_key(self, row: Mapping[str, Any]) -> None:
+        key = row.get(self._queue.definition.shard_by or "")
+        if not self._shard.key_range.contains(keyspace_id(key)):
+            raise ValueError(f"the key {key!r} does not lie in shard {self._shard}")
 
 
 class ShardedQueue(Closing):
@@ -178,7 +194,7 @@ class ShardedQueue(Closing):
         for shard in retired:
             self._sites.store(shard).shut()
             Mover(self._sites, shard).drain(self._map.version)
-        following = ShardMap(self._map.shards, version=self._map.version + 1)
+        following = self._map.without_retired()
         for shard in (*retired, *self._map.shards):
             self._sites.store(shard).keep_map(following)
         self.refresh()
@@ -273,7 +289,10 @@ class ShardedDatabase(Closing):
 
         Returns the names concerned; those of the queues that all of them have.
         """
-        answers = [database.sql(statement) for database in self._databases]
+        answers = [
+            database.sql(statement, shard.first_id)
+            for shard, database in zip(self.shards.shards, self._databases, strict=True)
+        ]
         return [name for name in answers[0] if all(name in answer for answer in answers)]
 
     def queue(self, name: str) -> ShardedQueue:
@@ -300,9 +319,3 @@ def connect_shards(shards: Iterable[Shard | Given]) -> ShardedDatabase:
     Together the ranges must hold every key exactly once. Raises ``ConfigError``.
     """
     return ShardedDatabase(ShardMap.of(shards))
-
-
-def _check_key(definition: Definition, shard: Shard, row: Mapping[str, Any]) -> None:
-    column = definition.shard_by or ""
-    if not shard.key_range.contains(keyspace_id(row.get(column))):
-        raise ValueError(f"the key {row.get(column)!r} does not lie in shard {shard}")

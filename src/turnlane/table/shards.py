@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Self
 from urllib.parse import urlsplit, urlunsplit
 
 from turnlane.errors import ConfigError
@@ -18,6 +18,10 @@ from turnlane.table.keyspace import EVERYTHING, SHIFT, SPACE, KeyRange
 
 Given = tuple[str, str]
 """A shard as people give it: an address and a key range."""
+
+IDS: Final = 2**40
+"""To a shard: so many events it may have had before its ids would be another's. (JavaScript has no
+whole numbers above 2**53: with these, they are good for 8,192 shards.)"""
 
 
 def address_of(url: str) -> str:
@@ -37,6 +41,8 @@ class Shard:
     key_range: KeyRange = EVERYTHING
     address: str = field(init=False)
     """Its address without the password; no two shards of a queue have the same."""
+    number: int = field(default=0, repr=False, compare=False)
+    """No other shard that the queue ever had has the same, once it is in a map."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "address", address_of(self.url))
@@ -52,6 +58,14 @@ class Shard:
         except ValueError as error:
             raise ConfigError("range", str(error)) from None
 
+    @property
+    def first_id(self) -> int:
+        """Where the ids of its events begin; they reach into no other shard's.
+
+        So an id that was given out before a reshard means no other event afterwards.
+        """
+        return self.number * IDS + 1
+
     def __str__(self) -> str:
         return f"{self.key_range} at {self.address}"
 
@@ -64,6 +78,8 @@ class ShardMap:
     retired: tuple[Shard, ...] = ()
     """Shards that were split or merged: nobody fires there, and what still comes is moved on."""
     version: int = 0
+    numbered: int = 0
+    """How many numbers were given to shards so far."""
 
     def __post_init__(self) -> None:
         object.__setattr__(
@@ -91,7 +107,8 @@ class ShardMap:
     @classmethod
     def of(cls, given: Iterable[Shard | Given]) -> Self:
         """A first map. Raises ``ConfigError`` unless it has every key exactly once."""
-        return cls(tuple(map(Shard.of, given)))
+        shards = sorted(map(Shard.of, given), key=lambda each: each.key_range.start)
+        return cls(_numbered(shards, 0), numbered=len(shards))
 
     def shard_of(self, keyspace_id: int) -> Shard:
         """The shard that has a key, by its id as it is stored."""
@@ -105,7 +122,16 @@ class ShardMap:
         """
         sources = self.sources_of(targets)
         kept = [shard for shard in self.shards if shard not in sources]
-        return ShardMap((*kept, *targets), (*self.retired, *sources), self.version + 1)
+        return ShardMap(
+            (*kept, *_numbered(targets, self.numbered)),
+            (*self.retired, *sources),
+            self.version + 1,
+            self.numbered + len(targets),
+        )
+
+    def without_retired(self) -> ShardMap:
+        """The next map: nobody looks after the retired shards any more."""
+        return replace(self, retired=(), version=self.version + 1)
 
     def sources_of(self, targets: Sequence[Shard]) -> list[Shard]:
         """The shards whose keys the targets take over."""
@@ -122,6 +148,7 @@ class ShardMap:
         return json.dumps(
             {
                 "version": self.version,
+                "numbered": self.numbered,
                 "shards": [_written(shard) for shard in self.shards],
                 "retired": [_written(shard) for shard in self.retired],
             }
@@ -132,12 +159,19 @@ class ShardMap:
         """A map from what :meth:`to_json` wrote."""
         values = json.loads(text)
         shards, retired = (tuple(map(_read, values[part])) for part in ("shards", "retired"))
-        return cls(shards, retired, values["version"])
+        # Maps of earlier versions have no numbers: all their shards' ids begin at 1.
+        numbered = values.get("numbered", len(shards) + len(retired))
+        return cls(shards, retired, values["version"], numbered)
 
 
-def _written(shard: Shard) -> dict[str, str]:
-    return {"url": shard.address, "range": str(shard.key_range)}
+def _written(shard: Shard) -> dict[str, Any]:
+    return {"url": shard.address, "range": str(shard.key_range), "number": shard.number}
 
 
 def _read(values: dict[str, Any]) -> Shard:
-    return Shard(values["url"], KeyRange.parse(values["range"]))
+    key_range = KeyRange.parse(values["range"])
+    return Shard(values["url"], key_range, number=values.get("number", 0))
+
+
+def _numbered(shards: Iterable[Shard], first: int) -> tuple[Shard, ...]:
+    return tuple(replace(shard, number=number) for number, shard in enumerate(shards, start=first))

@@ -51,7 +51,12 @@ class Sites(Closing):
     def create(self, shard: Shard) -> None:
         """Make the queue in a shard's database, unless it is there."""
         with Catalog(self.dialect(shard)) as catalog:
-            catalog.create(self.definition, if_not_exists=True)
+            catalog.create(self.definition, if_not_exists=True, first_id=shard.first_id)
+
+    def number(self, shard: Shard) -> None:
+        """Have events get ids of the shard's own, in a table that others may have made."""
+        with Catalog(self.dialect(shard)) as catalog:
+            catalog.number_from(self.definition.name, shard.first_id)
 
     def newest(self, known: ShardMap) -> ShardMap:
         """The newest map that any database knows; those that do not answer are passed over.

@@ -111,6 +111,10 @@ class Dialect(abc.ABC):
         """Statements that make a queue's table."""
 
     @abc.abstractmethod
+    def number_from(self, table: str, first_id: int) -> list[str]:
+        """Statements after which a table gives out ids from ``first_id`` on, or higher ones."""
+
+    @abc.abstractmethod
     def ids(self, ids: Sequence[int]) -> tuple[str, tuple[Any, ...]]:
         """A condition on ``event_id``, as text after the column's name, and its parameters."""
 

@@ -151,6 +151,9 @@ class Mysql(Dialect):
             )
         ]
 
+    def number_from(self, table: str, first_id: int) -> list[str]:
+        return [f"ALTER TABLE {self.bare(table)} AUTO_INCREMENT = {first_id}"]
+
     def hints(self, definition: Definition) -> tuple[str, str]:
         # By its statistics it would go by after_group, which is empty in nearly all rows.
         by_time = "PRIMARY" if definition.settings.layout is Layout.TIME else "fire_at"

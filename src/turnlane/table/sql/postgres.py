@@ -185,6 +185,11 @@ class Postgres(Dialect):
         )
         return statements
 
+    def number_from(self, table: str, first_id: int) -> list[str]:
+        name = self.bare(table).replace("'", "''")
+        sequence = f"pg_get_serial_sequence('{name}', 'event_id')"
+        return [f"SELECT setval({sequence}, greatest({first_id}, nextval({sequence})), false)"]
+
     def ids(self, ids: Sequence[int]) -> tuple[str, tuple[Any, ...]]:
         # As text: the driver would look at each number by itself.
         return "= ANY(%s::bigint[])", (f"{{{','.join(map(str, ids))}}}",)

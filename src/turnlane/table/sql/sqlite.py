@@ -133,6 +133,16 @@ class Sqlite(Dialect):
         ]
         return statements
 
+    def number_from(self, table: str, first_id: int) -> list[str]:
+        name = table.replace("'", "''")
+        return [
+            (
+                f"INSERT INTO sqlite_sequence (name, seq) SELECT '{name}', 0 "
+                f"WHERE NOT EXISTS (SELECT 1 FROM sqlite_sequence WHERE name = '{name}')"
+            ),
+            (f"UPDATE sqlite_sequence SET seq = max(seq, {first_id - 1}) WHERE name = '{name}'"),
+        ]
+
     def ids(self, ids: Sequence[int]) -> tuple[str, tuple[Any, ...]]:
         return "IN (SELECT value FROM json_each(?))", (json.dumps(list(ids)),)
 
