@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.table.site import Site, settle, take
+from tests.table.site import Site, payloads, settle, take
 from turnlane.cli.app import app
 from turnlane.table import TableQueue
 from turnlane.table.sharded import connect_shards
@@ -146,6 +146,10 @@ class TestEvents:
         (done,) = objects("cancel", queue.name, "--all", "--url", site.url)
         assert done["events"] == 1
         assert queue.counts() == {"to_be_fired": 0, "fired": 1, "acked": 0, "dead": 1}
+        with queue.receive() as receiver:
+            site.fill(queue, 1)
+            assert payloads(take(receiver, 1)) == ["p0"]
+            assert receiver.take(timeout=0) == []
 
 
 def test_shards_are_looked_at_together_and_resharded(

@@ -360,6 +360,27 @@ def test_an_event_that_is_cancelled_or_moved_does_not_fire(
     assert queue.counts() == {**NOBODY, "to_be_fired": 1}
 
 
+def test_an_event_that_is_cancelled_while_it_waits_for_its_time_does_not_fire(
+    site: Site,
+) -> None:
+    queue = site.queue()
+    with queue.receive() as receiver:
+        site.fill(queue, 1)
+        settle(receiver, take(receiver, 1))  # the manager reads what is new at once
+        with site.transaction() as connection:
+            for name, delay in (("cancelled", 0.4), ("moved", 0.4), ("stays", 0.7)):
+                queue.enqueue(connection, {"payload": name}, delay=delay, name=name)
+        eventually(lambda: queue.manager().waiting == 3)
+        ids = {row["payload"]: row["event_id"] for row in queue.peek()}
+        assert queue.cancel([ids["cancelled"]]) == 1
+        an_hour = f"fire_at + {3600 * 10**9}"
+        site.execute(f"UPDATE {queue.name} SET fire_at = {an_hour} WHERE event_id = {ids['moved']}")
+        events = take(receiver, 1)
+        assert payloads(events) == ["stays"]
+        settle(receiver, events)
+    assert queue.counts() == {**NOBODY, "to_be_fired": 1}
+
+
 def test_events_of_a_receiver_that_goes_away_come_to_another(site: Site) -> None:
     queue = site.queue(ack_timeout="60s")
     site.fill(queue, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -13,7 +14,7 @@ from tests.table.servers import PostgresServer
 from tests.table.site import Site, eventually, payloads, settle, step_until, take
 from turnlane.errors import LeadLost, NameTaken
 from turnlane.table.event import TableEvent
-from turnlane.table.keyspace import KeyRange
+from turnlane.table.keyspace import KeyRange, keyspace_id
 from turnlane.table.manager import Manager
 from turnlane.table.queue import TableQueue
 from turnlane.table.receiver import Receiver
@@ -393,6 +394,90 @@ def test_a_row_that_is_no_event_is_refused(site: Site, column: str) -> None:
             site.execute(statement)
     with queue.receive() as receiver:
         settle(receiver, take(receiver, 1))
+
+
+UNREADABLE = {
+    "sqlite": ("payload TEXT", "payload", "CAST(x'ff' AS TEXT)"),
+    "postgres": ("day DATE, moment TIMESTAMP", "day", "'infinity'"),
+}
+"""What a database takes and its driver cannot give: columns, one of them, and a value."""
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_row_that_cannot_be_read_stops_no_other(site: Site, when: str) -> None:
+    if site.kind == "mysql":
+        return  # its driver reads all that it takes
+    columns, column, value = UNREADABLE[site.kind]
+    queue = site.queue(f"user_id BIGINT, {columns}")
+    insert = f"INSERT INTO {queue.name} (user_id, {column}) VALUES (%s, {value})"
+    good = [{"user_id": at} for at in range(20)]
+    with contextlib.ExitStack() as opened:
+        receiver = None if when == "before" else opened.enter_context(queue.receive())
+        with site.transaction() as connection:
+            for at in (100, 101):
+                queue.enqueue_many(connection, good[10 * (at - 100) :][:10])
+                connection.cursor().execute(insert % at)
+        receiver = receiver or opened.enter_context(queue.receive())
+        events = take(receiver, 20)
+        assert sorted(event["user_id"] for event in events) == list(range(20))
+        settle(receiver, events)
+        assert queue.manager().store.unreadable == 2
+        assert queue.manager().counts.lost_leads == 0
+        dead = queue.peek("dead")
+        assert ["cannot be read" in row["last_error"] for row in dead] == [True, True]
+        site.execute(f"UPDATE {queue.name} SET {column} = NULL")
+        assert queue.retry() == 2
+        assert sorted(event["user_id"] for event in take(receiver, 2)) == [100, 101]
+
+
+def test_a_key_that_cannot_be_read_stops_no_other(tmp_path: Path) -> None:
+    with Site(f"sqlite:///{tmp_path}/queue.db", None) as site:
+        queue = site.queue("user_id TEXT")
+        with site.transaction() as connection:
+            connection.execute(f"INSERT INTO {queue.name} (user_id) VALUES (CAST(x'ff' AS TEXT))")
+            queue.enqueue_many(connection, [{"user_id": str(at)} for at in range(20)])
+        with queue.receive("-80") as lower, queue.receive("80-") as upper:
+            share = sum(KeyRange.parse("-80").contains(keyspace_id(str(at))) for at in range(20))
+            take(lower, share, SOON)
+            take(upper, 20 - share, SOON)
+        assert queue.counts()["dead"] == 1
+
+
+def test_no_number_of_attempts_stops_the_manager(site: Site) -> None:
+    queue = site.queue(ack_timeout="1s")
+    site.fill(queue, 3)
+    site.execute(f"UPDATE {queue.name} SET attempts = 2147483647 WHERE event_id = 1")
+    site.execute(f"UPDATE {queue.name} SET attempts = -2147483648 WHERE event_id = 2")
+    with queue.receive() as receiver:
+        events = take(receiver, 3)
+        settle(receiver, [event for event in events if event.id != 1])
+        eventually(lambda: queue.counts()["dead"] == 1)
+        assert queue.manager().counts.lost_leads == 0
+
+
+def test_a_fired_event_of_any_time_is_collected(site: Site) -> None:
+    queue = site.queue(ack_timeout="200ms")
+    site.fill(queue, 1)
+    site.execute(f"UPDATE {queue.name} SET fire_at = -1, state = 'fired', attempts = 1")
+    with queue.receive() as receiver:
+        settle(receiver, take(receiver, 1, SOON))
+
+
+def test_every_event_that_the_last_leader_may_have_died_of_is_marked_first(site: Site) -> None:
+    queue = site.queue(window_events=10, ack_timeout="60s")
+    store = Store(site.dialect, queue.definition)
+    assert store.acquire("dies", 0.0) is not None
+    store.close()
+    site.fill(queue, 40)
+    with site.manager(queue) as manager:
+        receiver = _attached(manager)
+        seen = 0
+        while seen < 40:
+            events = _received(manager, receiver)
+            rows = dict(site.execute(f"SELECT event_id, state FROM {queue.name}"))
+            assert {rows[event.id] for event in events} == {"fired"}
+            receiver.ack(events)
+            seen += len(events)
 
 
 def test_groups_that_wait_cost_no_statement_each(site: Site) -> None:

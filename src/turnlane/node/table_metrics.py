@@ -44,6 +44,12 @@ _COUNTERS: Final[tuple[Row[Manager], ...]] = (
     Row("table_acked", "Events settled.", lambda m: m.counts.acked),
     Row("table_retried", "Events fired again: nacked, or late.", lambda m: m.counts.retried),
     Row("table_dead", "Events that had all their attempts.", lambda m: m.counts.dead),
+    Row(
+        "table_unreadable",
+        "Rows set aside as dead letters because they cannot be read.",
+        lambda m: m.store.unreadable,
+    ),
+    Row("table_lost_acks", "Acks taken and not stored.", lambda m: m.lost_acks),
     Row("table_lost_leads", "Times another manager took the lead.", lambda m: m.counts.lost_leads),
 )
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from turnlane.table.fence import BATCH
+from turnlane.table.reader import FIRST
 from turnlane.table.settings import TableSettings
 from turnlane.table.sql.dialect import Row
 from turnlane.table.stock import Stock
@@ -84,7 +85,7 @@ class Collector:
             return False
         since = database_now - RECENT
         if now >= self._next_full:
-            since = 0
+            since = FIRST[0]
             self._next_full = now + FULL_SECONDS
         until = database_now - round(self._timeout * 1e9)
         rows = self._store.old_fired(since, until, BATCH + len(self._stock.flights))

@@ -46,7 +46,7 @@ class TableEvent:
         self.fire_at: int = row[1]
         """When it was due: nanoseconds since the epoch, by the database's clock."""
         self.read_at = read_at
-        """When the database was last asked about it, in monotonic seconds."""
+        """When the database was last asked about it, in monotonic seconds; -inf: ask again."""
         self.marked = False
         """Whether its row says ``fired``."""
         self.fired = 0.0

@@ -14,9 +14,9 @@ from turnlane.table.realm import Realm
 from turnlane.table.sql.dialect import Row
 
 FRESH = 1.0
-"""Seconds. An event whose row was read so recently, under the lease, fires on the strength of that;
-an older one is marked in the table first, which notices what others did to its row. So is one that
-was fired before: who got it then may ack it at any moment."""
+"""Seconds. An event that was due when its row was read, so recently and under the lease, fires on
+the strength of that; an older one is marked in the table first, which notices what others did to
+its row. So is one that was fired before: who got it then may ack it at any moment."""
 
 CROWDED = 0.02
 """Seconds until another try when all receivers that are wanted are full and others are not."""
@@ -31,10 +31,14 @@ class Firing:
     def __init__(self, realm: Realm) -> None:
         self._realm = realm
         self._pace = Pace(realm.settings.max_qps, realm.clock.monotonic())
-        self._cautious = 0 if realm.lead.clean else realm.settings.window_events
-        """So many events more are marked before they fire: the last leader may have died of one,
+        self._doubtful = 0
+        """Events up to this id are marked before they fire: the last leader may have died of one,
         and an attempt that is not written down does not count."""
         self._not_before = float("-inf")
+
+    def doubt(self, last_id: int) -> None:
+        """The last leader died, perhaps of an event up to this id."""
+        self._doubtful = last_id
 
     def next_time(self, places: Sequence[Place], now: float) -> float:
         """When to fire again; monotonic."""
@@ -171,12 +175,11 @@ class Firing:
 
     def _mark_stale(self, events: list[TableEvent], now: float) -> set[TableEvent]:
         """Mark what may not fire unmarked; returns what is not to be fired after all."""
-        cautious = self._cautious > 0
-        self._cautious -= len(events)
         stale = [
             event
             for event in events
-            if event.read_at < now - FRESH or ((cautious or event.attempts) and not event.marked)
+            if event.read_at < now - FRESH
+            or ((event.id <= self._doubtful or event.attempts) and not event.marked)
         ]
         if not stale:
             return set()

@@ -14,6 +14,11 @@ from turnlane.table.reader import PAGE, Reader, Times
 from turnlane.table.realm import Realm
 from turnlane.table.sql.dialect import Row
 
+SOON = 20_000_000
+"""Nanoseconds. An event that is due later than this when it is read waits for its time, and is
+asked about again before it fires: somebody may cancel it meanwhile. (The database's clock is known
+only so well: what is due now may look as if it were not yet.)"""
+
 SOME = 500
 """Rows that are read for keys which wait for them, even if others have to give way."""
 
@@ -75,9 +80,12 @@ class Intake:
     def _fresh(self, rows: Sequence[Row], now: float) -> list[TableEvent]:
         """Those of the rows that are not in memory, and not too far off."""
         realm = self._realm
-        horizon = realm.horizon()
-        unknown = realm.stock.unknown(rows)
-        return [TableEvent(row, realm.court, now) for row in unknown if row[1] <= horizon]
+        horizon, soon = realm.horizon(), realm.now() + SOON
+        return [
+            TableEvent(row, realm.court, now if row[1] <= soon else float("-inf"))
+            for row in realm.stock.unknown(rows)
+            if row[1] <= horizon
+        ]
 
     def _others(self, events: list[TableEvent]) -> list[TableEvent]:
         """All but those of backlogs, which are read again in their turn."""

@@ -88,15 +88,17 @@ class Reader:
         self.busy = 0
         """Looks in a row that found new rows."""
 
-    def start(self) -> None:
-        """Begin anew, from what the table holds now."""
+    def start(self) -> int:
+        """Begin anew, from what the table holds now; returns the highest id in it."""
         # Before the sweep: what is inserted from here on is read by its id.
-        self._gaps = Gaps(self._store.last_id())
+        last_id = self._store.last_id()
+        self._gaps = Gaps(last_id)
         running = self._store.running()
         if running is not None:
             self._gaps.lapsed.began(running)
         self._next_full = self._next_sweep = float("-inf")
         self.poke()
+        return last_id
 
     def poke(self) -> None:
         """There may be new rows."""

@@ -53,7 +53,9 @@ class Reign:
         """Read what there is to know."""
         realm = self._realm
         now = realm.clock.monotonic()
-        self.reader.start()
+        last_id = self.reader.start()
+        if not realm.lead.clean:
+            self.firing.doubt(last_id)
         self.collector.start(now, cautious=not realm.lead.clean)
         if self.stock.order is not None:
             for row in realm.store.read_retried(realm.token):

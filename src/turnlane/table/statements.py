@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 
 from turnlane.table.definition import Definition
 from turnlane.table.event import COLUMNS
-from turnlane.table.sql.dialect import Dialect
+from turnlane.table.sql.dialect import MOST_ATTEMPTS, Dialect
 
 _FENCED: Final = "EXISTS (SELECT 1 FROM turnlane_lease WHERE queue = %s AND token = %s)"
 _PENDING: Final = "state = 'to_be_fired' AND after_group IS NULL"
@@ -61,6 +61,8 @@ _PLAIN: Final = {
     "counts": "SELECT state, COUNT(*) FROM {table} GROUP BY state",
     "retry_all": "UPDATE {table} SET state = 'to_be_fired', attempts = 0, fire_at = {now} "
     "WHERE state = 'dead'",
+    "peek_known": "SELECT event_id, fire_at, priority, attempts, keyspace_id, NULL, NULL, "
+    "last_error FROM {table} WHERE state = %s ORDER BY fire_at, event_id LIMIT %s",
     "peek": "SELECT {peeked} FROM {table} WHERE state = %s ORDER BY fire_at, event_id LIMIT %s",
 }
 
@@ -72,6 +74,8 @@ _OF_SOME: Final = {
     f"AND {_PENDING} AND {_FENCED} ORDER BY fire_at, event_id LIMIT %s",
     "read_ids": "SELECT {columns} FROM {rows} "
     f"WHERE event_id {{which}} AND state = 'to_be_fired' AND {_FENCED}",
+    "read_standing": f"SELECT {{columns}} FROM {{rows}} WHERE event_id {{which}} AND {_STANDING} "
+    f"AND {_FENCED}",
     "unsettled": "SELECT event_id FROM {rows} WHERE event_id {which} AND state <> 'acked'",
     "standing": f"SELECT event_id FROM {{rows}} WHERE event_id {{which}} AND {_STANDING}",
     # These wait for nobody: a user's transaction may hold a row, to ack it, for minutes.
@@ -84,9 +88,12 @@ _OF_SOME: Final = {
     "{lock_free}",
     "lock_unsettled": "SELECT event_id FROM {rows} WHERE event_id {which} AND state <> 'acked' "
     "{lock_free}",
-    "mark": "UPDATE {rows} SET state = 'fired', attempts = attempts + 1 WHERE event_id {which}",
-    "unmark": "UPDATE {rows} SET state = 'to_be_fired', attempts = attempts - 1 "
+    # Whatever somebody wrote there, the number of attempts stays one.
+    "mark": "UPDATE {rows} SET state = 'fired', "
+    f"attempts = attempts + CASE WHEN attempts < {MOST_ATTEMPTS} THEN 1 ELSE 0 END "
     "WHERE event_id {which}",
+    "unmark": "UPDATE {rows} SET state = 'to_be_fired', "
+    "attempts = attempts - CASE WHEN attempts > 0 THEN 1 ELSE 0 END WHERE event_id {which}",
     "ack_delete": "{delete} WHERE event_id {which}",
     "ack_keep": "UPDATE {rows} SET state = 'acked' WHERE event_id {which} AND state <> 'acked'",
     "fenced_ack_delete": f"{_HOLDING}{{delete}} WHERE event_id {{which}} AND {_HELD}",
@@ -123,6 +130,7 @@ class Statements:
     """All statements about one queue, its names filled in."""
 
     table: str
+    columns: str
     lease: str
     take: str
     renew: str
@@ -142,8 +150,10 @@ class Statements:
     counts: str
     retry_all: str
     peek: str
+    peek_known: str
     read_due: OfSome
     read_ids: OfSome
+    read_standing: OfSome
     unsettled: OfSome
     standing: OfSome
     lock_standing: OfSome
@@ -177,7 +187,7 @@ class Statements:
             "columns": ", ".join([*COLUMNS, *own]),
             "peeked": ", ".join([*COLUMNS, "last_error", *own]),
         }
-        made: dict[str, Any] = {"table": table}
+        made: dict[str, Any] = {"table": table, "columns": names["columns"]}
         for name, template in _PLAIN.items():
             made[name] = dialect.sql(template, **names)
         for name, template in _OF_SOME.items():

@@ -19,6 +19,7 @@ from turnlane.table.fence import BATCH, Fence, batches
 from turnlane.table.inserts import Inserts
 from turnlane.table.keyspace import EVERYTHING, KeyRange
 from turnlane.table.lapsed import Running
+from turnlane.table.salvage import Salvage
 from turnlane.table.sql.dialect import STATES, Connection, Dialect, Row, Verdict
 from turnlane.table.sql.session import Execute, Executed
 from turnlane.table.statements import OfSome
@@ -53,12 +54,18 @@ class Store(Closing):
         self.inserts = Inserts(dialect, definition)
         self._fence = Fence(dialect, definition)
         self._acks = Acks(self._fence, keep=definition.settings.retention > 0)
+        self._salvage = Salvage(self._fence, self.put_back)
         self.session = self._fence.session
         self._sql = self._fence.sql
         self._name = definition.name
 
     def close(self) -> None:
         self.session.close()
+
+    @property
+    def unreadable(self) -> int:
+        """How many rows were set aside because they could not be read."""
+        return self._salvage.unreadable
 
     # ── the lease ────────────────────────────────────────────────────────────────────────────────
 
@@ -117,13 +124,14 @@ class Store(Closing):
 
     def read_new(self, token: int, after: int, limit: int) -> list[Row]:
         """Events to be fired with ids above ``after``, in the order of ids."""
-        return self.session.query(self._sql.read_new, (after, self._name, token, limit))
+        parameters = (after, self._name, token, limit)
+        return self._salvage.read(token, self._sql.read_new, parameters)
 
     def read_ids(self, token: int, ids: Sequence[int]) -> list[Row]:
         """Those of the ids that are to be fired."""
         condition, parameters = self.dialect.ids(ids)
         statement = self._sql.read_ids.where(condition)
-        return self.session.query(statement, (*parameters, self._name, token))
+        return self._salvage.read(token, statement, (*parameters, self._name, token))
 
     def read_due(
         self,
@@ -139,11 +147,11 @@ class Store(Closing):
         """
         condition, within = self._within(ranges)
         parameters = (after[0], *after, until, *within, self._name, token, limit)
-        return self.session.query(self._sql.read_due.where(condition), parameters)
+        return self._salvage.read(token, self._sql.read_due.where(condition), parameters)
 
     def read_retried(self, token: int) -> list[Row]:
         """Events that were fired before and are not settled, whenever they are due again."""
-        return self.session.query(self._sql.read_retried, (self._name, token))
+        return self._salvage.read(token, self._sql.read_retried, (self._name, token))
 
     def standing(self, ids: Sequence[int]) -> set[int]:
         """Those of the ids that are not settled: nobody acked or deleted their rows."""
@@ -263,9 +271,19 @@ class Store(Closing):
         return self._change_ids(self._sql.cancel, ids)
 
     def peek(self, state: str, limit: int) -> list[dict[str, Any]]:
-        """The first events in a state, by fire time: every column of theirs."""
+        """The first events in a state, by fire time: every column of theirs.
+
+        If one cannot be read, all of them without the columns that hold texts or are the user's.
+        """
         names = (*COLUMNS, "last_error", *self.definition.names)
-        rows = self.session.query(self._sql.peek, (state, limit))
+        try:
+            rows = self.session.query(self._sql.peek, (state, limit))
+        except self.dialect.error as error:
+            if not self.dialect.is_unreadable(error):
+                raise
+            nothing = (None,) * len(self.definition.names)
+            known = self.session.query(self._sql.peek_known, (state, limit))
+            rows = [(*row, *nothing) for row in known]
         return [dict(zip(names, row, strict=True)) for row in rows]
 
     # ── how ──────────────────────────────────────────────────────────────────────────────────────

@@ -18,6 +18,9 @@ Connection = Any
 
 Row = tuple[Any, ...]
 
+MOST_ATTEMPTS: Final = 2**31 - 1
+"""What the column holds; there counting ends."""
+
 STATES: Final = ("to_be_fired", "fired", "acked", "dead")
 
 
@@ -97,6 +100,10 @@ class Dialect(abc.ABC):
     def failure(self, error: Exception) -> Failure:
         """What an error means."""
 
+    def is_unreadable(self, error: Exception) -> bool:  # noqa: ARG002
+        """Whether the driver could not read a value of a row that the database gave."""
+        return False
+
     @property
     @abc.abstractmethod
     def error(self) -> type[Exception]:
@@ -171,6 +178,11 @@ class Dialect(abc.ABC):
         """The declaration of a user's column."""
         kind = TYPES[column.type].written(self.name, column.arguments)
         return f"{self.bare(column.name)} {kind}" + (" NOT NULL" if column.required else "")
+
+
+def more_attempts(attempts: str, more: str) -> str:
+    """The sum of two expressions, as far as the column holds it."""
+    return f"{attempts} + CASE WHEN {attempts} < {MOST_ATTEMPTS} THEN {more} ELSE 0 END"
 
 
 def declared(lines: Iterable[str]) -> str:

@@ -20,6 +20,7 @@ from turnlane.table.sql.dialect import (
     Row,
     Verdict,
     declared,
+    more_attempts,
     states,
 )
 
@@ -181,7 +182,8 @@ class Mysql(Dialect):
                 "ON q.event_id = r.event_id "
                 "SET q.fire_at = CASE r.state WHEN 'dead' THEN q.fire_at "
                 f"ELSE {self.now} + r.delay END, "
-                "q.attempts = q.attempts + r.more, q.last_error = r.error, q.state = r.state "
+                f"q.attempts = {more_attempts('q.attempts', 'r.more')}, "
+                "q.last_error = r.error, q.state = r.state "
                 "WHERE q.state IN ('to_be_fired', 'fired')"
             ),
             tuple(itertools.chain.from_iterable(verdicts)),

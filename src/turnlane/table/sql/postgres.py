@@ -21,6 +21,7 @@ from turnlane.table.sql.dialect import (
     Row,
     Verdict,
     declared,
+    more_attempts,
     states,
 )
 from turnlane.table.sql.watch import Watch
@@ -110,6 +111,10 @@ class Postgres(Dialect):
             return Failure.DISCONNECTED if broke else Failure.OTHER
         return Failure.DISCONNECTED if state[:2] in {"08", "53", "57"} else Failure.OTHER
 
+    def is_unreadable(self, error: Exception) -> bool:
+        # What the server says of a statement has a state.
+        return isinstance(error, psycopg.DataError) and error.sqlstate is None
+
     def bookkeeping(self) -> list[str]:
         return [
             (
@@ -197,7 +202,8 @@ class Postgres(Dialect):
     def put_back(self, table: str, verdicts: Sequence[Verdict]) -> tuple[str, tuple[Any, ...]]:
         return (
             (
-                f"UPDATE {table} AS q SET state = r.state, attempts = q.attempts + r.more, "
+                f"UPDATE {table} AS q SET state = r.state, "
+                f"attempts = {more_attempts('q.attempts', 'r.more')}, "
                 f"fire_at = CASE r.state WHEN 'dead' THEN q.fire_at ELSE {self.now} + r.delay END, "
                 "last_error = r.error "
                 "FROM unnest(%s::bigint[], %s::text[], %s::bigint[], %s::integer[], %s::text[]) "

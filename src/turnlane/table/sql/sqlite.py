@@ -21,6 +21,7 @@ from turnlane.table.sql.dialect import (
     Row,
     Verdict,
     declared,
+    more_attempts,
     states,
 )
 from turnlane.table.sql.watch import Watch
@@ -55,7 +56,7 @@ class Sqlite(Dialect):
         connection = sqlite3.connect(
             self._path, timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False
         )
-        connection.create_function("turnlane_keyspace_id", 1, keyspace_id, deterministic=True)
+        connection.create_function("turnlane_keyspace_id", 1, _keyspace_id, deterministic=True)
         # A file that cannot be written keeps the mode it has; reading it still works.
         with contextlib.suppress(sqlite3.OperationalError):
             connection.execute("PRAGMA journal_mode = WAL")
@@ -84,6 +85,9 @@ class Sqlite(Dialect):
         if code == sqlite3.SQLITE_CONSTRAINT_UNIQUE and "event_name" in str(error):
             return Failure.NAME_TAKEN
         return Failure.OTHER
+
+    def is_unreadable(self, error: Exception) -> bool:
+        return isinstance(error, sqlite3.OperationalError) and "decode to UTF-8" in str(error)
 
     def bookkeeping(self) -> list[str]:
         return [
@@ -151,7 +155,8 @@ class Sqlite(Dialect):
         columns = ", ".join(f"value ->> {at} AS {name}" for at, name in enumerate(fields))
         return (
             (
-                f"UPDATE {table} SET state = r.state, attempts = attempts + r.more, "
+                f"UPDATE {table} SET state = r.state, "
+                f"attempts = {more_attempts('attempts', 'r.more')}, "
                 f"fire_at = CASE r.state WHEN 'dead' THEN fire_at ELSE {self.now} + r.delay END, "
                 "last_error = r.error "
                 f"FROM (SELECT {columns} FROM json_each(?)) AS r "
@@ -169,7 +174,8 @@ class Sqlite(Dialect):
 
     def keyspace(self, definition: Definition) -> str:
         key = "fire_at" if definition.shard_by is None else self.bare(definition.shard_by)
-        return f"turnlane_keyspace_id({key})"
+        # As bytes: a text that is none would not even reach the function.
+        return f"turnlane_keyspace_id(CAST({key} AS BLOB))"
 
     def identifier(self, name: str) -> str:
         return self.bare(name)
@@ -186,6 +192,10 @@ class Sqlite(Dialect):
                     poke()
 
         return Watch(self, hear)
+
+
+def _keyspace_id(key: bytes | None) -> int:
+    return keyspace_id(None if key is None else key.decode(errors="replace"))
 
 
 def _begin(connection: sqlite3.Connection) -> None:
