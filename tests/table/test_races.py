@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import psycopg
 import pytest
 
 from tests.table.servers import PostgresServer
-from tests.table.site import Site, eventually, payloads, settle, step_until, take
+from tests.table.site import PATIENCE, Site, eventually, payloads, settle, step_until, take
 from turnlane.errors import LeadLost, NameTaken
+from turnlane.node.table_stream import TableStream
 from turnlane.table.event import TableEvent
 from turnlane.table.keyspace import KeyRange, keyspace_id
 from turnlane.table.manager import Manager
@@ -125,6 +127,50 @@ def test_what_nobody_took_is_as_if_never_fired_when_the_manager_closes(site: Sit
         _attached(manager)
         step_until(manager, lambda: _rows(site, queue) == [("fired", 1)])
     assert _rows(site, queue) == [("to_be_fired", 0)]
+
+
+# ── acks that are lost ───────────────────────────────────────────────────────────────────────────
+
+
+def test_every_thread_hears_of_acks_that_were_lost(site: Site) -> None:
+    queue = site.queue(lease="60s", ack_timeout="60s")
+    site.fill(queue, 3)
+    with queue.receive() as receiver, ThreadPoolExecutor(1) as other:
+        stored, lost, both = take(receiver, 3)
+        settle(receiver, [stored])
+        assert other.submit(receiver.flush, PATIENCE).result()
+        _take_the_lead_away(site, queue)
+        receiver.ack([lost, both])
+        eventually(lambda: queue.manager().lost_acks > 0)
+        with pytest.raises(LeadLost):
+            receiver.flush(PATIENCE)
+        with pytest.raises(LeadLost):
+            other.submit(receiver.flush, PATIENCE).result()
+        assert receiver.flush(PATIENCE)  # it was told
+        assert receiver.flush(PATIENCE, [stored])
+        for _ in range(2):
+            with pytest.raises(LeadLost):
+                receiver.flush(PATIENCE, [stored, lost])
+
+
+def test_an_ack_over_http_that_was_lost_is_refused_however_often_it_comes(site: Site) -> None:
+    queue = site.queue(lease="60s", ack_timeout="60s")
+    site.fill(queue, 2)
+    with TableStream(queue.name, queue.receive(), queue.definition) as stream:
+        sent = 0
+        while sent < 2:
+            sent += sum(block.num_rows for _, block in stream.take(SOON))
+        assert stream.store([(0, 1)], PATIENCE)
+        _take_the_lead_away(site, queue)
+        for _ in range(2):
+            with pytest.raises(LeadLost):
+                stream.store([(1, 2)], PATIENCE)
+        assert stream.store([(0, 1)], PATIENCE)
+
+
+def _take_the_lead_away(site: Site, queue: TableQueue) -> None:
+    taken = "SET token = token + 1, expires_at = 0"
+    site.execute(f"UPDATE turnlane_lease {taken} WHERE queue = '{queue.name}'")
 
 
 # ── order ────────────────────────────────────────────────────────────────────────────────────────

@@ -20,6 +20,7 @@ from turnlane.closing import Closing
 from turnlane.errors import LeadLost, Never, QueueClosed, TransportDown, TurnlaneError
 from turnlane.table.event import COLUMNS, TableEvent
 from turnlane.table.keyspace import KeyRange
+from turnlane.table.losses import Losses
 from turnlane.table.receiver import PREFETCH
 from turnlane.table.sql.dialect import Row
 
@@ -158,8 +159,9 @@ class _Link:
         self._node = node
         self._receiver = receiver
         self._stream: _Stream | None = None
-        self._lost = False
-        """Whether there are acks that were not stored and nobody was told of."""
+        self._lost = 0
+        """How often there were acks that were not stored."""
+        self._losses = Losses()
         self._lock = threading.Lock()
         self._thread = threading.Thread(
             target=self._run, name=f"turnlane-receive-{node.place}", daemon=True
@@ -178,16 +180,16 @@ class _Link:
     def lose(self) -> None:
         """Some acks are not stored, and never will be."""
         with self._lock:
-            self._lost = True
+            self._lost += 1
 
     def flush(self, until: float | None) -> bool | None:
-        """Whether all acks are stored; ``None`` if some never will be, which is told once."""
+        """Whether all acks are stored; ``None`` if some never will be: each thread is told."""
         with self._lock:
             stream = self._stream
         stored = stream is None or stream.flush(until)
         with self._lock:
-            lost, self._lost = self._lost, False
-        return None if lost else stored
+            lost = self._lost
+        return None if self._losses.is_news(lost) else stored
 
     def _run(self) -> None:
         while not self._receiver.is_over:

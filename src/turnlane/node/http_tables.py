@@ -116,8 +116,7 @@ class TableRoutes:
         """Settle events; the answer comes once that is stored."""
         stream = self._stream(request)
         asked = await self._asked(request, "events")
-        stream.ack(_spans(asked))
-        await self._threads.run(_stored, stream)
+        await self._threads.run(_store, stream, _spans(asked))
         return Response(status_code=204)
 
     async def nack(self, request: Request) -> Response:
@@ -156,8 +155,8 @@ def _shown(table: ServedTable) -> dict[str, Any]:
     return {"name": table.name, "open": True, "shards": shards}
 
 
-def _stored(stream: TableStream) -> None:
-    if not stream.flush(_FLUSH):
+def _store(stream: TableStream, spans: list[tuple[int, int]]) -> None:
+    if not stream.store(spans, _FLUSH):
         raise LeadLost("the acks are not stored yet; they may be later", after=1.0)
 
 

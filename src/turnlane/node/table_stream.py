@@ -40,6 +40,8 @@ class TableStream(Closing):
         self._receiver = receiver
         self._events: dict[int, TableEvent] = {}
         """Sent and not settled, by number."""
+        self._unsure: dict[int, TableEvent] = {}
+        """Settled by :meth:`store`, and not known to be stored: some are lost."""
         self._next = 0
         self._changed = threading.Condition()
 
@@ -60,11 +62,29 @@ class TableStream(Closing):
 
     def ack(self, spans: Spans) -> None:
         """Settle events by their numbers; those that were settled before change nothing."""
-        self._receiver.ack(self._settled(spans))
+        self._receiver.ack([event for _, event in self._settled(spans)])
+
+    def store(self, spans: Spans, timeout: float | None) -> bool:
+        """Settle events and wait until that is stored; false if the time is over.
+
+        Then it may be repeated. Raises ``LeadLost`` if acks of theirs are lost, however often.
+        """
+        listed = list(spans)
+        events = dict(self._settled(listed))
+        with self._changed:
+            before = {n: event for n, event in self._unsure.items() if _within(n, listed)}
+            self._unsure.update(events)
+        self._receiver.ack(list(events.values()))
+        stored = self._receiver.flush(timeout, (*before.values(), *events.values()))
+        if stored:
+            with self._changed:
+                for number in (*before, *events):
+                    self._unsure.pop(number, None)
+        return stored
 
     def nack(self, spans: Spans, delay: float | None, error: str | None) -> None:
         """Have events fired again."""
-        for event in self._settled(spans):
+        for _, event in self._settled(spans):
             event.nack(delay, error)
 
     def flush(self, timeout: float | None) -> bool:
@@ -93,8 +113,9 @@ class TableStream(Closing):
             self.nack([(first, first + 1)], None, f"cannot be sent: {error}")
             return []
 
-    def _settled(self, spans: Spans) -> list[TableEvent]:
-        found: list[TableEvent] = []
+    def _settled(self, spans: Spans) -> list[tuple[int, TableEvent]]:
+        """Events that were sent and not settled so far, with their numbers."""
+        found: list[tuple[int, TableEvent]] = []
         with self._changed:
             for first, end in spans:
                 if end > self._next:
@@ -103,7 +124,7 @@ class TableStream(Closing):
                 numbers: Iterable[int] = range(first, end)
                 if end - first > len(self._events):
                     numbers = [number for number in self._events if first <= number < end]
-                found += [self._events.pop(n) for n in numbers if n in self._events]
+                found += [(n, self._events.pop(n)) for n in numbers if n in self._events]
             self._changed.notify_all()
         return found
 
@@ -129,3 +150,7 @@ def rows_of(block: Block) -> list[list[Any]]:
 
 def _in_base64(value: bytes | None) -> str | None:
     return None if value is None else base64.b64encode(value).decode()
+
+
+def _within(number: int, spans: Spans) -> bool:
+    return any(first <= number < end for first, end in spans)

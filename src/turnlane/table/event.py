@@ -35,7 +35,7 @@ class Home(Protocol):
 class TableEvent:
     """One event. ``event["payload"]`` is a column of yours; settle it with ack() or nack()."""
 
-    __slots__ = ("_row", "fire_at", "fired", "home", "id", "marked", "read_at", "seat")
+    __slots__ = ("_row", "fire_at", "fired", "home", "id", "lost", "marked", "read_at", "seat")
 
     def __init__(self, row: Row, home: Home, read_at: float) -> None:
         self._row = row
@@ -51,6 +51,8 @@ class TableEvent:
         """Whether its row says ``fired``."""
         self.fired = 0.0
         """When it was last given to a receiver, in monotonic seconds; 0: it was not."""
+        self.lost = False
+        """Whether its ack was taken and will not be stored: it fires again."""
         self.seat: object = None
         """The receiver that has it."""
 

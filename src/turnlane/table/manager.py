@@ -266,8 +266,9 @@ class Manager(Closing):
             reign.landing.detach(place)
 
     def _drop_acks(self) -> None:
-        self.lost_acks += len(self._acks)
-        self._acks.clear()
+        while self._acks:
+            self._acks.popleft().lost = True
+            self.lost_acks += 1
 
     def _await_acks(self, waiter: Waiter, receiver: Receiver | None) -> None:
         if self._reign is None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from turnlane.closing import Closing
 from turnlane.errors import LeadLost, QueueClosed
 from turnlane.table.event import Home, TableEvent
 from turnlane.table.keyspace import EVERYTHING, KeyRange
+from turnlane.table.losses import Losses
 
 PREFETCH = 1_000
 """Events that a receiver may have and not have settled."""
@@ -52,8 +53,8 @@ class Receiver(Closing):
         self._sources: list[Source] = []
         self._gone: list[Source] = []
         """Managers that are closed: what they did not store must not be taken for stored."""
-        self._lost: dict[int, int] = {}
-        """Lost acks of each manager, as far as somebody was told."""
+        self._losses: dict[int, Losses] = {}
+        """Of each manager: how many of its lost acks who was told of."""
         self._waiting: deque[tuple[Source, TableEvent]] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -112,22 +113,21 @@ class Receiver(Closing):
         for home, mine in by_home.items():
             home.ack(mine)
 
-    def flush(self, timeout: float | None = None) -> bool:
+    def flush(
+        self, timeout: float | None = None, events: Iterable[TableEvent] | None = None
+    ) -> bool:
         """Wait until the acks so far are stored, on every shard; false if the time is over.
 
-        Raises ``LeadLost`` if a manager lost the lead before: the events fire again elsewhere.
+        Raises ``LeadLost`` if a manager lost the lead before: the events fire again elsewhere. If
+        ``events`` are given, only if acks of theirs were lost, as often as it is called; else each
+        thread hears once of any loss, whoever acked. Threads that share their work give events.
         """
         sources = [*self._sources, *self._gone]
         stored = [source.flush(timeout, self) for source in sources]
-        lost = [source for source in sources if self._has_lost(source)]
-        if lost:
+        news = [source for source in sources if self._losses[id(source)].is_news(source.lost_acks)]
+        if news if events is None else any(event.lost for event in events):
             raise LeadLost("acks were not stored: their events fire again elsewhere")
         return all(stored)
-
-    def _has_lost(self, source: Source) -> bool:
-        told = self._lost.get(id(source), 0)
-        self._lost[id(source)] = source.lost_acks
-        return source.lost_acks > told
 
     def close(self) -> None:
         """Take no more events; those that were not settled fire elsewhere."""
@@ -143,7 +143,7 @@ class Receiver(Closing):
 
     def attached(self, source: Source) -> None:
         """A manager will send events."""
-        self._lost[id(source)] = source.lost_acks
+        self._losses[id(source)] = Losses(source.lost_acks)
         self._sources.append(source)
 
     def left(self, source: Source) -> None:

@@ -44,6 +44,8 @@ class Settling:
 
     def __init__(self) -> None:
         self._acks: dict[int, TableEvent] = {}
+        self._twins: list[TableEvent] = []
+        """Events that were fired and acked again before their first acks were stored."""
         self._doubtful: set[int] = set()
         """Acks of events that nobody here remembers to have fired."""
         self._held: dict[int, TableEvent] = {}
@@ -70,7 +72,10 @@ class Settling:
 
     def ack(self, events: Iterable[TableEvent], now: float) -> None:
         """Take the acks of events."""
-        self._acks.update({event.id: event for event in events})
+        taken = {event.id: event for event in events}
+        if not self._acks.keys().isdisjoint(taken):
+            self._twins += [self._acks[each] for each in taken if each in self._acks]
+        self._acks.update(taken)
         if self._acks and self._since is None:
             self._since = now
 
@@ -107,6 +112,7 @@ class Settling:
             stored = store.ack(token, *_named(self._acks))
             self._held.update({each: self._acks[each] for each in stored.held})
             self._acks.clear()
+            self._twins.clear()
             released += stored.released
         if self._doubtful:
             stored = store.late_ack(token, list(self._doubtful))
@@ -118,7 +124,10 @@ class Settling:
 
     def abandon(self, error: Exception) -> None:
         """The acks will not be stored: their events fire again elsewhere."""
+        for event in (*self._acks.values(), *self._held.values(), *self._twins):
+            event.lost = True
         self._acks.clear()
+        self._twins.clear()
         self._doubtful.clear()
         self._held.clear()
         self._plan(0.0)
