@@ -227,3 +227,15 @@ def test_shards_get_what_is_theirs_once(tmp_path: Path) -> None:
             assert all(shard.key_range.contains(row["keyspace_id"]) for row in rows)
             customers += [row["customer"] for row in rows]
         assert sorted(customers) == list(range(30))
+        for shard in queue.map.shards:
+            queue.queue(shard).cancel(queue.queue(shard).scan.ids(Selection()))
+        with TableOutput(settings) as output:
+            send(output, handed(values))  # it knows all of them
+            queue.reshard([(f"sqlite:///{tmp_path}/c.db", "-")])
+            with pytest.raises(RetryLater, match="resharded"):
+                send(output, handed(values))
+            send(output, handed(values))
+            send(output, handed([b'{"to": 99}'], 30))
+        (merged,) = queue.map.shards
+        scanned = queue.queue(merged).scan.events(Selection())
+        assert [row["customer"] for row in scanned] == [99]

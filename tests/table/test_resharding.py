@@ -20,7 +20,7 @@ from tests.table.mortal import Killed
 from tests.table.shard_site import OPTIONS, ShardOracle, ShardSite, sqlite_site, sqlite_url
 from tests.table.site import PATIENCE, Site, eventually, take
 from turnlane import table
-from turnlane.errors import LeadLost, ReshardUnderWay
+from turnlane.errors import LeadLost, ReshardUnderWay, RetryLater
 from turnlane.table.keyspace import KeyRange, keyspace_id
 from turnlane.table.letters import Take
 from turnlane.table.mover import Mover
@@ -28,6 +28,8 @@ from turnlane.table.reshard import Progress, Resharder, Step
 from turnlane.table.shard_store import ShardStore
 from turnlane.table.shards import Shard, ShardMap
 from turnlane.table.sites import Sites
+from turnlane.table.spread import Spread
+from turnlane.table.staging import Staging, job_of
 from turnlane.table.url import dialect_of
 
 RESHARDER = Path(__file__).with_name("resharder.py")
@@ -633,3 +635,65 @@ def test_columns_with_any_name_are_moved(site: Site, name: str) -> None:
     with other.receive() as receiver:
         (event,) = take(receiver, 1)
         assert event[name] == "100 %s"
+
+
+# ── writers of whole batches ─────────────────────────────────────────────────────────────────────
+
+
+def write_batch(site: ShardSite, shards: ShardMap, epoch: int, *, only: int | None = None) -> None:
+    """As Spark does: rows to each shard, noted in all of them; perhaps cut off after some."""
+    definition = site.sites().definition
+    for shard in shards.shards[:only]:
+        rows = [
+            {"user_id": at, "payload": f"{epoch} {at}", "fire_at": 2**62}
+            for at in range(20)
+            if shard.key_range.contains(keyspace_id(at))
+        ]
+        with Staging(dialect_of(shard.url), definition) as staging:
+            job = job_of("w")
+            staging.add(f"{job}/1", 0, rows)
+            staging.commit(job, [f"{job}/1"], epoch)
+
+
+def all_payloads(site: ShardSite, shards: ShardMap) -> list[str]:
+    chosen = f"SELECT payload FROM {site.name}"
+    return sorted(row[0] for shard in shards.shards for row in site.execute(shard.url, chosen))
+
+
+@pytest.mark.parametrize("how", ["split", "merge"])
+def test_a_batch_that_comes_again_after_a_reshard_is_there_once(
+    shard_urls: list[str], how: str
+) -> None:
+    first, second, third = shard_urls
+    halves, whole = ("-80", "80-"), ("-",)
+    before, after = (whole, halves) if how == "split" else (halves, whole)
+    old = [first] if how == "split" else [first, second]
+    new = [second, third] if how == "split" else [third]
+    with ShardSite(list(zip(old, before, strict=True))) as site:
+        queue = site.queue()
+        shards = queue.map
+        write_batch(site, shards, 6)
+        write_batch(site, shards, 7)
+        queue.reshard(list(zip(new, after, strict=True)))
+        with pytest.raises(RetryLater, match="resharded"):
+            write_batch(site, shards, 8)  # by the old map
+        write_batch(site, queue.map, 7)
+        write_batch(site, queue.map, 8)
+        expected = sorted(f"{epoch} {at}" for epoch in (6, 7, 8) for at in range(20))
+        assert all_payloads(site, queue.map) == expected
+        if how == "split":  # whoever knows one database finds the others
+            with Spread([(first, "-")], site.name) as spread:
+                assert spread.map.version == 1
+
+
+def test_shards_are_not_merged_in_the_middle_of_a_batch(shard_urls: list[str]) -> None:
+    first, second, third = shard_urls
+    with ShardSite([(first, "-80"), (second, "80-")]) as site:
+        queue = site.queue()
+        write_batch(site, queue.map, 1)
+        write_batch(site, queue.map, 2, only=1)
+        with pytest.raises(ReshardUnderWay, match="let it finish"):
+            queue.reshard([(third, "-")])
+        write_batch(site, queue.map, 2)
+        assert queue.reshard([(third, "-")]) == 40
+        assert len(set(all_payloads(site, queue.map))) == 40

@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from turnlane.outputs.sql_rows import Offsets, Stream
 from turnlane.queues.ranges import Ranges
+from turnlane.table.notes import DELIVERED
 
-TABLE: Final = "turnlane_delivered"
+TABLE: Final = DELIVERED
 _LOCK: Final = -1
 """The ``first`` of a row that is no range: whoever has it locked is alone with the stream."""
 

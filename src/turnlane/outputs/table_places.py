@@ -16,9 +16,10 @@ from turnlane.outputs.sql_notes import Notes
 from turnlane.outputs.sql_rows import Offsets, Rows
 from turnlane.table.columns import rows_of
 from turnlane.table.definition import Definition
+from turnlane.table.gate import Gate
 from turnlane.table.inserts import Inserts
 from turnlane.table.sql.dialect import Dialect
-from turnlane.table.sql.session import understood
+from turnlane.table.sql.session import Executed, understood
 
 NAME: Final = "event_name"
 NAMES: Final = 1_000
@@ -37,8 +38,11 @@ class TablePlace(Closing):
         self._table = dialect.identifier(definition.name)
         with understood(dialect):
             self._connection = dialect.connect()
+        self._gate = Gate(dialect, definition.name)
         self._notes: Notes | None = None
         if delivered_as is not None:
+            with self._understood(), self._transaction():
+                self._gate.prepare(self._executed)
             delivered = Delivered(delivered_as, dialect.bare, self._execute)
             self._notes = Notes(delivered, self._transaction, f" {dialect.lock}")
 
@@ -52,6 +56,7 @@ class TablePlace(Closing):
                 self._notes.get_ready(rows.places)
             with self._transaction():
                 if self._notes is not None:
+                    self._gate.pass_through(self._executed)
                     mine = np.intersect1d(mine, self._notes.fresh(rows.places))
                 part = self._unknown(rows.columns.take(mine))
                 if part.num_rows:
@@ -87,6 +92,11 @@ class TablePlace(Closing):
 
     def _execute(self, statement: str, values: Sequence[Any]) -> Sequence[Any]:
         return self._run(statement.replace("?", self._dialect.mark), values)
+
+    def _executed(self, statement: str, values: Sequence[Any] = ()) -> Executed:
+        cursor = self._connection.cursor()
+        cursor.execute(statement, tuple(values))
+        return Executed(cursor)
 
     def _run(self, statement: str, values: Sequence[Any]) -> Sequence[Any]:
         cursor = self._connection.cursor()

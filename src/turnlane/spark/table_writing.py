@@ -97,7 +97,10 @@ class TableWriting:
     ) -> None:
         staged = [message for message in messages if isinstance(message, StagedRows)]
         with self._options.opened() as spread:
-            for address in sorted({each for message in staged for each in message.addresses}):
+            addresses = {each for message in staged for each in message.addresses}
+            if epoch is not None:  # noted everywhere: shards that are merged have to agree
+                addresses |= {shard.address for shard in spread.map.shards}
+            for address in sorted(addresses):
                 stages = [each.stage for each in staged if address in each.addresses]
                 with Staging(spread.dialect(Shard(address)), spread.definition) as staging:
                     staging.commit(self._job, stages, epoch, writer)

@@ -4,8 +4,9 @@
 2. *Prepare*: the new shards get their tables. Nobody may lead there yet.
 3. *Ahead*: events that are due later than any manager looks, and acked ones, are moved. The old
    shards go on firing.
-4. *Switch*: the new map is kept everywhere, and clients follow it within seconds. The old shards
-   are shut: their managers have a moment to leave in order, then their fencing token is taken.
+4. *Switch*: those who write whole batches, once each, have to wait while their notes are copied.
+   The new map is kept everywhere, and clients follow it within seconds. The old shards are shut:
+   their managers have a moment to leave in order, then their fencing token is taken.
 5. *Drain*: whatever is left is moved. The new shards fire meanwhile, or afterwards if the queue
    keeps an order.
 6. *End*: the plan is struck off. The old shards are *retired*: what a client with an old map still
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from turnlane.errors import ConfigError, ReshardUnderWay
 from turnlane.table.letters import Take
 from turnlane.table.mover import Mover
+from turnlane.table.notes import common
 from turnlane.table.settings import Ordering
 from turnlane.table.shard_store import BATCH, ShardStore
 from turnlane.table.shards import Shard, ShardMap
@@ -116,7 +118,9 @@ class Resharder:
         targets = [shard for shard in self.plan.shards if shard not in before.shards]
         self._make_known(before)
         self._prepare(targets)
+        self._check_notes(sources)
         self._move_ahead(sources)
+        self._copy_notes(sources, targets)
         self._switch(before, sources, targets)
         self._drain(sources, targets)
         for store in self._stores(before.shards):
@@ -148,6 +152,35 @@ class Resharder:
             if newest is None or newest.version < self.plan.version:
                 store.shut()
                 self._sites.number(shard)
+                with self._sites.notes(shard) as notes:
+                    notes.shut()
+
+    def _check_notes(self, sources: Sequence[Shard]) -> None:
+        """Raise ``ReshardUnderWay`` if a writer is in the middle of a batch: some would come twice.
+
+        From its copy on nobody can do anything about it.
+        """
+        noted = []
+        for shard in sources:
+            with self._sites.notes(shard) as notes:
+                if notes.are_shut:
+                    return
+                noted.append(notes.read())
+        if any(each.batches != noted[0].batches for each in noted):
+            raise ReshardUnderWay(
+                "a writer has committed a batch to some of the shards: let it finish, then resume"
+            )
+
+    def _copy_notes(self, sources: Sequence[Shard], targets: Sequence[Shard]) -> None:
+        """Have those who write each batch once know in the new shards what they wrote."""
+        noted = []
+        for shard in sources:
+            with self._sites.notes(shard) as notes:
+                notes.shut()
+                noted.append(notes.read())
+        for shard in targets:
+            with self._sites.notes(shard) as notes:
+                notes.arrive(common(noted))
 
     def _move_ahead(self, sources: Sequence[Shard]) -> None:
         window = self._sites.definition.settings.window + MARGIN

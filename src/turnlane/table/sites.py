@@ -10,6 +10,7 @@ from turnlane.closing import Closing
 from turnlane.errors import DatabaseDown
 from turnlane.table.catalog import Catalog
 from turnlane.table.definition import Definition
+from turnlane.table.notes import Notes
 from turnlane.table.shard_store import ShardStore
 from turnlane.table.shards import Shard, ShardMap, address_of
 from turnlane.table.sql.dialect import Dialect
@@ -47,6 +48,10 @@ class Sites(Closing):
                     self.dialect(shard), self.definition
                 )
             return store
+
+    def notes(self, shard: Shard) -> Notes:
+        """What is noted in a shard's database; the caller closes it."""
+        return Notes(self.dialect(shard), self.definition.name)
 
     def create(self, shard: Shard) -> None:
         """Make the queue in a shard's database, unless it is there."""

@@ -34,6 +34,17 @@ class Spread(Closing):
             if self.definition.shard_by is None:
                 raise ConfigError("shards", f"{name!r} has no SHARD BY column to choose one by")
             self.map = self._sites.newest(self.map)
+        elif self.definition.shard_by is not None:
+            self.map = self._followed()
+
+    def _followed(self) -> ShardMap:
+        """The newest map, if the one database that is named was resharded."""
+        store = self._sites.store(self.map.shards[0])
+        try:
+            found = store.kept_map()
+        except store.dialect.error:
+            return self.map  # nobody has kept a map there: it has no such table
+        return self.map if found is None else self._sites.newest(found)
 
     def dialect(self, shard: Shard) -> Dialect:
         """How a shard's database is reached."""

@@ -15,6 +15,7 @@ from typing import Any, Final
 from turnlane.closing import Closing
 from turnlane.errors import WriterAhead
 from turnlane.table.definition import ENQUEUED, Definition
+from turnlane.table.gate import Gate, writers
 from turnlane.table.sql.dialect import Dialect
 from turnlane.table.sql.session import Execute, Session
 
@@ -33,16 +34,8 @@ def job_of(writer: str | None) -> str:
 def clear_away(dialect: Dialect, queue: str, execute: Execute) -> None:
     """Remove all stages of a queue that is dropped, and what was noted of its writers."""
     execute(f"DROP TABLE IF EXISTS {dialect.identifier(PREFIX + queue)}")
-    execute(_writers(dialect))  # which nobody may have needed so far
+    execute(writers(dialect))  # which nobody may have needed so far
     execute(f"DELETE FROM turnlane_writer WHERE queue = {dialect.mark}", (queue,))
-
-
-def _writers(dialect: Dialect) -> str:
-    return (
-        "CREATE TABLE IF NOT EXISTS turnlane_writer (queue VARCHAR(64) NOT NULL, "
-        "job VARCHAR(32) NOT NULL, epoch BIGINT NOT NULL, "
-        f"PRIMARY KEY (queue, job)) {_end(dialect)}"
-    )
 
 
 def _end(dialect: Dialect) -> str:
@@ -61,6 +54,7 @@ class Staging(Closing):
         self.dialect = dialect
         self.definition = definition
         self._session = Session(dialect)
+        self._gate = Gate(dialect, definition.name)
         self._columns = (*ENQUEUED, *definition.names)
         self._prepared = False
 
@@ -89,11 +83,14 @@ class Staging(Closing):
 
         None if the batch ``epoch`` was the last that its ``writer``, by default the job, has
         committed; raises ``WriterAhead`` if that has committed a later one. An event whose name is
-        in the table is left out.
+        in the table is left out. Raises ``RetryLater`` while the queue is being resharded, if there
+        is an ``epoch``: by another map, the batch may belong elsewhere.
         """
         self._prepare()
 
         def work(execute: Execute) -> int:
+            if epoch is not None:
+                self._gate.pass_through(execute)
             if epoch is not None and not self._note(execute, writer or job, epoch):
                 moved = 0
             else:
@@ -156,6 +153,7 @@ class Staging(Closing):
             except self.dialect.error:
                 # Two at the same time: PostgreSQL tells one of them that it is there, as an error.
                 self._session.change(self._sql(statement))
+        self._session.transact(self._gate.prepare)
         self._prepared = True
 
     def _tables(self) -> list[str]:
@@ -167,7 +165,7 @@ class Staging(Closing):
                 "event_group VARCHAR(255), after_group VARCHAR(255), {declared}, "
                 f"PRIMARY KEY (stage, number)) {_end(self.dialect)}"
             ),
-            _writers(self.dialect),
+            writers(self.dialect),
         ]
 
     def _sql(self, template: str) -> str:

@@ -28,6 +28,8 @@ TRANSIENT = {1205, 1213, 1020}
 """Lock wait timeout, deadlock, a record changed since the snapshot."""
 READ_ONLY = {1290, 1792, 1836}
 GONE = {1040, 1053, 1077, 1079, 1152, 1927, 2002, 2003, 2006, 2013, 2014, 2055}
+EXHAUSTED = {1021, 1041, 1114, 1135, 1203, 1226}
+"""The disk, the memory or a table is full; a user has all the connections that he may have."""
 DUPLICATE = 1062
 
 OPTIONS = {"connect_timeout": 10, "read_timeout": 60, "write_timeout": 60}
@@ -95,7 +97,7 @@ class Mysql(Dialect):
             return Failure.READ_ONLY
         if code == DUPLICATE and "event_name" in str(error):
             return Failure.NAME_TAKEN
-        if code in GONE or isinstance(error, pymysql.InterfaceError):
+        if code in GONE | EXHAUSTED or isinstance(error, pymysql.InterfaceError):
             return Failure.DISCONNECTED
         return Failure.OTHER
 

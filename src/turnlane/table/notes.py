@@ -1,0 +1,157 @@
+"""Notes: which batches and events a shard's database was given, for those who give them once.
+
+They go along when a shard is split or merged. Of shards that become one, what all of them have got
+counts as given: a writer that was cut off between two of them gives some events twice, and loses
+none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Final
+
+from turnlane.closing import Closing
+from turnlane.table.gate import GATE, Gate
+from turnlane.table.sql.dialect import Dialect
+from turnlane.table.sql.session import Execute, Session
+
+DELIVERED: Final = "turnlane_delivered"
+"""Where outputs note what they delivered: ranges of offsets."""
+
+Stream = tuple[str, int]
+"""A queue of a node's, and its partition."""
+Spans = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What is noted in one database."""
+
+    batches: dict[str, int] = field(default_factory=dict)
+    """The last batch of each writer."""
+    delivered: dict[Stream, Spans] = field(default_factory=dict)
+
+    def common(self, other: Noted) -> Noted:
+        """What both databases have got."""
+        batches = {
+            job: min(epoch, other.batches[job])
+            for job, epoch in self.batches.items()
+            if job in other.batches
+        }
+        delivered = {
+            stream: both(spans, other.delivered[stream])
+            for stream, spans in self.delivered.items()
+            if stream in other.delivered
+        }
+        return Noted(batches, delivered)
+
+
+def common(noted: Iterable[Noted]) -> Noted:
+    """What all databases have got."""
+    return reduce(Noted.common, noted)
+
+
+def both(one: Spans, other: Spans) -> Spans:
+    """What lies in both of two lists of spans."""
+    met = (
+        (max(first, start), min(end, stop))
+        for first, end in one
+        for start, stop in other
+        if first < stop and start < end
+    )
+    return sorted(met)
+
+
+class Notes(Closing):
+    """The notes and the gate of one queue in one database. Every call may be repeated."""
+
+    def __init__(self, dialect: Dialect, queue: str) -> None:
+        self._dialect = dialect
+        self._queue = queue
+        self._gate = Gate(dialect, queue)
+        self._session = Session(dialect)
+        names = map(dialect.identifier, ("target", "queue", "partition", "first", "end"))
+        self._target, self._of, self._partition, self._first, self._end = names
+
+    def close(self) -> None:
+        self._session.close()
+
+    def read(self) -> Noted:
+        """What is noted now."""
+        batches = "SELECT job, epoch FROM turnlane_writer WHERE queue = %s AND job <> %s"
+        self._session.transact(self._gate.prepare)
+        rows = self._session.query(self._sql(batches), (self._queue, GATE))
+        return Noted({row[0]: row[1] for row in rows}, self._read_delivered())
+
+    def shut(self) -> None:
+        """Let nobody note anything here any more."""
+        self._session.transact(self._gate.prepare)
+        self._session.transact(self._gate.shut)
+
+    @property
+    def are_shut(self) -> bool:
+        """Whether nobody can note anything here."""
+        self._session.transact(self._gate.prepare)
+        return self._session.transact(self._gate.is_shut)
+
+    def arrive(self, noted: Noted) -> None:
+        """Take over what was noted elsewhere, and let writers pass; nothing if they do already."""
+        if noted.delivered:
+            self._make_delivered()
+
+        def work(execute: Execute) -> None:
+            if not self._gate.is_shut(execute, self._dialect.lock):
+                return
+            self._replace_batches(execute, noted.batches)
+            if noted.delivered:
+                self._replace_delivered(execute, noted.delivered)
+            self._gate.open(execute)
+
+        self._session.transact(work)
+
+    # ── how ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _replace_batches(self, execute: Execute, batches: dict[str, int]) -> None:
+        gone = "DELETE FROM turnlane_writer WHERE queue = %s AND job <> %s"
+        execute(self._sql(gone), (self._queue, GATE))
+        for job, epoch in batches.items():
+            added = "INSERT INTO turnlane_writer (queue, job, epoch) VALUES (%s, %s, %s)"
+            execute(self._sql(added), (self._queue, job, epoch))
+
+    def _read_delivered(self) -> dict[Stream, Spans]:
+        columns = f"{self._of}, {self._partition}, {self._first}, {self._end}"
+        statement = f"SELECT {columns} FROM {DELIVERED} WHERE {self._target} = %s"
+        try:
+            rows = self._session.query(self._sql(statement), (self._queue,))
+        except self._dialect.error:
+            return {}  # nobody needed the table so far
+        found: dict[Stream, Spans] = {}
+        for queue, partition, first, end in rows:
+            found.setdefault((queue, partition), []).append((first, end))
+        return found
+
+    def _make_delivered(self) -> None:
+        columns = (
+            f"{self._target} VARCHAR(200) NOT NULL, {self._of} VARCHAR(200) NOT NULL, "
+            f"{self._partition} INTEGER NOT NULL, {self._first} BIGINT NOT NULL, "
+            f"{self._end} BIGINT NOT NULL"
+        )
+        key = f"{self._target}, {self._of}, {self._partition}, {self._first}"
+        self._session.change(
+            f"CREATE TABLE IF NOT EXISTS {DELIVERED} ({columns}, PRIMARY KEY ({key}))"
+        )
+
+    def _replace_delivered(self, execute: Execute, delivered: dict[Stream, Spans]) -> None:
+        gone = f"DELETE FROM {DELIVERED} WHERE {self._target} = %s"
+        execute(self._sql(gone), (self._queue,))
+        rows: Sequence[tuple[object, ...]] = [
+            (self._queue, *stream, *span) for stream, spans in delivered.items() for span in spans
+        ]
+        names = ("target", "queue", "partition", "first", "end")
+        if rows:
+            self._session.insert_many(DELIVERED, names, rows)
+
+    def _sql(self, statement: str) -> str:
+        return statement.replace("%s", self._dialect.mark)
