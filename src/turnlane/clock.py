@@ -21,4 +21,18 @@ class Clock:
         return time.monotonic()
 
 
+class BootClock(Clock):
+    """Its monotonic time goes on while the machine sleeps, where the system has such a clock.
+
+    Whoever holds something until a time by somebody else's clock needs it: a machine that was
+    asleep for an hour must not think that no time has passed.
+    """
+
+    def monotonic(self) -> float:
+        return time.clock_gettime(_AWAKE_OR_NOT)
+
+
+_AWAKE_OR_NOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
 SYSTEM_CLOCK = Clock()
+BOOT_CLOCK = BootClock()

@@ -11,12 +11,17 @@ from turnlane.table.store import Store
 OPERATIONS = (
     "acquire",
     "renew",
+    "release",
+    "listen",
     "last_id",
     "read_due",
     "read_new",
     "read_ids",
     "read_retried",
     "mark",
+    "unmark",
+    "insert_fired",
+    "late_ack",
     "standing",
     "ack",
     "put_back",
@@ -36,9 +41,9 @@ class MortalStore(Store):
     def __init__(
         self, dialect: Dialect, definition: Definition, operation: str, *, after: bool
     ) -> None:
-        super().__init__(dialect, definition)
         self._fatal = operation
         self._after = after
+        super().__init__(dialect, definition)
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)

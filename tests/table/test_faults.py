@@ -4,63 +4,81 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pymysql
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from tests.table.mortal import OPERATIONS, Killed, MortalStore
 from tests.table.oracle import Oracle
 from tests.table.servers import MariadbServer, PostgresServer
 from tests.table.site import PATIENCE, Site, eventually, payloads, settle, step_until, take
 from turnlane import table
-from turnlane.clock import Clock
+from turnlane.clock import BootClock
 from turnlane.errors import DatabaseDown, LeadLost
 from turnlane.table import firing, gaps
 from turnlane.table.manager import Manager
 from turnlane.table.receiver import Receiver
 from turnlane.table.sql import watch
-from turnlane.table.sql.dialect import Verdict
+from turnlane.table.sql.dialect import Dialect, Failure, Verdict
+from turnlane.table.sql.postgres import Postgres
+from turnlane.table.sql.session import Session
 from turnlane.table.store import Store
 from turnlane.table.url import dialect_of
 
 VICTIM = Path(__file__).with_name("victim.py")
+HOLDER = Path(__file__).with_name("holder.py")
 
 
 def test_a_manager_killed_at_every_step_loses_nothing(site: Site) -> None:
-    """One manager after the other dies, before or after a step; the next one carries on."""
+    """One manager after the other dies, before or after a step; the next one carries on.
+
+    An event that waits for a group fires after all its members are acked, and is acked once.
+    """
     queue = site.queue(
         lease="150ms", ack_timeout="200ms", ordering="key", window="2s", max_attempts=1_000
     )
-    oracle = Oracle(site)
+    oracle = GroupOracle(site, queue)
     expected: set[str] = set()
-    for at, operation in enumerate(OPERATIONS):
+    for at, operation in enumerate(each for each in OPERATIONS if each != "insert_fired"):
         for after in (False, True):
+            if operation in NOT_CALLED.get(site.kind, ()):
+                continue
             names = [f"{operation} {after} {each}" for each in range(4)]
             with site.transaction() as connection:
                 for each, name in enumerate(names):
                     row = {"user_id": 100 * at + each, "payload": name}
-                    queue.enqueue(connection, row, delay=0.05 * each)
-            expected |= set(names)
-            if operation == "read_ids" and site.kind == "sqlite":
-                continue  # it gives the ids of what is rolled back to the next rows
+                    queue.enqueue(connection, row, delay=0.05 * each, group=names[0])
+                last = f"after {names[0]}"
+                row = {"user_id": 100 * at, "payload": last}
+                queue.enqueue(connection, row, after_group=names[0])
+            expected |= {*names, last}
             expected |= run_until_killed(site, queue, oracle, operation, after=after)
-    last = site.manager(queue)
-    last.start()
-    with contextlib.closing(last):
+    last_one = site.manager(queue)
+    last_one.start()
+    with contextlib.closing(last_one):
         receiver = Receiver()
-        last.attach(receiver)
+        last_one.attach(receiver)
         oracle.drain(queue, receiver)
     oracle.check(expected)
+
+
+NOT_CALLED = {
+    # It gives the ids of what is rolled back to the next rows, and watches a counter.
+    "sqlite": ("read_ids", "listen"),
+    "mysql": ("listen",),
+}
 
 
 def run_until_killed(
@@ -72,7 +90,7 @@ def run_until_killed(
     receiver = Receiver(prefetch=3)
     manager.attach(receiver)
     unacked = 2  # one is nacked, one is kept
-    behind_a_gap: set[str] = set()
+    more: set[str] = set()
     until = time.monotonic() + PATIENCE
     try:
         while time.monotonic() < until:
@@ -85,15 +103,106 @@ def run_until_killed(
                 if unacked:
                     event.nack()
             receiver.ack(events)
-            if manager.fires and not behind_a_gap:
-                behind_a_gap.add(enqueue_behind_a_gap(site, queue))
+            if manager.fires and not more:
+                more.add(enqueue_behind_a_gap(site, queue))
+            if manager.fires:
+                provoked(manager, operation)
             time.sleep(min(pause, 0.01))  # the manager's own pause
     except Killed:
         pass
     else:
         raise AssertionError(f"nobody called {operation}")
     store.session.close()  # as the system does for a process that dies
-    return behind_a_gap
+    return more
+
+
+def provoked(manager: Manager, operation: str) -> None:
+    """Have a manager that leads do what it does not do by itself."""
+    match operation:
+        case "unmark" if manager.receivers == 1:
+            manager.attach(Receiver())  # who never takes what it is offered
+        case "late_ack":
+            manager.ack_ids([10**9])
+        case "release":
+            manager.close()
+
+
+class GroupOracle(Oracle):
+    """Also sees that what waits for a group comes after all of it is settled."""
+
+    def __init__(self, site: Site, queue: table.TableQueue) -> None:
+        super().__init__(site)
+        self._queue = queue
+
+    def saw(self, events: list[table.TableEvent]) -> None:
+        super().saw(events)
+        for name in payloads(events):
+            if name.startswith("after "):
+                members = f"event_group = '{name.removeprefix('after ')}' AND state <> 'acked'"
+                left = self._site.execute(f"SELECT 1 FROM {self._queue.name} WHERE {members}")
+                assert not left, f"{name}: {len(left)} are not settled"
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_manager_killed_while_it_writes_events_as_fired_loses_nothing(
+    site: Site, *, after: bool
+) -> None:
+    queue = site.queue(lease="150ms", ack_timeout="200ms")
+    store = MortalStore(site.dialect, queue.definition, "insert_fired", after=after)
+    manager = Manager(store)
+    manager.attach(Receiver())
+    step_until(manager, lambda: manager.fires and manager.receivers == 1)
+    assert not manager.enqueue([{"payload": "new"}], timeout=0)
+    with pytest.raises(Killed):
+        step_until(manager, lambda: False)
+    store.session.close()
+    site.fill(queue, 1)
+    oracle = Oracle(site)
+    with queue.receive() as receiver:
+        oracle.drain(queue, receiver)
+    oracle.check({"p0", "new"} if after else {"p0"})
+
+
+def test_a_process_that_was_stopped_changes_nothing(site: Site) -> None:
+    """It leads, sleeps past its lease with events in hand, and goes on when another leads."""
+    queue = site.queue(lease="500ms", ack_timeout="60s", retention="1h")
+    site.fill(queue, 30)
+    with holding(site, queue) as process, contextlib.ExitStack() as opened:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "took 10\n"
+        receiver = opened.enter_context(queue.receive())
+        while not stopped(process, queue.manager()):
+            process.send_signal(signal.SIGCONT)
+        settle(receiver, take(receiver, 30))
+        before = sorted(map(str, site.execute(f"SELECT * FROM {queue.name}")))
+        process.send_signal(signal.SIGCONT)
+        print(file=process.stdin, flush=True)
+        assert process.stdout.readline() == "refused\n"
+        assert process.stdout.readline() == "given 0\n"
+        assert sorted(map(str, site.execute(f"SELECT * FROM {queue.name}"))) == before
+        assert queue.manager().counts.lost_leads == 0
+
+
+@contextlib.contextmanager
+def holding(site: Site, queue: table.TableQueue) -> Iterator[subprocess.Popen[str]]:
+    """A process that leads a queue, and has taken events."""
+    command = [sys.executable, str(HOLDER), site.url, queue.name]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def stopped(process: subprocess.Popen[str], other: Manager) -> bool:
+    """Stop a process; whether another leads then: not if it has a transaction under way."""
+    process.send_signal(signal.SIGSTOP)
+    until = time.monotonic() + 5
+    while not other.fires and time.monotonic() < until:
+        time.sleep(0.01)  # the lease ends by the database's clock
+    return other.fires
 
 
 def enqueue_behind_a_gap(site: Site, queue: table.TableQueue) -> str:
@@ -170,11 +279,22 @@ def test_every_write_with_an_old_token_is_refused(site: Site) -> None:
     grant = store.acquire("old", 0.0)
     assert grant is not None
     eventually(lambda: store.acquire("new", 60.0) is not None)
-    before = sorted(site.execute(f"SELECT * FROM {queue.name}"))
+    with site.transaction() as connection:
+        queue.enqueue(connection, {"user_id": 9}, group="g")
+        queue.enqueue(connection, {"user_id": 9}, after_group="h")
+    site.execute(f"UPDATE {queue.name} SET state = 'fired', attempts = 1 WHERE event_id = 2")
+    before = sorted(map(str, site.execute(f"SELECT * FROM {queue.name}")))
+    columns = "owner, token, expires_at, listening"
+    lease = f"SELECT {columns} FROM turnlane_lease WHERE queue = '{queue.name}'"
+    led = site.execute(lease)
     ids = [row[0] for row in site.execute(f"SELECT event_id FROM {queue.name}")]
     writes: list[Any] = [
         lambda: store.mark(grant.token, ids),
         lambda: store.ack(grant.token, ids),
+        lambda: store.ack(grant.token, ids, {"g"}),
+        lambda: store.ack(grant.token, (), {"g"}),
+        lambda: store.ack(grant.token, ids, wary=True),
+        lambda: store.unmark(grant.token, ids),
         lambda: store.late_ack(grant.token, ids),
         lambda: store.put_back(grant.token, [Verdict(ids[0], "dead", 0, 1, None)]),
         lambda: store.insert_fired(grant.token, ["payload"], [("new",)]),
@@ -185,9 +305,13 @@ def test_every_write_with_an_old_token_is_refused(site: Site) -> None:
     for write in writes:
         with pytest.raises(LeadLost):
             write()
+    store.listen(grant.token, on=True)
+    store.release(grant.token)
+    assert site.execute(lease) == led
     assert store.read_new(grant.token, 0, 10) == []
+    assert store.read_ids(grant.token, ids) == store.read_retried(grant.token) == []
     assert store.read_due(grant.token, (0, 0), 2**62, 10) == []
-    assert sorted(site.execute(f"SELECT * FROM {queue.name}")) == before
+    assert sorted(map(str, site.execute(f"SELECT * FROM {queue.name}"))) == before
     store.close()
 
 
@@ -424,6 +548,149 @@ def cut_connections(site: Site, queue: table.TableQueue, over: threading.Event) 
             session.close()
 
 
+def test_a_database_without_a_free_connection_keeps_the_acks(served_site: Site) -> None:
+    site = served_site
+    queue = site.queue(ack_timeout="60s")
+    site.fill(queue, 2)
+    with limited(site) as (dialect, exhausted):
+        manager = Manager(Store(dialect, queue.definition))
+        manager.start()
+        with manager:
+            receiver = Receiver()
+            manager.attach(receiver)
+            events = take(receiver, 2)
+            with exhausted(manager):
+                receiver.ack(events)
+                assert not receiver.flush(0.3)
+                eventually(lambda: not manager.fires)
+            assert receiver.flush(PATIENCE)
+            assert manager.lost_acks == manager.counts.lost_leads == 0
+    assert queue.counts()["to_be_fired"] == queue.counts()["fired"] == 0
+
+
+Exhausted = Callable[[Manager], contextlib.AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def limited(site: Site) -> Iterator[tuple[Dialect, Exhausted]]:
+    """A user who may have few connections, and how to have none left for a manager."""
+    user = f"limited_{uuid.uuid4().hex[:8]}"
+    if isinstance(site.server, PostgresServer):
+        site.execute(f"CREATE ROLE {user} LOGIN")
+        site.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {user}")
+        yield Postgres(make_conninfo(site.url, user=user)), lambda manager: no_slot(site, manager)
+        site.execute(f"DROP OWNED BY {user}")
+        site.execute(f"DROP ROLE {user}")
+    else:
+        assert isinstance(site.server, MariadbServer)
+        with contextlib.closing(site.server.connect()) as root, root.cursor() as cursor:
+            cursor.execute(f"CREATE USER {user}@'127.0.0.1' WITH MAX_USER_CONNECTIONS 2")
+            cursor.execute(f"GRANT ALL ON turnlane.* TO {user}@'127.0.0.1'")
+            dialect = dialect_of(site.url.replace("app@", f"{user}@"))
+            yield dialect, lambda manager: all_slots(site, dialect, manager)
+            cursor.execute(f"DROP USER {user}@'127.0.0.1'")
+
+
+@contextlib.contextmanager
+def no_slot(site: Site, manager: Manager) -> Iterator[None]:
+    """The role has as many connections as it may have, and the manager's is gone."""
+    connection = manager.store.session._connection
+    assert connection is not None
+    user = connection.info.user
+    site.execute(f"ALTER ROLE {user} CONNECTION LIMIT 0")
+    site.execute(f"SELECT pg_terminate_backend({connection.info.backend_pid})")
+    yield
+    site.execute(f"ALTER ROLE {user} CONNECTION LIMIT -1")
+
+
+@contextlib.contextmanager
+def all_slots(site: Site, dialect: Dialect, manager: Manager) -> Iterator[None]:
+    """All connections that the user may have are somebody else's."""
+    with contextlib.ExitStack() as held:
+        held.enter_context(contextlib.closing(dialect.connect()))
+
+        def quicker() -> bool:
+            connection = manager.store.session._connection
+            with contextlib.suppress(pymysql.MySQLError, AttributeError):
+                site.server.connect().cursor().execute(f"KILL {connection.thread_id()}")  # type: ignore[union-attr]
+            try:
+                held.enter_context(contextlib.closing(dialect.connect()))
+            except pymysql.MySQLError:
+                return False
+            return True
+
+        eventually(quicker)
+        yield
+
+
+@pytest.mark.parametrize("code", [1021, 1040, 1114, 1203, 1226])
+def test_what_a_database_has_not_enough_of_may_be_there_later(code: int) -> None:
+    error = pymysql.err.OperationalError(code, "no more of it")
+    assert dialect_of("mysql://nobody@nowhere/none").failure(error) is Failure.DISCONNECTED
+
+
+def test_a_real_deadlock_is_retried(served_site: Site) -> None:
+    """The manager's transaction and a user's each wait for a row that the other has."""
+    site = served_site
+    queue = site.queue()
+    site.fill(queue, 40)
+    store = Store(site.dialect, queue.definition)
+    grant = store.acquire("me", 60.0)
+    assert grant is not None
+    other, met, tries = site.dialect.connect(), threading.Barrier(2), []
+
+    def users_transaction() -> None:
+        with contextlib.suppress(site.dialect.error), site.dialect.transaction(other):
+            for event_id in range(2, 41):  # InnoDB gives up whoever has changed less
+                touch(other.cursor().execute, event_id)
+            met.wait(PATIENCE)
+            touch(other.cursor().execute, 1)
+
+    def touch(execute: Any, event_id: int) -> None:
+        execute(f"UPDATE {queue.name} SET payload = 'x' WHERE event_id = {event_id}")
+
+    def work(execute: Any) -> None:
+        tries.append(1)
+        touch(execute, 1)
+        if len(tries) == 1:
+            met.wait(PATIENCE)
+        touch(execute, 2)
+
+    # Whom PostgreSQL gives up is a matter of chance: have it be us once.
+    for _ in range(20):
+        tries.clear()
+        user = threading.Thread(target=users_transaction)
+        user.start()
+        store._fence.transact(grant.token, work)
+        user.join(PATIENCE)
+        if len(tries) > 1:
+            break
+    other.close()
+    store.close()
+    assert len(tries) == 2
+
+
+def test_a_real_serialization_failure_is_retried(postgres: PostgresServer) -> None:
+    with Site(postgres.url, postgres) as site:
+        queue = site.queue()
+        site.fill(queue, 1)
+        session, tries = Session(site.dialect), []
+        change = f"UPDATE {queue.name} SET priority = priority + 1"
+
+        def work(execute: Any) -> None:
+            execute("SET TRANSACTION ISOLATION LEVEL SERIALIZABLE")
+            execute(f"SELECT priority FROM {queue.name}")
+            tries.append(1)
+            if len(tries) == 1:
+                site.execute(change)  # somebody else, after we have seen the row
+            execute(change)
+
+        session.transact(work)
+        session.close()
+        assert len(tries) == 2
+        assert site.execute(f"SELECT priority FROM {queue.name}") == [(2,)]
+
+
 def test_deadlocks_and_serialization_failures_are_retried(site: Site) -> None:
     queue = site.queue()
     site.fill(queue, 5)
@@ -458,26 +725,55 @@ def deadlock(site: Site) -> Exception:
             return error
 
 
-class Skewed(Clock):
-    """A client whose wall clock is an hour ahead."""
-
-    def time_ns(self) -> int:
-        return super().time_ns() + 3_600 * 10**9
-
-
-def test_only_the_clock_of_the_database_counts(site: Site) -> None:
-    queue = site.queue()
+@pytest.mark.parametrize("skew", [-9 * 3600, 9 * 3600])
+def test_only_the_clock_of_the_database_counts(
+    site: Site, skew: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client's may be hours off, behind or ahead: what it schedules, fires and retries is not."""
+    queue = site.queue(ack_timeout="300ms")
     oracle = Oracle(site)
+    wall, wall_ns = time.time, time.time_ns
+    monkeypatch.setattr(time, "time", lambda: wall() + skew)
+    monkeypatch.setattr(time, "time_ns", lambda: wall_ns() + skew * 10**9)
+    before = site.now()
     with site.transaction() as connection:
         queue.enqueue(connection, {"payload": "soon"}, delay=0.5)
-    manager = Manager(Store(site.dialect, queue.definition), clock=Skewed())
-    manager.start()
-    with contextlib.closing(manager):
-        receiver = Receiver()
-        manager.attach(receiver)
+        queue.enqueue(connection, {"payload": "later"}, delay=3600)
+    with queue.receive() as receiver:
         events = take(receiver, 1)
         oracle.saw(events)
-        oracle.ack(receiver, events)
+        assert payloads(events) == ["soon"]
+        assert events[0].fire_at - before >= 500_000_000
+        oracle.saw(take(receiver, 1))  # not acked in time, by nobody's clock but the database's
+        events[0].ack()
+        assert receiver.flush(PATIENCE)
+    assert queue.counts()["to_be_fired"] == 1
+
+
+def test_a_manager_whose_machine_slept_gives_out_nothing(site: Site) -> None:
+    """Its clock goes on meanwhile: the lease is over before it can look at the database."""
+    assert isinstance(Manager(Store(site.dialect, site.queue().definition))._clock, BootClock)
+    assert abs(BootClock().monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME)) < 60
+    queue = site.queue(lease="60s")
+    site.fill(queue, 1)
+    clock = Sleeper()
+    manager = Manager(Store(site.dialect, queue.definition), clock=clock)
+    with manager:
+        receiver = Receiver()
+        manager.attach(receiver)
+        step_until(manager, lambda: manager.in_flight == 1)
+        clock.slept = 3600.0
+        assert receiver.take(timeout=0) == []
+        assert not manager.fires
+
+
+class Sleeper(BootClock):
+    """A machine that was asleep for a while."""
+
+    slept = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.slept
 
 
 def test_an_ack_that_comes_late_settles_the_event_wherever_it_is(site: Site) -> None:
@@ -506,6 +802,27 @@ def test_an_ack_of_what_was_never_received_changes_nothing(site: Site) -> None:
         assert receiver.flush(PATIENCE)
         assert queue.counts()["to_be_fired"] == 2
         assert payloads(take(receiver, 1)) == ["later"]
+
+
+def test_a_transaction_that_stays_open_on_sqlite_holds_writes_up_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is one writer at a time: acks wait for it, and are stored when it is done."""
+    monkeypatch.setattr("turnlane.table.sql.sqlite.BUSY_MS", 50)
+    with Site(f"sqlite:///{tmp_path}/queue.db", None) as site:
+        queue = site.queue(lease="10m", ack_timeout="60s")
+        site.fill(queue, 3)
+        with queue.receive() as receiver:
+            events = take(receiver, 3)
+            with site.transaction() as connection:
+                queue.enqueue(connection, {"payload": "slow"})
+                receiver.ack(events)
+                assert not receiver.flush(1.0)
+            assert receiver.flush(PATIENCE)
+            events = take(receiver, 1)
+            assert payloads(events) == ["slow"]
+            settle(receiver, events)
+            assert queue.manager().lost_acks == queue.manager().counts.lost_leads == 0
 
 
 @pytest.mark.parametrize("patience", [gaps.PATIENCE, 0.0])

@@ -361,6 +361,32 @@ def same_half(one: int, other: int) -> bool:
     return lower.contains(keyspace_id(one)) == lower.contains(keyspace_id(other))
 
 
+def test_a_row_that_somebody_holds_delays_only_the_end_of_a_reshard(
+    served_shards: list[str],
+) -> None:
+    first, *others = served_shards
+    with ShardSite([(first, "-")]) as site, ThreadPoolExecutor(1) as threads:
+        queue = site.queue()
+        queue.put({"user_id": at, "payload": f"p{at}"} for at in range(10))
+        dialect = dialect_of(first)
+        with contextlib.closing(dialect.connect()) as connection:
+            with dialect.transaction(connection):
+                held = f"SELECT payload FROM {site.name} WHERE user_id = 3 FOR UPDATE"
+                connection.cursor().execute(held)
+                targets = list(zip(others, ("-80", "80-"), strict=True))
+                reshard = threads.submit(site.queue().reshard, targets)
+                eventually(lambda: queue.map.version == 1)
+                with queue.receive() as receiver:
+                    events = take(receiver, 9)
+                    assert "p3" not in {event["payload"] for event in events}
+                    receiver.ack(events)
+                    assert receiver.flush(PATIENCE)
+                assert not reshard.done()
+            assert reshard.result(PATIENCE) == 10
+        with queue.receive() as receiver:
+            assert [event["payload"] for event in take(receiver, 1)] == ["p3"]
+
+
 def test_a_retired_shard_s_late_rows_are_moved_on(tmp_path: Path) -> None:
     """Through two reshards, with nobody but a plain INSERT into the very first shard."""
     with sqlite_site(tmp_path, "-") as site:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -18,14 +17,12 @@ from turnlane.outputs.identity import lasting_ids
 from turnlane.outputs.once import OnceSettings
 from turnlane.outputs.pool import Pool
 from turnlane.outputs.sql_rows import Rows, rows_of
-from turnlane.outputs.table_places import NAME, TablePlace
+from turnlane.outputs.table_places import FIRE_AT, NAME, TablePlace
 from turnlane.problems import Contradiction
 from turnlane.quantities import Duration
 from turnlane.table.addresses import TableAddress
 from turnlane.table.columns import check_columns, fitted
 from turnlane.table.spread import Spread
-
-FIRE_AT: Final = "fire_at"
 
 
 class TableOutputSettings(OnceSettings, OutputSettings, TableAddress):
@@ -62,7 +59,12 @@ class _Tables:
             noted = settings.noted_as(settings.table)
             self._places = [
                 opened.enter_context(
-                    TablePlace(self._spread.dialect(shard), self.definition, noted)
+                    TablePlace(
+                        self._spread.dialect(shard),
+                        self.definition,
+                        noted,
+                        _nanoseconds(settings.delay),
+                    )
                 )
                 for shard in self._spread.map.shards
             ]
@@ -123,13 +125,13 @@ class TableOutput(Output):
             raise RetryLater(f"table {self.settings.table!r}: {error}") from error
 
     def _delayed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The batch with its fire times as late as they shall be."""
-        delay = round(self.settings.delay * 1e9)
-        if not delay:
+        """The batch with its fire times as late as they shall be; the others are the table's."""
+        at = batch.schema.get_field_index(FIRE_AT)
+        if at < 0 or not self.settings.delay:
             return batch
-        there = FIRE_AT in batch.schema.names
-        times: Any = batch.column(FIRE_AT) if there else pa.nulls(batch.num_rows, pa.int64())
-        late = pc.add(times.fill_null(time.time_ns()), delay)
-        if not there:
-            return batch.append_column(FIRE_AT, late)
-        return batch.set_column(batch.schema.get_field_index(FIRE_AT), FIRE_AT, late)
+        late: Any = pc.add(batch.column(at), _nanoseconds(self.settings.delay))
+        return batch.set_column(at, FIRE_AT, late)
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)

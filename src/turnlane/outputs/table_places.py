@@ -22,6 +22,7 @@ from turnlane.table.sql.dialect import Dialect
 from turnlane.table.sql.session import Executed, understood
 
 NAME: Final = "event_name"
+FIRE_AT: Final = "fire_at"
 NAMES: Final = 1_000
 """To a statement."""
 
@@ -32,8 +33,16 @@ _DATA: Final = {"DataError", "IntegrityError"}
 class TablePlace(Closing):
     """A queue's table in one database. Used by one thread at a time."""
 
-    def __init__(self, dialect: Dialect, definition: Definition, delivered_as: str | None) -> None:
+    def __init__(
+        self,
+        dialect: Dialect,
+        definition: Definition,
+        delivered_as: str | None,
+        delay: int = 0,
+    ) -> None:
         self._dialect = dialect
+        self._delay = delay
+        """Nanoseconds from now until events fire that have no time."""
         self._inserts = Inserts(dialect, definition)
         self._table = dialect.identifier(definition.name)
         with understood(dialect):
@@ -60,12 +69,19 @@ class TablePlace(Closing):
                     mine = np.intersect1d(mine, self._notes.fresh(rows.places))
                 part = self._unknown(rows.columns.take(mine))
                 if part.num_rows:
-                    listed = rows_of(part, self._dialect)
+                    listed = self._timed(rows_of(part, self._dialect))
                     self._inserts.enqueue_many(self._connection, listed)
 
     def close(self) -> None:
         with contextlib.suppress(self._dialect.error, OSError):
             self._connection.close()
+
+    def _timed(self, listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows with their fire times, by the clock of the database that fires them."""
+        if self._delay and any(FIRE_AT not in row for row in listed):
+            now: int = self._run(f"SELECT {self._dialect.now}", ())[0][0]
+            return [{FIRE_AT: now + self._delay, **row} for row in listed]
+        return listed
 
     def _unknown(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The rows whose names are not in the table; of several with one name, the first."""
@@ -93,9 +109,9 @@ class TablePlace(Closing):
     def _execute(self, statement: str, values: Sequence[Any]) -> Sequence[Any]:
         return self._run(statement.replace("?", self._dialect.mark), values)
 
-    def _executed(self, statement: str, values: Sequence[Any] = ()) -> Executed:
+    def _executed(self, statement: str, parameters: Sequence[Any] = ()) -> Executed:
         cursor = self._connection.cursor()
-        cursor.execute(statement, tuple(values))
+        cursor.execute(statement, tuple(parameters))
         return Executed(cursor)
 
     def _run(self, statement: str, values: Sequence[Any]) -> Sequence[Any]:

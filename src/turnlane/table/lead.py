@@ -2,7 +2,8 @@
 
 The lease row says who leads and until when, on the database's clock. Its token grows with every
 takeover, and every write carries it (see :mod:`turnlane.table.store`). In between, the holder goes
-by its own monotonic clock, counted from *before* it asked: it stops before the lease is over.
+by its own monotonic clock, counted from *before* it asked: it stops before the lease is over. That
+clock has to go on while the machine sleeps (:class:`turnlane.clock.BootClock`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from turnlane.clock import SYSTEM_CLOCK, Clock
+from turnlane.clock import BOOT_CLOCK, Clock
 from turnlane.closing import Closing
 from turnlane.errors import (
     DatabaseDown,
@@ -52,7 +52,7 @@ class Manager(Closing):
     def __init__(
         self,
         store: Store,
-        clock: Clock = SYSTEM_CLOCK,
+        clock: Clock = BOOT_CLOCK,
         chance: Callable[[], float] = random.random,
     ) -> None:
         self.store = store

@@ -29,13 +29,18 @@ class Mover:
         return taken
 
     def drain(self, version: int) -> int:
-        """Move all there is, from a shard that is shut; how many events."""
-        moved = 0
-        while True:
+        """Move all there is, from a shard that is shut; how many events.
+
+        Rows that somebody holds stay, and what waits for their groups; more may come for ever.
+        Both is moved another time.
+        """
+        moved = count = self.move(Take.PLAIN, version)
+        while count == BATCH:
             count = self.move(Take.PLAIN, version)
             moved += count
-            if count < BATCH:  # more may come for ever, and is moved another time
-                return moved + self.move(Take.ALL, version)
+        if self._source.has(Take.PLAIN):
+            return moved
+        return moved + self.move(Take.ALL, version)
 
     def deliver(self) -> None:
         """Take to their shards what is in the outbox."""

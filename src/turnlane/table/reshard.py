@@ -211,7 +211,12 @@ class Resharder:
     def _drain(self, sources: Sequence[Shard], targets: Sequence[Shard]) -> None:
         self._say(Step.DRAIN)
         for shard in sources:
-            self._say(Step.DRAIN, Mover(self._sites, shard).drain(self.plan.version))
+            mover, store = Mover(self._sites, shard), self._sites.store(shard)
+            last_id = store.last_id()
+            self._say(Step.DRAIN, mover.drain(self.plan.version))
+            while store.has(Take.ALL, last_id):
+                time.sleep(LOOK)  # somebody's transaction holds a row: nothing tells when it ends
+                self._say(Step.DRAIN, mover.drain(self.plan.version))
         self._open(targets)
 
     def _open(self, targets: Sequence[Shard]) -> None:

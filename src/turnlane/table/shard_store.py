@@ -177,15 +177,26 @@ class ShardStore(Closing):
         found: int = self._tables.query(counted)[0][0]
         return found
 
+    def last_id(self) -> int:
+        """The highest id in the table."""
+        found: int = self._tables.query("SELECT COALESCE(MAX(event_id), 0) FROM {table}")[0][0]
+        return found
+
+    def has(self, what: Take, last_id: int = FOR_EVER) -> bool:
+        """Whether there is such an event in the table, with an id up to ``last_id``."""
+        chosen = f"SELECT 1 FROM {{table}} WHERE {what.value} AND event_id <= %s LIMIT 1"
+        return bool(self._tables.query(chosen, last_id))
+
     def take(self, what: Take, version: int, *parameters: int) -> int:
         """Put a batch of events into the outbox; how many. They go where the map says.
 
-        Raises ``LeadLost`` if a manager may have them in memory.
+        Not those that somebody is about to change: they are taken another time. Raises
+        ``LeadLost`` if a manager may have them in memory.
         """
         limit = " LIMIT %s" if what is not Take.ALL else ""
         chosen = self._tables.sql(
             f"SELECT event_id FROM {{table}} WHERE {what.value} "
-            f"ORDER BY fire_at, event_id{limit} {{lock}}"
+            f"ORDER BY fire_at, event_id{limit} {{lock_free}}"
         )
         most = (BATCH,) if limit else ()
 
@@ -207,12 +218,12 @@ class ShardStore(Closing):
         execute(
             self._tables.sql(
                 "INSERT INTO {outbox} (batch, version, event_id, {columns}) "
-                "SELECT %s, %s, event_id, {columns} FROM {table} WHERE event_id "
+                "SELECT %s, %s, event_id, {columns} FROM {table} {by_id} WHERE event_id "
             )
             + condition,
             (number, version, *parameters),
         )
-        execute(self._tables.sql("DELETE FROM {table} WHERE event_id ") + condition, parameters)
+        execute(self._tables.sql("{delete} WHERE event_id ") + condition, parameters)
         execute(
             self._tables.sql("UPDATE turnlane_shard SET batch = %s WHERE queue = %s"),
             (number, self._name),

@@ -9,6 +9,7 @@ from turnlane.table.definition import Definition
 from turnlane.table.letters import columns_of
 from turnlane.table.sql.dialect import Dialect, Row
 from turnlane.table.sql.session import Execute, Session
+from turnlane.table.statements import delete_from
 
 PREFIX: Final = "turnlane_move_"
 """Of the outboxes' names."""
@@ -96,9 +97,12 @@ class ShardTables:
 
     def sql(self, template: str) -> str:
         """A statement with the names of the tables and of the columns that are moved."""
+        table, by_id = self.dialect.identifier(self._name), self.dialect.hints(self.definition)[1]
         return self.dialect.sql(
             template,
-            table=self.dialect.identifier(self._name),
+            table=table,
+            by_id=by_id,
+            delete=delete_from(table, by_id),
             outbox=self.dialect.identifier(PREFIX + self._name),
             columns=", ".join(map(self.dialect.identifier, columns_of(self.definition))),
         )

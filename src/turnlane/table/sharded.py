@@ -194,6 +194,8 @@ class ShardedQueue(Closing):
         for shard in retired:
             self._sites.store(shard).shut()
             Mover(self._sites, shard).drain(self._map.version)
+            if self._sites.store(shard).left():
+                raise ReshardUnderWay(f"somebody holds events in {shard}, or inserts them")
         following = self._map.without_retired()
         for shard in (*retired, *self._map.shards):
             self._sites.store(shard).keep_map(following)

@@ -183,7 +183,7 @@ class Statements:
             "by_time": by_time,
             "by_id": by_id,
             "rows": f"{table} {by_id}",
-            "delete": _delete(table, by_id),
+            "delete": delete_from(table, by_id),
             "columns": ", ".join([*COLUMNS, *own]),
             "peeked": ", ".join([*COLUMNS, "last_error", *own]),
         }
@@ -198,6 +198,6 @@ class Statements:
         return cls(**made)
 
 
-def _delete(table: str, hint: str) -> str:
+def delete_from(table: str, hint: str) -> str:
     """The beginning of a DELETE; an index can be named only in the form for several tables."""
     return f"DELETE {table} FROM {table} {hint}" if hint else f"DELETE FROM {table}"

@@ -40,6 +40,7 @@ class Vacuum(Closing):
         self._name = definition.name
         self._settled = 0
         self._not_before = float("-inf")
+        self._closing = False
         self._thread: threading.Thread | None = None
 
     def run_once(self, settled: int) -> bool:
@@ -59,9 +60,11 @@ class Vacuum(Closing):
         return True
 
     def close(self) -> None:
-        """Wait for the end of one that is under way."""
-        if self._thread is not None:
-            self._thread.join()
+        """Have one that is under way end at once."""
+        while self._thread is not None and self._thread.is_alive():
+            self._closing = True
+            self._session.cancel()  # again: it may not have begun
+            self._thread.join(0.1)
         self._session.close()
 
     def _run(self) -> None:
@@ -70,7 +73,8 @@ class Vacuum(Closing):
             for statement in self._statements:
                 self._session.change(statement)
         except (DatabaseDown, DatabaseReadOnly, self._session.dialect.error) as error:
-            # The database's own comes in any case.
-            log.warning("queue %s: no vacuum: %s", self._name, error)
+            if not (self._closing and isinstance(error, DatabaseDown)):
+                # The database's own comes in any case.
+                log.warning("queue %s: no vacuum: %s", self._name, error)
         ended = self._clock.monotonic()
         self._not_before = ended + REST * (ended - started)

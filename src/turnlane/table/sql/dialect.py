@@ -92,6 +92,9 @@ class Dialect(abc.ABC):
         """A connection for turnlane's own statements, which all go by an index."""
         return self.connect()
 
+    def cancel(self, connection: Connection) -> None:  # noqa: B027 - most have nothing that lasts
+        """Have the statement that another thread runs on a connection end at once."""
+
     @abc.abstractmethod
     def transaction(self, connection: Connection) -> AbstractContextManager[None]:
         """A transaction for writing; rolled back by an exception."""

@@ -49,6 +49,8 @@ OPTIONS = {
 }
 """What the driver is told unless the address says otherwise."""
 
+CANCEL_SECONDS = 5.0
+
 _LOOK = 0.1
 """Seconds between looks at whether a watch is to end."""
 
@@ -91,6 +93,9 @@ class Postgres(Dialect):
         connection.execute("SET enable_seqscan = off")
         connection.execute("SET enable_bitmapscan = off")
         return connection
+
+    def cancel(self, connection: psycopg.Connection) -> None:
+        connection.cancel_safe(timeout=CANCEL_SECONDS)
 
     @contextlib.contextmanager
     def transaction(self, connection: psycopg.Connection) -> Iterator[None]:

@@ -60,6 +60,7 @@ class Session(Closing):
         self.writes = 0
         """How many writes succeeded."""
         self._connection: Connection | None = None
+        self._cancelled = False
         self._lock = threading.RLock()
 
     def query(self, statement: str, parameters: Sequence[Any] = ()) -> list[Row]:
@@ -97,6 +98,17 @@ class Session(Closing):
         self.statements += 1
         self.dialect.insert_many(self._connection, table, columns, rows)
 
+    def cancel(self) -> None:
+        """Have a statement of another thread end at once, where the database can; for good.
+
+        The session is of no use afterwards.
+        """
+        self._cancelled = True
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(self.dialect.error, OSError):
+                self.dialect.cancel(connection)
+
     def close(self) -> None:
         """Let go of the connection; what is not committed is rolled back."""
         with self._lock:
@@ -110,7 +122,7 @@ class Session(Closing):
                 except (self.dialect.error, OSError) as error:
                     if not patient and _failure(self.dialect, error) is Failure.LOCKED:
                         raise RowsLocked from error
-                    self._judge(error, last=last)
+                    self._judge(error, last=last or self._cancelled)
                 except BaseException:
                     # Nobody can say in what state the connection is.
                     if not atomic:
