@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -20,6 +21,8 @@ from turnlane.table.gate import Gate
 from turnlane.table.inserts import Inserts
 from turnlane.table.sql.dialect import Dialect
 from turnlane.table.sql.session import Executed, understood
+
+log = logging.getLogger(__name__)
 
 NAME: Final = "event_name"
 FIRE_AT: Final = "fire_at"
@@ -50,8 +53,7 @@ class TablePlace(Closing):
         self._gate = Gate(dialect, definition.name)
         self._notes: Notes | None = None
         if delivered_as is not None:
-            with self._understood(), self._transaction():
-                self._gate.prepare(self._executed)
+            self._prepare_gate()
             delivered = Delivered(delivered_as, dialect.bare, self._execute)
             self._notes = Notes(delivered, self._transaction, f" {dialect.lock}")
 
@@ -75,6 +77,19 @@ class TablePlace(Closing):
     def close(self) -> None:
         with contextlib.suppress(self._dialect.error, OSError):
             self._connection.close()
+
+    def _prepare_gate(self) -> None:
+        """Make what is missing of it; who finds it there needs no right to make tables."""
+        with self._understood():
+            try:
+                with self._transaction():
+                    there = self._gate.is_there(self._executed)
+            except self._dialect.error as error:
+                log.debug("there is no gate: %s", error)
+                there = False
+            if not there:
+                with self._transaction():
+                    self._gate.prepare(self._executed)
 
     def _timed(self, listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Rows with their fire times, by the clock of the database that fires them."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from turnlane.errors import RetryLater
-from turnlane.table.sql.dialect import Dialect
+from turnlane.table.sql.dialect import Dialect, Row
 from turnlane.table.sql.session import Execute
 
 GATE: Final = ""
@@ -44,11 +44,13 @@ class Gate:
                 f"{self._queue!r} is being resharded: look for its new map", after=AFTER
             )
 
+    def is_there(self, execute: Execute) -> bool:
+        """Whether there is the row; the driver's error if there is not even the table."""
+        return bool(self._look(execute))
+
     def is_shut(self, execute: Execute, lock: str = "") -> bool:
         """Whether nobody may write."""
-        statement = f"SELECT epoch FROM turnlane_writer WHERE queue = %s AND job = %s {lock}"
-        mark = self._dialect.mark
-        found = execute(statement.replace("%s", mark), (self._queue, GATE)).rows()
+        found = self._look(execute, lock)
         return bool(found and found[0][0])
 
     def shut(self, execute: Execute) -> None:
@@ -58,6 +60,11 @@ class Gate:
     def open(self, execute: Execute) -> None:
         """Let writers pass."""
         self._run(execute, "UPDATE turnlane_writer SET epoch = 0 WHERE queue = %s AND job = %s")
+
+    def _look(self, execute: Execute, lock: str = "") -> list[Row]:
+        statement = f"SELECT epoch FROM turnlane_writer WHERE queue = %s AND job = %s {lock}"
+        placed = statement.replace("%s", self._dialect.mark)
+        return execute(placed, (self._queue, GATE)).rows()
 
     def _run(self, execute: Execute, statement: str) -> None:
         execute(statement.replace("%s", self._dialect.mark), (self._queue, GATE))
