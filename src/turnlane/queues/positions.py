@@ -58,6 +58,13 @@ class Positions:
         self.frontier = max(self.frontier, end)
         self._skipped.drop_below(self.frontier)
 
+    def leave(self, first: int, end: int) -> bool:
+        """What was taken last counts as fresh again; false if it was not the last."""
+        if self.frontier != end:
+            return False
+        self.frontier = first
+        return True
+
     def settle(self, first: int, end: int) -> int:
         """Settle a range; returns how many of its events were not settled before."""
         first = max(first, self.low)

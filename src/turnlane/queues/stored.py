@@ -172,7 +172,10 @@ class StoredQueue(WrittenQueue):
         if at < portion.end:
             head = portion.head(at - portion.first)
             with self.lock:
-                self.give_back(portion)
+                # As if it had not been asked for: the next batch need not end where this one would.
+                is_fresh = portion.attempt == 1 and self.positions.leave(portion.first, portion.end)
+                if not is_fresh:
+                    self.give_back(portion)
             portion = head
         portion.pieces = pieces
         return portion
