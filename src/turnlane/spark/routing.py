@@ -44,12 +44,14 @@ class Routes(NamedTuple):
             queued[dead_letters] = F.col(PARSE_ERROR).isNotNull()
             going = F.col(PARSE_ERROR).isNull()
         for action in actions:
-            matches = _all_of(going, _condition(action))
+            condition = _condition(action)
             if action.discards and action.name not in joined:
                 if action.is_direct:
-                    going = F.expr("false") if matches is None else _all_of(going, ~matches)
+                    going = F.expr("false") if condition is None else _all_of(going, ~condition)
                 continue
-            (direct if action.is_called_by_main else queued)[action.name] = matches
+            (direct if action.is_called_by_main else queued)[action.name] = _all_of(
+                going, condition
+            )
         return cls(queued, direct)
 
 
