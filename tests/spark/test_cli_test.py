@@ -29,6 +29,7 @@ actions:
   - name: counts
     queue: memory
     sql: SELECT status, count(*) AS n FROM events GROUP BY status
+    output_mode: update
     output: {type: file, path: counts}
   - name: joined
     queue: memory
@@ -145,6 +146,7 @@ def test_a_transform_beside_the_configuration_is_found(turnlane: Run) -> None:
         ("status >= 500", "status >=", "6:28: actions[1].filter", "PARSE_SYNTAX_ERROR"),
         ("status >= 500", "status", "6:28: actions[1].filter", "BOOLEAN"),
         ("FROM events GROUP", "FROM evnts GROUP", "9:10: actions[2].sql", "`evnts`"),
+        ("output_mode: update", "", "9:10: actions[2].sql", "without watermark"),
         ("actions:", "transform: no_such:f\nactions:", "4:12: transform", "No module named"),
         ("actions:", "transform: os:sep\nactions:", "4:12: transform", "not callable"),
     ],

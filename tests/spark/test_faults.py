@@ -245,6 +245,24 @@ def test_a_lane_with_state_begins_anew_if_its_checkpoint_is_gone_or_its_query_an
     assert counted(COUNT.replace("'all'", "'these'"), "one", 300) == 100, "another query, too"
 
 
+def once_each(events: DataFrame) -> DataFrame:
+    """As in the documentation."""
+    return events.withWatermark("timestamp", "1 hour").dropDuplicatesWithinWatermark(["key"])
+
+
+def test_a_transform_that_removes_duplicates_remembers_what_came_before_a_restart(
+    node: Served, make: Make, tmp_path: Path
+) -> None:
+    taken = action("taken", to_file(tmp_path / "taken"), transform=f"{__name__}:once_each")
+    for keys in (["a", "b", "a"], ["b", "c"]):
+        node.publish("main", [each.encode() for each in keys], keys=keys)
+        pipeline = make(taken)
+        pipeline.start()
+        wait_until(drained(node, "main", "taken"), "the lanes", PATIENCE)
+        pipeline.stop()
+    assert values(tmp_path / "taken") == [b"a", b"b", b"c"]
+
+
 # ── a full disk ──────────────────────────────────────────────────────────────────────────────────
 
 

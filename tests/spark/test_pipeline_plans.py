@@ -188,6 +188,14 @@ actions:
     assert sorted(row[0] for row in rows) == list(range(10))
 
 
+def counted_by_key(events: DataFrame) -> DataFrame:
+    return events.groupBy("key").count()
+
+
+def once_each(events: DataFrame) -> DataFrame:
+    return events.dropDuplicates(["key"])
+
+
 def payload_made(events: DataFrame) -> DataFrame:
     return events.withColumn("payload", events.value)
 
@@ -208,11 +216,44 @@ SPARK = "queue: disk, output: {type: spark, format: parquet, path: p"
             "",
             r"actions\[0\].transform: makes a column 'payload', which lanes use",
         ),
-        (f"queue: disk, sql: SELECT 1 AS Payload, {OUT}", "", r"actions\[0\].sql: makes a column"),
+        (
+            f"queue: disk, sql: SELECT 1 AS Payload FROM events, {OUT}",
+            "",
+            r"actions\[0\].sql: makes a column",
+        ),
         (  # a queue keeps no variants but what JSON is parsed to
             f"queue: disk, sql: SELECT part FROM events, {OUT}",
             "parse: {format: json, columns: {part: 'a::variant'}}",
             r"actions\[0\].sql: .*part",
+        ),
+        (
+            f"queue: disk, sql: 'SELECT key, count(*) FROM events GROUP BY key', {OUT}",
+            "",
+            r"actions\[0\].sql: .*aggregations without watermark",
+        ),
+        (
+            f"queue: disk, sql: SELECT * FROM events ORDER BY timestamp, {OUT}",
+            "",
+            r"actions\[0\].sql: Sorting is not supported",
+        ),
+        (
+            f"queue: disk, sql: SELECT * FROM events LIMIT 3, output_mode: update, {OUT}",
+            "",
+            r"actions\[0\].sql: Limits are not supported",
+        ),
+        (
+            f"queue: disk, transform: '{__name__}:counted_by_key', {OUT}",
+            "",
+            r"actions\[0\].transform: .*aggregations without watermark",
+        ),
+        (OUT, f"transform: '{__name__}:once_each'", "transform: removing duplicates has to"),
+        (
+            (
+                f"queue: disk, transform: '{__name__}:once_each', delivery: {{ordering: strict}}, "
+                "output: {type: queue, endpoint: 'turnlane://h:1', queue: q, producer: p}"
+            ),
+            "",
+            r"actions\[0\].transform: spreads rows over tasks",
         ),
         (OUT, "parse: {format: regex, pattern: 'a(?x) (?<n>1) # c'}", "parse: Java does not take"),
     ],
@@ -226,7 +267,8 @@ def test_what_no_lane_could_run_is_found_by_the_check(
 
 
 def test_what_lanes_can_run_passes_the_check(spark: SparkSession) -> None:
-    config = loads("""
+    config = loads(
+        """
 node: {data: d}
 parse: {format: json, columns: {n: "n::int"}}
 actions:
@@ -237,5 +279,15 @@ actions:
     watermark: 1m
     with_queues: [kept]
     output: {type: spark, format: parquet, path: p, columns: [n AS m], partition_by: [m]}
-""")
-    pipeline_of(config, spark).check()
+  - name: whole
+    queue: disk
+    transform: HERE:counted_by_key
+    sql: SELECT key, count FROM events
+    output_mode: complete
+    output: {type: file, path: o}
+  - {name: once, queue: disk, transform: "HERE:once_each", output: {type: file, path: o}}
+  - {name: plain, queue: disk, sql: SELECT n FROM events, output: {type: file, path: o}}
+""".replace("HERE", __name__)
+    )
+    remembering = pipeline_of(config, spark).check()
+    assert remembering == {"j", "whole", "once"}

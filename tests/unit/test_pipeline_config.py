@@ -107,7 +107,6 @@ def test_every_section_reaches_the_pipeline() -> None:
     (action,) = pipeline.actions
     assert action.watermark == 600
     assert action.with_queues == ("more", "other")
-    assert action.is_stateful
     assert action.lane.max_events == 7
     assert isinstance(action.output, SparkSinkSettings)
     assert action.output.partition_by == ("x",)

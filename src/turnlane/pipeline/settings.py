@@ -177,11 +177,6 @@ class ActionSettings(Part):
         return self.queue is None or self.queue.kind is Kind.DIRECT
 
     @property
-    def is_stateful(self) -> bool:
-        """Whether Spark has to remember things between batches."""
-        return self.sql is not None
-
-    @property
     def discards(self) -> bool:
         """Whether the event's way ends here."""
         return bool(self.output.type == DISCARD)

@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame
 
 from turnlane.errors import ConfigError
 from turnlane.pipeline.settings import EVENTS, ActionSettings
+from turnlane.spark.remembering import remembered
 from turnlane.spark.tolerant import tolerant
 
 _SPREAD: Final = re.compile(r"^[ :+|-]*(?:Repartition|RebalancePartitions)", re.MULTILINE)
@@ -28,12 +29,17 @@ def answer(
         events = called(action.transform, events)
     if action.sql is None:
         return events
-    if action.watermark is not None:
-        events = events.withWatermark("timestamp", f"{action.watermark} seconds")
-    events.createOrReplaceTempView(EVENTS)
+    _late(action, events).createOrReplaceTempView(EVENTS)
     for name in action.with_queues:
-        source_of(name).createOrReplaceTempView(f"`{name}`")
+        _late(action, source_of(name)).createOrReplaceTempView(f"`{name}`")
     return events.sparkSession.sql(tolerant(action.sql))
+
+
+def _late(action: ActionSettings, events: DataFrame) -> DataFrame:
+    """Events of which Spark knows how late they may be, so that it can forget some."""
+    if action.watermark is None:
+        return events
+    return events.withWatermark("timestamp", f"{action.watermark} seconds")
 
 
 def called(name: str, events: DataFrame) -> DataFrame:
@@ -56,8 +62,9 @@ def check_together(action: ActionSettings, rows: DataFrame, where: str) -> None:
     would be taken for a repeat. Raises ``ConfigError``.
     """
     output = action.output
-    by_number = getattr(output, "exactly_once", False) or getattr(output, "producer", None)
+    if not (getattr(output, "exactly_once", False) or getattr(output, "producer", None)):
+        return
     plan: str = rows._jdf.queryExecution().analyzed().toString()  # noqa: SLF001 - pyspark only prints it
-    if by_number and _SPREAD.search(plan):
+    if _SPREAD.search(plan) or remembered(rows):
         why = "spreads rows over tasks, so that several of one event could not be told apart"
         raise ConfigError(f"{where}.transform", why)

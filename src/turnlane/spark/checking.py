@@ -14,45 +14,55 @@ from turnlane.pipeline.settings import ActionSettings, PipelineSettings
 from turnlane.spark import shape
 from turnlane.spark.answers import answer, called, check_together
 from turnlane.spark.parsing import parsed
+from turnlane.spark.remembering import check_runs, remembered, stream_of
 from turnlane.spark.sink_files import chosen
 from turnlane.spark.sinks import streams_into
 from turnlane.spark.tolerant import tolerant
 
 
-def check(session: SparkSession, settings: PipelineSettings) -> None:
-    """Check it all. Raises ``ConfigError``, which names the action and the setting."""
+def check(session: SparkSession, settings: PipelineSettings) -> frozenset[str]:
+    """Check it all; returns the actions whose queries have to remember things between batches.
+
+    Raises ``ConfigError``, which names the action and the setting.
+    """
     # In a session of its own: views made here are no business of the lanes that run.
     spark = session.newSession()
-    base = shape.nothing(spark)
+    base = stream_of(spark, shape.nothing(spark).schema)
     plain = _checked("parse", lambda: parsed(base, settings.parse))
     events = _checked("transform", lambda: shape.transformed(plain, settings))
     _refuse_ours("transform", events)
-    queued = spark.createDataFrame([], shape.stored_schema(spark, settings))
+    _refuse_memory("transform", events)
+    queued = stream_of(spark, shape.stored_schema(spark, settings))
     queued = shape.restored(queued, settings)
     own = {action.name for action in settings.queued}
+    remembering = set()
     for at, action in enumerate(settings.actions):
         where = f"actions[{at}]"
         if action.filter is not None:
             _checked(f"{where}.filter", partial(events.where, tolerant(action.filter)))
         if not action.is_direct:
-            _check_lane(action, where, queued, lambda name: queued if name in own else base)
+            rows = _check_lane(action, where, queued, lambda name: queued if name in own else base)
+            remembering |= {action.name} if remembered(rows) else set()
+    return frozenset(remembering)
 
 
 def _check_lane(
     action: ActionSettings, where: str, events: DataFrame, source_of: Callable[[str], DataFrame]
-) -> None:
+) -> DataFrame:
     rows, last = events, where
     if action.transform is not None:
         last = f"{where}.transform"
-        rows = _checked(last, partial(called, action.transform, events))
+        mode = "append" if action.sql is None else None  # else what SQL makes of it has to run
+        rows = _checked(last, partial(called, action.transform, events), mode)
         check_together(action, rows, where)
     if action.sql is not None:
         last = f"{where}.sql"
-        rows = _checked(last, partial(answer, action, events, source_of))
+        rows = _checked(last, partial(answer, action, events, source_of), action.output_mode)
     if isinstance(action.output, SparkSinkSettings):
         _check_sink(action.output, f"{where}.output", rows)
     else:
         _refuse_ours(last, rows)
+    return rows
 
 
 def _check_sink(sink: SparkSinkSettings, where: str, rows: DataFrame) -> None:
@@ -82,10 +92,21 @@ def _refuse_ours(place: str, rows: DataFrame) -> None:
             raise ConfigError(place, f"makes a column {name!r}, which lanes use; call it otherwise")
 
 
-def _checked(place: str, make: Callable[[], DataFrame]) -> DataFrame:
+def _refuse_memory(place: str, rows: DataFrame) -> None:
+    """The main lane keeps its place in the node, and nothing else from batch to batch."""
+    what = remembered(rows)
+    if what is not None:
+        why = f"{what} has to remember events, which only the lane of an action does"
+        raise ConfigError(place, f"{why}: do it in the transform, or sql, of one with a queue")
+
+
+def _checked(place: str, make: Callable[[], DataFrame], mode: str | None = "append") -> DataFrame:
+    """What is made, if Spark could run it in an output mode, or could plan it without one."""
     try:
         made = make()
         made.schema  # noqa: B018 - analyses the plan
+        if mode is not None:
+            check_runs(made, mode)
     except ConfigError as error:  # it knows what is wrong, not where
         raise _placed(error, place) from error
     except Exception as error:

@@ -75,6 +75,8 @@ class Pipeline:
         self._access = dict(access)
         self._spark = spark
         self._checkpoints = checkpoints
+        self._remembering: frozenset[str] = frozenset()
+        """The actions whose queries have to remember things between batches."""
         self._lanes: list[Lane] = []
         self._listener: Listener | None = None
         self._starting = threading.Lock()
@@ -82,7 +84,7 @@ class Pipeline:
 
     def start(self) -> None:
         """Start every lane. Raises ``ConfigError`` if one of them could never run."""
-        self.check()
+        self._remembering = self.check()
         held_up = self._held_up(steps_of_main(self._settings))
         self._lanes = [Lane(MAIN, self._one_by_one(self._start_main), held_up=held_up)]
         self._lanes += [self._lane(action) for action in self._settings.with_lane]
@@ -117,9 +119,12 @@ class Pipeline:
         """How the lanes are."""
         return [lane.status for lane in self._lanes]
 
-    def check(self) -> None:
-        """Have Spark look at every expression. Raises ``ConfigError``, which names the action."""
-        check(self._spark, self._settings)
+    def check(self) -> frozenset[str]:
+        """Have Spark look at every expression; returns the actions that have to remember things.
+
+        Raises ``ConfigError``, which names the action.
+        """
+        return check(self._spark, self._settings)
 
     # ── the main lane ────────────────────────────────────────────────────────────────────────────
 
@@ -179,13 +184,20 @@ class Pipeline:
     # ── the others ───────────────────────────────────────────────────────────────────────────────
 
     def _lane(self, action: ActionSettings) -> Lane:
-        if isinstance(action.output, SparkSinkSettings) or action.is_stateful:
+        if isinstance(action.output, SparkSinkSettings) or self._keeps_query(action):
             settling = Settling(Nodes.of(WriteOptions.of(self._access)), action.name)
             start = self._one_by_one(partial(self._start_durable, patient(action)))
             # With several queues Spark does not say which is which: their readers settle, later.
             return Lane(action.name, start, None if action.with_queues else settling)
         start = self._one_by_one(partial(self._start_stateless, action))
         return Lane(action.name, start, held_up=self._held_up([step_of_lane(action)]))
+
+    def _keeps_query(self, action: ActionSettings) -> bool:
+        """Whether a checkpoint is of this query and no other.
+
+        That of SQL is even if it remembers nothing: its rows do not say of which events they are.
+        """
+        return action.sql is not None or action.name in self._remembering
 
     @cached_property
     def _gates(self) -> GatesSeen:
@@ -227,7 +239,9 @@ class Pipeline:
 
     def _deliver(self, action: ActionSettings, rows: DataFrame, batch: int) -> None:
         del batch
-        options = {**self._access, "steps": in_json([step_of_lane(action)])}
+        # Its rows are not to be read from the queue again: they may be of events of long ago.
+        step = step_of_lane(action).model_copy(update={"rereads": False})
+        options = {**self._access, "steps": in_json([step])}
         payloads = with_payload(rows, payload_form(action))
         filled(payloads).write.format("turnlane").options(**options).mode("append").save()
 
@@ -260,7 +274,7 @@ class Pipeline:
         parts: list[Any] = []
         if isinstance(action.output, SparkSinkSettings):
             parts += [action.output.format, action.output.place]
-        if action.is_stateful:
+        if self._keeps_query(action):
             parse = self._settings.parse
             parts += [parse and parse.model_dump_json(), self._settings.transform]
             parts.append(action.model_dump_json(include=QUERY))

@@ -10,6 +10,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import ActionSettings
+from turnlane.spark.remembering import remembered
 from turnlane.spark.sinks import streams_into
 from turnlane.spark.tolerant import tolerant
 
@@ -63,7 +64,7 @@ def _in_few_files(rows: DataFrame, action: ActionSettings) -> DataFrame:
     """
     sink = action.output
     assert isinstance(sink, SparkSinkSettings)
-    files = sink.files if sink.files is not None or not action.is_stateful else 1
+    files = sink.files if sink.files is not None or remembered(rows) is None else 1
     if files is None or sink.place is None:
         return rows
     return rows.repartition(files, *sink.partition_by)
