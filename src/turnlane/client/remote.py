@@ -6,6 +6,7 @@ import json
 import ssl
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -13,6 +14,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from turnlane.client.failures import understood
+from turnlane.client.progress import STEP_SECONDS, WATCH, within
 from turnlane.client.stage_writer import StageWriter
 from turnlane.closing import Closing
 from turnlane.errors import ConfigError
@@ -215,9 +217,16 @@ class RemoteNode(Closing):
         if columns is not None:
             command["columns"] = sorted(columns)
         with understood(self.place):
-            for chunk in self.get(command, None):
+            # Flight waits for the first answer here, and could not be told to wait no longer.
+            chunks = within(self.place, partial(self.get, command, None), STEP_SECONDS)
+            while (chunk := self._next(chunks)) is not None:
                 if chunk.data is not None:
                     yield said(chunk.app_metadata)["first"], chunk.data
+
+    def _next(self, chunks: flight.FlightStreamReader) -> flight.FlightStreamChunk | None:
+        """The next chunk of a stream, unless the node hangs."""
+        with WATCH.step(self.place, chunks.cancel, STEP_SECONDS):
+            return next(chunks, None)
 
     def settle(self, queue: str, first: int, end: int) -> None:
         """Settle offsets that were read."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from turnlane.client.failures import understood
 from turnlane.client.pieces import pieces_of
+from turnlane.client.progress import within
 from turnlane.closing import Closing
 from turnlane.errors import NoSuchStage
 from turnlane.events import Block
@@ -35,7 +37,7 @@ class StageWriter(Closing):
         self._failed = True
         with understood(self._place):
             for piece in pieces_of(block):
-                self._writer.write_batch(piece)
+                within(self._place, partial(self._writer.write_batch, piece))
         self._failed = False
 
     def finish(self) -> str:
@@ -47,15 +49,19 @@ class StageWriter(Closing):
         """The same of what has become several stages, or none."""
         self._failed = True
         with understood(self._place):
-            self._writer.done_writing()
-            answer = self._answers.read()
-            self._writer.close()
+            answer = within(self._place, self._end)
         if answer is None:
             raise NoSuchStage(f"{self._place} has not finished the stage")
         self._failed = False
         said = json.loads(bytes(answer))
         self.ids = said["stages"] if "stages" in said else [said["stage"]]
         return self.ids
+
+    def _end(self) -> pa.Buffer | None:
+        self._writer.done_writing()
+        answer = self._answers.read()
+        self._writer.close()
+        return answer
 
     def close(self) -> None:
         """Let go; what was not finished is given up."""

@@ -6,12 +6,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from turnlane.client.gate import Doing, RemoteGate
 from turnlane.client.remote import RemoteNode, Spans, Unsettled
 from turnlane.errors import LaneTaken, RetryLater, TransportDown
+from turnlane.queues.spans import Span
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.shares import Waiting
 from turnlane.spark.steps import Step
@@ -21,6 +23,12 @@ log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
+BATCH_SECONDS: Final = 5.0
+"""How long nodes may take over a batch, which would have to come again without their answers."""
+ALONE_SECONDS: Final = 300.0
+"""How long the commit of a batch may take where there is one node, for which all has to wait."""
+COMMIT_SECONDS: Final = 60.0
+"""The same where there are others, whose events go on without it."""
 LOOK_SECONDS: Final = 1.0
 """How often to see whether lanes are held up, for people."""
 
@@ -59,21 +67,26 @@ class LaneNodes:
     def plan(self, batch: Waiting, count: int) -> dict[int, list[tuple[int, int]]]:
         """Tell the nodes what the lane works on; returns what of it there is to do.
 
-        One that has gone away meanwhile is left out; by ``count``, another one for every batch, it
-        is known by the commit that it has not heard of this one.
+        One that has gone away meanwhile is left out. It may have heard of the batch all the same,
+        and must not settle by its commit what nobody reads: so all that have answered are told once
+        more, and by the number of that the commit knows them. ``count`` is another one for every
+        batch.
         """
-        planned = {}
-        for number in range(self._nodes.count):
-            spans = batch.get(number, ())
-            try:
-                planned[number] = self._nodes[number].plan(
-                    self._lane, self._run, self._queue, spans, count
-                )
-            except TransportDown as error:
-                if self._nodes.count == 1:
-                    raise
-                log.warning("node %d did not hear of lane %s: %s", number, self._lane, error)
+        if self._nodes.count == 1:
+            return {0: self._plan(0, batch.get(0, ()), count)}
+        planned = self._planned(batch, 2 * count)
+        self._planned(planned, 2 * count + 1)
         return planned
+
+    def _planned(self, batch: Waiting, number: int) -> dict[int, list[Span]]:
+        asked = {
+            node: self._nodes.ask(node, partial(self._plan, node, spans, number))
+            for node, spans in batch.items()
+        }
+        return self._nodes.heard(asked, BATCH_SECONDS)
+
+    def _plan(self, node: int, spans: Spans, number: int) -> list[Span]:
+        return self._nodes[node].plan(self._lane, self._run, self._queue, spans, number)
 
 
 class LaneCommit:
@@ -89,37 +102,59 @@ class LaneCommit:
     ) -> None:
         """Publish stages and settle what was planned, but for what is kept; on each node at once.
 
-        Also on one that got nothing: its cursor moves all the same.
+        Also on one that got nothing: its cursor moves all the same. If it does not hear of that,
+        what it had comes again.
         """
-        count = self._nodes.count
-        batch = None if count == 1 else self._batch()
-        for number in range(count):
-            try:
-                self._nodes[number].commit(
-                    stages.get(number, ()),
-                    lane=self._lane,
-                    run=self._run,
-                    kept=kept.get(number, ()),
-                    dead=dead.get(number, ()),
-                    batch=batch,
-                )
-            except (TransportDown, LaneTaken) as error:
-                if number in stages or count == 1:
-                    raise
-                # It had nothing for this batch, or nothing that passed: what it had comes again.
-                log.warning("node %d did not hear of lane %s: %s", number, self._lane, error)
 
-    def _batch(self) -> int:
-        """The batch that this is: some nodes may have heard only of earlier ones, or of none."""
-        numbers = range(self._nodes.count)
-        questions = {number: partial(self._heard, number) for number in numbers}
-        return max(0, *self._nodes.answers(f"batch {self._lane}", questions, 0.0).values())
+        def commit(node: int, batch: int | None, seconds: float) -> bool:
+            return self._nodes[node].commit(
+                stages.get(node, ()),
+                lane=self._lane,
+                run=self._run,
+                kept=kept.get(node, ()),
+                dead=dead.get(node, ()),
+                batch=batch,
+                timeout=seconds,
+            )
 
-    def _heard(self, number: int) -> int:
+        if self._nodes.count == 1:
+            commit(0, None, ALONE_SECONDS)
+            return
+        heard = self._heard()
+        batch = max(heard.values())
+        if batch < 0:
+            if stages:
+                raise TransportDown(f"no node that answers knows this batch of {self._lane!r}")
+            return  # Spark's first batch is empty where nothing waits: nobody was told of it
+        told = {node for node, number in heard.items() if number == batch} | stages.keys()
+        asked = {
+            node: self._nodes.ask(node, partial(commit, node, batch, COMMIT_SECONDS))
+            for node in told
+        }
+        self._let_settle({node: each for node, each in asked.items() if node not in stages})
+        for node in stages:
+            asked[node].result()
+
+    def _let_settle(self, asked: Mapping[int, Future[bool]]) -> None:
+        """Give nodes without stages the time to settle."""
         try:
-            return self._nodes[number].planned(self._lane, self._run)
+            self._nodes.heard(asked, BATCH_SECONDS)
+        except (TransportDown, LaneTaken) as error:
+            log.warning("a node did not hear of lane %s: %s", self._lane, error)
+
+    def _heard(self) -> dict[int, int]:
+        """Of which batch nodes have heard last: some only of earlier ones, or of none."""
+        numbers = range(self._nodes.count)
+        questions = {number: partial(self._number, number) for number in numbers}
+        return self._nodes.answers(f"batch {self._lane}", questions, BATCH_SECONDS)
+
+    def _number(self, node: int) -> int:
+        """The batch that a node has been told of twice: see ``LaneNodes.plan``."""
+        try:
+            planned = self._nodes[node].planned(self._lane, self._run)
         except LaneTaken:
             return -1
+        return planned if planned % 2 else -1
 
 
 class Gates:
@@ -130,20 +165,22 @@ class Gates:
 
     def status(self, actions: Sequence[str]) -> Breakers:
         """How the breakers of these actions are."""
-        return self._first(lambda node: node.breakers(actions)) if actions else {}
+        if not actions:
+            return {}
+        about = f"breakers {' '.join(actions)}"
+        return self._first(about, lambda node: node.breakers(actions))
 
     def gate(self, action: str, step: Step, doing: Doing) -> RemoteGate:
         """A task's way to the breaker of its action, or of that action's second output."""
-        node = self._first(_answering)
+        node = self._first("ping", _answering)
         return RemoteGate(node, action, step.reads, step.delivery, doing, workers=step.workers)
 
-    def _first(self, call: Callable[[RemoteNode], Answer]) -> Answer:
-        for number in range(self._nodes.count - 1):
-            try:
-                return call(self._nodes[number])
-            except TransportDown as error:
-                log.warning("node %d keeps no breakers now: %s", number, error)
-        return call(self._nodes[self._nodes.count - 1])
+    def _first(self, about: str, call: Callable[[RemoteNode], Answer]) -> Answer:
+        """The answer of the first node that gives one."""
+        nodes = range(self._nodes.count)
+        questions = {node: partial(call, self._nodes[node]) for node in nodes}
+        found = self._nodes.answers(about, questions, 0.0)
+        return found[min(found)]
 
 
 class GatesSeen:

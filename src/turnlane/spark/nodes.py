@@ -30,6 +30,8 @@ Answer = TypeVar("Answer")
 
 GRACE_SECONDS: Final = 2.0
 """How much longer than it was asked to wait a node may take before the others go on without it."""
+MOST_QUESTIONS: Final = 8
+"""So many may be open to one node; one that hangs has no part in those to the others."""
 
 
 class Extent(NamedTuple):
@@ -48,9 +50,11 @@ class Nodes:
             RemoteNode(place, location, credentials)
             for place, location in zip(url.places, url.locations(), strict=True)
         ]
-        self._waiting = ThreadPoolExecutor(len(self._nodes), "turnlane-wait")
+        self._asking = [ThreadPoolExecutor(MOST_QUESTIONS, "turnlane-ask") for _ in self._nodes]
         self._asked: dict[tuple[int, str], Future[Any]] = {}
         """Questions that are not answered yet: a node that hangs is not asked again meanwhile."""
+        self._late: dict[int, Future[Any]] = {}
+        """By node, a question not answered in time: nobody waits for others until it is."""
         self._away: set[int] = set()
 
     @classmethod
@@ -104,29 +108,50 @@ class Nodes:
         A node that has not answered the last question ``about`` something is not asked again: its
         answer, once it comes, is to the question of then. Raises ``TransportDown`` if all are away.
         """
-        asked = {node: self._ask(node, about, question) for node, question in questions.items()}
-        wait(asked.values(), None if self.count == 1 else timeout + GRACE_SECONDS)
+        asked = {
+            node: self._asked.get((node, about)) or self.ask(node, question)
+            for node, question in questions.items()
+        }
+        self._asked |= {(node, about): answer for node, answer in asked.items()}
+        try:
+            return self.heard(asked, timeout)
+        finally:
+            for node, answer in asked.items():
+                if answer.done():
+                    self._asked.pop((node, about), None)
+
+    def ask(self, node: int, question: Callable[[], Answer]) -> Future[Answer]:
+        """Ask a node something, whatever it was asked before. Does not wait."""
+        return self._asking[node].submit(question)
+
+    def heard(self, asked: Mapping[int, Future[Answer]], timeout: float) -> dict[int, Answer]:
+        """What nodes answer in time; those that are away are left out.
+
+        Raises ``TransportDown`` if all are away, and what else a node raises.
+        """
+        awaited = [answer for node, answer in asked.items() if not self._hangs(node)]
+        wait(awaited or asked.values(), None if self.count == 1 else timeout + GRACE_SECONDS)
         found: dict[int, Answer] = {}
         trouble = TransportDown("no node answers")
         for node, answer in asked.items():
-            try:
-                found[node] = answer.result(None if self.count == 1 else 0.0)
-                self._is_back(node)
-            except TimeoutError:
+            if not answer.done():
+                self._late.setdefault(node, answer)
                 self._is_away(node, "it does not answer")
                 continue
+            try:
+                found[node] = answer.result()
             except TransportDown as error:
                 self._is_away(node, trouble := error)
-            del self._asked[node, about]
-        if not found:
+            else:
+                self._is_back(node)
+        if asked and not found:
             raise trouble
         return found
 
-    def _ask(self, node: int, about: str, question: Callable[[], Answer]) -> Future[Answer]:
-        known = self._asked.get((node, about))
-        if known is None:
-            known = self._asked[node, about] = self._waiting.submit(question)
-        return known
+    def _hangs(self, node: int) -> bool:
+        if node in self._late and self._late[node].done():
+            del self._late[node]
+        return node in self._late
 
     def _is_away(self, node: int, why: object) -> None:
         if node not in self._away:

@@ -8,19 +8,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pyspark.sql import SparkSession
 
-from turnlane.client.remote import Credentials, RemoteNode
-from turnlane.client.url import Url
-from turnlane.errors import QueueExists, TransportDown
+from turnlane.client.remote import RemoteNode
+from turnlane.errors import QueueExists
 from turnlane.pipeline.settings import PipelineSettings
 from turnlane.spark.lane import LaneState, LaneStatus
+from turnlane.spark.nodes import Nodes
 from turnlane.spark.options import WriteOptions
 from turnlane.spark.pipeline import Pipeline
 
 log = logging.getLogger(__name__)
+
+MAKE_SECONDS: Final = 10.0
+"""How long a node may take to make queues before the others go on without it."""
 
 Change = tuple[str, LaneState, str | None, str | None]
 
@@ -111,20 +114,9 @@ def make_queues(plan: Plan) -> None:
     Those that are there stay as they are. Raises what the node raises, and ``TransportDown`` if no
     node answers.
     """
-    options = WriteOptions.of(plan.access)
-    credentials = Credentials(options.secret(), options.tls_ca, options.tls_cert, options.tls_key)
-    url = Url.parse(options.endpoint)
-    away: list[TransportDown] = []
-    for place, location in zip(url.places, url.locations(), strict=True):
-        with RemoteNode(place, location, credentials) as node:
-            try:
-                _make_queues(node, plan.queues)
-            except TransportDown as error:
-                away.append(error)
-    if len(away) == len(url.places):
-        raise away[0]
-    for trouble in away:
-        log.info("its queues are made later: %s", trouble)
+    nodes = Nodes.of(WriteOptions.of(plan.access))
+    questions = {n: partial(_make_queues, nodes[n], plan.queues) for n in range(nodes.count)}
+    nodes.answers("queues", questions, MAKE_SECONDS)
 
 
 def _make_queues(node: RemoteNode, queues: Mapping[str, Mapping[str, Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 
@@ -25,8 +26,8 @@ class Settling:
         self._nodes = nodes
         self._queue = queue
         self._settled: dict[int, int] = {}
-        self._late: set[int] = set()
-        """Nodes that it was told of that they have not settled: once is enough."""
+        self._is_late = False
+        """Whether it was told of that something could not be settled: once is enough."""
 
     def __call__(self, progress: StreamingQueryProgress) -> None:
         """The query has come so far."""
@@ -35,19 +36,21 @@ class Settling:
 
     def settle(self, place: Place) -> None:
         """Settle what the query has read on its way, on nodes that are still there."""
-        for node, end in place.at.items():
-            if node < self._nodes.count:
-                self._settle(node, place.begun.get(node, 0), end)
-
-    def _settle(self, node: int, first: int, end: int) -> None:
-        if first >= end or self._settled.get(node) == end:
-            return
+        questions = {
+            node: partial(self._settle, node, place.begun.get(node, 0), end)
+            for node, end in place.at.items()
+            if node < self._nodes.count
+            and place.begun.get(node, 0) < end != self._settled.get(node)
+        }
         try:
-            self._nodes.settle(node, self._queue, first, end)
+            self._settled |= self._nodes.answers(f"settle {self._queue}", questions, 0.0)
         except RetryLater as error:  # tried again with the next look
-            if node not in self._late:
-                log.warning("node %d has not settled %s yet: %s", node, self._queue, error)
-            self._late.add(node)
+            if not self._is_late:
+                log.warning("%s is not settled yet: %s", self._queue, error)
+            self._is_late = True
         else:
-            self._settled[node] = end
-            self._late.discard(node)
+            self._is_late = False
+
+    def _settle(self, node: int, first: int, end: int) -> int:
+        self._nodes.settle(node, self._queue, first, end)
+        return end

@@ -1,0 +1,181 @@
+"""A node that hangs, which is not one that is gone: do the others go on without it?"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.contract.harness import wait_until
+from tests.node.flight_victim import Victim, victim
+from tests.spark.nodes import Served, numbers, serving
+from turnlane.client import progress, remote, stage_writer
+from turnlane.client.remote import Credentials
+from turnlane.delivery.settings import DeliverySettings
+from turnlane.errors import NoSuchQueue, TransportDown
+from turnlane.events import block_of
+from turnlane.spark import lane_nodes
+from turnlane.spark import nodes as nodes_module
+from turnlane.spark.lane_nodes import Gates, LaneCommit, LaneNodes
+from turnlane.spark.nodes import Nodes
+from turnlane.spark.offsets import Place
+from turnlane.spark.settling import Settling
+
+pytestmark = pytest.mark.timeout(20)  # less than a node is given to answer
+PATIENCE = 10.0
+
+
+@pytest.fixture
+def hung(tmp_path: Path) -> Iterator[Victim]:
+    with victim(tmp_path / "hung") as process:
+        yield process
+        process.freeze(frozen=False)
+
+
+@pytest.fixture
+def healthy(tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path / "healthy", {"main": {}}) as served:
+        yield served
+
+
+@pytest.fixture
+def both(hung: Victim, healthy: Served, monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    """The one that will hang is the first."""
+    monkeypatch.setattr(nodes_module, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(lane_nodes, "BATCH_SECONDS", 0.3)
+    made = Nodes(f"{hung.url},{healthy.plane.address}", Credentials())
+    for node in range(2):
+        publish(made, node, 10)
+    return made
+
+
+def publish(nodes: Nodes, node: int, count: int) -> None:
+    block = block_of(numbers(0, count))
+    with nodes[node].stage("main", block.schema) as stage:
+        stage.write(block)
+        nodes[node].commit([stage.finish()])
+
+
+def lane_of(nodes: Nodes) -> LaneNodes:
+    return LaneNodes(nodes, "main", "r", "main")
+
+
+def spans(nodes: Nodes) -> dict[int, list[tuple[int, int]]]:
+    return {node: each.spans for node, each in lane_of(nodes).waiting(100, 0, 0.0).items()}
+
+
+def test_lanes_plan_and_commit_without_it_and_with_it_once_it_goes_on(
+    hung: Victim, healthy: Served, both: Nodes
+) -> None:
+    assert spans(both) == {0: [(0, 10)], 1: [(0, 10)]}
+    hung.freeze(frozen=True)
+    for count in range(1, 20):  # more than there are threads to ask it with
+        assert spans(both) == {1: [(10 * count - 10, 10 * count)]}
+        assert lane_of(both).plan(spans(both), count) == spans(both)
+        LaneCommit(both, "main", "r").commit({}, {}, {})
+        publish(both, 1, 10)
+    hung.freeze(frozen=False)
+    wait_until(lambda: 0 in spans(both), "it to be back", PATIENCE)
+    lane_of(both).plan(spans(both), 20)
+    wait_until(lambda: committed(both), "it to settle", PATIENCE)
+    assert both[0].unsettled("main", 100).spans == []
+
+
+def committed(nodes: Nodes) -> bool:
+    LaneCommit(nodes, "main", "r").commit({}, {}, {})
+    return not any(spans(nodes).values())
+
+
+def test_a_batch_of_nothing_is_committed(both: Nodes) -> None:
+    """Spark makes one at first, whether something waits or not."""
+    assert lane_of(both).plan({}, 1) == {}
+    LaneCommit(both, "main", "r").commit({}, {}, {})
+    with pytest.raises(TransportDown, match="no node that answers knows this batch"):
+        LaneCommit(both, "main", "r").commit({1: ["stage"]}, {}, {})
+
+
+def test_what_it_has_heard_of_too_late_is_not_settled(
+    hung: Victim, healthy: Served, both: Nodes
+) -> None:
+    """It hangs while a batch is planned: it is left out, and nobody reads what it has for that."""
+    waiting = spans(both)
+    hung.freeze(frozen=True)
+    assert lane_of(both).plan(waiting, 1) == {1: [(0, 10)]}
+    hung.freeze(frozen=False)
+    wait_until(lambda: heard(both), "it to hear of the batch", PATIENCE)
+    LaneCommit(both, "main", "r").commit({}, {}, {})
+    assert spans(both)[1] == []
+    assert both[0].unsettled("main", 100).spans == [(0, 10)]
+
+
+def heard(nodes: Nodes) -> bool:
+    return nodes[0].planned("main", "r") == 2
+
+
+def test_breakers_are_asked_of_another_one(hung: Victim, both: Nodes) -> None:
+    hung.freeze(frozen=True)
+    for _ in range(20):
+        assert Gates(both).status(["a"]) == {}
+    with Gates(both).gate("a", "main", DeliverySettings(), lambda: (0, 0)) as gate:
+        gate.permit()
+    assert set(Gates(both).status(["a"])) == {"a"}
+
+
+def test_settling_goes_on_elsewhere(hung: Victim, healthy: Served, both: Nodes) -> None:
+    hung.freeze(frozen=True)
+    settling = Settling(both, "main")
+    for end in range(1, 11):
+        settling.settle(Place({0: end, 1: end}))
+    assert healthy.queue("main").low == 10
+    hung.freeze(frozen=False)
+    wait_until(lambda: has_settled(settling, both), "the other", PATIENCE)
+
+
+def has_settled(settling: Settling, nodes: Nodes) -> bool:
+    settling.settle(Place({0: 10, 1: 10}))
+    return nodes[0].wait("main", -1, 0.0).low == 10
+
+
+def test_reading_ends_when_nothing_comes(
+    hung: Victim, both: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "STEP_SECONDS", 0.1)
+    assert sum(block.num_rows for _, block in both.read(0, "main", 0, 10)) == 10
+    hung.freeze(frozen=True)
+    with pytest.raises(TransportDown, match=r"nothing has come of it in 0\.1 seconds"):
+        list(both.read(0, "main", 0, 10))
+
+
+def test_a_stream_whose_next_step_takes_too_long_is_cancelled() -> None:
+    cancelled = threading.Event()
+
+    def step() -> None:
+        with progress.Watch().step("here", cancelled.set, 0.1):
+            assert cancelled.wait(PATIENCE)
+            raise OSError("cancelled")
+
+    with pytest.raises(TransportDown, match=r"here: nothing has come of it in 0\.1 seconds"):
+        step()
+
+
+def test_staging_ends_when_nothing_comes_of_it(
+    hung: Victim, both: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_writer, "within", partial(progress.within, seconds=0.1))
+    block = block_of(numbers(0, 10))
+    stage = both[0].stage("main", block.schema)
+    stage.write(block)
+    hung.freeze(frozen=True)
+    with pytest.raises(TransportDown, match=r"nothing has come of it in 0\.1 seconds"):
+        stage.finish()
+
+
+def test_an_error_is_raised_once_and_the_question_asked_again(healthy: Served) -> None:
+    nodes = Nodes(healthy.url, Credentials())
+    with pytest.raises(NoSuchQueue):
+        nodes.wait("later", {0: -1}, 0.0)
+    healthy.node.create("later")
+    assert nodes.wait("later", {0: -1}, 0.0)[0].end == 0
