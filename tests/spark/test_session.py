@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from pyspark.sql import SparkSession
 
-from turnlane.spark.session import set_to
+from turnlane.spark.session import JavaMissing, find_java, set_to
 
 
 def test_workers_import_pyspark_from_where_it_is_installed(spark: SparkSession) -> None:
@@ -40,3 +43,36 @@ def test_settings_are_for_what_is_begun_meanwhile(spark: SparkSession) -> None:
         assert (spark.conf.get(unset), spark.conf.get(known)) == ("a", "7")
     assert spark.conf.get(unset, None) is None
     assert spark.conf.get(known) == before
+
+
+@pytest.mark.parametrize(
+    ("says", "fault"),
+    [
+        ('openjdk version "11.0.22" 2024-01-16', r"bin/java is Java 11\. On Debian .* openjdk-17"),
+        ('java version "1.8.0_402"', "is Java 8"),
+        ('openjdk version "17.0.15" 2025-04-15', None),
+        ('openjdk version "21" 2023-09-19', None),
+        ("something else", None),
+    ],
+)
+def test_a_java_that_spark_does_not_run_on_is_told_of(
+    says: str, fault: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    java = tmp_path / "bin" / "java"
+    java.parent.mkdir()
+    java.write_text(f"#!/bin/sh\necho '{says}' >&2\n")
+    java.chmod(0o755)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    if fault is None:
+        assert find_java() == java
+        return
+    with pytest.raises(JavaMissing, match=fault):
+        find_java()
+
+
+def test_without_java_it_is_told_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    with pytest.raises(JavaMissing, match=r"no bin/java in it\. On Debian or Ubuntu: apt install"):
+        find_java()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -48,8 +50,16 @@ UNMEASURED: Final = {"spark.sql.execution.arrow.maxBytesPerBatch": str((1 << 31)
 which takes longer than to write it, unless there is no limit but the number of rows."""
 
 
+OLDEST_JAVA: Final = 17
+_INSTALL: Final = (
+    "On Debian or Ubuntu: apt install openjdk-17-jre-headless, or openjdk-21-jre-headless where "
+    "there is no 17; elsewhere install any JDK 17 or 21. Then set JAVA_HOME to it if there are "
+    "several"
+)
+
+
 class JavaMissing(Never):
-    """Spark runs on Java, and there is none."""
+    """Spark runs on Java, and there is none that would do."""
 
 
 def find_java() -> Path:
@@ -58,11 +68,23 @@ def find_java() -> Path:
     found = shutil.which("java", path=str(Path(home) / "bin") if home else None)
     if found is None:
         where = f"JAVA_HOME is {home}, but there is no bin/java in it" if home else "none on PATH"
-        raise JavaMissing(
-            f"Spark needs Java 17 or newer: {where}. On Debian or Ubuntu: apt install "
-            "openjdk-17-jre-headless; elsewhere install any JDK 17 or 21 and set JAVA_HOME"
-        )
+        raise JavaMissing(f"Spark needs Java 17 or 21: {where}. {_INSTALL}")
+    version = _version_of(found)
+    if version is not None and version < OLDEST_JAVA:
+        raise JavaMissing(f"Spark needs Java 17 or 21, and {found} is Java {version}. {_INSTALL}")
     return Path(found)
+
+
+def _version_of(java: str) -> int | None:
+    """The first number of a Java's version, ``None`` if it does not say: ``1.8`` is 8."""
+    try:
+        said = subprocess.run(  # noqa: S603 - the program that Spark is about to run
+            [java, "-version"], capture_output=True, text=True, timeout=30, check=False
+        ).stderr
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = re.search(r'version "(?:1\.)?(\d+)', said)
+    return None if match is None else int(match[1])
 
 
 def open_session(settings: SparkSettings) -> SparkSession:
