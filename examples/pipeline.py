@@ -65,7 +65,7 @@ actions:
     output: {{type: file, path: {place}/out/alerts.jsonl}}
   - name: archive
     queue: disk
-    lane: {{min_events: 1}}  # it would wait a minute for enough to fill a file
+    lane: {{min_events: 1}}  # it would wait ten minutes for enough to fill a file
     output: {{type: spark, format: parquet, path: {place}/out/archive, columns: [message]}}
   - name: counts
     queue: disk

@@ -18,8 +18,9 @@ from turnlane.outputs.contract import OutputSettings
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
+from turnlane.spark.batch_wait import BatchWait
 from turnlane.spark.pipeline import Pipeline
-from turnlane.spark.sink_files import WORTH_A_FILE, patient
+from turnlane.spark.sink_files import AGE_OF_A_FILE, WORTH_A_FILE, patient
 
 PATIENCE = 180.0
 AGE = 3.0
@@ -104,10 +105,26 @@ def publish(node: Served, first: int, moment: int) -> None:
     )
 
 
+def test_a_day_of_little_makes_few_files_and_much_is_written_at_once(tmp_path: Path) -> None:
+    """An event a second, and in the end as many at once as fill a file."""
+    lane = patient(action("a", LaneSettings(), parquet(tmp_path))).lane
+    wait = BatchWait(lane.min_events, lane.max_age)
+    files = waiting = 0
+    for second in range(86_400):
+        waiting += 1
+        if not wait.left(waiting, float(second)):
+            files, waiting = files + 1, 0
+    assert 140 <= files <= 144
+    assert wait.left(waiting + WORTH_A_FILE, 86_400.0) == 0.0
+
+
 def test_only_files_are_waited_for_and_only_if_nothing_is_said(tmp_path: Path) -> None:
     usual, quick = LaneSettings(), LaneSettings(min_events=1)
-    assert patient(action("a", usual, parquet(tmp_path))).lane.min_events == WORTH_A_FILE
-    assert patient(action("a", quick, parquet(tmp_path))).lane.min_events == 1
+    waiting = patient(action("a", usual, parquet(tmp_path))).lane
+    assert (waiting.min_events, waiting.max_age) == (WORTH_A_FILE, AGE_OF_A_FILE)
+    aged = patient(action("a", LaneSettings(max_age=60), parquet(tmp_path))).lane
+    assert (aged.min_events, aged.max_age) == (WORTH_A_FILE, 60)
+    assert patient(action("a", quick, parquet(tmp_path))).lane == quick
     small = LaneSettings(max_events=500)
     assert patient(action("a", small, parquet(tmp_path))).lane.min_events == 500
     there = SparkSinkSettings(type="spark", format="csv", options={"path": "x"})

@@ -115,7 +115,11 @@ class LaneSettings(Part):
         ge=1,
         description="Wait for so many events, for `max_age` at most, before a batch.",
     )
-    max_age: Duration = Field(default=60.0, description="See `min_events`.")
+    max_age: Duration = Field(
+        default=60.0,
+        description="See `min_events`. Lanes that write files wait for 100,000 events, for 10 "
+        "minutes at most, if neither is given.",
+    )
     workers: int | None = Field(
         default=None,
         ge=1,

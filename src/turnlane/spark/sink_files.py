@@ -17,17 +17,21 @@ from turnlane.spark.tolerant import tolerant
 WORTH_A_FILE: Final = 100_000
 """Events that a lane waits for before it writes files, for `max_age` at most. Every batch makes a
 file, and nothing else joins them later."""
+AGE_OF_A_FILE: Final = 600.0
+"""That `max_age`, where nothing is said: so a quiet stream makes 144 files a day in a folder."""
 
 
 def patient(action: ActionSettings) -> ActionSettings:
     """The action; one that writes files waits for a file's worth, unless it says for how much."""
     sink = action.output
     writes_files = isinstance(sink, SparkSinkSettings) and sink.place is not None
-    if not writes_files or "min_events" in action.lane.model_fields_set:
+    given = action.lane.model_fields_set
+    if not writes_files or "min_events" in given:
         return action
-    events = min(WORTH_A_FILE, action.lane.max_events)
-    lane = action.lane.model_copy(update={"min_events": events})
-    return action.model_copy(update={"lane": lane})
+    knobs: dict[str, float] = {"min_events": min(WORTH_A_FILE, action.lane.max_events)}
+    if "max_age" not in given:
+        knobs["max_age"] = AGE_OF_A_FILE
+    return action.model_copy(update={"lane": action.lane.model_copy(update=knobs)})
 
 
 def to_sink(rows: DataFrame, action: ActionSettings) -> DataStreamWriter:
