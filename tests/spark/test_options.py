@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 from pydantic.fields import FieldInfo
+from pyspark.sql.types import StructType
 
 from turnlane.errors import ConfigError
 from turnlane.spark.columns import read_schema
 from turnlane.spark.lane_options import read_options, write_options
 from turnlane.spark.options import Options, ReadOptions, SourceOptions, WriteOptions
+from turnlane.spark.reading import BatchReader
+from turnlane.spark.source import TurnlaneSource
 
 PAGE = Path(__file__).parents[2] / "docs" / "spark-source.md"
 NODE = {"endpoint": "turnlane://127.0.0.1:1"}
@@ -32,8 +35,12 @@ def test_offsets_by_node() -> None:
     ("given", "message"),
     [
         ({"startingOffset": "earliest"}, "startingOffset: .*did you mean startingOffsets"),
-        ({"startingOffsets": "begin"}, "startingOffsets.*earliest"),
-        ({"startingOffsets": "{0: 1}"}, "startingOffsets.*JSON"),
+        ({"startingOffsets": "begin"}, "^startingOffsets: is earliest, latest, or JSON .*'begin'"),
+        ({"startingOffsets": "{0: 1}"}, "^startingOffsets: .*JSON"),
+        ({"startingOffsets": '{"0": "1"}'}, "^startingOffsets: .*JSON"),
+        ({"startingOffsets": "[1]"}, "^startingOffsets: .*JSON"),
+        ({"endpoint": "http://x"}, "^endpoint: 'http://x' is not a node's; write turnlane://"),
+        ({"tlsCert": "c.pem"}, "^tlsCert: and tlsKey belong together"),
         ({"maxOffsetsPerTrigger": "0"}, "maxOffsetsPerTrigger: must be at least 1"),
         ({"maxOffsetsPerTrigger": "many"}, "maxOffsetsPerTrigger: must be a whole number"),
         ({"failOnDataLoss": "perhaps"}, "failOnDataLoss: must be true or false"),
@@ -47,6 +54,13 @@ def test_offsets_by_node() -> None:
 def test_wrong_ones_are_named(given: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ReadOptions.of({**NODE, "queue": "main", **given})
+
+
+def test_where_to_end_is_nothing_for_a_stream() -> None:
+    source = TurnlaneSource({**NODE, "queue": "main", "endingOffsets": "latest"})
+    with pytest.raises(ConfigError, match="endingOffsets: is for batch queries"):
+        source.streamReader(StructType())
+    assert isinstance(source.reader(StructType()), BatchReader)
 
 
 def test_what_is_required_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +118,8 @@ def row_of(field: FieldInfo) -> str:
 def default_of(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
+    if field.default_factory is not None:
+        return ""  # the description says where it is from
     match field.get_default():  # one that is found out is told in words
         case None:
             return ""

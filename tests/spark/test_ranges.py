@@ -91,3 +91,10 @@ def test_filters_on_the_place_decide_what_is_read() -> None:
         Slice(0, 11, 30),
         Slice(1, 20, 25),
     ]
+
+
+def test_a_list_of_offsets_bounds_what_is_read_and_is_left_to_spark() -> None:
+    some: Filter = In(("offset",), (7, 30, 11))
+    bounds, rest = bounds_of([some])
+    assert rest == [some]
+    assert bounds.applied({0: 0}, {0: 100}) == ({0: 7}, {0: 31})

@@ -74,6 +74,9 @@ class TestBatch:
         try:
             pushed = read(spark, node, pushFilters="true").where("offset >= 95 AND offset < 97")
             assert [row.offset for row in pushed.collect()] == [95, 96]
+            two = read(spark, node, pushFilters="true", minPartitions="4").where("offset IN (7, 8)")
+            assert two.rdd.getNumPartitions() == 2, "no more than there are events to read"
+            assert [row.offset for row in two.collect()] == [7, 8]
         finally:
             spark.conf.unset("spark.sql.python.filterPushdown.enabled")
 

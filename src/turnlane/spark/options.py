@@ -22,6 +22,7 @@ from pydantic import (
 )
 from pydantic.alias_generators import to_camel
 
+from turnlane.client.url import Url
 from turnlane.errors import ConfigError
 from turnlane.problems import Contradiction, Problem, config_error, did_you_mean
 from turnlane.quantities import Duration, Size
@@ -34,19 +35,27 @@ FROM_EARLIEST: Final = -2
 FROM_LATEST: Final = -1
 """The same for one node, as the Kafka source has it."""
 
+_ALLOWED: Final = 'is earliest, latest, or JSON such as {"0": 42}'
+
 Offsets = Literal["earliest", "latest"] | dict[int, int]
 """Where to begin or end: everywhere the same, or an offset for each node by its number."""
 
 
 def _offsets(value: object) -> object:
-    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+    if not isinstance(value, str) or value.lower() in (EARLIEST, LATEST):
         return value.lower() if isinstance(value, str) else value
     try:
-        return json.loads(value)
+        found = json.loads(value)
     except ValueError as error:
-        raise ValueError(
-            f'is earliest, latest, or JSON such as {{"0": 42}}, not {value!r}: {error}'
-        ) from None
+        raise ValueError(f"{_ALLOWED}, not {value!r}: {error}") from None
+    if not isinstance(found, dict) or not all(map(_is_offset, found.items())):
+        raise ValueError(f"{_ALLOWED}, not {value!r}")
+    return found
+
+
+def _is_offset(part: tuple[str, object]) -> bool:
+    node, offset = part
+    return node.isdecimal() and isinstance(offset, int) and not isinstance(offset, bool)
 
 
 def _known(offsets: Offsets) -> Offsets:
@@ -123,11 +132,19 @@ class SourceOptions(Options):
     tls_key: Path | None = Field(default=None, description="Its key.")
 
     @model_validator(mode="after")
-    def _endpoint_given(self) -> Self:
+    def _can_be_reached(self) -> Self:
         if not self.endpoint:
             raise Contradiction(
                 [Problem("endpoint", "is required, as in turnlane://127.0.0.1:7171")]
             )
+        try:
+            Url.parse(self.endpoint)
+        except ConfigError as error:
+            message = str(error).removeprefix(f"{error.knob}: ")
+            raise Contradiction([Problem("endpoint", message)]) from None
+        if (self.tls_cert is None) != (self.tls_key is None):
+            problem = Problem("tlsCert", "and tlsKey belong together: give both or neither")
+            raise Contradiction([problem])
         return self
 
     def secret(self) -> str | None:

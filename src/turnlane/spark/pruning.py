@@ -48,12 +48,13 @@ class Bounds:
 
 
 def bounds_of(filters: Iterable[Filter]) -> tuple[Bounds, list[Filter]]:
-    """The bounds that filters set, and the filters that say nothing about place."""
+    """The bounds that filters set, and the filters that say more than that."""
     bounds = Bounds()
     rest = []
     for each in filters:
         narrowed = _narrowed(bounds, each)
         if narrowed is None:
+            bounds = _hull(bounds, each)
             rest.append(each)
         else:
             bounds = narrowed
@@ -78,3 +79,12 @@ def _narrowed(bounds: Bounds, each: Filter) -> Bounds | None:
         case In(("partition",), tuple(values)):
             narrowed = bounds.on_nodes(values)
     return narrowed
+
+
+def _hull(bounds: Bounds, each: Filter) -> Bounds:
+    """The bounds that a filter sets beside what Spark has still to look at."""
+    match each:
+        case In(("offset",), (int(), *_) as values):
+            there = [value for value in values if value is not None]
+            return bounds.from_offset(min(there)).up_to(max(there) + 1)
+    return bounds

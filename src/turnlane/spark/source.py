@@ -45,6 +45,8 @@ class TurnlaneSource(DataSource):
         options = self._reading()
         if isinstance(options, LaneReadOptions):
             return LaneReader(options, schema)
+        if "ending_offsets" in options.model_fields_set:
+            raise ConfigError("endingOffsets", "is for batch queries; a stream reads on")
         return StreamReader(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001
