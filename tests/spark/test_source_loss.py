@@ -87,6 +87,14 @@ class TestSettling:
         query.commit(offset)
         assert (rows, node.queue("main").low) == (10, 10)
 
+    def test_a_batch_is_settled_once_the_next_is_asked_for(self, node: Served) -> None:
+        node.publish("main", numbers(0, 10))
+        query = reader(node.url)
+        offset, rows = batch(query, query.initialOffset())
+        assert (rows, node.queue("main").low) == (10, 0)
+        assert batch(query, offset) == (offset, 0)
+        assert node.queue("main").low == 10
+
     def test_a_node_that_is_no_longer_there_is_not_told(self, node: Served, second: Served) -> None:
         node.publish("main", numbers(0, 3))
         query = reader(both(node, second))

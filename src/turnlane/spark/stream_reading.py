@@ -57,6 +57,9 @@ class StreamReader(QueueReading, DataSourceStreamReader, SupportsTriggerAvailabl
         self._target = {node: extent.end for node, extent in extents.items()}
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
+        # Spark has noted that the batch up to here is done, and will never ask for it again. Its
+        # own `commit` comes with the next batch, so after the last one it does not come.
+        self.commit(start)
         place = Place.of(start)
         extents = self._available(place)
         first = self._beginnings(place, extents)
