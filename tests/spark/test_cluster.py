@@ -26,6 +26,7 @@ EVENTS = 300
 BATCH = 100
 CONFIG = """\
 node: {data: unused}
+nodes: {token_env: TURNLANE_TEST_TOKEN}
 transform: slow:slowly
 lane: {max_events: 100, workers: 2, worker_minimum_events: 50}
 actions:
@@ -42,25 +43,23 @@ spark:
     spark.driver.host: 127.0.0.1
 """
 SLOW = """\
+import os
+import time
 from pathlib import Path
 
-PLACE = Path(__file__).parent
+from pyspark.sql.functions import lit, udf
+
+
+def each(value, place):  # pickled by its name: executors have to find this module
+    assert os.environ["TURNLANE_TEST_TOKEN"] == "s3cret"
+    Path(place, "begun-" + value.decode()).touch()
+    time.sleep(0.04)
+    return True
 
 
 def slowly(events):
-    from pyspark.sql.functions import udf
-
-    place = str(PLACE)
-
-    def each(value):  # within, so that executors need not find this module
-        import time
-        from pathlib import Path
-
-        Path(place, "begun-" + value.decode()).touch()
-        time.sleep(0.04)
-        return True
-
-    return events.where(udf(each, "boolean", useArrow=False)("value"))
+    place = lit(str(Path(__file__).parent))
+    return events.where(udf(each, "boolean", useArrow=False)("value", place))
 """
 """A transform that says when a task has begun, and gives the test time to kill it."""
 
@@ -145,7 +144,11 @@ def node(tmp_path: Path) -> Iterator[Served]:
 
 
 @pytest.fixture
-def pipeline(cluster: Cluster, node: Served, tmp_path: Path) -> Iterator[Program]:
+def pipeline(
+    cluster: Cluster, node: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Program]:
+    """Started after the cluster, whose machines know neither its token nor its modules."""
+    monkeypatch.setenv("TURNLANE_TEST_TOKEN", "s3cret")
     (tmp_path / "c.yaml").write_text(CONFIG.replace("JAVA", QUICK_JAVA))
     (tmp_path / "slow.py").write_text(SLOW)
     where = ("--endpoint", node.url, "--master", cluster.master)

@@ -19,7 +19,7 @@ from turnlane.cli.operation import NodeFailed, Opening, Operation, Report, repor
 from turnlane.cli.options import ConfigFile, Endpoint, Form, Level
 from turnlane.cli.serve import faults_printed, leave, leave_if_stuck, loaded, piped
 from turnlane.cli.signals import Signals
-from turnlane.cli.spark import find_modules_beside, need_spark, session
+from turnlane.cli.spark import find_modules_beside, modules_beside, need_spark, session
 from turnlane.cli.supervisor import notify
 from turnlane.errors import ConfigError
 
@@ -62,7 +62,7 @@ def run(
         _operate(
             config,
             settings,
-            lambda: session(settings.spark, master=master, level=log_level),
+            _session(config, settings, master, log_level),
             reporter(as_json=as_json),
             node=node,
             reload=reload,
@@ -93,10 +93,23 @@ def pipeline(
     _operate(
         config,
         settings,
-        lambda: session(settings.spark, master=master, level=log_level),
+        _session(config, settings, master, log_level),
         reporter(as_json=as_json),
         endpoint=where,
         reload=reload,
+    )
+
+
+def _session(
+    path: Path, settings: Config, master: str | None, level: LogLevel
+) -> Callable[[], Session]:
+    token = settings.nodes.token_env
+    return lambda: session(
+        settings.spark,
+        master=master,
+        level=level,
+        modules=modules_beside(path),
+        variables=[] if token is None else [token],
     )
 
 

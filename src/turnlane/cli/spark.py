@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -42,15 +43,23 @@ def need_spark() -> None:
 
 
 def session(
-    settings: SparkSettings, *, master: str | None = None, level: LogLevel = LogLevel.WARNING
+    settings: SparkSettings,
+    *,
+    master: str | None = None,
+    level: LogLevel = LogLevel.WARNING,
+    modules: Sequence[Path] = (),
+    variables: Sequence[str] = (),
 ) -> Session:
-    """A session. Not from the main thread, whose SIGINT pyspark would take for itself."""
+    """A session. Not from the main thread, whose SIGINT pyspark would take for itself.
+
+    The executors of a cluster get these modules and variables.
+    """
     from turnlane.spark.session import open_session
 
     conf = {**_logging(level), **settings.conf}
     settings = settings.model_copy(update={"conf": conf, "master": master or settings.master})
     try:
-        return open_session(settings)
+        return open_session(settings, modules=modules, variables=variables)
     except TurnlaneError:
         raise
     except Exception as error:
@@ -67,6 +76,11 @@ def _logging(level: LogLevel) -> dict[str, str]:
         f"-Dturnlane.lane.level={lanes}"
     )
     return {"spark.driver.extraJavaOptions": options, "spark.log.level": words.upper()}
+
+
+def modules_beside(config: Path) -> list[Path]:
+    """The modules that are there: files, for packages are installed."""
+    return sorted(config.resolve().parent.glob("*.py"))
 
 
 def find_modules_beside(config: Path) -> None:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -39,6 +39,8 @@ DEFAULTS = {
     "spark.sql.shuffle.partitions": "4",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.streaming.minBatchesToRetain": "10",
+    # Spark's own, and the variables that executors get.
+    "spark.redaction.regex": "(?i)secret|password|token|access[.]?key|executorEnv",
     "spark.log.level": "WARN",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
@@ -87,17 +89,30 @@ def _version_of(java: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def open_session(settings: SparkSettings) -> SparkSession:
-    """A session with the settings, or the one that there is already."""
+def open_session(
+    settings: SparkSettings, *, modules: Sequence[Path] = (), variables: Sequence[str] = ()
+) -> SparkSession:
+    """A session with the settings, or the one that there is already.
+
+    On a cluster executors get these files, to import them, and these variables of this process, in
+    which tokens are: their machines have neither.
+    """
     find_java()
     # Without it, workers in a virtual environment do not connect back.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     if settings.master.startswith("local"):
         use_installed_pyspark()
     builder = SparkSession.builder.master(settings.master).appName(settings.app_name)
-    for name, value in {**DEFAULTS, **settings.conf}.items():
+    environment = {
+        f"spark.executorEnv.{name}": os.environ[name] for name in variables if name in os.environ
+    }
+    for name, value in {**DEFAULTS, **environment, **settings.conf}.items():
         builder = builder.config(name, value)
-    return builder.getOrCreate()
+    session = builder.getOrCreate()
+    if not settings.master.startswith("local"):
+        for module in modules:
+            session.sparkContext.addPyFile(str(module))
+    return session
 
 
 def use_installed_pyspark() -> None:
