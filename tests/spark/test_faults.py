@@ -19,6 +19,7 @@ from turnlane.config import loads
 from turnlane.errors import ConfigError
 from turnlane.formats.parse_settings import ParseSettings
 from turnlane.outputs.file import FileSettings
+from turnlane.outputs.queue import QueueOutputSettings
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
@@ -261,6 +262,24 @@ def test_a_transform_that_removes_duplicates_remembers_what_came_before_a_restar
         wait_until(drained(node, "main", "taken"), "the lanes", PATIENCE)
         pipeline.stop()
     assert values(tmp_path / "taken") == [b"a", b"b", b"c"]
+
+
+def test_what_sql_writes_into_a_queue_is_there_once_if_its_batch_comes_again(
+    node: Served, make: Make, tmp_path: Path
+) -> None:
+    """The driver dies after the node has the batch, and before Spark has noted that."""
+    output = QueueOutputSettings(type="queue", endpoint=node.url, queue="other")
+    taken = action("taken", output, sql="SELECT value, key FROM events")
+    for first in (0, 100):
+        node.publish("main", numbers(first, first + 100))
+        pipeline = make(taken)
+        pipeline.start()
+        wait_until(drained(node, "main", "taken"), "the lanes", PATIENCE)
+        pipeline.stop()
+        (checkpoint,) = (tmp_path / "checkpoints").glob("taken-*")
+        *_, last = sorted((checkpoint / "commits").glob("[0-9]*"), key=lambda each: int(each.name))
+        last.unlink()
+    assert sorted(node.values("other")) == sorted(numbers(0, 200))
 
 
 # ── a full disk ──────────────────────────────────────────────────────────────────────────────────

@@ -255,6 +255,14 @@ SPARK = "queue: disk, output: {type: spark, format: parquet, path: p"
             "",
             r"actions\[0\].transform: spreads rows over tasks",
         ),
+        (
+            (
+                "queue: disk, sql: SELECT key AS value_of FROM events, "
+                "output: {type: queue, endpoint: 'turnlane://h:1', queue: q}"
+            ),
+            "",
+            r"actions\[0\].sql: a queue does not take this: there is no column `value`",
+        ),
         (OUT, "parse: {format: regex, pattern: 'a(?x) (?<n>1) # c'}", "parse: Java does not take"),
     ],
 )
@@ -285,9 +293,17 @@ actions:
     sql: SELECT key, count FROM events
     output_mode: complete
     output: {type: file, path: o}
+  - {name: logins, queue: disk, output: {type: discard}}
+  - name: left
+    queue: disk
+    sql: SELECT e.key FROM events e LEFT JOIN logins l ON e.key = l.key
+         AND l.timestamp BETWEEN e.timestamp - INTERVAL 10 MINUTES AND e.timestamp
+    watermark: 1m
+    with_queues: [logins]
+    output: {type: file, path: o}
   - {name: once, queue: disk, transform: "HERE:once_each", output: {type: file, path: o}}
   - {name: plain, queue: disk, sql: SELECT n FROM events, output: {type: file, path: o}}
 """.replace("HERE", __name__)
     )
     remembering = pipeline_of(config, spark).check()
-    assert remembering == {"j", "whole", "once"}
+    assert remembering == {"j", "whole", "left", "once"}

@@ -8,11 +8,13 @@ from functools import partial
 from pyspark.sql import DataFrame, SparkSession
 
 from turnlane.delivery.columns import OURS, PAYLOAD
-from turnlane.errors import ConfigError
+from turnlane.errors import ConfigError, SchemaMismatch
+from turnlane.outputs.queue import QueueOutputSettings
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import ActionSettings, PipelineSettings
 from turnlane.spark import shape
 from turnlane.spark.answers import answer, called, check_together
+from turnlane.spark.columns import check_writable
 from turnlane.spark.parsing import parsed
 from turnlane.spark.remembering import check_runs, remembered, stream_of
 from turnlane.spark.sink_files import chosen
@@ -62,7 +64,17 @@ def _check_lane(
         _check_sink(action.output, f"{where}.output", rows)
     else:
         _refuse_ours(last, rows)
+    if isinstance(action.output, QueueOutputSettings):
+        _check_events(last, rows)
     return rows
+
+
+def _check_events(place: str, rows: DataFrame) -> None:
+    """Check that a queue takes the rows."""
+    try:
+        check_writable(rows.schema, needs_route=False)
+    except SchemaMismatch as error:
+        raise ConfigError(place, f"a queue does not take this: {error}") from error
 
 
 def _check_sink(sink: SparkSinkSettings, where: str, rows: DataFrame) -> None:

@@ -42,6 +42,7 @@ from turnlane.spark.nodes import Nodes
 from turnlane.spark.options import WriteOptions
 from turnlane.spark.parsing import looked_at
 from turnlane.spark.payloads import with_payload
+from turnlane.spark.queue_sink import to_queue, writes_once
 from turnlane.spark.routing import Routes, is_deterministic, numbered, routed
 from turnlane.spark.session import UNMEASURED, set_to
 from turnlane.spark.settling import Settling
@@ -231,6 +232,8 @@ class Pipeline:
         if isinstance(action.output, SparkSinkSettings):
             check_sink(self._spark, action.output, checkpoint)
             writer = to_sink(rows, action)
+        elif writes_once(action):
+            writer = to_queue(rows, action.output)
         else:
             # Spark's own sinks for Python take no updates: each batch is written as one.
             writer = rows.writeStream.foreachBatch(partial(self._deliver, action))
