@@ -25,6 +25,7 @@ from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSet
 from turnlane.queues.settings import QueueSettings
 from turnlane.spark.lane import LaneState, LaneStatus
 from turnlane.spark.pipeline import Pipeline
+from turnlane.spark.settling import Settling
 from turnlane.testing import FaultyDisk
 
 PATIENCE = 180.0
@@ -265,20 +266,24 @@ def test_a_transform_that_removes_duplicates_remembers_what_came_before_a_restar
 
 
 def test_what_sql_writes_into_a_queue_is_there_once_if_its_batch_comes_again(
-    node: Served, make: Make, tmp_path: Path
+    node: Served, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver dies after the node has the batch, and before Spark has noted that."""
     output = QueueOutputSettings(type="queue", endpoint=node.url, queue="other")
     taken = action("taken", output, sql="SELECT value, key FROM events")
-    for first in (0, 100):
-        node.publish("main", numbers(first, first + 100))
+    node.publish("main", numbers(0, 100))
+    with monkeypatch.context() as dying:
+        dying.setattr(Settling, "settle", lambda *_: None)
         pipeline = make(taken)
         pipeline.start()
-        wait_until(drained(node, "main", "taken"), "the lanes", PATIENCE)
+        wait_until(lambda: node.queue("other").end == 100, "the batch", PATIENCE)
         pipeline.stop()
-        (checkpoint,) = (tmp_path / "checkpoints").glob("taken-*")
-        *_, last = sorted((checkpoint / "commits").glob("[0-9]*"), key=lambda each: int(each.name))
-        last.unlink()
+    for noted in (tmp_path / "checkpoints").glob("taken-*/commits/*"):
+        noted.unlink()
+
+    node.publish("main", numbers(100, 200))
+    make(taken).start()
+    wait_until(drained(node, "main", "taken"), "the lanes", PATIENCE)
     assert sorted(node.values("other")) == sorted(numbers(0, 200))
 
 
