@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pyspark.sql import DataFrame, SparkSession
 
 from turnlane.delivery.columns import DIRECT
@@ -19,7 +21,7 @@ def routes(spark: SparkSession, discards: int) -> DataFrame:
         ActionSettings(name=f"d{at}", filter=f"id = {at}", output=OutputSettings(type="discard"))
         for at in range(discards)
     ]
-    taken = ActionSettings(name="taken", output=FileSettings(type="file", path="o"))
+    taken = ActionSettings(name="taken", output=FileSettings(type="file", path=Path("o")))
     return routed(spark.range(discards + 2), [*actions, taken])
 
 
