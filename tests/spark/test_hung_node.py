@@ -14,7 +14,6 @@ from tests.node.flight_victim import Victim, victim
 from tests.spark.nodes import Served, numbers, serving
 from turnlane.client import progress, remote, stage_writer
 from turnlane.client.remote import Credentials
-from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import NoSuchQueue, TransportDown
 from turnlane.events import block_of
 from turnlane.spark import lane_nodes
@@ -23,6 +22,7 @@ from turnlane.spark.lane_nodes import Gates, LaneCommit, LaneNodes
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.offsets import Place
 from turnlane.spark.settling import Settling
+from turnlane.spark.steps import Step
 
 pytestmark = pytest.mark.timeout(20)  # less than a node is given to answer
 PATIENCE = 10.0
@@ -119,7 +119,7 @@ def test_breakers_are_asked_of_another_one(hung: Victim, both: Nodes) -> None:
     hung.freeze(frozen=True)
     for _ in range(20):
         assert Gates(both).status(["a"]) == {}
-    with Gates(both).gate("a", "main", DeliverySettings(), lambda: (0, 0)) as gate:
+    with Gates(both).gate("a", Step(action="a", reads="main"), lambda: (0, 0)) as gate:
         gate.permit()
     assert set(Gates(both).status(["a"])) == {"a"}
 
