@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from benchmarks.piped import Piped, piped, size_of, wait_until
 SIZE = 100
 COUNTS = (1, 2, 4, 8)
 HEALTHY = 2
+THIRD = "third"
 WELL, DEAD = "a third lane that is well", "a third lane that is dead"
 
 
@@ -44,7 +46,7 @@ def third(place: Path, *, is_dead: bool) -> dict[str, Any]:
     obstacle.touch()
     path = obstacle / "never" if is_dead else place / "third"
     output = {"type": "file", "path": str(path), "format": "raw"}
-    return {"name": "third", "filter": "severity <= 3", "queue": "disk", "output": output}
+    return {"name": THIRD, "filter": "severity <= 3", "queue": "disk", "output": output}
 
 
 def drain(running: Piped, paths: list[Path], events: int) -> float:
@@ -71,7 +73,20 @@ def rate_beside(effort: Effort, spark: SparkSession, *, is_dead: bool) -> float:
     with effort.place() as place:
         paths = [place / f"out-{number}" for number in range(HEALTHY)]
         every = [*actions(paths), third(place, is_dead=is_dead)]
-        return _rate(effort, spark, place, paths, every)
+        return _rate(
+            effort, spark, place, paths, every, ready=is_suspended if is_dead else is_ready
+        )
+
+
+def is_ready(running: Piped) -> bool:
+    """What has delivered something is ready."""
+    del running
+    return True
+
+
+def is_suspended(running: Piped) -> bool:
+    """Whether it is known that the third lane's destination is dead."""
+    return any(lane.suspended for lane in running.runner.status() if lane.name == THIRD)
 
 
 def _rate(
@@ -80,11 +95,14 @@ def _rate(
     place: Path,
     paths: list[Path],
     every: list[dict[str, Any]],
+    *,
+    ready: Callable[[Piped], bool] = is_ready,
 ) -> float:
     """After a batch that does not count."""
     events = effort.events(500_000, 3_000_000)
     with piped(spark, place, {"main": {}, "parse": "syslog", "actions": every}) as running:
         drain(running, paths, events // 3)
+        wait_until(lambda: ready(running), "lanes as they are to be")
         return drain(running, paths, events)
 
 
@@ -104,7 +122,8 @@ def _loss(found: dict[str, Series]) -> Figure:
     loss = found[DEAD].over(found[WELL]).map(lambda ratio: 100 * (1 - ratio))
     how = (
         f"throughput that {HEALTHY} lanes to files lose if the output of a third one, which gets a "
-        "sixth of the events, fails for ever, against the same pipeline in which it is well"
+        "sixth of the events, fails for ever, as is known by then, against the same pipeline in "
+        "which it is well"
     )
     return figure("dead_lane_loss_percent", loss, how, unit="%", at_most=5)
 
