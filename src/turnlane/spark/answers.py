@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable
-from typing import Final
 
 from pyspark.sql import DataFrame
 
 from turnlane.errors import ConfigError
 from turnlane.pipeline.settings import EVENTS, ActionSettings
-from turnlane.spark.remembering import remembered
+from turnlane.spark.remembering import remembered, spreads
 from turnlane.spark.tolerant import tolerant
-
-_SPREAD: Final = re.compile(r"^[ :+|-]*(?:Repartition|RebalancePartitions)", re.MULTILINE)
-"""The line of a plan that has rows go from one task to another."""
 
 
 def answer(
@@ -64,7 +59,6 @@ def check_together(action: ActionSettings, rows: DataFrame, where: str) -> None:
     output = action.output
     if not (getattr(output, "exactly_once", False) or getattr(output, "producer", None)):
         return
-    plan: str = rows._jdf.queryExecution().analyzed().toString()  # noqa: SLF001 - pyspark only prints it
-    if _SPREAD.search(plan) or remembered(rows):
+    if spreads(rows) or remembered(rows):
         why = "spreads rows over tasks, so that several of one event could not be told apart"
         raise ConfigError(f"{where}.transform", why)

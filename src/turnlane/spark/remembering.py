@@ -1,4 +1,4 @@
-"""What Spark says of a streaming plan: whether it can run, and whether it has to remember things.
+"""What Spark says of a streaming plan: whether it can run, remembers things, or spreads rows.
 
 Asked of Java, by the plan and not by the words of a query: a transform may remember things as well.
 """
@@ -26,6 +26,9 @@ _REMEMBER: Final = {
 }
 """The parts of a plan that keep state from batch to batch, for people; joins of streams do, too."""
 
+_SPREAD: Final = frozenset({"RebalancePartitions", "Repartition", "RepartitionByExpression"})
+"""The parts that have rows go from one task to another."""
+
 
 def stream_of(spark: SparkSession, schema: StructType) -> DataFrame:
     """A stream with these columns that nobody will start, for Spark to plan with."""
@@ -44,6 +47,11 @@ def remembered(rows: DataFrame) -> str | None:
         if name == "Join" and all(side.isStreaming() for side in _children(node)):
             return "a join of streams"
     return None
+
+
+def spreads(rows: DataFrame) -> bool:
+    """Whether rows go from one task to another."""
+    return any(node.nodeName() in _SPREAD for node in _nodes(_analyzed(rows)))
 
 
 def check_runs(rows: DataFrame, mode: str) -> None:
