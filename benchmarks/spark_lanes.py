@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,15 +72,7 @@ def rate_beside(effort: Effort, spark: SparkSession, *, is_dead: bool) -> float:
     with effort.place() as place:
         paths = [place / f"out-{number}" for number in range(HEALTHY)]
         every = [*actions(paths), third(place, is_dead=is_dead)]
-        return _rate(
-            effort, spark, place, paths, every, ready=is_suspended if is_dead else is_ready
-        )
-
-
-def is_ready(running: Piped) -> bool:
-    """What has delivered something is ready."""
-    del running
-    return True
+        return _rate(effort, spark, place, paths, every, awaits_dead=is_dead)
 
 
 def is_suspended(running: Piped) -> bool:
@@ -96,13 +87,14 @@ def _rate(
     paths: list[Path],
     every: list[dict[str, Any]],
     *,
-    ready: Callable[[Piped], bool] = is_ready,
+    awaits_dead: bool = False,
 ) -> float:
     """After a batch that does not count."""
     events = effort.events(500_000, 3_000_000)
     with piped(spark, place, {"main": {}, "parse": "syslog", "actions": every}) as running:
         drain(running, paths, events // 3)
-        wait_until(lambda: ready(running), "lanes as they are to be")
+        if awaits_dead:
+            wait_until(lambda: is_suspended(running), "a lane that is known to be dead")
         return drain(running, paths, events)
 
 
