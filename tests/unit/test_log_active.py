@@ -9,7 +9,7 @@ import pytest
 from turnlane.events import Block, block_of, values_of
 from turnlane.queues.log import log as log_module
 from turnlane.queues.log.compression import Compression
-from turnlane.queues.log.files import Disk
+from turnlane.queues.log.files import Buffers, Disk
 from turnlane.queues.log.log import Found, Log
 from turnlane.testing import FaultyDisk
 
@@ -91,4 +91,28 @@ def test_a_write_that_fails_half_way_leaves_whole_frames_and_can_be_repeated(
     disk.clear()
     log.append_many(0, frames(10))
     assert stored(log) == numbered(0, 100)
+    log.close()
+
+
+class Counting(FaultyDisk):
+    """Knows how far a chunk was ever written."""
+
+    furthest = 0
+
+    def write(self, fd: int, buffers: Buffers, at: int) -> None:
+        super().write(fd, buffers, at)
+        self.furthest = max(self.furthest, at + sum(memoryview(each).nbytes for each in buffers))
+
+
+@pytest.mark.usefixtures("hasty")
+def test_nothing_is_written_behind_a_write_that_failed(tmp_path: Path) -> None:
+    """Though it was begun: were the process killed then, whole frames would follow on a gap."""
+    disk = Counting()
+    log = opened(tmp_path, disk)
+    disk.delay("write", nth=4, seconds=0.05)
+    disk.fail("write", nth=4)
+    with pytest.raises(OSError, match="Input/output error"):
+        log.append_many(0, frames(10))
+    assert log.end == 20
+    assert disk.furthest == log.bytes
     log.close()

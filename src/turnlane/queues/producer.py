@@ -144,7 +144,13 @@ class HoldingProducer(Producer):
         self, block: Block, *, sequence: int | None = None, timeout: float | None = None
     ) -> Published:
         self.queue.gate.check_open(self.queue.name)
-        entries = self._entries(self._checked(block), sequence)
+        block = self._checked(block)
+        size = size_of(block)
+        if sequence is None and (inside := self._enter_calmly(block, size)) is not None:
+            first, ticket = inside
+            self._await(ticket, Patience.of(timeout))
+            return Published(first, block.num_rows, 0, 0)
+        entries = self._entries(block, size, sequence)
         if len(entries) > 1:
             return self._publish_pieces(entries, timeout)
         if not entries:
@@ -164,7 +170,7 @@ class HoldingProducer(Producer):
     def vet(self, block: Block) -> Block:
         """The block, ready to be published later; raises what would then be raised for ever."""
         block = self._checked(block)
-        for entry in self._entries(block, None):
+        for entry in self._entries(block, size_of(block), None):
             self._check(entry)
         return block
 
@@ -186,6 +192,17 @@ class HoldingProducer(Producer):
     def close(self) -> None:
         self._closed = True
         self._calm = Calm(-1, -1)
+
+    def _enter_calmly(self, block: Block, size: int) -> tuple[int, Ticket | None] | None:
+        """The short cut, for a block: its first offset and what to wait for, or not taken."""
+        gate, calm, rows = self._gate, self._calm, block.num_rows
+        if not rows or size > self._largest:
+            return None
+        with self._lock:
+            if gate.depth + rows > calm.events or gate.bytes + size > calm.bytes:
+                return None
+            first = self.queue.append_block(block, size, None, consecutive=True)
+            return first, self.entered(first, first + rows)
 
     def _publish_slowly(
         self, entry: PublishEntry, timeout: float | None, *, blocking: bool
@@ -276,10 +293,10 @@ class HoldingProducer(Producer):
         self._schema = ready.schema if same else None
         return ready
 
-    def _entries(self, block: Block, sequence: int | None) -> list[BlockEntry]:
+    def _entries(self, block: Block, size: int, sequence: int | None) -> list[BlockEntry]:
         entries: list[BlockEntry] = []
-        for piece, size in self._pieces(block, size_of(block)):
-            entries.append(self._block_entry(piece, size, sequence))
+        for piece, its_size in self._pieces(block, size):
+            entries.append(self._block_entry(piece, its_size, sequence))
             if sequence is not None:
                 sequence += piece.num_rows
         return entries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 
@@ -15,6 +16,9 @@ EARLY_BYTES = 1 << 20
 """From so much on the device is asked to begin at once: a sync that follows then takes less long.
 """
 
+BEGUN_GROUPS = 2
+"""As many are begun before the first has to be written: so the device has the next at once."""
+
 
 class Active:
     """The file that the log's one writer writes to, if there is one."""
@@ -26,8 +30,11 @@ class Active:
         self._durable = durable
         self._written = written
         self._uncut = False
+        self._put_failed = False
+        """A write has failed; those begun after it are not done: they would lie behind a gap."""
         self._hand = Hand("turnlane-disk")
-        self._begun: Group | None = None
+        self._begun: deque[Group] = deque()
+        """What is being written, in order."""
 
     def take(self, chunk: Chunk, fd: int) -> None:
         """Write to this chunk from now on."""
@@ -53,36 +60,45 @@ class Active:
 
     def begin(self, group: Group) -> None:
         """Write a group while the caller makes the next; :meth:`finish` says how it went."""
-        self.finish()
+        if len(self._begun) == BEGUN_GROUPS:
+            self._finish_first()
         if self._is_ready(group):
             self._hand.begin(lambda: self._put(group))
-            self._begun = group
+            self._begun.append(group)
 
     @property
     def begun(self) -> int:
         """Bytes that were begun to be written, and are not in the chunk's size yet."""
-        return 0 if self._begun is None else self._begun.size
+        return sum(group.size for group in self._begun)
 
     def finish(self) -> None:
-        """Wait for what was begun, if anything was. ``OSError``: none of it is in."""
-        group, self._begun = self._begun, None
-        if group is not None:
-            self._finished(group, self._hand.finish)
+        """Wait for what was begun, if anything was. ``OSError``: some of it is not in."""
+        while self._begun:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        self._finished(self._begun.popleft(), self._hand.finish)
 
     def _is_ready(self, group: Group) -> bool:
         if self.chunk is None or not group.size:
             return False
         if self._uncut:
             self._cut_back(self.chunk)
+        group.at = self.chunk.size + self.begun
         return True
 
     def _put(self, group: Group) -> None:
         """Nothing but the writing: it may happen on another thread."""
-        assert self.chunk is not None
+        if self._put_failed:
+            return
         started = perf_counter()
-        self._disk.write(self._fd, group.buffers, self.chunk.size)
+        try:
+            self._disk.write(self._fd, group.buffers, group.at)
+        except OSError:
+            self._put_failed = True
+            raise
         if self._durable and group.size >= EARLY_BYTES:
-            self._disk.begin_sync(self._fd, self.chunk.size, group.size)
+            self._disk.begin_sync(self._fd, group.at, group.size)
         group.seconds = perf_counter() - started
 
     def _finished(self, group: Group, await_written: Callable[[], None]) -> None:
@@ -96,7 +112,10 @@ class Active:
         self._wrote(group, chunk)
 
     def _failed(self, chunk: Chunk) -> None:
-        self._uncut = True
+        for _ in self._begun:
+            self._hand.finish()
+        self._begun.clear()
+        self._put_failed, self._uncut = False, True
         with contextlib.suppress(OSError):
             self._cut_back(chunk)
 
@@ -108,7 +127,7 @@ class Active:
     def _wrote(self, group: Group, chunk: Chunk) -> None:
         """A group is in the file: let readers see it."""
         for offset, byte in group.starts:
-            chunk.mark(offset, chunk.size + byte)
+            chunk.mark(offset, group.at + byte)
         # Readers look at the log's end first: it must never promise what the size does not cover.
         chunk.size += group.size
         chunk.end = group.end

@@ -40,6 +40,8 @@ class Group:
         self.starts: list[tuple[int, int]] = []
         """Each frame's first offset, and its byte counted from the group's beginning."""
         self.end = 0
+        self.at = 0
+        """The byte of the chunk that it is written at."""
         self.seconds = 0.0
         """How long writing it took."""
 
