@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from pyspark.sql import SparkSession
 import turnlane
 from benchmarks.effort import Effort
 from benchmarks.lines import syslog_messages
-from benchmarks.measure import Series, alternate
+from benchmarks.measure import SHORT_TURNS, Series, alternate
 from benchmarks.node_flight import BLOCK, flight_speed
 from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
 from benchmarks.piped import Piped, piped, size_of, wait_until
@@ -60,19 +62,25 @@ def drain(running: Piped, paths: list[Path], events: int) -> float:
     return sent / (time.perf_counter() - started)
 
 
-def rate(effort: Effort, spark: SparkSession, lanes: int) -> float:
-    """Events a second through so many lanes."""
-    with effort.place() as place:
-        paths = [place / f"out-{number}" for number in range(lanes)]
-        return _rate(effort, spark, place, paths, actions(paths))
+@contextmanager
+def lanes(
+    effort: Effort, spark: SparkSession, count: int, *, beside: bool | None = None
+) -> Iterator[Callable[[], float]]:
+    """So many lanes that have done a batch, perhaps beside a third that is dead, or not.
 
-
-def rate_beside(effort: Effort, spark: SparkSession, *, is_dead: bool) -> float:
-    """Events a second through healthy lanes, beside a third one."""
+    Calling it takes a turn: events a second through them.
+    """
+    events = effort.events(500_000, 3_000_000)
     with effort.place() as place:
-        paths = [place / f"out-{number}" for number in range(HEALTHY)]
-        every = [*actions(paths), third(place, is_dead=is_dead)]
-        return _rate(effort, spark, place, paths, every, awaits_dead=is_dead)
+        paths = [place / f"out-{number}" for number in range(count)]
+        every = actions(paths)
+        if beside is not None:
+            every.append(third(place, is_dead=beside))
+        with piped(spark, place, {"main": {}, "parse": "syslog", "actions": every}) as running:
+            drain(running, paths, events // 3)
+            if beside:
+                wait_until(lambda: is_suspended(running), "a lane that is known to be dead")
+            yield partial(drain, running, paths, events)
 
 
 def is_suspended(running: Piped) -> bool:
@@ -80,33 +88,18 @@ def is_suspended(running: Piped) -> bool:
     return any(lane.suspended for lane in running.runner.status() if lane.name == THIRD)
 
 
-def _rate(
-    effort: Effort,
-    spark: SparkSession,
-    place: Path,
-    paths: list[Path],
-    every: list[dict[str, Any]],
-    *,
-    awaits_dead: bool = False,
-) -> float:
-    """After a batch that does not count."""
-    events = effort.events(500_000, 3_000_000)
-    with piped(spark, place, {"main": {}, "parse": "syslog", "actions": every}) as running:
-        drain(running, paths, events // 3)
-        if awaits_dead:
-            wait_until(lambda: is_suspended(running), "a lane that is known to be dead")
-        return drain(running, paths, events)
-
-
 def run(effort: Effort, spark: SparkSession) -> Outcome:
     """One turn for each number of lanes; several beside a third lane, well or dead."""
-    counts = COUNTS[:1] if effort.is_trial else COUNTS
-    single = {count: rate(effort, spark, count) for count in counts}
-    turns = {
-        name: partial(rate_beside, effort, spark, is_dead=is_dead)
-        for name, is_dead in ((WELL, False), (DEAD, True))
-    }
-    found = {name: Series(rates) for name, rates in alternate(turns, effort.rounds).items()}
+    single = {}
+    for count in COUNTS[:1] if effort.is_trial else COUNTS:
+        with lanes(effort, spark, count) as turn:
+            single[count] = turn()
+    with (
+        lanes(effort, spark, HEALTHY, beside=False) as well,
+        lanes(effort, spark, HEALTHY, beside=True) as dead,
+    ):
+        turns = alternate({WELL: well, DEAD: dead}, SHORT_TURNS * effort.rounds)
+    found = {name: Series(rates) for name, rates in turns.items()}
     return Outcome([_loss(found)], [_lanes_table(single), _dead_table(found)])
 
 
