@@ -1,17 +1,22 @@
-"""Do commits go on while a queue of dead letters is full, and is nothing lost uncounted?"""
+"""Do commits go on while dead letters cannot be written, and is nothing lost uncounted?"""
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import pytest
 
+from tests.contract.harness import wait_until
 from tests.node.conftest import Serve, Served, values
 from turnlane.client.remote import RemoteNode
-from turnlane.errors import QueueFull
+from turnlane.errors import QueueFull, StorageFailed
 from turnlane.events import block_of
+from turnlane.node import staging
+from turnlane.node.housekeeping import DRAIN_SECONDS, Housekeeping
 from turnlane.node.metrics import NodeCollector
 from turnlane.node.overflow import Overflow
+from turnlane.testing import FaultyDisk, ManualClock
 
 QUEUES: dict[str, dict[str, Any]] = {"alerts": {}, "alerts.dead": {"size": 10}}
 
@@ -26,15 +31,21 @@ def full(serve: Serve) -> Served:
     return served
 
 
-def committed(node: RemoteNode, first: int, count: int, spare: int) -> None:
+def committed(
+    node: RemoteNode, first: int, count: int, spare: int, *, diskless: bool = False
+) -> None:
     """A batch of a lane all of which is dead."""
-    numbers = range(first, first + count)
-    with node.stage("alerts.dead", block_of([]).schema, spare) as stage:
-        stage.write(block_of([b"new %d" % number for number in numbers]))
+    with node.stage("alerts.dead", block_of([]).schema, spare, diskless=diskless) as stage:
+        for number in range(first, first + count):
+            stage.write(block_of([b"new %d" % number]))
         stage_id = stage.finish()
     span = [(first, first + count)]
     node.plan("alerts", "1", "alerts", span)
     node.commit([stage_id], lane="alerts", run="1", dead=span)
+
+
+def letters(first: int, end: int) -> list[bytes]:
+    return [b"new %d" % number for number in range(first, end)]
 
 
 def adds_up(served: Served) -> bool:
@@ -59,7 +70,7 @@ def test_letters_wait_in_memory_until_there_is_room(full: Served) -> None:
     assert overflow.events() == {"alerts.dead": 2}
     full.node.queue("alerts.dead").settle(3, 10)
     assert overflow.drain() == 2
-    assert values(full.node, "alerts.dead") == [b"new %d" % number for number in range(5)]
+    assert values(full.node, "alerts.dead") == letters(0, 5)
     assert overflow.events() == {}
     assert len(full.node.staging) == 0
     assert adds_up(full)
@@ -93,7 +104,7 @@ def test_beyond_their_bound_the_oldest_are_dropped_and_counted(full: Served) -> 
     ]
     full.node.queue("alerts.dead").settle(0, 10)
     overflow.drain()
-    assert values(full.node, "alerts.dead") == [b"new %d" % number for number in range(4, 12)]
+    assert values(full.node, "alerts.dead") == letters(4, 12)
     assert adds_up(full)
 
 
@@ -117,3 +128,131 @@ def test_what_finds_no_room_before_the_node_closes_is_counted(full: Served, serv
     assert ledger.dropped == {"newest": 5}
     assert ledger.adds_up
     assert again.node.queue("alerts").low == 5
+
+
+# ── a disk that is full, or fails ────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def disk() -> FaultyDisk:
+    return FaultyDisk()
+
+
+@pytest.fixture
+def filling(serve: Serve, disk: FaultyDisk) -> Served:
+    """A node on that disk, whose lane has something to settle."""
+    served = serve({"alerts": {}, "alerts.dead": {}}, disk=disk)
+    served.node.queue("alerts").producer(ack="persisted").publish_block(block_of([b"x"] * 100))
+    return served
+
+
+def is_well(served: Served) -> bool:
+    return not served.node.queue("alerts.dead").stats().trouble
+
+
+def test_letters_wait_in_memory_until_the_disk_is_back(filling: Served, disk: FaultyDisk) -> None:
+    """The oldest beyond their bound are dropped and counted; every 5 s the queue is asked."""
+    node, overflow, clock = filling.node, filling.node.commits.overflow, ManualClock()
+    remote = filling.client().nodes[0]
+    with Housekeeping(node.staging, lambda: (), overflow.drain, clock) as housekeeping:
+        disk.fill()
+        committed(remote, 0, 6, spare=8, diskless=True)
+        committed(remote, 6, 6, spare=8, diskless=True)
+        assert node.queue("alerts").low == 12, "the lane goes on"
+        assert node.queue("alerts").stats().ledger.dead == 12
+        assert overflow.events() == {"alerts.dead": 8}
+        assert overflow.dropped == {"alerts.dead": 4}
+        assert node.queue("alerts.dead").stats().ledger.dropped == {"newest": 4}
+
+        disk.unfill()
+        clock.advance(DRAIN_SECONDS - 0.1)
+        housekeeping.tidy()
+        assert overflow.events() == {"alerts.dead": 8}, "not yet"
+        clock.advance(0.1)
+        housekeeping.tidy()
+    assert overflow.events() == {}
+    assert values(node, "alerts.dead") == letters(4, 12)
+    assert len(node.staging) == 0
+    assert adds_up(filling)
+
+
+def test_a_queue_that_is_asked_too_early_gets_them_all_in_the_end(
+    filling: Served, disk: FaultyDisk
+) -> None:
+    overflow, remote = filling.node.commits.overflow, filling.client().nodes[0]
+    disk.fill()
+    for first in range(0, 12, 2):
+        committed(remote, first, 2, spare=100, diskless=True)
+        overflow.drain()
+        wait_until(lambda: not is_well(filling), "the queue to find that out")
+    assert overflow.events()["alerts.dead"] >= 10, "it takes no more once it knows"
+    disk.unfill()
+    wait_until(lambda: is_well(filling), "the queue to write again")
+    overflow.drain()
+    assert values(filling.node, "alerts.dead") == letters(0, 12)
+    assert adds_up(filling)
+
+
+@pytest.mark.parametrize("operation", ["open", "write", "sync"])
+def test_a_stage_that_the_disk_took_in_part_goes_on_in_memory(
+    filling: Served, disk: FaultyDisk, operation: str
+) -> None:
+    nth = 4 if operation == "write" else 1
+    disk.fail(operation, nth, errno.EIO, None, match=".stage")
+    committed(filling.client().nodes[0], 0, 10, spare=100, diskless=True)
+    assert filling.node.commits.overflow.drain() == 10
+    assert values(filling.node, "alerts.dead") == letters(0, 10)
+    assert filling.node.queue("alerts").low == 10
+    assert list(filling.node.staging.directory.iterdir()) == []
+
+
+def test_no_lane_waits_for_letters_that_the_disk_took_and_their_queue_cannot_write(
+    filling: Served, disk: FaultyDisk
+) -> None:
+    overflow, remote = filling.node.commits.overflow, filling.client().nodes[0]
+    disk.fail("write", error=errno.ENOSPC, times=None, match=".chunk")
+    committed(remote, 0, 5, spare=100, diskless=True)
+    committed(remote, 5, 5, spare=100, diskless=True)
+    assert filling.node.queue("alerts").low == 10
+    assert overflow.events()["alerts.dead"] >= 5, "the queue takes no more once it knows"
+    disk.clear()
+    wait_until(lambda: is_well(filling), "the queue to write again")
+    overflow.drain()
+    assert values(filling.node, "alerts.dead") == letters(0, 10)
+    assert adds_up(filling)
+
+
+def test_a_commit_that_finds_no_room_for_its_own_file_needs_none(
+    filling: Served, disk: FaultyDisk
+) -> None:
+    disk.fail("write", error=errno.ENOSPC, times=None, match=".commit")
+    committed(filling.client().nodes[0], 0, 5, spare=100, diskless=True)
+    assert filling.node.queue("alerts").low == 5
+    assert filling.node.commits.overflow.drain() == 5
+    assert values(filling.node, "alerts.dead") == letters(0, 5)
+
+
+@pytest.mark.parametrize("match", [".stage", ".commit"])
+def test_letters_that_may_not_wait_for_the_disk_stay_where_they_are(
+    filling: Served, disk: FaultyDisk, match: str
+) -> None:
+    disk.fail("write", error=errno.ENOSPC, times=None, match=match)
+    with pytest.raises(StorageFailed, match="No space left"):
+        committed(filling.client().nodes[0], 0, 5, spare=100)
+    assert filling.node.queue("alerts").low == 0
+    assert filling.node.commits.overflow.events() == {}
+
+
+def test_stages_in_memory_have_a_bound_beyond_which_letters_stay_where_they_are(
+    filling: Served, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "MAX_BYTES", 2 * block_of([b"new 0"]).nbytes)
+    disk.fill()
+    remote = filling.client().nodes[0]
+    with pytest.raises(StorageFailed, match="No space left"):
+        committed(remote, 0, 3, spare=100, diskless=True)
+    assert filling.node.queue("alerts").low == 0
+    committed(remote, 0, 2, spare=100, diskless=True)
+    committed(remote, 2, 2, spare=100, diskless=True)
+    assert filling.node.commits.overflow.events() == {"alerts.dead": 4}
+    disk.unfill()

@@ -17,7 +17,7 @@ from tests.outputs.web_servers import Reply, served
 from tests.spark.destinations import Destination
 from tests.spark.loop import Loop, Pipe
 from tests.spark.nodes import Served, serving
-from turnlane.delivery.settings import DeliverySettings
+from turnlane.delivery.settings import DeadLetterSettings, DeliverySettings
 from turnlane.errors import StorageFailed
 from turnlane.outputs.http import Form, HttpSettings
 from turnlane.pipeline.settings import ActionSettings
@@ -25,6 +25,7 @@ from turnlane.queues.settings import QueueSettings
 from turnlane.testing import FaultyDisk
 
 POISON = {b"3", b"7"}
+KEEPING = DeadLetterSettings()
 VALUES = [b"%d" % number for number in range(10)]
 
 
@@ -48,11 +49,11 @@ def picky() -> Iterator[Destination]:
         yield found
 
 
-def lane(node: Served, at: Destination) -> Loop:
+def lane(node: Served, at: Destination, letters: DeadLetterSettings = KEEPING) -> Loop:
     action = ActionSettings(
         name="a",
         queue=QueueSettings.of(kind="disk", name="a", path=Path("a")),
-        delivery=DeliverySettings(backoff=0.001, max_backoff=0.001),
+        delivery=DeliverySettings(backoff=0.001, max_backoff=0.001, dead_letters=letters),
         output=HttpSettings(url=at.url, format=Form.RAW),
     )
     return Pipe(node.url, action).lanes["a"]
@@ -97,3 +98,21 @@ def test_a_batch_that_cannot_be_committed_comes_again(
     assert set(node.values("a.dead")) == POISON
     assert set(picky.taken) == set(VALUES) - POISON
     assert node.queue("a").stats().ledger.adds_up
+
+
+def test_with_memory_for_dead_letters_a_lane_goes_on(
+    node: Served, disk: FaultyDisk, picky: Destination
+) -> None:
+    node.publish("a", VALUES)
+    disk.fill()
+    going_on = DeadLetterSettings(on_disk_error="memory")
+    assert lane(node, picky, going_on).turn()
+    assert unsettled(node) == []
+    assert node.node.commits.overflow.events() == {"a.dead": 2}
+    disk.unfill()
+    assert node.node.commits.overflow.drain() == 2
+    assert set(node.values("a.dead")) == POISON
+    assert Counter(picky.taken) == Counter(set(VALUES) - POISON), "each once"
+    ledger = node.queue("a").stats().ledger
+    assert (ledger.delivered, ledger.dead, ledger.pending) == (8, 2, 0)
+    assert ledger.adds_up

@@ -234,12 +234,15 @@ class RemoteNode(Closing):
 
     # ── staging and committing ───────────────────────────────────────────────────────────────────
 
-    def stage(self, queue: str, schema: pa.Schema, spare: int = 0) -> StageWriter:
+    def stage(
+        self, queue: str, schema: pa.Schema, spare: int = 0, *, diskless: bool = False
+    ) -> StageWriter:
         """Begin to stage blocks for a queue; they are in it once a commit says so.
 
-        If it is full then, ``spare`` of them may wait in the node's memory, the newest ones.
+        If it is full then, ``spare`` of them may wait in the node's memory, the newest ones;
+        ``diskless``: if the node's disk is full or fails, too.
         """
-        return StageWriter(self, {"stage": queue, "spare": spare}, schema)
+        return StageWriter(self, {"stage": queue, "spare": spare, "diskless": diskless}, schema)
 
     def copy(self, queue: str, into: Sequence[str]) -> StageWriter:
         """Begin to stage events of a queue for others; blocks of ``COPIED`` say which."""

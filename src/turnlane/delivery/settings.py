@@ -42,8 +42,13 @@ class DeadLetterSettings(_Part):
     memory_events: int = Field(
         default=10_000,
         ge=0,
-        description="So many wait in the node's memory while their queue cannot be written; "
+        description="So many wait in the node's memory while their queue is full; "
         "beyond that the oldest are dropped, and counted.",
+    )
+    on_disk_error: Literal["keep", "memory"] = Field(
+        default="keep",
+        description="What becomes of them if the node's disk is full or fails: their events stay "
+        "in the action's queue and come again, or they wait in memory, too.",
     )
 
 

@@ -24,6 +24,9 @@ A commit is in one of these states::
   that now and is called ``.failed``. Every start tries it again, under new numbers if the queue has
   numbered on.
 
+Stages may be *diskless*: if the disk is full or fails, what they hold waits in memory, and the
+commit goes on without them; without a file, too, if that cannot be written.
+
 A start takes up what it finds in the order in which the steps were taken; whoever shares a key
 with one that is not through waits for it. Offsets that an earlier process knew and this one does
 not are not settled: they will be those of other events. What cannot be done at once is done by a
@@ -37,10 +40,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from turnlane.errors import ConfigError, QueueClosed, QueueFull, RetryLater
+from turnlane.errors import ConfigError, QueueClosed, QueueFull, RetryLater, StorageFailed
 from turnlane.node.commit import Commit, Part, Plan, Range, into, keys_of
 from turnlane.node.keys import Claim, Keys
 from turnlane.node.leftovers import identity, leftovers
@@ -83,10 +87,10 @@ class Commits:
         self._queue = queue
         self._steps = Steps(directory, disk)
         self._writers = Writers(directory, disk)
-        self._means = Means(self._steps, staging, self._writers, queue)
+        self.overflow = Overflow(queue)
+        self._means = Means(self._steps, staging, self._writers, queue, self.overflow.take)
         self._keys = Keys()
         self._closing = threading.Event()
-        self.overflow = Overflow(queue)
         self.total = 0
         self.repeated = 0
         """Commits that had been carried out before."""
@@ -201,10 +205,23 @@ class Commits:
             plan = Plan(parts, commit.ranges, commit.writer, commit.epoch, ids)
             if plan.is_empty:
                 return plan, None
-            return plan, Pending(plan, self._steps.take(plan), queues, self._means)
+            plan, path = self._step(commit, plan)
+            return plan, Pending(plan, path, queues, self._means)
         except BaseException:
             self._staging.disclaim(commit.stages)
             raise
+
+    def _step(self, commit: Commit, plan: Plan) -> tuple[Plan, Path | None]:
+        """Take the step; without the disk, if nothing of the commit needs it. ``StorageFailed``."""
+        try:
+            return plan, self._steps.take(plan)
+        except StorageFailed:
+            stages = map(self._staging.contents, commit.stages)
+            if not commit.stages or commit.writer or not all(each.diskless for each in stages):
+                raise
+            # What is staged waits in memory, and queues always have room for what is settled. What
+            # is not, if the node ends meanwhile, comes again.
+            return replace(plan, parts=()), None
 
     def _open_queues(self, commit: Commit) -> dict[str, HoldingQueue]:
         """The queues of a commit. Raises ``NoSuchStage``, ``NoSuchQueue``, ``QueueClosed``."""
@@ -221,7 +238,7 @@ class Commits:
         return queues
 
     def _parts(self, commit: Commit, queues: dict[str, HoldingQueue]) -> list[Part]:
-        """Stages and their numbers, those left out that are to wait elsewhere.
+        """Stages and their numbers, those left out that are to wait in memory.
 
         Raises ``QueueFull``.
         """
@@ -231,6 +248,8 @@ class Commits:
         parts = []
         for stage in commit.stages:
             contents = self._staging.contents(stage)
+            if contents.held is not None:
+                continue
             name = contents.queue
             number = next_of.setdefault(name, next_number(queues[name]))
             parts.append(Part(stage, name, number))
@@ -287,7 +306,7 @@ class Commits:
         self._keys.release(claim)
 
     def _spare(self, commit: Commit, plan: Plan) -> None:
-        """Put what its queue had no room for where it can wait."""
+        """Put what its queue, or the disk, had no room for where it can wait."""
         for stage in set(commit.stages).difference(plan.stages):
             contents = self._staging.contents(stage)
             self.overflow.take(contents.queue, self._staging.blocks(stage), contents.spare)

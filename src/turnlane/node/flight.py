@@ -178,8 +178,9 @@ class FlightPlane:
                 self._streams.discard(stream)
 
     def stage(self, command: StageBlocks, schema: pa.Schema, peer: Peer) -> None:
-        """Write a client's blocks to a stage, and say which once they are on disk."""
-        with _storing(), self.node.stage(command.stage, schema, command.spare) as stage:
+        """Write a client's blocks to a stage, and say which once it is finished."""
+        queue, spare = command.stage, command.spare
+        with _storing(), self.node.stage(queue, schema, spare, diskless=command.diskless) as stage:
             if _has_given_all(peer, stage.add):
                 answer = {"stage": stage.finish(), "events": stage.events}
                 peer.tell(json.dumps(answer).encode())

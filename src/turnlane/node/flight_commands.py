@@ -56,6 +56,8 @@ class StageBlocks(Command):
     stage: Text
     spare: Offset = 0
     """So many of them may wait in memory if the queue is full when they are committed."""
+    diskless: bool = False
+    """They may do so if the disk is full, or fails, too."""
 
 
 class Copy(Command):

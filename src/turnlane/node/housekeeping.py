@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
 import pyarrow as pa
 
+from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.closing import Closing
 from turnlane.node.staging import Staging
 from turnlane.queues.holding import HoldingQueue
@@ -33,11 +33,13 @@ class Housekeeping(Closing):
         staging: Staging,
         queues: Callable[[], Iterable[HoldingQueue]],
         drain: Callable[[], object],
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._staging = staging
         self._queues = queues
         self._drain = drain
-        self._drained_at = time.monotonic()
+        self._clock = clock
+        self._drained_at = clock.monotonic()
         self._tidied_at = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="turnlane-housekeeping", daemon=True)
@@ -59,8 +61,8 @@ class Housekeeping(Closing):
 
     def tidy(self) -> None:
         """Do it now."""
-        if time.monotonic() - self._drained_at >= DRAIN_SECONDS:
-            self._drained_at = time.monotonic()
+        if self._clock.monotonic() - self._drained_at >= DRAIN_SECONDS:
+            self._drained_at = self._clock.monotonic()
             self._drain()
         gone = self._staging.discard_older(STAGE_SECONDS)
         if gone:

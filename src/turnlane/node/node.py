@@ -95,7 +95,7 @@ class Node(Closing):
             opened.callback(self.commits.overflow.close)
             opened.enter_context(
                 Housekeeping(
-                    self.staging, lambda: self.queues().values(), self.commits.overflow.drain
+                    self.staging, lambda: self.queues().values(), self.commits.overflow.drain, clock
                 )
             )
             self._let_go = opened.pop_all().close
@@ -184,15 +184,18 @@ class Node(Closing):
         if away is not None:
             delete(away)  # without the lock: there may be much of it
 
-    def stage(self, name: str, schema: pa.Schema, spare: int = 0) -> Stage:
+    def stage(
+        self, name: str, schema: pa.Schema, spare: int = 0, *, diskless: bool = False
+    ) -> Stage:
         """Begin to stage blocks for a queue; what it could never take is refused here.
 
-        If it is full when they are committed, ``spare`` of them may wait in memory. Raises
-        ``NoSuchQueue``, ``SchemaMismatch``, ``StorageFailed``.
+        If it is full when they are committed, ``spare`` of them may wait in memory; ``diskless``:
+        if the disk is full or fails, too. Raises ``NoSuchQueue``, ``SchemaMismatch``,
+        ``StorageFailed``.
         """
         vet = self.queue(name).producer().vet
         ready = vet(pa.RecordBatch.from_pylist([], schema))
-        return self.staging.stage(name, ready.schema, vet, spare)
+        return self.staging.stage(name, ready.schema, vet, spare, diskless=diskless)
 
     def _placed(self, name: str, knobs: Mapping[str, Any]) -> QueueSettings:
         """Settings with a place below the data directory, for kinds that have one."""

@@ -1,4 +1,4 @@
-"""Overflow: dead letters that their queue cannot take now, in memory until it can.
+"""Overflow: dead letters that their queue, or its disk, cannot take now, in memory until it can.
 
 A lane is not to stand still because nobody looks after its dead letters. What is here is gone with
 the process, and beyond a bound the oldest are dropped: both are worse than a larger queue, which
@@ -53,7 +53,7 @@ class Overflow:
                 if oldest.num_rows > over:
                     waiting.appendleft(oldest.slice(over))
                 over -= oldest.num_rows
-        log.warning("queue %s is full: dead letters wait in memory", name)
+        log.warning("queue %s cannot take its dead letters now: they wait in memory", name)
         for each, events in (+lost).items():
             self._drop(each, events)
 

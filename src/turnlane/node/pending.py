@@ -6,13 +6,14 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from turnlane.backoff import doubled
-from turnlane.errors import Never, NoSuchQueue, QueueClosed, RetryLater
+from turnlane.errors import Never, NoSuchQueue, QueueClosed, QueueFull, RetryLater
+from turnlane.events import Block
 from turnlane.node.commit import Part, Plan, Range, keys_of
 from turnlane.node.staging import Staging
 from turnlane.node.steps import Steps
@@ -47,6 +48,8 @@ class Means:
     staging: Staging
     writers: Writers
     find: Callable[[str], HoldingQueue]
+    spare: Callable[[str, Iterable[Block], int], None]
+    """Keep blocks for a queue in memory, so many events at most."""
 
 
 class Pending:
@@ -59,18 +62,23 @@ class Pending:
     def __init__(
         self,
         plan: Plan,
-        path: Path,
+        path: Path | None,
         queues: Mapping[str, HoldingQueue],
         means: Means,
         *,
         is_changed: bool = False,
     ) -> None:
-        """``is_changed``: the file has it otherwise, and is to have it so before anything else."""
+        """``is_changed``: the file has it otherwise, and is to have it so before anything else.
+
+        Without a file it only settles, in queues that are all open.
+        """
         self.plan = plan
         self._is_changed = is_changed
         self._path = path
         self._queues = queues
         self._means = means
+        self._spared: set[str] = set()
+        """Stages of which what the queue did not take waits in memory."""
         self.failed = Plan((), ())
         """What of it cannot be done, and is kept for another start."""
 
@@ -91,23 +99,26 @@ class Pending:
         What a queue refuses for ever, or is for one that is not open, holds up nothing else.
         Raises ``RetryLater``, ``OSError``, and ``QueueClosed`` if that is for the next start.
         """
-        if self._is_changed:
+        if self._is_changed and self._path is not None:
             self._means.steps.rewrite(self._path, self.plan)
             self._is_changed = False
         parts = self._publish(deadline)
         ranges = self._settle()
         if self.plan.writer is not None:
             self._means.writers.note(self.plan.writer, self.plan.epoch)
-        failed = replace(self.plan, parts=parts, ranges=ranges, writer=None, epoch=0)
-        if not failed.is_empty:
-            # In this order: should it end here, what is left is carried out by the next start.
-            self._means.steps.rewrite(self._path, failed)
-            self._means.steps.set_aside(self._path)
-            log.error("a commit is not carried out in full: see %s", self._path.stem)
-        else:
-            self._means.steps.remove(self._path)
-        self.failed = failed
+        self.failed = replace(self.plan, parts=parts, ranges=ranges, writer=None, epoch=0)
+        if self._path is not None:
+            self._end_step(self._path)
         self._give_up_stages()
+
+    def _end_step(self, path: Path) -> None:
+        if self.failed.is_empty:
+            self._means.steps.remove(path)
+            return
+        # In this order: should it end here, what is left is carried out by the next start.
+        self._means.steps.rewrite(path, self.failed)
+        self._means.steps.set_aside(path)
+        log.error("a commit is not carried out in full: see %s", path.stem)
 
     @property
     def kept_keys(self) -> set[str]:
@@ -152,6 +163,8 @@ class Pending:
             producer = queue.producer(
                 ack=queue.usual_level, on_ack=lambda _: None, producer_id=PRODUCER
             )
+            if isinstance(queue, StoredQueue) and self._means.staging.is_diskless(part.stage):
+                return self._is_let_in_or_spared(producer, queue, part)
             is_in = self._is_let_in(producer, part, None if deadline is None else 0.0)
             _await_persisted(producer, queue, deadline)
         except QueueClosed:
@@ -173,6 +186,26 @@ class Pending:
             log.exception("queue %s refuses what was committed: it is kept", part.queue)
             return False
         return True
+
+    def _is_let_in_or_spared(
+        self, producer: HoldingProducer, queue: StoredQueue, part: Part
+    ) -> bool:
+        """Let a part in that waits for no disk that fails; false if the queue refuses it."""
+        if part.stage in self._spared:
+            return True
+        try:
+            is_in = self._is_let_in(producer, part, LOOK_SECONDS)
+        except QueueFull:
+            if not queue.troubled:
+                raise
+            is_in = True
+            there = max(0, next_number(queue) - part.sequence)
+            rest = _beyond(self._means.staging.blocks(part.stage), there)
+            self._means.spare(queue.name, rest, self._means.staging.contents(part.stage).spare)
+            self._spared.add(part.stage)
+        while not (producer.flush(LOOK_SECONDS) or queue.troubled):
+            queue.gate.check_open(queue.name)
+        return is_in
 
     # ── its ranges ───────────────────────────────────────────────────────────────────────────────
 
@@ -205,6 +238,13 @@ class Pending:
 def next_number(queue: HoldingQueue) -> int:
     """The number of the next event that a commit publishes into a queue."""
     return queue.sequences.get(hashed(PRODUCER), 0)
+
+
+def _beyond(blocks: Iterable[Block], count: int) -> Iterator[Block]:
+    """Blocks without their first events."""
+    for block in blocks:
+        yield block.slice(min(count, block.num_rows))
+        count = max(0, count - block.num_rows)
 
 
 def _await_persisted(

@@ -6,9 +6,10 @@ import contextlib
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import pyarrow as pa
 
@@ -24,6 +25,9 @@ KEPT = ".kept"
 Vet = Callable[[Block], Block]
 """A block as its queue will take it; raises what the queue would raise for ever."""
 
+MAX_BYTES: Final = 64 << 20
+"""Of all blocks of stages that are in memory, in case the disk does not take them."""
+
 
 class Contents(NamedTuple):
     """What a finished stage holds."""
@@ -34,31 +38,33 @@ class Contents(NamedTuple):
     bytes: int
     spare: int = 0
     """So many events may wait in memory if the queue has no room for them; 0: none."""
+    diskless: bool = False
+    """They may do so if it is the disk that has no room, or fails, too."""
+    held: Sequence[Block] | None = None
+    """Its blocks, if the disk did not take them."""
 
 
 class Stage(Closing):
     """A file of blocks for one queue, being written; given up unless :meth:`finish` was called."""
 
-    def __init__(
-        self, staging: Staging, queue: str, schema: pa.Schema, vet: Vet, spare: int
-    ) -> None:
+    def __init__(self, staging: Staging, contents: Contents, vet: Vet) -> None:
         self.id = uuid.uuid4().hex
-        self._queue = queue
-        self._schema = schema
+        self._contents = contents
         self._vet = vet
-        self._spare = spare
         self.events = 0
         self._bytes = 0
         self._staging = staging
         self._finished = False
         self._disk = staging.disk
-        self._fd = self._disk.open(staging.path(self.id), create=True)
+        self._fd: int | None = None
         self._at = 0
-        try:
-            self._write(schema.serialize())
-        except OSError:
-            self.close()
-            raise
+        self._failure: OSError | None = None
+        """Why it goes on in memory."""
+        self._copy: list[Block] | None = [] if contents.diskless else None
+        """Its blocks, in case the disk fails: it may not give back what it could not sync."""
+        with self._or_copied():
+            self._fd = self._disk.open(staging.path(self.id), create=True)
+            self._write(self._fd, contents.schema.serialize())
 
     def add(self, block: Block) -> None:
         """Stage another block. After an error the stage is to be given up.
@@ -66,27 +72,62 @@ class Stage(Closing):
         Raises what publishing it would, but never ``QueueFull``; ``OSError``.
         """
         block = self._vet(block)
-        self._write(block.serialize())
+        self._add_to_copy(block)
+        if self._fd is not None:
+            with self._or_copied():
+                self._write(self._fd, block.serialize())
         self.events += block.num_rows
         self._bytes += block.nbytes
 
     def finish(self) -> str:
-        """Make it last; returns the id to commit it by."""
-        self._disk.sync(self._fd)
-        self._disk.sync_directory(self._staging.directory)
-        contents = Contents(self._queue, self._schema, self.events, self._bytes, self._spare)
+        """Make it last, unless it is in memory; returns the id to commit it by."""
+        if self._fd is not None:
+            with self._or_copied():
+                self._disk.sync(self._fd)
+                self._disk.sync_directory(self._staging.directory)
+        held = None if self._failure is None else self._copy
+        if held is None:
+            self._staging.release(self.id)
+        contents = self._contents._replace(events=self.events, bytes=self._bytes, held=held)
         self._staging.finished(self.id, contents)
         self._finished = True
         return self.id
 
-    def _write(self, message: pa.Buffer) -> None:
+    def _write(self, fd: int, message: pa.Buffer) -> None:
         """Add an Arrow message: one after the other they are an IPC stream."""
-        self._disk.write(self._fd, [message], self._at)
+        self._disk.write(fd, [message], self._at)
         self._at += message.size
+
+    def _add_to_copy(self, block: Block) -> None:
+        """Keep a block in memory, unless there is too much of that."""
+        if self._copy is not None and self._staging.may_hold(self.id, block):
+            self._copy.append(block)
+            return
+        self._copy = None
+        self._staging.release(self.id)
+        if self._failure is not None:
+            raise self._failure
+
+    @contextlib.contextmanager
+    def _or_copied(self) -> Iterator[None]:
+        """Let the copy do if the disk fails; without one, give the stage up."""
+        try:
+            yield
+        except OSError as error:
+            if self._copy is None:
+                self.close()
+                raise
+            self._failure = error
+            self._let_go()
+
+    def _let_go(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            self._disk.close(fd)
 
     def close(self) -> None:
         """Let go of the file; an unfinished stage is deleted."""
-        self._disk.close(self._fd)
+        self._let_go()
         if not self._finished:
             self._staging.discard(self.id)
 
@@ -103,17 +144,39 @@ class Staging:
         self._finished: dict[str, tuple[Contents, float]] = {}
         self._claimed: set[str] = set()
         """Those of commits that are being carried out: not to be deleted by anybody else."""
+        self._held_bytes: Counter[str] = Counter()
+        """Of stages that are in memory."""
         self._lock = threading.Lock()
         directory.mkdir(parents=True, exist_ok=True)
 
     def stage(
-        self, queue: str, schema: pa.Schema, vet: Vet = lambda block: block, spare: int = 0
+        self,
+        queue: str,
+        schema: pa.Schema,
+        vet: Vet = lambda block: block,
+        spare: int = 0,
+        *,
+        diskless: bool = False,
     ) -> Stage:
-        """Begin a stage for a queue. Raises ``StorageFailed``."""
+        """Begin a stage for a queue; see ``Contents``. Raises ``StorageFailed``."""
+        contents = Contents(queue, schema, 0, 0, spare, diskless=diskless and spare > 0)
         try:
-            return Stage(self, queue, schema, vet, spare)
+            return Stage(self, contents, vet)
         except OSError as error:
             raise StorageFailed(f"cannot stage: {error.strerror or error}") from error
+
+    def may_hold(self, stage_id: str, block: Block) -> bool:
+        """Whether there is memory for this block of a stage, too; if so, it is taken."""
+        with self._lock:
+            if self._held_bytes.total() + block.nbytes > MAX_BYTES:
+                return False
+            self._held_bytes[stage_id] += block.nbytes
+            return True
+
+    def release(self, stage_id: str) -> None:
+        """A stage needs no memory any more."""
+        with self._lock:
+            self._held_bytes.pop(stage_id, None)
 
     def finished(self, stage_id: str, contents: Contents) -> None:
         """A stage may be committed from now on."""
@@ -131,12 +194,21 @@ class Staging:
         found = self._finished.get(stage_id)
         return None if found is None else found[0].queue
 
+    def is_diskless(self, stage_id: str) -> bool:
+        """Whether a finished stage may wait in memory if the disk fails; not if it is gone."""
+        found = self._finished.get(stage_id)
+        return found is not None and found[0].diskless
+
     def path(self, stage_id: str) -> Path:
         """Where a stage lies."""
         return self.directory / (stage_id + SUFFIX)
 
     def blocks(self, stage_id: str) -> Iterator[Block]:
         """The blocks of a stage, none if it is gone."""
+        found = self._finished.get(stage_id)
+        if found is not None and found[0].held is not None:
+            yield from found[0].held
+            return
         try:
             with (
                 pa.OSFile(str(self.path(stage_id)), "rb") as file,
@@ -170,6 +242,7 @@ class Staging:
             if stage_id in self._claimed:
                 return
             self._finished.pop(stage_id, None)
+            self._held_bytes.pop(stage_id, None)
         if not stage_id.isalnum():
             return
         with contextlib.suppress(FileNotFoundError):

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,7 @@ import pyarrow as pa
 from turnlane.client.stage_writer import StageWriter
 from turnlane.delivery.dead_letters import dead_letter_block
 from turnlane.delivery.outcome import DeadLetter
+from turnlane.delivery.settings import DeadLetterSettings
 from turnlane.errors import RetryLater
 from turnlane.events import Block
 from turnlane.queues.spans import hulls, inside, spans_of
@@ -21,6 +23,8 @@ from turnlane.spark.nodes import Nodes, by_content, by_partition
 from turnlane.spark.passage import Buried
 
 log = logging.getLogger(__name__)
+
+NOWHERE: Final = DeadLetterSettings(memory_events=0)
 
 
 class Stages:
@@ -55,8 +59,7 @@ class Stages:
             ]
             for each in letters:
                 block = dead_letter_block([each], step.action, time.time_ns(), step.version)
-                spare = step.delivery.dead_letters.memory_events
-                self._put(node, step.dead_letters, block, spare)
+                self._put(node, step.dead_letters, block, step.delivery.dead_letters)
 
     def finish(self) -> dict[int, list[str]]:
         """Wait until all is on the nodes' disks; returns what is to be committed, by node."""
@@ -83,11 +86,17 @@ class Stages:
             return by_partition(rows)
         return by_content(rows, self._nodes.count)
 
-    def _put(self, node: int, queue: str, block: Block, spare: int = 0) -> None:
+    def _put(
+        self, node: int, queue: str, block: Block, waiting: DeadLetterSettings = NOWHERE
+    ) -> None:
+        """Stage a block; ``waiting`` says where it may wait if its queue cannot take it."""
         key = node, queue, block.schema
         stage = self._stages.get(key)
         if stage is None:
-            stage = self._nodes[node].stage(queue, block.schema, spare)
+            diskless = waiting.on_disk_error == "memory"
+            stage = self._nodes[node].stage(
+                queue, block.schema, waiting.memory_events, diskless=diskless
+            )
             self._stages[key] = self._opened.enter_context(stage)
         stage.write(block)
 
