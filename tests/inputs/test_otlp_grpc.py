@@ -48,8 +48,9 @@ from tests.inputs.web_inputs import (
     wait_until,
 )
 from turnlane.errors import AddressTaken, ConfigError
+from turnlane.inputs import otlp_grpc
 from turnlane.inputs.answering import THREADS
-from turnlane.inputs.otlp_grpc import _source
+from turnlane.inputs.otlp_grpc import PATIENT, _source
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
 
@@ -263,6 +264,25 @@ def test_requests_whose_message_does_not_come_are_cancelled(node: Node) -> None:
         assert codes == {grpc.StatusCode.CANCELLED}
         body = logs_request("x").SerializeToString()
         assert export(body, metadata=RIGHT, timeout=PATIENCE) == b""
+
+
+def test_senders_that_send_nothing_never_keep_all_threads_waiting(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(otlp_grpc, "HURRIED_SECONDS", 0.1)
+    with (
+        serving("otlp_grpc", node, tokens=TOKENS, body_timeout="1h") as found,
+        silent_calls(found.address, THREADS, RIGHT) as calls,
+        calling(found.address) as export,
+    ):
+        body = logs_request("x").SerializeToString()
+        assert export(body, metadata=RIGHT, timeout=PATIENCE) == b""
+        wait_until(lambda: len(cancelled(calls)) == THREADS - PATIENT, "half of them to be cut off")
+        assert {call.code() for call in cancelled(calls)} == {grpc.StatusCode.CANCELLED}
+
+
+def cancelled(calls: list[Any]) -> list[Any]:
+    return [call for call in calls if call.done()]
 
 
 def test_the_newest_of_too_many_connections_are_cut(node: Node) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +47,11 @@ _CODES: Final = {
 
 _LONGEST_DETAILS: Final = 512
 """Characters: details travel in a header."""
+
+PATIENT: Final = THREADS // 2
+"""So many requests may take ``body_timeout`` to send their message at one time."""
+HURRIED_SECONDS: Final = 1.0
+"""How long the others may take, so that nobody who sends nothing can keep all threads waiting."""
 
 
 class OtlpGrpcSettings(AnsweringSettings):
@@ -96,7 +103,9 @@ class OtlpGrpcInput(Input):
         self._authority = Authority(settings.tokens)
         self._address = settings.listen
         self._workers: ThreadPoolExecutor | None = None
+        self._patient = threading.BoundedSemaphore(PATIENT)
         self._deadlines: Deadlines | None = None
+        self._hurried: Deadlines | None = None
         self._watch: ConnectionWatch | None = None
         self._server: Any = None
 
@@ -111,9 +120,9 @@ class OtlpGrpcInput(Input):
             self.settings.listen.listen().close()  # gRPC does not say so that a port is taken
         # Threads take the requests in turn. A request is read when its turn comes, so those
         # that wait cost no memory; refusing them here would make exporters drop what they hold.
-        self._deadlines = Deadlines(
-            self.settings.body_timeout, f"turnlane-{self.settings.label}-late"
-        )
+        seconds, name = self.settings.body_timeout, f"turnlane-{self.settings.label}-late"
+        self._deadlines = Deadlines(seconds, name)
+        self._hurried = Deadlines(min(seconds, HURRIED_SECONDS), name)
         self._workers = ThreadPoolExecutor(THREADS, f"turnlane-{self.settings.label}")
         self._server = grpc.server(self._workers, options=self.settings.options())
         self._server.add_generic_rpc_handlers(
@@ -129,10 +138,11 @@ class OtlpGrpcInput(Input):
         self._watch = ConnectionWatch(self._address.port, self.settings.max_connections)
 
     def stop(self, timeout: float) -> None:
-        if self._server is not None and self._workers is not None and self._deadlines is not None:
+        if self._server is not None and self._workers is not None:
             self._server.stop(timeout).wait(timeout + 5.0)
             self._workers.shutdown(wait=False)
-            self._deadlines.close()
+        for deadlines in filter(None, (self._deadlines, self._hurried)):
+            deadlines.close()
         if self._watch is not None:
             self._watch.close()
 
@@ -168,12 +178,26 @@ class OtlpGrpcInput(Input):
 
     def _message(self, messages: Iterator[bytes], context: Any) -> bytes:  # noqa: ANN401
         """The message of a request; one that does not come in time is cancelled."""
-        assert self._deadlines is not None
-        with self._deadlines.limit(context.cancel):
+        with self._limited(context.cancel):
             body = next(messages, None)
         if body is None:
             raise ValueError("the request has no message")
         return body
+
+    @contextlib.contextmanager
+    def _limited(self, call_off: Callable[[], object]) -> Iterator[None]:
+        """Wait for a message no longer than may be while others do."""
+        assert self._deadlines is not None
+        assert self._hurried is not None
+        if not self._patient.acquire(blocking=False):
+            with self._hurried.limit(call_off):
+                yield
+            return
+        try:
+            with self._deadlines.limit(call_off):
+                yield
+        finally:
+            self._patient.release()
 
     def _take(self, signal: Signal, body: bytes, context: Any) -> bytes:  # noqa: ANN401
         self.count(bytes=len(body))
