@@ -190,6 +190,45 @@ def test_a_receiver_outlives_its_node(serving: Serving) -> None:
         assert receiver.flush(PATIENCE)
 
 
+def test_flush_tells_of_lost_acks_of_the_events_that_it_is_given(serving: Serving) -> None:
+    """However often it is called, and whoever was told of them already."""
+    service = serving.start()
+    serving.put(3)
+    with serving.client(service).table(serving.site.name).receive() as receiver:
+        stored, lost, open_ = take(receiver, 3)
+        receiver.ack([stored])
+        assert receiver.flush(PATIENCE, [stored])
+        service.stop(0.0)
+        receiver.ack([lost])
+        with pytest.raises(LeadLost):
+            receiver.flush(PATIENCE)
+        for _ in range(2):
+            assert receiver.flush(PATIENCE, [stored, open_])
+            with pytest.raises(LeadLost):
+                receiver.flush(PATIENCE, [stored, lost])
+
+
+def test_a_loss_that_is_answered_too_late_is_told_by_the_next_flush(serving: Serving) -> None:
+    service = serving.start()
+    serving.put(2)
+    with serving.client(service).table(serving.site.name).receive() as receiver:
+        stored, lost = take(receiver, 2)
+        receiver.ack([stored])
+        assert receiver.flush(PATIENCE)
+        for url, _ in serving.site.shards:
+            serving.site.execute(url, "UPDATE turnlane_lease SET token = token + 1, expires_at = 0")
+        receiver.ack([lost])
+        managers = service.tables.table(serving.site.name).queue.managers().values()
+        eventually(lambda: any(manager.lost_acks for manager in managers))
+        assert not receiver.flush(0.0)
+        with pytest.raises(LeadLost):
+            receiver.flush(PATIENCE)
+        assert receiver.flush(PATIENCE), "this thread was told"
+        assert receiver.flush(PATIENCE, [stored])
+        with pytest.raises(LeadLost):
+            receiver.flush(PATIENCE, [lost])
+
+
 def test_two_nodes_one_receiver(serving: Serving, tmp_path: Path) -> None:
     """One of the nodes leads; a client of both need not know which."""
     first = serving.start()

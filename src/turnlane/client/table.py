@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import pyarrow as pa
@@ -50,12 +50,15 @@ class RemoteTable:
 class RemoteEvent(TableEvent):
     """An event that came over a stream."""
 
-    __slots__ = ("number",)
+    __slots__ = ("acked", "number", "stream")
 
     def __init__(self, row: Row, home: _Stream, number: int) -> None:
         super().__init__(row, home, 0.0)
+        self.stream = home
         self.number = number
         """Of all that came on its stream."""
+        self.acked = 0
+        """Which of the stream's acks was its first; 0: none."""
 
 
 class RemoteReceiver(Closing):
@@ -104,16 +107,21 @@ class RemoteReceiver(Closing):
         for home, mine in itertools.groupby(events, key=lambda event: event.home):
             home.ack(list(mine))
 
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until the acks so far are stored; false if the time is over.
+    def flush(
+        self, timeout: float | None = None, events: Iterable[TableEvent] | None = None
+    ) -> bool:
+        """Wait until the acks so far are stored, on every node; false if the time is over.
 
-        Raises ``LeadLost`` if some never will be: their events fire again.
+        Raises ``LeadLost`` if some may never be: their events fire again. If ``events`` are given,
+        only if acks of theirs are among those, as often as it is called; else each thread hears
+        once of any loss. Threads that share their work give events.
         """
         until = None if timeout is None else time.monotonic() + timeout
-        answers = [link.flush(until) for link in self._links]
-        if None in answers:
+        stored = [link.flush(until) for link in self._links]
+        news = [link for link in self._links if link.has_news()]
+        if news if events is None else any(map(_is_lost, events)):
             raise LeadLost("acks were not stored: their events fire again")
-        return all(answers)
+        return all(stored)
 
     def close(self) -> None:
         """Take no more events; those that were not settled fire elsewhere."""
@@ -182,14 +190,16 @@ class _Link:
         with self._lock:
             self._lost += 1
 
-    def flush(self, until: float | None) -> bool | None:
-        """Whether all acks are stored; ``None`` if some never will be: each thread is told."""
+    def flush(self, until: float | None) -> bool:
+        """Whether it is known in time what became of all acks so far."""
         with self._lock:
             stream = self._stream
-        stored = stream is None or stream.flush(until)
+        return stream is None or stream.flush(until)
+
+    def has_news(self) -> bool:
+        """Whether acks were lost of which this thread was not told; now it was."""
         with self._lock:
-            lost = self._lost
-        return None if self._losses.is_news(lost) else stored
+            return self._losses.is_news(self._lost)
 
     def _run(self) -> None:
         while not self._receiver.is_over:
@@ -236,11 +246,14 @@ class _Stream:
         self._writing = threading.Lock()
         self._changed = threading.Condition()
         self._asked = 0
-        self._answers: dict[int, bool] = {}
+        self._asks: dict[int, int] = {}
+        """By number, those that are not answered: how many acks each is about."""
         self._sent = 0
         """Acks so far,"""
         self._told = 0
         """and how many of them are known to be stored, or lost."""
+        self._lost: list[range] = []
+        """Acks of which the node has said that some are lost."""
         self._ended = False
 
     # ── for events ───────────────────────────────────────────────────────────────────────────────
@@ -252,6 +265,9 @@ class _Stream:
                 if self._ended:
                     self._lose()
                 self._sent += 1
+                for event in events:
+                    if isinstance(event, RemoteEvent):
+                        event.acked = event.acked or self._sent  # a second one changes nothing
             self._say(ack=_spans(events))
 
     def nack(self, events: Sequence[TableEvent], delay: float | None, error: str | None) -> None:
@@ -270,30 +286,39 @@ class _Stream:
             if chunk.data is not None:
                 self._receiver.offer(self._events(about["first"], chunk.data))
             elif "flushed" in about:
-                with self._changed:
-                    self._answers[about["flushed"]] = about["stored"]
-                    self._changed.notify_all()
+                self._hear(about["flushed"], stored=about["stored"])
             elif "ended" in about:
                 raise TransportDown(f"{self._place}: {about['ended']}")
 
     def flush(self, until: float | None) -> bool:
         """Whether it is known what became of all acks so far; lost ones are told to the link."""
         with self._writing:
-            sent = self._sent
-            if sent == self._told:
-                return True
-            self._asked += 1
-            number = self._asked
-            self._say(flush=number)
+            with self._changed:
+                sent = self._sent
+                if sent == self._told:
+                    return True
+                self._asked += 1
+                self._asks[self._asked] = sent
+            self._say(flush=self._asked)
         left = None if until is None else until - time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: number in self._answers or self._ended, left)
-            if number not in self._answers:
-                return self._ended
-            self._told = max(self._told, sent)
-            if not self._answers.pop(number):
+            return self._changed.wait_for(lambda: self._told >= sent or self._ended, left)
+
+    def _hear(self, number: int, *, stored: bool) -> None:
+        """Take an answer, also one for which nobody waits any more: the node says it once."""
+        with self._changed:
+            sent = self._asks.pop(number)
+            if not stored:
+                self._lost.append(range(self._told + 1, sent + 1))
                 self._lose()
-            return True
+            self._told = max(self._told, sent)
+            self._changed.notify_all()
+
+    def has_lost(self, event: RemoteEvent) -> bool:
+        """Whether an event's ack may be lost."""
+        with self._changed:
+            is_cut_off = self._ended and event.acked > self._told
+            return is_cut_off or any(event.acked in acks for acks in self._lost)
 
     def end(self) -> None:
         """It is over: acks of which nobody knows that they are stored are lost."""
@@ -322,6 +347,10 @@ class _Stream:
             self._writer.write_metadata(pa.py_buffer(json.dumps(words).encode()))
         except pa.ArrowException as error:
             log.debug("%s: %s", self._place, error)
+
+
+def _is_lost(event: TableEvent) -> bool:
+    return isinstance(event, RemoteEvent) and event.stream.has_lost(event)
 
 
 def _spans(events: Sequence[TableEvent]) -> list[tuple[int, int]]:
