@@ -2,7 +2,8 @@
 
 ``turnlane run`` is a process, Spark a second one, the node a third. A producer publishes numbered
 events all the time and remembers how many were persisted. In the end, from queue to queue every
-event has come exactly once; into a file at least once; into Parquet exactly once.
+event has come exactly once; into a file at least once; into Parquet exactly once. A server that
+has a request and has not answered it gets those events again, and no others.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import random
 import shutil
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,13 @@ import pytest
 import turnlane
 from tests.conftest import skip_or_fail
 from tests.contract.harness import wait_until
+from tests.outputs.web_servers import served
 from tests.ports import free_port
+from tests.spark.destinations import Destination
 from tests.spark.program import PATIENCE, Program
 from turnlane.client import Client
 from turnlane.errors import TransportDown
-from turnlane.events import values_of
+from turnlane.events import block_of, values_of
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -59,6 +64,19 @@ actions:
     queue: disk
     lane: {min_events: 1}
     output: {type: spark, format: parquet, path: archive, columns: [cast(data:n as int) as n]}
+spark: {master: "local[2]"}
+"""
+
+WEB = """\
+node:
+  data: data
+  flight: {listen: "127.0.0.1:PORT"}
+  http: {enabled: false}
+parse: none
+actions:
+  - name: web
+    queue: disk
+    output: {type: http, url: "URL", format: raw, timeout: 4m}
 spark: {master: "local[2]"}
 """
 
@@ -119,11 +137,11 @@ class Publisher(threading.Thread):
 class Victim:
     """``turnlane run``, one life after the other at the same address."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, config: str = CONFIG) -> None:
         port = free_port()
         self.place = place
         self.url = f"turnlane://127.0.0.1:{port}"
-        (place / "c.yaml").write_text(CONFIG.replace("PORT", str(port)))
+        (place / "c.yaml").write_text(config.replace("PORT", str(port)))
         self.client = turnlane.connect(self.url)
         self.lives: list[Program] = []
         self.live()
@@ -161,11 +179,16 @@ class Victim:
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Iterator[Victim]:
+    with living(tmp_path) as victim:
+        yield victim
+
+
+@contextmanager
+def living(place: Path, config: str = CONFIG) -> Iterator[Victim]:
     if not (shutil.which("java") or "JAVA_HOME" in os.environ):
         skip_or_fail("Spark needs Java 17 or later")
-    victim = Victim(tmp_path)
-    yield victim
-    victim.close()
+    with closing(Victim(place, config)) as victim:
+        yield victim
 
 
 @pytest.fixture
@@ -272,3 +295,74 @@ def archived(place: Path) -> list[int]:
             entries[path.name] = path
     tables = [pq.read_table(path, columns=["n"]) for path in entries.values()]
     return [int(row["n"]) for table in tables for row in table.to_pylist()]
+
+
+# ── in the midst of a request ────────────────────────────────────────────────────────────────────
+
+
+class Held:
+    """The requests that a server gets, and answers only once it is let go."""
+
+    def __init__(self, at: Destination) -> None:
+        self.values: set[bytes] = set()
+        self.came = threading.Event()
+        self.let_go = threading.Event()
+        at.refuse = self._hold
+
+    def _hold(self, values: list[bytes]) -> None:
+        if not self.let_go.is_set():
+            self.values.update(values)
+            self.came.set()
+            self.let_go.wait(PATIENCE)
+
+
+def test_of_what_is_being_sent_at_a_kill_all_comes_again_and_of_the_rest_nothing(
+    tmp_path: Path,
+) -> None:
+    """The driver is killed first, then the node, each while the server has an open request."""
+    with served() as server, living(tmp_path, WEB.replace("URL", server.url)) as victim:
+        at = Destination(server)
+        published = publish(victim, 0, 20)
+        wait_for_web(victim, delivered=20)
+        opened: set[bytes] = set()
+        for what in ("driver", "node"):
+            held, before = Held(at), len(published)
+            published |= publish(victim, before, 20)
+            assert held.came.wait(PATIENCE)
+            published |= publish(victim, before + 20, 20)
+            wait_for_web(victim, pending=40)  # some in the open request, and others
+            node = Path(f"/proc/{victim.node()}")
+            victim.kill(what)
+            wait_until(lambda node=node: not node.exists(), "the node's end", PATIENCE)  # type: ignore[misc]
+            held.let_go.set()
+            wait_for_web(victim, delivered=before + 40)
+            opened |= held.values
+        arrived = Counter(at.taken)
+        ledgers = [each["ledger"] for each in victim.client.stats().values()]
+        assert victim.stop() == 0, victim.lives[-1].errors
+    assert set(arrived) == published, "each at least once"
+    assert opened < published
+    assert {each for each, times in arrived.items() if times > 1} <= opened
+    assert max(arrived.values()) <= 2
+    assert all(ledger["adds_up"] and not ledger["pending"] for ledger in ledgers), ledgers
+
+
+def publish(victim: Victim, first: int, count: int) -> set[bytes]:
+    """Publish numbered events, all at once, and wait until they are persisted."""
+    values = [b"%d" % number for number in range(first, first + count)]
+    with victim.client.queue("main") as main:
+        main.producer(ack="persisted").publish_block(block_of(values))
+    return set(values)
+
+
+def wait_for_web(victim: Victim, **wanted: int) -> None:
+    """Until the ledger of the lane's queue says so, by a node that may be away meanwhile."""
+
+    def is_so() -> bool:
+        try:
+            ledger: dict[str, Any] = victim.client.stats()["web"]["ledger"]
+        except (TransportDown, KeyError):
+            return False
+        return wanted.items() <= ledger.items()
+
+    wait_until(is_so, f"web: {wanted}", PATIENCE)
