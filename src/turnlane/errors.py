@@ -22,6 +22,7 @@ TurnlaneError
 │   ├── SchemaMismatch     a column has another type than the queue's
 │   ├── NoSuchQueue        the node has no queue of this name
 │   ├── QueueExists        the node has a queue of this name, with other settings
+│   ├── NoSuchSchedule     the queue table has no schedule of this name
 │   ├── NoSuchLease        the lease was settled before, or has run out
 │   ├── NoSuchStream       the receiver's stream is over; its events fire elsewhere
 │   ├── NoSuchStage        the staged blocks were committed, given up, or never finished
@@ -160,6 +161,10 @@ class NoSuchQueue(Never):
 
 class QueueExists(Never):
     """The node has a queue of this name already, and its settings are not those asked for."""
+
+
+class NoSuchSchedule(Never):
+    """The queue table has no schedule of this name."""
 
 
 class NoSuchLease(Never):

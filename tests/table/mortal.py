@@ -28,6 +28,7 @@ OPERATIONS = (
     "old_fired",
     "purge",
     "release_groups",
+    "fire_schedule",
 )
 
 

@@ -69,6 +69,18 @@ class TestStatements:
         finally:
             turnlane("sql", "DROP QUEUE IF EXISTS cli_odd", "--url", site.url)
 
+    def test_schedules_are_made_shown_and_dropped(self, site: Site) -> None:
+        name = site.queue().name
+        statement = f"CREATE SCHEDULE tick ON {name} EVERY '5 * * * *' VALUES (payload = 'x')"
+        assert turnlane("sql", statement, "--url", site.url) == "tick\n"
+        shown = [each["schedule"] for each in objects("sql", "SHOW SCHEDULES", "--url", site.url)]
+        assert [text for text in shown if name in text] == [
+            f'CREATE SCHEDULE "tick" ON "{name}" EVERY \'5 * * * *\' VALUES ("payload" = \'x\')'
+        ]
+        gone = f"DROP SCHEDULE tick ON {name}"
+        assert objects("sql", gone, "--url", site.url) == [{"schedule": "tick"}]
+        assert "no schedule 'tick'" in turnlane("sql", gone, "--url", site.url, code=1)
+
     def test_mistakes_are_told_in_a_line(self, tmp_path: Path) -> None:
         url = f"sqlite:///{tmp_path}/q.db"
         assert "1:19: there is no type" in turnlane(

@@ -51,7 +51,7 @@ def test_a_manager_killed_at_every_step_loses_nothing(site: Site) -> None:
     )
     oracle = GroupOracle(site, queue)
     expected: set[str] = set()
-    for at, operation in enumerate(each for each in OPERATIONS if each != "insert_fired"):
+    for at, operation in enumerate(each for each in OPERATIONS if each not in ELSEWHERE):
         for after in (False, True):
             if operation in NOT_CALLED.get(site.kind, ()):
                 continue
@@ -73,6 +73,9 @@ def test_a_manager_killed_at_every_step_loses_nothing(site: Site) -> None:
         oracle.drain(queue, receiver)
     oracle.check(expected)
 
+
+ELSEWHERE = {"insert_fired", "fire_schedule"}
+"""These have tests of their own."""
 
 NOT_CALLED = {
     # It gives the ids of what is rolled back to the next rows, and watches a counter.
@@ -284,6 +287,8 @@ def test_every_write_with_an_old_token_is_refused(site: Site) -> None:
         queue.enqueue(connection, {"user_id": 9}, after_group="h")
     site.execute(f"UPDATE {queue.name} SET state = 'fired', attempts = 1 WHERE event_id = 2")
     before = sorted(map(str, site.execute(f"SELECT * FROM {queue.name}")))
+    queue.schedule("tick", "* * * * *", payload="x")
+    site.execute(f"UPDATE turnlane_schedule SET next_at = 1 WHERE queue = '{queue.name}'")
     columns = "owner, token, expires_at, listening"
     lease = f"SELECT {columns} FROM turnlane_lease WHERE queue = '{queue.name}'"
     led = site.execute(lease)
@@ -300,6 +305,7 @@ def test_every_write_with_an_old_token_is_refused(site: Site) -> None:
         lambda: store.insert_fired(grant.token, ["payload"], [("new",)]),
         lambda: store.release_groups(grant.token),
         lambda: store.purge(grant.token, 2**62),
+        lambda: store.fire_schedule(grant.token, "tick"),
         lambda: store.renew(grant.token, 1.0),
     ]
     for write in writes:
@@ -308,6 +314,7 @@ def test_every_write_with_an_old_token_is_refused(site: Site) -> None:
     store.listen(grant.token, on=True)
     store.release(grant.token)
     assert site.execute(lease) == led
+    assert [each.next_at for each in queue.schedules()] == [1]
     assert store.read_new(grant.token, 0, 10) == []
     assert store.read_ids(grant.token, ids) == store.read_retried(grant.token) == []
     assert store.read_due(grant.token, (0, 0), 2**62, 10) == []

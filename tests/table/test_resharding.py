@@ -48,6 +48,9 @@ STEPS = (
     "map_of",
     "is_led",
     "end_plan",
+    "schedules",
+    "keep_schedule",
+    "drop_schedule",
 )
 
 
@@ -117,6 +120,9 @@ def test_a_reshard_killed_at_every_step_is_resumed(
     with sqlite_site(tmp_path, "-80", "80-") as site:
         queue = site.queue()
         expected = fill(queue, "before", 60)
+        for key in (1, 6, 9):
+            queue.schedule(f"tick {key}", "0 3 * * *", user_id=key)
+        scheduled = queue.schedules()
         MortalShardStore.fatal, MortalShardStore.after = operation, after
         sites, deaths = site.sites(), 0
         while reshard_until_killed(sites, ShardMap.of(site.shards), split(tmp_path), deaths):
@@ -131,6 +137,7 @@ def test_a_reshard_killed_at_every_step_is_resumed(
             for (payload,) in site.execute(shard.url, f"SELECT payload FROM {site.name}")
         ]
         assert sorted(stored) == sorted(expected)  # each of them, once
+        assert queue.schedules() == scheduled
         assert site.rows(site.shards[0][0]) == 0
         for shard in queue.map.shards:
             lease = f"SELECT owner FROM turnlane_lease WHERE queue = '{site.name}'"

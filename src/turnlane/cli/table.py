@@ -55,7 +55,10 @@ Until = Annotated[str | None, typer.Option(help="Only those due before; likewise
 def sql(
     statement: Annotated[
         str,
-        typer.Argument(metavar="STATEMENT", help="CREATE QUEUE, DROP QUEUE, SHOW QUEUES; - reads."),
+        typer.Argument(
+            metavar="STATEMENT",
+            help="CREATE, DROP or SHOW, of QUEUES or SCHEDULES; - reads it from stdin.",
+        ),
     ],
     *,
     url: Urls = None,
@@ -65,17 +68,20 @@ def sql(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run a statement about queues, in every database that is named."""
+    """Run a statement about queues or schedules, in every database that is named."""
+    from turnlane.table.grammar import OfSchedules, parse
+
     text = sys.stdin.read() if statement == "-" else statement
     if only_print:
         with databases(url) as found:
             _say_ddl(_ddl(found[0][1], text), as_json=as_json)
         return
+    what = "schedule" if isinstance(parse(text), OfSchedules) else "queue"
     with together(url) as all_of_them:
         names = all_of_them.sql(text)
     for name in names:
         if as_json:
-            output.say_json({"queue": name})
+            output.say_json({what: name})
         else:
             output.say(name)
 

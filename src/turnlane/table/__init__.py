@@ -7,6 +7,7 @@ from turnlane.table.keyspace import KeyRange, keyspace_id
 from turnlane.table.manager import Manager
 from turnlane.table.queue import Database, TableQueue, connect
 from turnlane.table.receiver import Receiver
+from turnlane.table.schedule import Schedule
 from turnlane.table.settings import TableSettings
 from turnlane.table.sharded import ShardedDatabase, ShardedQueue, connect_shards
 from turnlane.table.shards import Shard, ShardMap
@@ -16,6 +17,7 @@ __all__ = [
     "KeyRange",
     "Manager",
     "Receiver",
+    "Schedule",
     "Shard",
     "ShardMap",
     "ShardedDatabase",

@@ -6,6 +6,7 @@ from turnlane.closing import Closing
 from turnlane.errors import NoSuchQueue, QueueExists
 from turnlane.table.definition import Definition
 from turnlane.table.grammar import parse_definition
+from turnlane.table.schedules import table_of_schedules
 from turnlane.table.shard_tables import clear_shards
 from turnlane.table.sql.dialect import Dialect
 from turnlane.table.sql.session import Execute, Session
@@ -30,7 +31,7 @@ class Catalog(Closing):
         if self.dialect.name == "mysql":  # where a backslash in a text is an escape
             name, text = name.replace("\\", "\\\\"), text.replace("\\", "\\\\")
         return [
-            *self.dialect.bookkeeping(),
+            *self._bookkeeping(),
             *self.dialect.table(definition),
             f"INSERT INTO turnlane_queue (name, definition) VALUES ('{name}', '{text}')",
             # A queue that is made anew has tokens above all that its managers had before.
@@ -55,7 +56,7 @@ class Catalog(Closing):
                 return False
             raise QueueExists(f"there is a queue {definition.name!r} in this database")
         made = self.dialect.table(definition)
-        listed = self.ddl(definition)[len(self.dialect.bookkeeping()) + len(made) :]
+        listed = self.ddl(definition)[len(self._bookkeeping()) + len(made) :]
 
         def work(execute: Execute) -> None:
             for statement in (*made, *self.dialect.number_from(definition.name, first_id), *listed):
@@ -84,6 +85,7 @@ class Catalog(Closing):
             mark = self.dialect.mark
             execute(f"DELETE FROM turnlane_queue WHERE name = {mark}", (name,))
             execute(f"DELETE FROM turnlane_lease WHERE queue = {mark}", (name,))
+            execute(f"DELETE FROM turnlane_schedule WHERE queue = {mark}", (name,))
             if found:
                 execute(f"DROP TABLE IF EXISTS {self.dialect.identifier(name)}")
                 clear_away(self.dialect, name, execute)
@@ -109,9 +111,12 @@ class Catalog(Closing):
                 return definition
         raise NoSuchQueue(f"there is no queue {name!r} in this database")
 
+    def _bookkeeping(self) -> list[str]:
+        return [*self.dialect.bookkeeping(), table_of_schedules(self.dialect)]
+
     def _prepare(self) -> None:
         """Make turnlane's own tables, once."""
         if not self._prepared:
-            for statement in self.dialect.bookkeeping():
+            for statement in self._bookkeeping():
                 self._session.change(statement.replace("%", self.dialect.percent))
             self._prepared = True

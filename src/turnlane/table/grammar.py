@@ -1,13 +1,18 @@
-"""The statements about queues: ``CREATE QUEUE``, ``DROP QUEUE``, ``SHOW QUEUES``.
+"""The statements about queues, and about the schedules of events that recur.
 
 ::
 
-    statement = create | drop | SHOW QUEUES
+    statement = create | drop | schedule | drop schedule | SHOW QUEUES | SHOW SCHEDULES
     create    = CREATE QUEUE [IF NOT EXISTS] name ( column {, column} [,] )
                 [SHARD BY ( name )] [WITH ( option {, option} [,] )]
     drop      = DROP QUEUE [IF EXISTS] name
     column    = name type [( number {, number} )] [NOT NULL | NULL]
     option    = word = value
+
+    schedule  = CREATE SCHEDULE name ON name EVERY text [TIME ZONE text]
+                [VALUES ( name = literal {, name = literal} [,] )]
+    literal   = text | [-] number | TRUE | FALSE | NULL
+    drop schedule = DROP SCHEDULE name ON name
 
 Words are matched without regard to case; a name in double quotes or backticks is taken as it is.
 A statement may end with a semicolon. Comments start with ``--``.
@@ -23,6 +28,7 @@ from turnlane.errors import ConfigError, SyntaxFault
 from turnlane.problems import did_you_mean
 from turnlane.table.definition import Column, Definition
 from turnlane.table.names import checked_name
+from turnlane.table.schedule import Schedule
 from turnlane.table.settings import TableSettings
 from turnlane.table.types import TYPES
 
@@ -32,9 +38,13 @@ _TOKEN: Final = re.compile(
       | (?P<text>'(?:[^']|'')*')
       | (?P<value>[0-9][0-9A-Za-z_.]*)
       | (?P<word>[A-Za-z_][A-Za-z0-9_]*)
-      | (?P<sign>[(),=;])""",
+      | (?P<sign>[(),=;-])""",
     re.VERBOSE,
 )
+
+
+Literal = str | int | float | bool | None
+LITERALS: Final[dict[str, Literal]] = {"TRUE": True, "FALSE": False, "NULL": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +68,28 @@ class ShowQueues:
     """List the queues."""
 
 
-Statement = CreateQueue | DropQueue | ShowQueues
+@dataclass(frozen=True, slots=True)
+class CreateSchedule:
+    """Have an event recur."""
+
+    schedule: Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class DropSchedule:
+    """Have it recur no more."""
+
+    name: str
+    queue: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShowSchedules:
+    """List the schedules."""
+
+
+OfSchedules = CreateSchedule | DropSchedule | ShowSchedules
+Statement = CreateQueue | DropQueue | ShowQueues | OfSchedules
 
 
 class Token(NamedTuple):
@@ -104,19 +135,21 @@ class _Parser:
         parsed: Statement
         match self._take_word("CREATE", "DROP", "SHOW").word:
             case "CREATE":
-                parsed = self._create()
+                parsed = self._create_schedule() if self._about_schedules() else self._create()
             case "DROP":
-                parsed = self._drop()
+                parsed = self._drop_schedule() if self._about_schedules() else self._drop()
             case _:
-                self._take_word("QUEUES")
-                parsed = ShowQueues()
+                shown = self._take_word("QUEUES", "SCHEDULES").word
+                parsed = ShowQueues() if shown == "QUEUES" else ShowSchedules()
         self._skip(";")
         if self._peek().kind != "end":
             self._fail(f"expected the end, found {self._peek().shown}", self._peek())
         return parsed
 
+    def _about_schedules(self) -> bool:
+        return self._take_word("QUEUE", "SCHEDULE").word == "SCHEDULE"
+
     def _create(self) -> CreateQueue:
-        self._take_word("QUEUE")
         lenient = self._take_phrase("IF", "NOT", "EXISTS")
         start = self._peek()
         name = self._name("a queue's name")
@@ -130,7 +163,6 @@ class _Parser:
         return CreateQueue(definition, lenient)
 
     def _drop(self) -> DropQueue:
-        self._take_word("QUEUE")
         lenient = self._take_phrase("IF", "EXISTS")
         return DropQueue(self._name("a queue's name"), lenient)
 
@@ -207,6 +239,64 @@ class _Parser:
             return TableSettings.of(**options)
         except ConfigError as error:
             self._fail(str(error), start)
+
+    # ── schedules ────────────────────────────────────────────────────────────────────────────────
+
+    def _create_schedule(self) -> CreateSchedule:
+        start = self._peek()
+        name, queue = self._schedule_name()
+        self._take_word("EVERY")
+        every = _unquoted(self._take("text", "a cron expression in quotes").text)
+        zone = "UTC"
+        if self._take_phrase("TIME", "ZONE"):
+            zone = _unquoted(self._take("text", "a time zone in quotes").text)
+        values = self._values() if self._take_phrase("VALUES") else {}
+        schedule = Schedule(queue, name, every, zone, values)
+        try:
+            schedule.check()
+        except ValueError as error:
+            self._fail(str(error), start)
+        return CreateSchedule(schedule)
+
+    def _drop_schedule(self) -> DropSchedule:
+        return DropSchedule(*self._schedule_name())
+
+    def _schedule_name(self) -> tuple[str, str]:
+        name = self._name("a schedule's name")
+        self._take_word("ON")
+        return name, self._name("a queue's name")
+
+    def _values(self) -> dict[str, Literal]:
+        self._take_sign("(")
+        values = dict([self._value()])
+        while self._skip(",") and self._peek().text != ")":
+            at = self._peek()
+            name, value = self._value()
+            if name in values:
+                self._fail(f"{name!r} stands there twice", at)
+            values[name] = value
+        self._take_sign(")")
+        return values
+
+    def _value(self) -> tuple[str, Literal]:
+        name = self._name("a column's name")
+        self._take_sign("=")
+        return name, self._literal()
+
+    def _literal(self) -> Literal:
+        token = self._peek()
+        if token.kind == "text":
+            self._next += 1
+            return _unquoted(token.text)
+        if token.kind == "word":
+            word = self._take_word(*LITERALS).word
+            return LITERALS[word]
+        sign = -1 if self._skip("-") else 1
+        number = self._take("value", "a value").text
+        try:
+            return sign * (int(number) if number.isdecimal() else float(number))
+        except ValueError:
+            self._fail(f"{number!r} is not a number", token)
 
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 

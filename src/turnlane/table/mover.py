@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from turnlane.table.keyspace import keyspace_id
 from turnlane.table.letters import MOVED, Batch, Take
+from turnlane.table.schedules import key_in
 from turnlane.table.shard_store import BATCH, ShardStore
 from turnlane.table.shards import Shard
 from turnlane.table.sites import Sites
@@ -18,6 +19,7 @@ class Mover:
         self._source: ShardStore = sites.store(source)
         shard_by = sites.definition.shard_by
         assert shard_by is not None, "a queue with several shards has a key"
+        self._shard_by = shard_by
         self._key = len(MOVED) + sites.definition.names.index(shard_by)
 
     def move(self, what: Take, version: int, *parameters: int) -> int:
@@ -34,6 +36,7 @@ class Mover:
         Rows that somebody holds stay, and what waits for their groups; more may come for ever.
         Both is moved another time.
         """
+        self.move_schedules(version)
         moved = count = self.move(Take.PLAIN, version)
         while count == BATCH:
             count = self.move(Take.PLAIN, version)
@@ -41,6 +44,14 @@ class Mover:
         if self._source.has(Take.PLAIN):
             return moved
         return moved + self.move(Take.ALL, version)
+
+    def move_schedules(self, version: int) -> None:
+        """Take what recurs along, from a shard that is shut: nobody fires it here meanwhile."""
+        shards = self._source.map_of(version)
+        for row in self._source.schedules():
+            key = key_in(row, self._shard_by)
+            self._sites.store(shards.shard_of(keyspace_id(key))).keep_schedule(row)
+            self._source.drop_schedule(row[1])
 
     def deliver(self) -> None:
         """Take to their shards what is in the outbox."""

@@ -10,11 +10,18 @@ from typing import Any
 from turnlane.closing import Closing
 from turnlane.table.catalog import Catalog
 from turnlane.table.definition import Definition
-from turnlane.table.grammar import CreateQueue, DropQueue, parse
+from turnlane.table.grammar import (
+    CreateQueue,
+    DropQueue,
+    ShowQueues,
+    parse,
+)
 from turnlane.table.keyspace import KeyRange
 from turnlane.table.manager import Manager
 from turnlane.table.receiver import PREFETCH, Receiver
 from turnlane.table.scan import Scan
+from turnlane.table.schedule import Schedule
+from turnlane.table.scheduling import run_statement
 from turnlane.table.sql.dialect import Connection, Dialect
 from turnlane.table.status import Status, status_of
 from turnlane.table.store import Store
@@ -100,6 +107,25 @@ class TableQueue(Closing):
         """Ack events in the transaction that ``connection`` is in; returns how many it settles."""
         return self._store.ack_in(connection, ids)
 
+    def schedule(self, name: str, every: str, time_zone: str = "UTC", /, **columns: object) -> None:
+        """Have an event recur: ``every`` is a cron expression, by the clocks of ``time_zone``.
+
+        In place of another schedule of this name; an equal one stays as it is, so that every
+        process may call this when it starts. Raises ``ValueError`` for what is no schedule, and
+        ``SchemaMismatch`` if the queue does not take the event.
+        """
+        schedule = Schedule(self.name, name, every, time_zone, columns)
+        schedule.check()
+        self._store.schedules.put(schedule)
+
+    def unschedule(self, name: str) -> bool:
+        """Have it recur no more; false if there is no such schedule. What was enqueued stays."""
+        return self._store.schedules.remove(name)
+
+    def schedules(self) -> list[Schedule]:
+        """What recurs, by name."""
+        return self._store.schedules.all()
+
     def manager(self) -> Manager:
         """This process's manager of the table, started if it is not."""
         with self._lock:
@@ -156,20 +182,22 @@ class Database(Closing):
         self._queues: list[TableQueue] = []
 
     def sql(self, statement: str, first_id: int = 1) -> list[str]:
-        """Run ``CREATE QUEUE``, ``DROP QUEUE`` or ``SHOW QUEUES``; returns the names concerned.
+        """Run a statement about queues or schedules; returns the names concerned.
 
-        The ids of a queue that it makes begin at ``first_id``.
+        ``SHOW SCHEDULES`` returns statements that make them. The ids of a queue that is made begin
+        at ``first_id``.
         """
-        parsed = parse(statement)
-        if isinstance(parsed, CreateQueue):
-            self.catalog.create(
-                parsed.definition, if_not_exists=parsed.if_not_exists, first_id=first_id
-            )
-            return [parsed.definition.name]
-        if isinstance(parsed, DropQueue):
-            self.catalog.drop(parsed.name, if_exists=parsed.if_exists)
-            return [parsed.name]
-        return self.catalog.names()
+        match parse(statement):
+            case CreateQueue(definition, if_not_exists):
+                self.catalog.create(definition, if_not_exists=if_not_exists, first_id=first_id)
+                return [definition.name]
+            case DropQueue(name, if_exists):
+                self.catalog.drop(name, if_exists=if_exists)
+                return [name]
+            case ShowQueues():
+                return self.catalog.names()
+            case other:
+                return run_statement(other, self._opened, self.catalog.names)
 
     def ddl(self, statement: str) -> list[str]:
         """What a ``CREATE QUEUE`` would run, for a migration tool."""
@@ -180,9 +208,12 @@ class Database(Closing):
 
     def queue(self, name: str) -> TableQueue:
         """The queue of this name. Raises ``NoSuchQueue``."""
-        queue = TableQueue(self.dialect, self.catalog.definition(name))
+        queue = self._opened(name)
         self._queues.append(queue)
         return queue
+
+    def _opened(self, name: str) -> TableQueue:
+        return TableQueue(self.dialect, self.catalog.definition(name))
 
     def connect(self) -> Connection:
         """A new connection of the driver's; every statement commits, unless you begin first."""

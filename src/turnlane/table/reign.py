@@ -19,6 +19,7 @@ from turnlane.table.reader import Reader
 from turnlane.table.realm import Realm
 from turnlane.table.stock import Stock
 from turnlane.table.store import Store
+from turnlane.table.timetable import Timetable
 
 
 class Reign:
@@ -43,6 +44,7 @@ class Reign:
         self.collector = Collector(
             store, store.definition.settings, self.stock, self.landing.collected
         )
+        self.timetable = Timetable(store)
 
     @property
     def reader(self) -> Reader:
@@ -69,6 +71,8 @@ class Reign:
         self.landing.look_after(now)
         if self.stock.flights:
             realm.lead.keep(proven=True)
+        if self.timetable.run_once(realm.token, now, realm.now()):
+            self.reader.poke()
         if places:
             self._intake.read(now, places)
             self.firing.fire(places)
@@ -80,6 +84,7 @@ class Reign:
         """When the next step is due; monotonic."""
         times = [
             self.collector.next_time(),
+            self.timetable.next_time(),
             self._realm.lead.next_time(),
             self.landing.next_time(),
         ]

@@ -15,7 +15,9 @@ from typing import Final
 from turnlane.closing import Closing
 from turnlane.errors import LeadLost, NoSuchQueue, ReshardUnderWay
 from turnlane.table.definition import Definition
+from turnlane.table.inserts import Inserts
 from turnlane.table.letters import MOVED, ONLINE, Batch, Take, columns_of, welcome
+from turnlane.table.schedules import Schedules
 from turnlane.table.shard_tables import ShardTables
 from turnlane.table.shards import ShardMap
 from turnlane.table.sql.dialect import Dialect, Row
@@ -41,6 +43,7 @@ class ShardStore(Closing):
         self.definition = definition
         self._name = definition.name
         self._tables = ShardTables(dialect, definition)
+        self._schedules = Schedules(self._tables.session, Inserts(dialect, definition))
         self._id: str | None = None
 
     def close(self) -> None:
@@ -294,6 +297,20 @@ class ShardStore(Closing):
         except self.dialect.error:
             if not self._tables.query(known, self._name, source):  # else another was quicker
                 raise
+
+    # ── schedules ────────────────────────────────────────────────────────────────────────────────
+
+    def schedules(self) -> list[Row]:
+        """Those that are here."""
+        return self._schedules.rows()
+
+    def keep_schedule(self, row: Row) -> None:
+        """Take one over from another shard, unless it is here."""
+        self._schedules.arrive(row)
+
+    def drop_schedule(self, name: str) -> None:
+        """One is somewhere else."""
+        self._schedules.remove(name)
 
     # ── how ──────────────────────────────────────────────────────────────────────────────────────
 

@@ -10,14 +10,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from turnlane.closing import Closing
-from turnlane.errors import ConfigError, DatabaseDown, DatabaseReadOnly, LeadLost, ReshardUnderWay
+from turnlane.errors import (
+    ConfigError,
+    DatabaseDown,
+    DatabaseReadOnly,
+    LeadLost,
+    ReshardUnderWay,
+)
 from turnlane.table.event import TableEvent
+from turnlane.table.grammar import OfSchedules, parse
 from turnlane.table.keyspace import KeyRange, keyspace_id
 from turnlane.table.manager import Manager
 from turnlane.table.mover import Mover
 from turnlane.table.queue import Database, TableQueue
 from turnlane.table.receiver import PREFETCH, Receiver
 from turnlane.table.reshard import Progress, Resharder, planned
+from turnlane.table.schedule import Schedule
+from turnlane.table.scheduling import run_statement
 from turnlane.table.shards import Given, Shard, ShardMap
 from turnlane.table.sites import Sites
 from turnlane.table.sql.dialect import Connection
@@ -120,6 +129,25 @@ class ShardedQueue(Closing):
             for at in range(0, len(mine), LISTED):
                 self.queue(shard).insert(mine[at : at + LISTED])
         return sum(map(len, parts.values()))
+
+    # ── schedules ────────────────────────────────────────────────────────────────────────────────
+
+    def schedule(self, name: str, every: str, time_zone: str = "UTC", /, **columns: object) -> None:
+        """Have an event recur, in the shard that has its key; as :meth:`TableQueue.schedule`."""
+        home = self._map.shard_of(keyspace_id(columns.get(self.definition.shard_by or "")))
+        self.queue(home).schedule(name, every, time_zone, **columns)
+        for shard in self._map.shards:  # where one of this name and another key may be
+            if shard != home:
+                self.queue(shard).unschedule(name)
+
+    def unschedule(self, name: str) -> bool:
+        """Have it recur no more; false if there is no such schedule."""
+        return sum(self.queue(shard).unschedule(name) for shard in self._map.shards) > 0
+
+    def schedules(self) -> list[Schedule]:
+        """What recurs, by name."""
+        found = [each for shard in self._map.shards for each in self.queue(shard).schedules()]
+        return sorted(found, key=lambda schedule: schedule.name)
 
     # ── receiving ────────────────────────────────────────────────────────────────────────────────
 
@@ -287,10 +315,13 @@ class ShardedDatabase(Closing):
         self._queues: list[ShardedQueue] = []
 
     def sql(self, statement: str) -> list[str]:
-        """Run ``CREATE QUEUE``, ``DROP QUEUE`` or ``SHOW QUEUES`` in every database.
+        """Run a statement about queues in every database, one about a schedule where it belongs.
 
         Returns the names concerned; those of the queues that all of them have.
         """
+        parsed = parse(statement)
+        if isinstance(parsed, OfSchedules):
+            return run_statement(parsed, self._opened, lambda: self.sql("SHOW QUEUES"))
         answers = [
             database.sql(statement, shard.first_id)
             for shard, database in zip(self.shards.shards, self._databases, strict=True)
@@ -299,13 +330,16 @@ class ShardedDatabase(Closing):
 
     def queue(self, name: str) -> ShardedQueue:
         """The queue of this name. Raises ``NoSuchQueue``, and ``ConfigError`` if shards differ."""
+        queue = self._opened(name)
+        self._queues.append(queue)
+        return queue
+
+    def _opened(self, name: str) -> ShardedQueue:
         definitions = [database.catalog.definition(name) for database in self._databases]
         if any(str(each) != str(definitions[0]) for each in definitions):
             raise ConfigError("shards", f"the queue {name!r} is not the same in all of them")
         sites = Sites(definitions[0], [shard.url for shard in self.shards.shards])
-        queue = ShardedQueue(sites, self.shards)
-        self._queues.append(queue)
-        return queue
+        return ShardedQueue(sites, self.shards)
 
     def close(self) -> None:
         """Close all queues that were opened here."""

@@ -20,6 +20,7 @@ from turnlane.table.inserts import Inserts
 from turnlane.table.keyspace import EVERYTHING, KeyRange
 from turnlane.table.lapsed import Running
 from turnlane.table.salvage import Salvage
+from turnlane.table.schedules import Schedules
 from turnlane.table.sql.dialect import STATES, Connection, Dialect, Row, Verdict
 from turnlane.table.sql.session import Execute, Executed
 from turnlane.table.statements import OfSome
@@ -56,6 +57,7 @@ class Store(Closing):
         self._acks = Acks(self._fence, keep=definition.settings.retention > 0)
         self._salvage = Salvage(self._fence, self.put_back)
         self.session = self._fence.session
+        self.schedules = Schedules(self.session, self.inserts)
         self._sql = self._fence.sql
         self._name = definition.name
 
@@ -236,6 +238,10 @@ class Store(Closing):
             return len(self._acks.release(execute, groups))
 
         return self._fence.transact(token, work)
+
+    def fire_schedule(self, token: int, name: str) -> None:
+        """Insert the event of a schedule, if it is due, and move that on."""
+        self._fence.transact(token, lambda execute: self.schedules.fire(execute, name))
 
     def purge(self, token: int, until: int, limit: int = BATCH) -> int:
         """Delete acked events that were due by ``until``; at most ``limit`` of them."""
