@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.table.site import PATIENCE
+from tests.table.site import COLUMNS, PATIENCE
 from turnlane import table
 from turnlane.closing import Closing
 from turnlane.errors import LeadLost
@@ -23,14 +23,15 @@ OPTIONS = "lease = 10s, backoff = 10ms, max_backoff = 50ms, window = 1s"
 class ShardSite(Closing):
     """Databases, one for each shard, and a queue in all of them."""
 
-    def __init__(self, shards: Sequence[tuple[str, str]], options: str = OPTIONS) -> None:
+    def __init__(
+        self, shards: Sequence[tuple[str, str]], options: str = OPTIONS, columns: str = COLUMNS
+    ) -> None:
         self.shards = list(shards)
         self.name = f"q_{uuid.uuid4().hex[:8]}"
         self._opened = contextlib.ExitStack()
         self.database = self._opened.enter_context(table.connect_shards(shards))
         self.database.sql(
-            f"CREATE QUEUE {self.name} (user_id BIGINT, payload VARCHAR(256)) "
-            f"SHARD BY (user_id) WITH ({options})"
+            f"CREATE QUEUE {self.name} ({columns}) SHARD BY (user_id) WITH ({options})"
         )
 
     def queue(self) -> table.ShardedQueue:

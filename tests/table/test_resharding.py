@@ -394,6 +394,46 @@ def test_a_row_that_somebody_holds_delays_only_the_end_of_a_reshard(
             assert [event["payload"] for event in take(receiver, 1)] == ["p3"]
 
 
+UNREADABLE = {
+    "sqlite": ("payload TEXT NOT NULL", "payload", "CAST(x'6f64ff64' AS TEXT)", "od\\xffd"),
+    "postgres": ("day DATE NOT NULL, ready BOOLEAN", "day", "'infinity'", "infinity"),
+}
+"""What a database takes and its driver cannot give: columns, one, a value, and how it arrives."""
+
+
+@pytest.mark.parametrize("database", UNREADABLE)
+def test_a_row_that_cannot_be_read_stops_no_reshard(
+    tmp_path: Path, request: pytest.FixtureRequest, database: str
+) -> None:
+    """Neither one that is moved ahead, nor one that is drained; each becomes a dead letter."""
+    if database == "sqlite":
+        first, *others = [sqlite_url(tmp_path, each) for each in "abc"]
+    else:
+        first, *others = databases_of(request.getfixturevalue(database))
+    columns, column, value, arrived = UNREADABLE[database]
+    with ShardSite([(first, "-")], OPTIONS, f"user_id BIGINT, {columns}") as site:
+        queue = site.queue()
+        good = {"sqlite": "'good'", "postgres": "'2026-11-17'"}[database]
+        for at in range(20):
+            odd, later = at in {3, 14, 15}, time.time_ns() + (at >= 10) * 10**12
+            site.execute(
+                first,
+                f"INSERT INTO {site.name} (user_id, fire_at, event_name, {column}) "
+                f"VALUES ({at}, {later}, 'n{at}', {value if odd else good})",
+            )
+        assert queue.reshard(list(zip(others, ("-80", "80-"), strict=True))) == 20
+        assert site.rows(first) == 0
+        counts = queue.counts()
+        assert (counts["to_be_fired"], counts["dead"]) == (17, 3)
+        dead = f"FROM {site.name} WHERE state = 'dead'"
+        shown = f"SELECT user_id, event_name, last_error, CAST({column} AS TEXT) {dead}"
+        found = sorted(row for url in others for row in site.execute(url, shown))
+        assert [row[:2] for row in found] == [(3, "n3"), (14, "n14"), (15, "n15")]
+        assert all(row[2].startswith("cannot be read: ") and row[3] == arrived for row in found)
+        with queue.receive() as receiver:
+            assert len(take(receiver, 9)) == 9
+
+
 def test_a_retired_shard_s_late_rows_are_moved_on(tmp_path: Path) -> None:
     """Through two reshards, with nobody but a plain INSERT into the very first shard."""
     with sqlite_site(tmp_path, "-") as site:

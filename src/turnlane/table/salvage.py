@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from turnlane.table.fence import Fence
-from turnlane.table.sql.dialect import Row, Verdict
+from turnlane.table.sql.dialect import Dialect, Row, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -36,31 +36,38 @@ class Salvage:
             if not self._fence.dialect.is_unreadable(error):
                 raise
         ids = [row[0] for row in self._fence.session.query(self._only_ids(statement), parameters)]
-        rows, broken = self._halve(token, ids)
+        rows, found = halve(self._fence.dialect, lambda some: self._read(token, some), ids)
+        broken = [Verdict(event_id, "dead", 0, 0, wrong) for event_id, wrong in found]
         aside = self._set_aside(token, broken) if broken else set()
-        for verdict in broken:
-            log.error("queue %s: event %d: %s", self._fence.name, verdict.event_id, verdict.error)
+        for event_id, wrong in found:
+            log.error("queue %s: event %d: %s", self._fence.name, event_id, wrong)
         self.unreadable += len(aside)
         if len(aside) == len(broken):  # the page is whole again, with others in their places
             return self.read(token, statement, parameters)
         place = {event_id: at for at, event_id in enumerate(ids)}
         return sorted(rows, key=lambda row: place[row[0]])
 
-    def _halve(self, token: int, ids: Sequence[int]) -> tuple[list[Row], list[Verdict]]:
-        """The rows that can be read, and what becomes of the others."""
+    def _read(self, token: int, ids: Sequence[int]) -> list[Row]:
         condition, parameters = self._fence.dialect.ids(ids)
         statement = self._fence.sql.read_standing.where(condition)
-        try:
-            return self._fence.session.query(statement, (*parameters, self._fence.name, token)), []
-        except self._fence.dialect.error as error:
-            if not self._fence.dialect.is_unreadable(error):
-                raise
-            if len(ids) == 1:
-                return [], [Verdict(ids[0], "dead", 0, 0, f"cannot be read: {error}")]
-        middle = len(ids) // 2
-        halves = [self._halve(token, half) for half in (ids[:middle], ids[middle:])]
-        return halves[0][0] + halves[1][0], halves[0][1] + halves[1][1]
+        return self._fence.session.query(statement, (*parameters, self._fence.name, token))
 
     def _only_ids(self, statement: str) -> str:
         """The same page, of which nothing is read that could not be."""
         return statement.replace(f"SELECT {self._fence.sql.columns} ", "SELECT event_id ", 1)
+
+
+def halve(
+    dialect: Dialect, read: Callable[[Sequence[int]], list[Row]], ids: Sequence[int]
+) -> tuple[list[Row], list[tuple[int, str]]]:
+    """The rows of these ids that can be read; the other ids, each with what is wrong."""
+    try:
+        return read(ids), []
+    except dialect.error as error:
+        if not dialect.is_unreadable(error):
+            raise
+        if len(ids) == 1:
+            return [], [(ids[0], f"cannot be read: {error}")]
+    middle = len(ids) // 2
+    halves = [halve(dialect, read, half) for half in (ids[:middle], ids[middle:])]
+    return halves[0][0] + halves[1][0], halves[0][1] + halves[1][1]

@@ -17,6 +17,7 @@ from turnlane.errors import LeadLost, NoSuchQueue, ReshardUnderWay
 from turnlane.table.definition import Definition
 from turnlane.table.inserts import Inserts
 from turnlane.table.letters import MOVED, ONLINE, Batch, Take, columns_of, welcome
+from turnlane.table.outbox import Outbox
 from turnlane.table.schedules import Schedules
 from turnlane.table.shard_tables import ShardTables
 from turnlane.table.shards import ShardMap
@@ -43,6 +44,7 @@ class ShardStore(Closing):
         self.definition = definition
         self._name = definition.name
         self._tables = ShardTables(dialect, definition)
+        self._outbox = Outbox(self._tables)
         self._schedules = Schedules(self._tables.session, Inserts(dialect, definition))
         self._id: str | None = None
 
@@ -233,15 +235,9 @@ class ShardStore(Closing):
         )
 
     def first_batch(self) -> Batch | None:
-        """The oldest batch in the outbox."""
+        """The oldest batch in the outbox; what cannot be read is a dead letter there."""
         self._tables.prepare()
-        rows = self._tables.query(
-            "SELECT batch, version, {columns} FROM {outbox} "
-            "WHERE batch = (SELECT MIN(batch) FROM {outbox}) ORDER BY fire_at, event_id"
-        )
-        if not rows:
-            return None
-        return Batch(rows[0][0], rows[0][1], [row[2:] for row in rows])
+        return self._outbox.first_batch()
 
     def strike(self, number: int) -> None:
         """A batch has arrived."""

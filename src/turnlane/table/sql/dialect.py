@@ -107,6 +107,10 @@ class Dialect(abc.ABC):
         """Whether the driver could not read a value of a row that the database gave."""
         return False
 
+    def raw(self, column: str) -> str:
+        """A column whose value is unreadable, as an expression that can be read."""
+        return column
+
     @property
     @abc.abstractmethod
     def error(self) -> type[Exception]:

@@ -120,6 +120,9 @@ class Postgres(Dialect):
         # What the server says of a statement has a state.
         return isinstance(error, psycopg.DataError) and error.sqlstate is None
 
+    def raw(self, column: str) -> str:
+        return f"{column}::text"
+
     def bookkeeping(self) -> list[str]:
         return [
             (

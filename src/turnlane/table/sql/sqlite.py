@@ -89,6 +89,9 @@ class Sqlite(Dialect):
     def is_unreadable(self, error: Exception) -> bool:
         return isinstance(error, sqlite3.OperationalError) and "decode to UTF-8" in str(error)
 
+    def raw(self, column: str) -> str:
+        return f"CAST({column} AS BLOB)"
+
     def bookkeeping(self) -> list[str]:
         return [
             (
