@@ -236,20 +236,27 @@ class Eater:
 def test_a_resharder_killed_again_and_again_under_load(tmp_path: Path) -> None:
     """kill -9 at random moments; one that is let live finishes."""
     with sqlite_site(tmp_path, "-80", "80-") as site:
-        queue, oracle = site.queue(), ShardOracle()
-        expected = fill(queue, "first", 6_000)
         targets = [(shard.url, str(shard.key_range)) for shard in split(tmp_path)]
-        arguments = [site.name, json.dumps(site.shards), json.dumps(targets)]
         chance = random.Random(7)
-        with Load(site, expected), queue.receive() as receiver, Eater(oracle, receiver):
-            for _ in range(4):
-                kill_after(arguments, chance.randrange(1, 8))
-            assert kill_after(arguments, 10**6) == 0
-            queue.refresh()
-        assert queue.map.version == 1
-        hurry(site, queue.map)
-        with queue.receive() as receiver:
-            oracle.drain(receiver, expected)
+        reshard_through_kills(site, targets, 6_000, [chance.randrange(1, 8) for _ in range(4)])
+
+
+def reshard_through_kills(
+    site: ShardSite, targets: list[tuple[str, str]], count: int, kills: list[int]
+) -> None:
+    """Under load, killed after so many lines each time, with so many events at the start."""
+    queue, oracle = site.queue(), ShardOracle()
+    expected = fill(queue, "first", count)
+    arguments = [site.name, json.dumps(site.shards), json.dumps(targets)]
+    with Load(site, expected), queue.receive() as receiver, Eater(oracle, receiver):
+        for lines in kills:
+            kill_after(arguments, lines)
+        assert kill_after(arguments, 10**6) == 0
+        queue.refresh()
+    assert queue.map.version == 1
+    hurry(site, queue.map)
+    with queue.receive() as receiver:
+        oracle.drain(receiver, expected)
 
 
 def kill_after(arguments: list[str], lines: int) -> int:
@@ -305,6 +312,14 @@ def test_a_split_under_load_on_a_server(served_shards: list[str]) -> None:
             wanted = KeyRange.parse(key_range)
             ids = site.execute(url, f"SELECT keyspace_id FROM {site.name}")
             assert all(wanted.contains(row[0]) for row in ids)
+
+
+def test_a_resharder_killed_under_load_on_a_server(served_shards: list[str]) -> None:
+    """While events are moved ahead, and while it drains."""
+    first, *others = served_shards
+    with ShardSite([(first, "-")]) as site:
+        targets = list(zip(others, ("-80", "80-"), strict=True))
+        reshard_through_kills(site, targets, 600, [2, 5])
 
 
 @pytest.fixture(params=["sqlite", "postgres", "mariadb"])
