@@ -536,6 +536,29 @@ def test_metrics_by_queue_and_shard(serving: Serving) -> None:
         assert label in text
 
 
+def test_metrics_tell_of_lost_acks_and_of_rows_that_cannot_be_read(serving: Serving) -> None:
+    service, name = serving.start(), serving.site.name
+
+    def counted(metric: str) -> float:
+        text = httpx.get(f"{service.url('http')}/metrics").text
+        return sum(values(text, f"turnlane_table_{metric}_total"))
+
+    assert counted("lost_acks") == counted("unreadable") == 0
+    serving.put(6)
+    for url, _ in serving.site.shards:
+        row = "(user_id, payload) VALUES (1, CAST(x'ff' AS TEXT))"
+        serving.site.execute(url, f"INSERT INTO {name} {row}")
+    with service.tables.table(name).queue.receive() as receiver:
+        events = take(receiver, 6)
+        eventually(lambda: counted("unreadable") == 2)
+        for url, _ in serving.site.shards:
+            taken = "SET token = token + 1, expires_at = 0"
+            serving.site.execute(url, f"UPDATE turnlane_lease {taken} WHERE queue = '{name}'")
+        receiver.ack(events)
+        eventually(lambda: counted("lost_acks") == 6)
+        assert counted("lost_leads") > 0
+
+
 def test_promtool_has_nothing_to_say_of_a_node_at_work(serving: Serving) -> None:
     """With all that there are metrics of: queues, inputs, breakers, tables."""
     promtool = shutil.which("promtool")
