@@ -19,7 +19,7 @@ class Catalog(Closing):
     def __init__(self, dialect: Dialect) -> None:
         self.dialect = dialect
         self._session = Session(dialect)
-        self._prepared = False
+        self._prepared = self._made = False
 
     def close(self) -> None:
         self._session.close()
@@ -50,7 +50,7 @@ class Catalog(Closing):
         MySQL, which commits every DDL statement by itself, a failure half-way leaves a table
         that no catalog knows; :meth:`drop` removes it.
         """
-        self._prepare()
+        self._make()
         if definition.name in self.names():
             if if_not_exists:
                 return False
@@ -76,7 +76,7 @@ class Catalog(Closing):
 
     def drop(self, name: str, *, if_exists: bool = False) -> bool:
         """Delete a queue and everything in it; false if there was none. Raises ``NoSuchQueue``."""
-        self._prepare()
+        self._make()
         found = name in self.names()
         if not found and not if_exists:
             raise NoSuchQueue(f"there is no queue {name!r} in this database")
@@ -115,8 +115,19 @@ class Catalog(Closing):
         return [*self.dialect.bookkeeping(), table_of_schedules(self.dialect)]
 
     def _prepare(self) -> None:
-        """Make turnlane's own tables, once."""
-        if not self._prepared:
-            for statement in self._bookkeeping():
-                self._session.change(statement.replace("%", self.dialect.percent))
-            self._prepared = True
+        """Have turnlane's own tables; who finds them there needs no right to make any."""
+        if self._prepared:
+            return
+        try:
+            self._session.query("SELECT 1 FROM turnlane_queue WHERE 1 = 0")
+        except self.dialect.error:
+            self._make()
+        self._prepared = True
+
+    def _make(self) -> None:
+        """Make turnlane's own tables, where they are missing; once."""
+        if self._made:
+            return
+        for statement in self._bookkeeping():
+            self._session.change(statement.replace("%", self.dialect.percent))
+        self._made = self._prepared = True

@@ -60,22 +60,33 @@ class ShardTables:
         self._prepared = False
 
     def prepare(self) -> None:
-        """Make the tables, once."""
+        """Make the tables, once; who finds them there needs no right to make any."""
         if self._prepared:
             return
-        for statement in self._tables():
-            self.change(statement)
-        known = "SELECT 1 FROM turnlane_shard WHERE queue = %s"
-        if not self.query(known, self._name):
+        if not self._are_there():
+            for statement in self._tables():
+                self.change(statement)
+        if not self._is_known():
             try:
                 self.change(
                     "INSERT INTO turnlane_shard (queue, shard_id) VALUES (%s, %s)",
                     *(self._name, uuid.uuid4().hex),
                 )
             except self.dialect.error:
-                if not self.query(known, self._name):  # else another was quicker
+                if not self._is_known():  # else another was quicker
                     raise
         self._prepared = True
+
+    def _are_there(self) -> bool:
+        try:
+            for name in (*_bookkeeping(self.dialect), "{outbox}"):
+                self.query(f"SELECT 1 FROM {name} WHERE 1 = 0")
+        except self.dialect.error:
+            return False
+        return True
+
+    def _is_known(self) -> bool:
+        return bool(self.query("SELECT 1 FROM turnlane_shard WHERE queue = %s", self._name))
 
     def _tables(self) -> list[str]:
         number = f"CAST(0 AS {'SIGNED' if self.dialect.name == 'mysql' else 'BIGINT'})"
