@@ -47,10 +47,10 @@ class Mover:
 
     def move_schedules(self, version: int) -> None:
         """Take what recurs along, from a shard that is shut: nobody fires it here meanwhile."""
-        shards = self._source.map_of(version)
         for row in self._source.schedules():
             key = key_in(row, self._shard_by)
-            self._sites.store(shards.shard_of(keyspace_id(key))).keep_schedule(row)
+            shard = self._source.map_of(version).shard_of(keyspace_id(key))
+            self._sites.store(shard).keep_schedule(row)
             self._source.drop_schedule(row[1])
 
     def deliver(self) -> None:
