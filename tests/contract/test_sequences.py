@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.contract.harness import DiskHarness, Harness, Task, follow, line_up, numbered
+from tests.contract.harness import (
+    PATIENCE,
+    DiskHarness,
+    Harness,
+    Task,
+    follow,
+    line_up,
+    numbered,
+    values_of,
+)
 from turnlane.errors import EventsLost
 from turnlane.events import block_of
 from turnlane.queues import open_queue
@@ -260,22 +271,57 @@ def test_what_was_settled_before_it_was_written_is_a_repeat_after_a_kill(tmp_pat
         assert sent_again(tmp_path / "queue", 2) == [0, 0]
 
 
-def test_what_was_neither_settled_nor_written_is_let_in_again_after_a_kill(tmp_path: Path) -> None:
-    """Even if something newer of its producer was settled: a repeat is better than a loss."""
+def test_what_is_settled_before_older_events_of_its_producer_has_them_written(
+    tmp_path: Path,
+) -> None:
+    """So none of them has to be sent again after a kill, and what was settled does not return."""
     queue, batches = settled_unwritten(tmp_path / "queue", 3)
     with queue:
         batches[0].done()
         batches[2].done()
-        assert sent_again(tmp_path / "queue", 2) == [0, 2]
+        assert sent_again(tmp_path / "queue", 3) == [0, 0, 0]
+        with open_queue(kind="disk", path=tmp_path / "left") as left:
+            assert values_of(left.get(timeout=PATIENCE)) == numbered(2, 4)
+            assert left.stats().ledger.pending == 2
+
+
+def test_what_is_settled_in_order_waits_for_no_write(tmp_path: Path) -> None:
+    """The journal has all that it takes, and another producer's events do not matter."""
+    queue, batches = settled_unwritten(tmp_path / "queue", 3, older=1)
+    with queue:
+        writes = queue.stats().flushes
+        for batch in batches:
+            batch.done()
+        assert queue.stats().flushes == writes
+
+
+@contextmanager
+def unwritable(queue: Queue, disk: FaultyDisk) -> Iterator[None]:
+    """Have the log fail for a while, and the queue open all the longer."""
+    disk.fail("write", times=None, match=".chunk")
+    with queue:
+        yield
+        disk.clear()
     assert queue.stats().ledger.adds_up
+
+
+def test_what_was_neither_settled_nor_written_is_let_in_again_after_a_kill(tmp_path: Path) -> None:
+    """Even if something newer of its producer was settled: a repeat is better than a loss."""
+    disk = FaultyDisk()
+    queue, batches = settled_unwritten(tmp_path / "queue", 3, disk=disk)
+    with unwritable(queue, disk):
+        batches[0].done()
+        batches[2].done()
+        assert sent_again(tmp_path / "queue", 2) == [0, 2]
 
 
 def test_numbers_are_recorded_once_everything_older_of_the_producer_is_settled(
     tmp_path: Path,
 ) -> None:
     """Settled in whatever order."""
-    queue, batches = settled_unwritten(tmp_path / "queue", 3)
-    with queue:
+    disk = FaultyDisk()
+    queue, batches = settled_unwritten(tmp_path / "queue", 3, disk=disk)
+    with unwritable(queue, disk):
         for at in (2, 0, 1):
             batches[at].done()
         assert sent_again(tmp_path / "queue", 3) == [0, 0, 0]
@@ -285,12 +331,11 @@ def test_numbers_are_recorded_with_the_settlement_in_one_write(tmp_path: Path) -
     """A kill between two writes would leave the one without the other."""
     disk = FaultyDisk()
     queue, batches = settled_unwritten(tmp_path / "queue", 2, disk=disk)
-    with queue:
+    with unwritable(queue, disk):
         batches[1].done()
         disk.fail("write", nth=2, times=None, match="journal")
         batches[0].done()
         assert sent_again(tmp_path / "queue", 2) == [0, 0]
-        disk.clear()
 
 
 def test_numbers_of_a_producer_do_not_wait_for_another_producer(tmp_path: Path) -> None:
@@ -303,8 +348,9 @@ def test_numbers_of_a_producer_do_not_wait_for_another_producer(tmp_path: Path) 
 
 def test_a_block_that_was_settled_in_part_is_let_in_in_part(tmp_path: Path) -> None:
     """A block may go out in several batches: what was settled does not come back."""
-    queue, _ = settled_unwritten(tmp_path / "queue", 0)
-    with queue:
+    disk = FaultyDisk()
+    queue, _ = settled_unwritten(tmp_path / "queue", 0, disk=disk)
+    with unwritable(queue, disk):
         producer = queue.producer(producer_id="me")
         producer.publish_block(block_of(numbered(0, 10)), sequence=0)
         batches = [queue.get(2) for _ in range(4)]

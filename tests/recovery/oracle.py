@@ -140,25 +140,12 @@ class Oracle:
     def _forget(self, written: int) -> None:
         """Events settled before they were ever written, which their producer may send again.
 
-        A number says that all before it have come: it is kept with the settlement only if they
-        were settled or written, too. Of what a disk-assisted queue has in memory it keeps nothing.
+        Only those of a disk-assisted queue: of what it has in memory it keeps nothing.
         """
         self._written = max(self._written, written)
-        unwritten = {event for event in self._recent if self.seen[event] >= self._written}
-        if self._keeps_offsets:
-            waiting = self._first_waiting()
-            unwritten = {event for event in unwritten if event.number > waiting}
-        self._resent |= unwritten
+        if not self._keeps_offsets:
+            self._resent |= {event for event in self._recent if self.seen[event] >= self._written}
         self._recent.clear()
-
-    def _first_waiting(self) -> int:
-        """The first number that may have been neither settled nor written when the process died."""
-        number = self.resend_from
-        while (event := Identity(EVERY_LIFE, NUMBERED, number)) in self.seen:
-            if event not in self.gone and self.seen[event] >= self._written:
-                break
-            number += 1
-        return number
 
     def _place(self, offset: int, event: Identity) -> None:
         """An event is seen at an offset: one that stays its own once either is promised."""

@@ -12,7 +12,7 @@ from weakref import WeakSet
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import EventsLost, StorageFailed
 from turnlane.events import Block
-from turnlane.queues.contract import Durability, Outcome
+from turnlane.queues.contract import AckLevel, Durability, Outcome
 from turnlane.queues.log.files import Disk
 from turnlane.queues.log.reader import Fault, Found
 from turnlane.queues.portion import Portion
@@ -24,6 +24,12 @@ log = logging.getLogger(__name__)
 
 HANG_SECONDS = 10.0
 """How long after ``shutdown_timeout`` a disk that does nothing is waited for on close."""
+
+LOOK_SECONDS = 0.05
+"""How soon a ``done()`` that waits for the writer finds out that the disk fails."""
+
+MANY_FAILURES = 3
+"""A disk that has failed so often in a row is not waited for; once may be a sync to be mended."""
 
 JOIN_BYTES = 256 * 1024
 """Frames are joined to a batch up to this size: beyond it copying costs more than another batch."""
@@ -90,10 +96,32 @@ class StoredQueue(WrittenQueue):
             self.work.notify()
 
     def record_settled(self, portion: Portion, outcome: Outcome) -> None:
+        if not outcome.is_drop:
+            self._write_overtaken(portion)
         self.store.journal.settled(portion.first, portion.end, portion.size, outcome)
         portion.recorded = True
         if self.durability is not Durability.ALWAYS:
             self._acks_unsynced = True
+
+    def _write_overtaken(self, portion: Portion) -> None:
+        """Have older events of the same producers in the log before these are settled.
+
+        Otherwise, after a kill, their producer would have to send them again, and these with them.
+        Not while the disk goes on failing, for acks go on then. Not under the lock.
+        """
+        mark = self.watermarks[AckLevel.PERSISTED]
+        while self.store.journal.overtakes(portion.first, portion.end):
+            with self.lock:
+                ticket = mark.ticket(portion.first, portion.first) if self._can_write() else None
+                if ticket is None:
+                    return
+                self.urge(mark.level)
+            if not ticket.wait(LOOK_SECONDS):
+                with self.lock:
+                    mark.withdraw(ticket)
+
+    def _can_write(self) -> bool:
+        return self._writer.is_alive() and not self.stopping and self._failures < MANY_FAILURES
 
     def sync_settled(self) -> None:
         if self.durability is Durability.ALWAYS:

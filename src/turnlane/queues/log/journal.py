@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -151,10 +151,21 @@ class Journal:
                 self._append(body)
             self._state.settle(first, end, size, outcome)
 
+    def overtakes(self, first: int, end: int) -> bool:
+        """Whether the settling of ``[first, end)`` could not be recorded with all its numbers.
+
+        An older event of one of its producers is neither settled nor safe in the log.
+        """
+        if not self.unstamped:
+            return False
+        with self._lock:
+            return self.unstamped.overtake(first, end, self._settled_with(first, end))
+
+    def _settled_with(self, first: int, end: int) -> Callable[[int], int]:
+        return lambda offset: self._state.settled_to(offset, (first, end))
+
     def _settle_numbered(self, body: bytes, first: int, end: int) -> None:
-        stamps = self.unstamped.due(
-            first, end, lambda offset: self._state.settled_to(offset, (first, end))
-        )
+        stamps = self.unstamped.due(first, end, self._settled_with(first, end))
         # The stamps last: a number must never be found without its events' settlement.
         self._append_all([body, *map(journal_format.stamped, stamps)])
         for stamp in stamps:

@@ -3,6 +3,11 @@
 The log keeps their producers' numbers with them. If they are settled first, they may never come
 to the log, and the journal has to note the numbers with the settlement: otherwise, after a kill,
 their producer would send them again and they would be new.
+
+A number stands for all before it, so it cannot be noted while an older event of the same producer
+would be lost in a kill: that one has to be sent again and let in. Nor can the numbers in between be
+noted one by one: after a kill a producer goes on from the first number that the queue does not
+have, and may give those after it to other events. So the older event is written first.
 """
 
 from __future__ import annotations
@@ -75,6 +80,24 @@ class Unstamped:
         with self._lock:
             stamps = (self._reached(each, settled_to) for each in self._producers(first, end))
             return [stamp for stamp in stamps if stamp is not None]
+
+    def overtake(self, first: int, end: int, settled_to: Callable[[int], int]) -> bool:
+        """Whether any in ``[first, end)`` has older ones of its producer, not settled nor safe."""
+        with self._lock:
+            return any(
+                self._is_older_waiting(producer, first, settled_to)
+                for producer in self._producers(first, end)
+            )
+
+    def _is_older_waiting(
+        self, producer: bytes, first: int, settled_to: Callable[[int], int]
+    ) -> bool:
+        for numbered in self._waiting.get(producer, ()):
+            if numbered.first >= first:
+                break
+            if settled_to(max(numbered.first, self._safe)) < min(numbered.end, first):
+                return True
+        return False
 
     def _producers(self, first: int, end: int) -> list[bytes]:
         found: dict[bytes, None] = {}
