@@ -5,16 +5,19 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.contract.harness import PATIENCE, wait_until
+from tests.contract.harness import PATIENCE, Task, wait_until
+from tests.recovery.hooked_disk import HookedDisk
 from tests.recovery.proxy_harness import Publisher, await_values, impatience, open_proxy
 from turnlane.events import values_of
 from turnlane.queues.contract import AckLevel
 from turnlane.queues.disk import DiskQueue
+from turnlane.queues.log.files import Disk
 from turnlane.queues.proxy import ProxyQueue
 from turnlane.queues.settings import QueueSettings
 from turnlane.testing import FlakyTransport, LoopbackTransport, ModelNode, Step
@@ -164,8 +167,8 @@ def test_does_any_sequence_of_deaths_lose_double_or_ack_early(
     _settle_and_check(queue, node, publishers)
 
 
-def _far_queue(path: Path, **knobs: object) -> DiskQueue:
-    return DiskQueue(QueueSettings.of(kind="disk", path=path, name="far", **knobs))
+def _far_queue(path: Path, disk: Disk | None = None, **knobs: object) -> DiskQueue:
+    return DiskQueue(QueueSettings.of(kind="disk", path=path, name="far", **knobs), disk=disk)
 
 
 def test_does_a_real_node_that_was_killed_get_everything_again(tmp_path: Path) -> None:
@@ -203,3 +206,53 @@ def test_does_a_real_node_that_was_killed_get_everything_again(tmp_path: Path) -
     assert far[1].stats().ledger.accepted == 61
     for each in far:
         each.close()
+
+
+LAZY: dict[str, Any] = {"sync_interval": "1000h", "stale_flush": "1000h"}
+
+
+def test_is_the_node_urged_once_it_has_all_that_is_waited_for(tmp_path: Path) -> None:
+    """Though it has been busy since the first of several batches, with that one alone."""
+    disk = HookedDisk()
+    far = _far_queue(tmp_path, disk, **LAZY)
+    transport = FlakyTransport(LoopbackTransport(far))
+    transport.die(Step.CONNECT, times=None)
+    with far, open_proxy(transport) as queue:
+        flushing = _flushing(queue, 12)
+        writing = disk.pause("write", match=".chunk")
+        transport.clear()
+        writing.await_reached()
+        wait_until(lambda: far.end == 12, "all batches")
+        writing.end()
+        assert flushing.result()
+
+
+def test_is_a_node_that_comes_back_urged_again(tmp_path: Path) -> None:
+    """What the one before it was told died with it."""
+    disk = HookedDisk()
+    dead = _far_queue(tmp_path / "0", disk, **LAZY)
+    transport = FlakyTransport(LoopbackTransport(dead))
+    writing = disk.pause("write", match=".chunk")
+    with dead, open_proxy(transport) as queue:
+        flushing = _flushing(queue, 4)
+        writing.await_reached()
+        transport.die(Step.CONNECT, times=None)
+        transport.die(Step.IDLE)
+        assert transport.await_death(Step.CONNECT, timeout=PATIENCE)
+        shutil.copytree(tmp_path / "0", tmp_path / "1")
+        writing.end()
+        with _far_queue(tmp_path / "1", **LAZY) as far:
+            far.producer(ack="persisted").publish(b"first")  # which any queue syncs at once
+            transport.transport = LoopbackTransport(far)
+            transport.clear()
+            assert flushing.result()
+            assert far.end == 5
+
+
+def _flushing(queue: ProxyQueue, count: int) -> Task[bool]:
+    """Events, and a publisher that waits until the node has persisted all of them."""
+    publisher = Publisher(queue, lambda _: (), "p", AckLevel.PERSISTED)
+    publisher.publish(count)
+    flushing = Task(lambda: publisher.producer.flush(PATIENCE))
+    wait_until(lambda: queue._held.watermarks[AckLevel.PERSISTED].waiting > 0, "the publisher")
+    return flushing

@@ -157,6 +157,11 @@ class Watermark:
         """How many publishers are blocked until this watermark moves."""
         return len(self._tickets)
 
+    def awaited(self, limit: int) -> int:
+        """The furthest position that a publisher waits for, of those up to ``limit``; 0 if none."""
+        index = bisect_right(self._tickets, limit, key=lambda each: each.offset)
+        return self._tickets[index - 1].offset if index else 0
+
     def lose(self, first: int, end: int) -> None:
         """Note that these events were dropped; their publisher is told so in its turn."""
         self.lost.add(max(first, self.position), end)

@@ -11,11 +11,11 @@ class Held(HoldingQueue):
     """Events on their way to a node; offsets are sequence numbers, shifted."""
 
     free_returns_events = True
-    urged = False
-    """Whether a publisher waits for what the node has not persisted yet."""
 
-    def urge(self, level: AckLevel) -> None:
-        self.urged |= level is AckLevel.PERSISTED
+    def awaited(self, limit: int) -> int:
+        """Up to where, and not beyond ``limit``, publishers wait for the node to persist events."""
+        with self.lock:
+            return self.watermarks[AckLevel.PERSISTED].awaited(limit)
 
     def reached(self, persisted: int, delivered: int) -> None:
         """Everything below these offsets is safe with the node, or has left it."""

@@ -100,6 +100,10 @@ class ProxyQueue(Queue):
         self._unaccepted: deque[_Sent] = deque()
         self._unpersisted: deque[_Sent] = deque()
         self._undelivered: deque[_Sent] = deque()
+        self._sent = 0
+        """The offset up to which events were sent, on this connection or another."""
+        self._urged = 0
+        """The offset up to which the node was asked, on this connection, to persist them soon."""
         self._sent_bytes = 0
         self._persisted_bytes = 0
         self._persisted = 0
@@ -258,6 +262,7 @@ class ProxyQueue(Queue):
             self._connected = True
             self._down = False
             self._connection = connection
+            self._urged = 0
             if self._base is None:
                 self._base = connection.resume_at
             safe = self._base + self._persisted
@@ -303,17 +308,21 @@ class ProxyQueue(Queue):
         self._send(connection, self._note(batch))
 
     def _pass_on_urgency(self, connection: Connection) -> None:
-        """A publisher waits here: let the node make haste, as a queue of our own would."""
-        with self._held.lock:
-            urged, self._held.urged = self._held.urged, False
-        if urged:
+        """A publisher waits here: let the node make haste, as a queue of our own would.
+
+        Once it has all that is waited for, and once on every connection.
+        """
+        awaited = self._held.awaited(self._sent)
+        if awaited > self._urged:
             connection.urge()
+            self._urged = awaited
 
     def _note(self, batch: HeldBatch) -> _Sent:
         base = self._base or 0
         first, end = base + batch.place.first, base + batch.place.end
         block = batch.block
         with self._lock:
+            self._sent = batch.place.end
             self._sent_bytes += batch.portion.size
             sent = _Sent(first, end, batch, block, self._sent_bytes)
             for waiting in (self._unaccepted, self._unpersisted, self._undelivered):

@@ -8,6 +8,7 @@ from bisect import bisect_right
 
 from turnlane.errors import QueueClosed, QueueFull, TransportDown
 from turnlane.events import Block
+from turnlane.queues.acks import Ticket
 from turnlane.queues.contract import AckLevel, Batch, Durability
 from turnlane.queues.holding import HoldingQueue
 from turnlane.queues.producer import hashed
@@ -51,6 +52,7 @@ class LoopbackConnection:
         self._route = route
         self._closed = threading.Event()
         self._told: Progress | None = None
+        self._ticket: Ticket | None = None
         with far_queue.lock:
             if far_queue.gate.closed:
                 raise TransportDown(f"queue {far_queue.name!r} takes no more events")
@@ -82,9 +84,16 @@ class LoopbackConnection:
         raise TransportDown("the connection was closed")
 
     def urge(self) -> None:
-        """Have the far queue make haste."""
+        """Have the far queue make haste with all that it has by now."""
         with self._far_queue.lock:
-            self._far_queue.urge(AckLevel.PERSISTED)
+            self._forget_ticket()
+            self._ticket = self._far_queue.hurry(AckLevel.PERSISTED, self._far_queue.end)
+
+    def _forget_ticket(self) -> None:
+        """Under the far queue's lock."""
+        if self._ticket is not None:
+            self._far_queue.watermarks[AckLevel.PERSISTED].withdraw(self._ticket)
+            self._ticket = None
 
     def progress(self, timeout: float) -> Progress | None:
         """Look at the far queue until it has come further than was last told."""
@@ -103,6 +112,8 @@ class LoopbackConnection:
     def close(self) -> None:
         """Let go."""
         self._closed.set()
+        with self._far_queue.lock:
+            self._forget_ticket()
 
 
 class _Route:
