@@ -336,3 +336,33 @@ def test_does_the_journal_hear_what_became_of_an_event_in_memory_first(
     queue.close()
     ledger = opener.stored("disk_assisted", tmp_path).stats().ledger
     assert (ledger.delivered, ledger.dead, ledger.pending) == (2, 8, 0)
+
+
+def test_is_what_was_given_back_in_memory_and_then_settled_not_missing_after_a_kill(
+    opener: Opener, tmp_path: Path
+) -> None:
+    """What never touched the disk leaves no trace there, or it would count as lost."""
+    queue = opener.stored("disk_assisted", tmp_path / "queue", size=100)
+    queue.producer().publish_block(block_of(numbered(0, 6)))
+    queue.get(3).done()
+    queue.get(3).release()
+    take(queue, 3)
+    ledger = opener.stored("disk_assisted", crash(queue, tmp_path / "left")).stats().ledger
+    assert (ledger.accepted, ledger.dropped, ledger.pending) == (0, {}, 0)
+
+
+def test_does_what_was_given_back_in_memory_keep_its_attempt_when_it_spills(
+    opener: Opener, tmp_path: Path
+) -> None:
+    """And what was settled before it is counted as that."""
+    knobs = {"size": 100, "high_watermark": 10, "low_watermark": 1}
+    queue = opener.stored("disk_assisted", tmp_path / "queue", sync_interval="5ms", **knobs)
+    queue.producer().publish_block(block_of(numbered(0, 6)))
+    queue.get(3).done()
+    queue.get(3).release()
+    queue.producer().publish_block(block_of(numbered(6, 16)))
+    wait_until(lambda: persisted_below(queue) >= 6, "the spill")
+    again = opener.stored("disk_assisted", crash(queue, tmp_path / "left"))
+    assert again.stats().ledger.delivered == 3
+    batch = again.get(3)
+    assert (values_in(batch.block), batch.attempt) == (numbered(3, 6), 2)

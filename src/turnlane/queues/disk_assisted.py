@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.queues.batch import BatchState, HeldBatch
@@ -117,6 +117,7 @@ class DiskAssistedQueue(StoredQueue):
         portions = self._oldest() if spill else []
         if portions:
             self._spill_end = portions[-1].end
+            self._tell_attempts(portions)
         else:
             self._spilling = False
         sync = self.durability is Durability.ALWAYS or due or self.stopping
@@ -167,6 +168,20 @@ class DiskAssistedQueue(StoredQueue):
 
     def _tell_journal(self) -> None:
         self._untold.tell(self.store.journal)
+
+    def _tell_attempts(self, portions: Sequence[Portion]) -> None:
+        """Have what was given back come with its attempt after a restart, too. Under the lock."""
+        again = [portion for portion in portions if portion.attempt > 1]
+        if again:
+            self._tell_journal()  # or what was settled before them would seem missing
+        for portion in again:
+            self.store.journal.returned(portion.first, portion.end, portion.attempt)
+
+    def record_returned(self, portion: Portion) -> None:
+        # Of what is in memory only, the journal must not know: it could not tell, after a kill,
+        # what was settled from what is lost.
+        if portion.first < self._spill_end:
+            super().record_returned(portion.part(portion.first, min(portion.end, self._spill_end)))
 
     def record_settled(self, portion: Portion, outcome: Outcome) -> None:
         if portion.first < self._spill_end:
