@@ -1,8 +1,9 @@
 """Does each kind of queue behave as a plain list does, whatever is done to it in whatever order?
 
 The model is a list of values, the offset of each being its index, and what became of them. Kinds
-with a disk are closed and reopened, and crashed: a copy of the directory, taken while the queue is
-open and everything in it persisted, takes the queue's place.
+with a disk are closed and reopened, and crashed: a copy of the directory, taken at any moment while
+the queue is open, takes the queue's place. The proxy has a machine of its own, in
+``test_proxy_machine.py``.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from hypothesis.stateful import (
 
 from tests.conftest import IN_CI
 from tests.contract.harness import PATIENCE, Acks, wait_until
+from tests.recovery.hooked_disk import values_in
+from tests.recovery.still_disk import StillDisk
 from turnlane.errors import BatchFreed, QueueClosed, QueueEmpty, RetryLater
-from turnlane.events import Block, block_of
+from turnlane.events import block_of
 from turnlane.queues import open_queue
-from turnlane.queues.contract import Batch, Outcome, Producer, Queue
+from turnlane.queues.contract import Batch, Outcome, Producer
 from turnlane.queues.holding import HoldingQueue
-from turnlane.queues.proxy import ProxyQueue
-from turnlane.testing import LoopbackTransport
 
 SIZE = 60
 PERSISTED, DELIVERED = "persisted", "delivered"
@@ -44,16 +45,6 @@ T = TypeVar("T")
 picks = st.integers(0, 9)
 
 
-def values_in(block: Block) -> Values:
-    return [value for value in block.column("value").to_pylist() if value is not None]
-
-
-def copy_unless_gone(source: str, target: str) -> None:
-    """Copy a file, unless it is a chunk that has just been deleted because all in it is settled."""
-    with contextlib.suppress(FileNotFoundError):
-        shutil.copy(source, target)
-
-
 class QueueMachine(RuleBasedStateMachine):
     """A queue against a list. Rules keep to what does not block for ever."""
 
@@ -61,11 +52,17 @@ class QueueMachine(RuleBasedStateMachine):
     bounded = True
     """Whether what is pending counts against the bound, at once and always."""
     durable = False
-    crashes = False
+    persists = False
+    """Whether everything published is persisted after a while, whoever consumes."""
+    keeps_offsets = False
+    """Whether an offset that was settled is never given to another event, not after a crash."""
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(lazy=st.booleans())
+    def start(self, lazy: bool) -> None:
         self.folder = Path(tempfile.mkdtemp())
+        self.disk = StillDisk()
+        self.lazy = lazy and self.durable
+        """Whether nothing is written before it has to be."""
         self.lives = 0
         self.path = self.folder / "0"
         self.next_value = 0
@@ -80,8 +77,12 @@ class QueueMachine(RuleBasedStateMachine):
         self.returned: set[int] = set()
 
     def open(self) -> None:
-        """Open the queue; whatever was handed out before comes again."""
-        self.queue: HoldingQueue = self.opened()
+        self.queue = self.opened()
+        self.begin()
+
+    def begin(self) -> None:
+        """A queue was opened; whatever was handed out before comes again."""
+        self.kept = self.unsettled(range(len(self.events)))
         self.returned = {at for at in self.attempts if at not in self.outcomes}
         self.out: list[Batch] = []
         self.freed: set[int] = set()
@@ -93,8 +94,10 @@ class QueueMachine(RuleBasedStateMachine):
         self.published: dict[str, list[int]] = {PERSISTED: [], DELIVERED: []}
 
     def opened(self) -> HoldingQueue:
-        path: dict[str, Any] = {} if self.knobs["kind"] == "memory" else {"path": self.path}
-        queue = open_queue(**self.knobs, **path, size=SIZE)
+        more: dict[str, Any] = {"path": self.path, "disk": self.disk} if self.durable else {}
+        if self.lazy:
+            more |= {"sync_interval": "1h", "stale_flush": "1h"}
+        queue = open_queue(**self.knobs | more, size=SIZE)
         assert isinstance(queue, HoldingQueue)
         return queue
 
@@ -115,6 +118,9 @@ class QueueMachine(RuleBasedStateMachine):
         """Offsets in a consumer's hands that nobody has settled by offset."""
         out = {at for batch in self.out for at in range(batch.place.first, batch.place.end)}
         return out - self.outcomes.keys()
+
+    def unsettled(self, offsets: range) -> set[int]:
+        return {at for at in offsets if at not in self.outcomes}
 
     def fresh(self) -> list[int]:
         """What was not handed out since the queue was opened."""
@@ -205,15 +211,10 @@ class QueueMachine(RuleBasedStateMachine):
         self.handed_out.update(offsets)
         self.out.append(batch)
 
-    def unsettled(self, batch: Batch) -> list[int]:
-        """The batch's offsets that nobody has settled by offset."""
-        offsets = range(batch.place.first, batch.place.end)
-        return [at for at in offsets if at not in self.outcomes]
-
-    def pick(self, which: int) -> tuple[Batch, list[int]]:
+    def pick(self, which: int) -> tuple[Batch, set[int]]:
         """One of the batches out. Not drawn from them: how many there are depends on timing."""
         batch = self.out[which % len(self.out)]
-        return batch, self.unsettled(batch)
+        return batch, self.unsettled(range(batch.place.first, batch.place.end))
 
     @rule(which=picks, dead=st.booleans(), twice=st.booleans())
     def settle(self, which: int, dead: bool, twice: bool) -> None:
@@ -298,7 +299,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         """Where a disk keeps everything, everything published is persisted after a while."""
-        if self.crashes:
+        if self.persists:
             assert self.producers[PERSISTED].flush(PATIENCE)
             self.acks[PERSISTED].wait_for(len(self.published[PERSISTED]))
 
@@ -332,25 +333,58 @@ class QueueMachine(RuleBasedStateMachine):
         self.after_close()
         self.open()
 
-    @precondition(lambda self: self.crashes)
-    @rule(cut=st.integers(0, 40))
-    def crash(self, cut: int) -> None:
-        """Everything persisted, then gone as it is, with the beginning of a frame at the end."""
-        if self.pending >= SIZE:
-            return
-        value = self.new_values(1)
-        self.queue.producer(ack=PERSISTED).publish(value[0])
-        self.events += value
+    @precondition(lambda self: self.durable)
+    @rule(cut=st.integers(0, 40), persisted=st.booleans())
+    def crash(self, cut: int, persisted: bool) -> None:
+        """The process dies: its files stay as they are, with a frame that was just begun."""
+        if persisted:
+            self.flush()
+        promised = self.promised()
         self.lives += 1
-        copy = self.folder / str(self.lives)
-        shutil.copytree(self.path, copy, copy_function=copy_unless_gone)
+        copy = self.disk.copy(self.path, self.folder / str(self.lives))
         self.close()
         self.path = copy
         chunks = sorted(copy.glob("*.chunk"))
         if chunks:
             data = chunks[-1].read_bytes()
             chunks[-1].write_bytes(data + data[:cut])
-        self.open()
+        self.queue = self.opened()
+        self.lose(promised)
+        self.begin()
+
+    def promised(self) -> set[int]:
+        """What a crash must not take: found on disk, or not after what was acked as persisted."""
+        acked = self.published[PERSISTED][: self.acks[PERSISTED].count]
+        safe = range(acked[-1] + 1) if acked else ()
+        return self.kept.union(safe) - self.outcomes.keys()
+
+    def lose(self, promised: set[int]) -> None:
+        """What was in memory only is missing, or, beyond the queue's end, as if it had never been.
+
+        Whatever was settled stays so: an event that came back would not be the model's.
+        """
+        end = self.queue.end
+        assert end <= len(self.events)
+        if self.keeps_offsets:
+            assert end > max(self.outcomes, default=-1)
+        del self.events[end:]
+        self.outcomes = {at: outcome for at, outcome in self.outcomes.items() if at < end}
+        self.attempts = {at: attempt for at, attempt in self.attempts.items() if at < end}
+        here = self.found()
+        assert promised <= here
+        missing = self.unsettled(range(end)) - here
+        self.outcomes |= dict.fromkeys(missing, Outcome.MISSING)
+
+    def found(self) -> set[int]:
+        """What can be read of a queue that was just opened. What cannot is settled as missing."""
+        found: set[int] = set()
+        at = self.queue.low
+        while (read := self.queue.read(at, SIZE)) is not None:
+            first, block = read
+            at = first + block.num_rows
+            assert values_in(block) == self.events[first:at]
+            found.update(range(first, at))
+        return found
 
     @rule()
     def drain(self) -> None:
@@ -359,10 +393,7 @@ class QueueMachine(RuleBasedStateMachine):
             return
         while self.returned or self.fresh():
             self.get(40)
-            for batch in self.out:
-                batch.done()
-                self.outcomes.update(dict.fromkeys(self.unsettled(batch), Outcome.DELIVERED))
-            self.out.clear()
+            self.settle(0, dead=False, twice=False)
         assert self.pending == 0
         self.acks_come()
 
@@ -378,6 +409,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert stats.ledger.accepted == len(self.events)
         assert stats.ledger.delivered == tally[Outcome.DELIVERED]
         assert stats.ledger.dead == tally[Outcome.DEAD]
+        assert stats.ledger.dropped.get("missing", 0) == tally[Outcome.MISSING]
         assert stats.ledger.pending == self.pending
         assert stats.in_flight == len(self.held)
         assert self.queue.low == self.low
@@ -416,7 +448,8 @@ class DiskMachine(QueueMachine):
         "write_buffer": "512",
     }
     durable = True
-    crashes = True
+    persists = True
+    keeps_offsets = True
 
 
 class DiskAssistedMachine(QueueMachine):
@@ -437,84 +470,6 @@ class DiskAssistedMachine(QueueMachine):
     @rule(which=picks)
     def free(self, which: int) -> None:
         """Left out: what a close does to freed events depends on whether they had been spilled."""
-
-
-class ProxyMachine(RuleBasedStateMachine):
-    """A proxy in front of a queue in memory: order, acks and the ledger, at both ends."""
-
-    @initialize()
-    def start(self) -> None:
-        self.far = open_queue(kind="memory", size=1000)
-        assert isinstance(self.far, HoldingQueue)
-        queue = open_queue(
-            kind="proxy", transport=LoopbackTransport(self.far), batch_size=8, batches=3
-        )
-        assert isinstance(queue, ProxyQueue)
-        self.queue: Queue = queue
-        self.acks = Acks()
-        self.producer = queue.producer(ack=DELIVERED, on_ack=self.acks)
-        self.events: Values = []
-        self.taken = 0
-        self.out: list[Batch] = []
-        self.settled: set[int] = set()
-
-    def new_values(self, count: int) -> Values:
-        return [b"%05d" % number for number in range(len(self.events), len(self.events) + count)]
-
-    @rule(count=st.integers(1, 20))
-    def publish(self, count: int) -> None:
-        for value in self.new_values(min(count, 900 + len(self.settled) - len(self.events))):
-            assert self.producer.publish(value, timeout=PATIENCE)
-            self.events.append(value)
-
-    @rule(count=st.integers(1, 50))
-    def publish_block(self, count: int) -> None:
-        count = min(count, 900 + len(self.settled) - len(self.events))
-        if count > 0:
-            new = self.new_values(count)
-            self.producer.publish_block(block_of(new), timeout=PATIENCE)
-            self.events += new
-
-    @rule(limit=st.integers(1, 40))
-    def get(self, limit: int) -> None:
-        if self.taken == len(self.events):
-            return
-        batch = self.queue.get(limit, timeout=PATIENCE)
-        found = values_in(batch.block)
-        assert found == self.events[self.taken : self.taken + len(found)]
-        self.taken += len(found)
-        self.out.append(batch)
-
-    @rule(which=picks)
-    def done(self, which: int) -> None:
-        if not self.out:
-            return
-        batch = self.out.pop(which % len(self.out))
-        batch.done()
-        self.settled.update(range(batch.place.first, batch.place.end))
-
-    @rule()
-    def acks_come(self) -> None:
-        low = next(
-            (at for at in range(len(self.events)) if at not in self.settled), len(self.events)
-        )
-        wait_until(lambda: self.acks.count >= self.known_delivered(low), "acks")
-
-    def known_delivered(self, low: int) -> int:
-        """A node tells whole batches: what is settled of the last one may not be told yet."""
-        return low if low == len(self.events) else 0
-
-    @invariant()
-    def holds(self) -> None:
-        if hasattr(self, "queue"):
-            assert self.acks.count <= len(self.settled)
-            assert self.queue.stats().ledger.adds_up
-            assert self.far.stats().ledger.adds_up
-
-    def teardown(self) -> None:
-        if hasattr(self, "queue"):
-            self.queue.close()
-            self.far.close()
 
 
 class DirectMachine(RuleBasedStateMachine):
@@ -590,7 +545,6 @@ FEW = settings(max_examples=60 if IN_CI else 10, stateful_step_count=40, deadlin
 TestMemory = MemoryMachine.TestCase
 TestDisk = DiskMachine.TestCase
 TestDiskAssisted = DiskAssistedMachine.TestCase
-TestProxy = ProxyMachine.TestCase
 TestDirect = DirectMachine.TestCase
 TestDirect.settings = FEW
-TestMemory.settings = TestDisk.settings = TestDiskAssisted.settings = TestProxy.settings = FEW
+TestMemory.settings = TestDisk.settings = TestDiskAssisted.settings = FEW
