@@ -337,7 +337,8 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(cut=st.integers(0, 40), persisted=st.booleans())
     def crash(self, cut: int, persisted: bool) -> None:
         """The process dies: its files stay as they are, with a frame that was just begun."""
-        if persisted:
+        if persisted and self.persists:
+            self.publish(PERSISTED, 1)  # and with it all before
             self.flush()
         promised = self.promised()
         self.lives += 1
