@@ -361,8 +361,9 @@ def test_a_block_that_was_settled_in_part_is_let_in_in_part(tmp_path: Path) -> N
 
 def test_a_sampled_block_that_was_settled_in_part_is_let_in_whole(tmp_path: Path) -> None:
     """Its events' numbers have gaps that nobody keeps: rather twice than never."""
-    queue, _ = settled_unwritten(tmp_path / "queue", 0, sampling_interval=2)
-    with queue:
+    disk = FaultyDisk()
+    queue, _ = settled_unwritten(tmp_path / "queue", 0, disk=disk, sampling_interval=2)
+    with unwritable(queue, disk):
         producer = queue.producer(producer_id="me")
         producer.publish_block(block_of(numbered(0, 8)), sequence=0)
         first, second = queue.get(2), queue.get(2)
@@ -370,6 +371,16 @@ def test_a_sampled_block_that_was_settled_in_part_is_let_in_whole(tmp_path: Path
         assert sent_again(tmp_path / "queue", 4) == [2, 2, 2, 2]
         shutil.rmtree(tmp_path / "left")
         second.done()
+        assert sent_again(tmp_path / "queue", 4) == [0, 0, 0, 0]
+
+
+def test_a_sampled_block_is_written_before_it_is_settled_in_part(tmp_path: Path) -> None:
+    """With the number that ends it, so that what was settled does not return after a kill."""
+    queue, _ = settled_unwritten(tmp_path / "queue", 0, sampling_interval=2)
+    with queue:
+        producer = queue.producer(producer_id="me")
+        producer.publish_block(block_of(numbered(0, 8)), sequence=0)
+        queue.get(2).done()
         assert sent_again(tmp_path / "queue", 4) == [0, 0, 0, 0]
 
 

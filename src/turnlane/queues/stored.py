@@ -97,22 +97,22 @@ class StoredQueue(WrittenQueue):
 
     def record_settled(self, portion: Portion, outcome: Outcome) -> None:
         if not outcome.is_drop:
-            self._write_overtaken(portion)
+            self._write_numbered(portion)
         self.store.journal.settled(portion.first, portion.end, portion.size, outcome)
         portion.recorded = True
         if self.durability is not Durability.ALWAYS:
             self._acks_unsynced = True
 
-    def _write_overtaken(self, portion: Portion) -> None:
-        """Have older events of the same producers in the log before these are settled.
+    def _write_numbered(self, portion: Portion) -> None:
+        """Have in the log what must be there for these to be settled with all their numbers.
 
-        Otherwise, after a kill, their producer would have to send them again, and these with them.
-        Not while the disk goes on failing, for acks go on then. Not under the lock.
+        Otherwise, after a kill, their producer would have to send older ones again, and these with
+        them. Not while the disk goes on failing, for acks go on then. Not under the lock.
         """
         mark = self.watermarks[AckLevel.PERSISTED]
-        while self.store.journal.overtakes(portion.first, portion.end):
+        while end := self.store.journal.unsafe_end(portion.first, portion.end):
             with self.lock:
-                ticket = mark.ticket(portion.first, portion.first) if self._can_write() else None
+                ticket = mark.ticket(end, end) if self._can_write() else None
                 if ticket is None:
                     return
                 self.urge(mark.level)

@@ -151,15 +151,15 @@ class Journal:
                 self._append(body)
             self._state.settle(first, end, size, outcome)
 
-    def overtakes(self, first: int, end: int) -> bool:
-        """Whether the settling of ``[first, end)`` could not be recorded with all its numbers.
+    def unsafe_end(self, first: int, end: int) -> int:
+        """How far the log has to be safe for ``[first, end)`` to be settled with all its numbers.
 
-        An older event of one of its producers is neither settled nor safe in the log.
+        0 if that may be recorded now.
         """
         if not self.unstamped:
-            return False
+            return 0
         with self._lock:
-            return self.unstamped.overtake(first, end, self._settled_with(first, end))
+            return self.unstamped.unsafe_end(first, end, self._settled_with(first, end))
 
     def _settled_with(self, first: int, end: int) -> Callable[[int], int]:
         return lambda offset: self._state.settled_to(offset, (first, end))

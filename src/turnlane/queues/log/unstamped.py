@@ -7,7 +7,8 @@ their producer would send them again and they would be new.
 A number stands for all before it, so it cannot be noted while an older event of the same producer
 would be lost in a kill: that one has to be sent again and let in. Nor can the numbers in between be
 noted one by one: after a kill a producer goes on from the first number that the queue does not
-have, and may give those after it to other events. So the older event is written first.
+have, and may give those after it to other events. So the older event is written first. So is a
+block that policies have thinned, before a part of it is settled: nobody knows its numbers singly.
 """
 
 from __future__ import annotations
@@ -81,23 +82,20 @@ class Unstamped:
             stamps = (self._reached(each, settled_to) for each in self._producers(first, end))
             return [stamp for stamp in stamps if stamp is not None]
 
-    def overtake(self, first: int, end: int, settled_to: Callable[[int], int]) -> bool:
-        """Whether any in ``[first, end)`` has older ones of its producer, not settled nor safe."""
+    def unsafe_end(self, first: int, end: int, settled_to: Callable[[int], int]) -> int:
+        """How far events have to be safe for all numbers in ``[first, end)`` to be due; 0 if so."""
         with self._lock:
-            return any(
-                self._is_older_waiting(producer, first, settled_to)
-                for producer in self._producers(first, end)
-            )
+            producers = self._producers(first, end)
+            return max((self._unsafe_end(each, end, settled_to) for each in producers), default=0)
 
-    def _is_older_waiting(
-        self, producer: bytes, first: int, settled_to: Callable[[int], int]
-    ) -> bool:
+    def _unsafe_end(self, producer: bytes, end: int, settled_to: Callable[[int], int]) -> int:
         for numbered in self._waiting.get(producer, ()):
-            if numbered.first >= first:
+            if numbered.first >= end:
                 break
-            if settled_to(max(numbered.first, self._safe)) < min(numbered.end, first):
-                return True
-        return False
+            wanted = min(numbered.end, end) if numbered.consecutive else numbered.end
+            if settled_to(max(numbered.first, self._safe)) < wanted:
+                return wanted
+        return 0
 
     def _producers(self, first: int, end: int) -> list[bytes]:
         found: dict[bytes, None] = {}
