@@ -13,6 +13,7 @@ import trustme
 from hypothesis import HealthCheck, settings
 
 from tests import nursery as nurseries
+from tests.certificates import Certificates
 
 IN_CI = os.environ.get("CI") == "true"
 
@@ -51,6 +52,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def nursery() -> ForkServerContext:
     """What makes processes that have everything imported."""
     return nurseries.nursery()
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """Those of one authority, for all tests that need no other."""
+    return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

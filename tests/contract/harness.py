@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def wait_until(
-    condition: Callable[[], bool], what: str = "the condition", patience: float = PATIENCE
+    condition: Callable[[], object], what: str = "the condition", patience: float = PATIENCE
 ) -> None:
     """Wait until the condition holds; fail if it never does."""
     start = time.monotonic()

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import trustme
-
+from tests.certificates import CertAndKey, Certificates
 from tests.conftest import skip_or_fail
 from tests.contract.harness import wait_until
 from turnlane.events import Event, events_of
@@ -121,42 +120,19 @@ def say(door: Path, *messages: bytes) -> None:
             client.send(message)
 
 
-class Certificates:
-    """An authority, a server's certificate of it, and clients' ones, as files."""
+def secured(certificates: Certificates, *, mutual: bool) -> dict[str, Any]:
+    """The ``tls`` knob."""
+    return {"listen": ANYWHERE, **certificates.server_knob(mutual=mutual)}
 
-    def __init__(self, place: Path) -> None:
-        self._place = place
-        self._authority = trustme.CA()
-        self.ca = place / "ca.pem"
-        self._authority.cert_pem.write_to_path(self.ca)
-        self.server = self._issue("server", self._authority)
-        self.client = self._issue("client", self._authority)
-        self.stranger = self._issue("stranger", trustme.CA())
 
-    def _issue(self, name: str, authority: trustme.CA) -> tuple[Path, Path]:
-        issued = authority.issue_cert("127.0.0.1", "localhost", common_name=name)
-        cert, key = self._place / f"{name}.pem", self._place / f"{name}.key"
-        for index, part in enumerate(issued.cert_chain_pems):
-            part.write_to_path(cert, append=index > 0)
-        issued.private_key_pem.write_to_path(key)
-        return cert, key
-
-    def listener(self, *, mutual: bool) -> dict[str, Any]:
-        """The ``tls`` knob."""
-        cert, key = self.server
-        knob = {"listen": ANYWHERE, "cert": cert, "key": key}
-        return {**knob, "client_ca": self.ca} if mutual else knob
-
-    def connect(
-        self, source: SyslogInput, identity: tuple[Path, Path] | None = None
-    ) -> ssl.SSLSocket:
-        """A client's TLS connection, with a certificate of its own or without."""
-        context = ssl.create_default_context(cafile=self.ca)
-        if identity is not None:
-            context.load_cert_chain(*identity)
-        plain = socket.create_connection(("127.0.0.1", port(source, "tls")), timeout=20)
-        try:
-            return context.wrap_socket(plain, server_hostname="127.0.0.1")
-        except BaseException:
-            plain.close()
-            raise
+def securely_connected(
+    source: SyslogInput, certificates: Certificates, identity: CertAndKey | None = None
+) -> ssl.SSLSocket:
+    """A client's TLS connection, with a certificate of its own or without."""
+    context = certificates.client_context(identity)
+    plain = socket.create_connection(("127.0.0.1", port(source, "tls")), timeout=20)
+    try:
+        return context.wrap_socket(plain, server_hostname="127.0.0.1")
+    except BaseException:
+        plain.close()
+        raise

@@ -15,12 +15,13 @@ from elasticsearch import ApiError, Elasticsearch, helpers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.certificates import Certificates
+from tests.contract.harness import wait_until
 from tests.inputs.web_inputs import (
     HASTY,
     SECRET,
     TOKENS,
     WEB,
-    Certificates,
     drain,
     fill,
     held,
@@ -28,7 +29,6 @@ from tests.inputs.web_inputs import (
     once_refused,
     serving,
     values,
-    wait_until,
 )
 from turnlane.errors import QueueEmpty
 from turnlane.inputs.elasticsearch import secret_of
@@ -386,7 +386,7 @@ def test_the_secret_is_found_where_it_is(header: str, secret: str | None) -> Non
 def test_tls_is_spoken_if_told(node: Node, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     with (
-        serving("elasticsearch", node, tls=certificates.tls) as found,
+        serving("elasticsearch", node, tls=certificates.server_knob()) as found,
         client_of(f"https://{found.address}", ca_certs=str(certificates.ca)) as client,
     ):
         assert helpers.bulk(client, DOCUMENTS) == (50, [])

@@ -3,7 +3,6 @@ from __future__ import annotations
 import gzip
 import json
 import socket
-import ssl
 import subprocess
 import threading
 import time
@@ -19,12 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.certificates import Certificates
+from tests.contract.harness import wait_until
 from tests.inputs.web_inputs import (
     HASTY,
     SECRET,
     TOKENS,
     WEB,
-    Certificates,
     drain,
     fill,
     held,
@@ -32,7 +32,6 @@ from tests.inputs.web_inputs import (
     node_of,
     serving,
     values,
-    wait_until,
 )
 from turnlane.errors import AddressTaken, ConfigError
 from turnlane.inputs.answering import THREADS
@@ -224,8 +223,8 @@ def test_only_tokens_with_the_right_get_in(node: Node) -> None:
 
 def test_tls_is_spoken_if_told(node: Node, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
-    trusting = ssl.create_default_context(cafile=str(certificates.ca))
-    with serving("http", node, tls=certificates.tls) as found:
+    trusting = certificates.client_context()
+    with serving("http", node, tls=certificates.server_knob()) as found:
         url = f"https://{found.address}/"
         assert httpx.post(url, content=b"x", verify=trusting).status_code == 200
         with pytest.raises(httpx.ConnectError):

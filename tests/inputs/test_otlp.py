@@ -25,6 +25,8 @@ from opentelemetry.sdk._logs.export import LogRecordExportResult
 from opentelemetry.sdk.metrics.export import MetricExportResult
 from opentelemetry.sdk.trace.export import SpanExportResult
 
+from tests.certificates import Certificates
+from tests.contract.harness import wait_until
 from tests.inputs.otlp_senders import (
     closing,
     log_records,
@@ -39,7 +41,6 @@ from tests.inputs.web_inputs import (
     SECRET,
     TOKENS,
     WEB,
-    Certificates,
     drain,
     fill,
     held,
@@ -47,7 +48,6 @@ from tests.inputs.web_inputs import (
     once_refused,
     serving,
     values,
-    wait_until,
 )
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
@@ -312,7 +312,7 @@ def test_tls_is_spoken_if_told(node: Node, tmp_path: Path, monkeypatch: pytest.M
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)  # requests would believe it rather than us
     certificates = Certificates(tmp_path)
-    with serving("otlp", node, tls=certificates.tls) as found:
+    with serving("otlp", node, tls=certificates.server_knob()) as found:
         url = f"https://{found.address}/v1/logs"
         with closing(OTLPLogExporter(url, certificate_file=str(certificates.ca))) as exporter:
             assert exporter.export(log_records("x")) is LogRecordExportResult.SUCCESS

@@ -23,6 +23,8 @@ from opentelemetry.sdk._logs.export import LogRecordExportResult
 from opentelemetry.sdk.metrics.export import MetricExportResult
 from opentelemetry.sdk.trace.export import SpanExportResult
 
+from tests.certificates import Certificates
+from tests.contract.harness import PATIENCE, wait_until
 from tests.inputs.otlp_senders import (
     closing,
     log_records,
@@ -33,10 +35,8 @@ from tests.inputs.otlp_senders import (
 )
 from tests.inputs.web_inputs import (
     HASTY,
-    PATIENCE,
     SECRET,
     TOKENS,
-    Certificates,
     drain,
     fill,
     held,
@@ -45,7 +45,6 @@ from tests.inputs.web_inputs import (
     once_refused,
     serving,
     values,
-    wait_until,
 )
 from turnlane.errors import AddressTaken, ConfigError
 from turnlane.inputs import otlp_grpc
@@ -309,7 +308,7 @@ def test_a_request_without_a_message_is_an_invalid_argument(address: str) -> Non
 def test_tls_is_spoken_if_told(node: Node, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     trusting = grpc.ssl_channel_credentials(certificates.ca.read_bytes())
-    with serving("otlp_grpc", node, tls=certificates.tls) as found:
+    with serving("otlp_grpc", node, tls=certificates.server_knob()) as found:
         knobs: dict[str, Any] = {"endpoint": found.address, "credentials": trusting}
         with closing(OTLPLogExporter(**knobs)) as exporter:
             assert exporter.export(log_records("x")) is LogRecordExportResult.SUCCESS
@@ -319,13 +318,11 @@ def test_tls_is_spoken_if_told(node: Node, tmp_path: Path) -> None:
 
 def test_clients_show_their_certificates_if_told(node: Node, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
-    own = certificates.authority.issue_cert("client")
-    tls = {**certificates.tls, "client_ca": str(certificates.ca)}
+    cert, key = (file.read_bytes() for file in certificates.client)
     ca = certificates.ca.read_bytes()
-    with serving("otlp_grpc", node, tls=tls) as found:
-        chain = b"".join(blob.bytes() for blob in own.cert_chain_pems)
+    with serving("otlp_grpc", node, tls=certificates.server_knob(mutual=True)) as found:
         for credentials, welcome in (
-            (grpc.ssl_channel_credentials(ca, own.private_key_pem.bytes(), chain), True),
+            (grpc.ssl_channel_credentials(ca, key, cert), True),
             (grpc.ssl_channel_credentials(ca), False),
         ):
             with grpc.secure_channel(str(found.address), credentials) as channel:

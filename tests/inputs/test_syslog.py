@@ -19,11 +19,11 @@ from hypothesis import settings as tried
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.certificates import Certificates
 from tests.conftest import skip_or_fail
 from tests.contract.harness import wait_until
 from tests.inputs.syslog_harness import (
     ANYWHERE,
-    Certificates,
     arrived,
     connected,
     events_in,
@@ -32,6 +32,8 @@ from tests.inputs.syslog_harness import (
     port,
     rsyslogd,
     say,
+    secured,
+    securely_connected,
     send,
     send_datagrams,
     values_in,
@@ -91,7 +93,7 @@ def test_rsyslogd_forwards_over_mutual_tls(host: Node, tmp_path: Path) -> None:
         f'DefaultNetstreamDriverCAFile="{files.ca}" DefaultNetstreamDriverCertFile="{cert}" '
         f'DefaultNetstreamDriverKeyFile="{key}"'
     )
-    with listening(host, tls=files.listener(mutual=True)) as source:
+    with listening(host, tls=secured(files, mutual=True)) as source:
         action = (
             f'{DOGGED} port="{port(source, "tls")}" StreamDriver="gtls" StreamDriverMode="1" '
             'StreamDriverAuthMode="x509/name" StreamDriverPermittedPeers="localhost" '
@@ -359,7 +361,7 @@ def test_running_out_of_descriptors_does_not_spoil_a_stop(
         raise OSError(errno.EMFILE, "planned")
 
     with (
-        listening(host, tcp=ANYWHERE, tls=files.listener(mutual=False)) as source,
+        listening(host, tcp=ANYWHERE, tls=secured(files, mutual=False)) as source,
         connected(source) as client,
     ):
         wait_until(lambda: source.counters.connections == 1)
@@ -376,8 +378,8 @@ def test_running_out_of_descriptors_does_not_spoil_a_stop(
 def test_tls_carries_large_amounts(host: Node, tmp_path: Path) -> None:
     files = Certificates(tmp_path)
     messages = [b"<13>number %d " % number + b"x" * 100 for number in range(15_000)]
-    with listening(host, tls=files.listener(mutual=False)) as source:
-        with files.connect(source) as client:
+    with listening(host, tls=secured(files, mutual=False)) as source:
+        with securely_connected(source, files) as client:
             client.sendall(b"\n".join(messages))
             client.unwrap()
         assert values_in(host.queue("main"), 15_000) == messages
@@ -392,8 +394,8 @@ def test_what_tls_has_unpacked_is_published_when_it_is_stopped(
     files = Certificates(tmp_path)
     queue = host.queue("narrow")
     with (
-        listening(host, queue="narrow", tls=files.listener(mutual=False)) as source,
-        files.connect(source) as client,
+        listening(host, queue="narrow", tls=secured(files, mutual=False)) as source,
+        securely_connected(source, files) as client,
     ):
         client.sendall(b"<13>x\n" * 15)  # one record
         wait_until(lambda: bool(queue.gate.line))
@@ -413,12 +415,12 @@ def test_a_client_without_the_right_certificate_is_refused(
 ) -> None:
     files = Certificates(tmp_path)
     shown = files.stranger if identity == "stranger" else None
-    with listening(host, tls=files.listener(mutual=True)) as source:
-        with pytest.raises(OSError), files.connect(source, shown) as client:  # noqa: PT012
+    with listening(host, tls=secured(files, mutual=True)) as source:
+        with pytest.raises(OSError), securely_connected(source, files, shown) as client:  # noqa: PT012
             client.sendall(b"<13>let me in\n")
             client.recv(1)
         wait_until(lambda: source.counters.refused == 1)
-        with files.connect(source, files.client) as client:
+        with securely_connected(source, files, files.client) as client:
             client.sendall(b"<13>a friend\n")
         assert values_in(host.queue("main"), 1) == [b"<13>a friend"]
 
@@ -428,9 +430,12 @@ def test_a_stuck_handshake_holds_nobody_up_and_ends(
 ) -> None:
     monkeypatch.setattr("turnlane.inputs.connections.HANDSHAKE_SECONDS", 0.1)
     files = Certificates(tmp_path)
-    with listening(host, tls=files.listener(mutual=False)) as source:
+    with listening(host, tls=secured(files, mutual=False)) as source:
         there = ("127.0.0.1", port(source, "tls"))
-        with socket.create_connection(there, timeout=20) as stuck, files.connect(source) as client:
+        with (
+            socket.create_connection(there, timeout=20) as stuck,
+            securely_connected(source, files) as client,
+        ):
             client.sendall(b"<13>not stuck\n")
             values_in(host.queue("main"), 1)
             assert stuck.recv(1) == b""

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import httpx
 
+from tests.contract.harness import wait_until
 from tests.inputs.otlp_senders import logs_request, request_of
-from tests.inputs.web_inputs import WEB, held, node_of, wait_until
+from tests.inputs.web_inputs import WEB, held, node_of
 
 ROOT = Path(__file__).parents[2]
 ENOUGH = 15

@@ -1,8 +1,7 @@
-"""What tests of inputs that are servers share: nodes, inputs, certificates, and patience."""
+"""What tests of inputs that are servers share: nodes, inputs, and patience."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import trustme
 
+from tests.contract.harness import PATIENCE, wait_until
 from turnlane.events import Event, events_of
 from turnlane.inputs.contract import Input
 from turnlane.inputs.registry import load
@@ -20,7 +19,6 @@ from turnlane.testing import FaultyDisk
 
 SECRET = "correct horse battery staple"  # the tests' own
 TOKENS = ({"name": "shop", "secret": SECRET, "rights": {"main": ["publish"]}},)
-PATIENCE = 20.0
 HASTY = "500ms"
 """The timeout of inputs that are to refuse. On a busy machine they may refuse once too often."""
 
@@ -80,14 +78,6 @@ def fill(node: Node, events: int, queue: str = "main") -> None:
         producer.publish(b"in the way")
 
 
-def wait_until(happened: Callable[[], object], what: str = "it") -> None:
-    """Look again and again until it has happened."""
-    deadline = time.monotonic() + PATIENCE
-    while not happened():
-        assert time.monotonic() < deadline, f"{what} did not happen in {PATIENCE:g} s"
-        time.sleep(0.005)
-
-
 @contextmanager
 def once_refused(found: Input, do: Callable[[], object], times: int = 1) -> Iterator[None]:
     """While a client sends, and sends again: do something once the input has refused."""
@@ -100,17 +90,3 @@ def once_refused(found: Input, do: Callable[[], object], times: int = 1) -> Iter
         done = watching.submit(watch)
         yield
         done.result()
-
-
-class Certificates:
-    """An authority of our own, a server's certificate by it, as files."""
-
-    def __init__(self, place: Path) -> None:
-        self.authority = trustme.CA()
-        server = self.authority.issue_cert("127.0.0.1", "localhost")
-        self.ca, cert, key = place / "ca.pem", place / "cert.pem", place / "key.pem"
-        self.authority.cert_pem.write_to_path(self.ca)
-        server.private_key_pem.write_to_path(key)
-        for index, blob in enumerate(server.cert_chain_pems):
-            blob.write_to_path(cert, append=index > 0)
-        self.tls = {"cert": str(cert), "key": str(key)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,11 +64,3 @@ def served(
         stack.enter_context(plane.start())
         http = httpx.Client(base_url=plane.url, timeout=30, **(client or {}))
         yield Served(node, plane, stack.enter_context(http), disk)
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait on a condition that other threads make true."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        time.sleep(0.01)

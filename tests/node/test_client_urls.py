@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import trustme
 
+from tests.certificates import Certificates
 from tests.contract.harness import PATIENCE
 from tests.node.conftest import Served, values
 from tests.recovery.proxy_harness import impatience
@@ -84,13 +84,8 @@ def test_tls_files_without_tls_are_a_mistake(tmp_path: Path) -> None:
 
 
 def test_tls_files_that_hold_something_else_are_named(tmp_path: Path) -> None:
-    authority, other = trustme.CA(), trustme.CA()
-    made = authority.issue_cert("localhost")
-    ca, cert, key, wrong_key = (tmp_path / name for name in ("ca", "cert", "key", "wrong"))
-    authority.cert_pem.write_to_path(ca)
-    made.cert_chain_pems[0].write_to_path(cert)
-    made.private_key_pem.write_to_path(key)
-    other.issue_cert("localhost").private_key_pem.write_to_path(wrong_key)
+    certificates = Certificates(tmp_path)
+    ca, (cert, key), (_, wrong_key) = certificates.ca, certificates.client, certificates.stranger
     connect("turnlanes://localhost:1", tls_ca=ca, tls_cert=cert, tls_key=key).close()
     for knob, files in [
         ("tls_ca", {"tls_ca": key}),

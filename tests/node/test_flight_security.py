@@ -6,16 +6,15 @@ import contextlib
 import datetime as dt
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-import trustme
 from pyarrow import flight
 from pydantic import SecretStr
 
+from tests.certificates import CertAndKey, Certificates
 from tests.contract.harness import PATIENCE, wait_until
 from tests.node.conftest import Serve, Served
 from turnlane.client import Client, connect
@@ -261,46 +260,6 @@ def test_a_client_whose_token_expires_fails_its_queue(serve: Serve) -> None:
 # TLS
 
 
-@dataclass
-class Certificates:
-    """Files of an authority, a node, a client, and strangers."""
-
-    ca: Path
-    tls: TlsSettings
-    mutual: TlsSettings
-    client: dict[str, Path]
-    stranger: dict[str, Path]
-    other_ca: Path
-
-
-def _issued(folder: Path, name: str, authority: trustme.CA, **more: Any) -> tuple[Path, Path]:
-    made = authority.issue_cert("localhost", "127.0.0.1", **more)
-    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
-    for index, blob in enumerate(made.cert_chain_pems):
-        blob.write_to_path(cert, append=index > 0)
-    made.private_key_pem.write_to_path(key)
-    return cert, key
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    folder = tmp_path_factory.mktemp("certificates")
-    ours, other = trustme.CA(), trustme.CA()
-    ca, other_ca = folder / "ca.pem", folder / "other.pem"
-    ours.cert_pem.write_to_path(ca)
-    other.cert_pem.write_to_path(other_ca)
-    cert, key = _issued(folder, "node", ours)
-    client, stranger = _issued(folder, "client", ours), _issued(folder, "stranger", other)
-    return Certificates(
-        ca,
-        TlsSettings(cert=cert, key=key),
-        TlsSettings(cert=cert, key=key, client_ca=ca),
-        {"tls_cert": client[0], "tls_key": client[1]},
-        {"tls_cert": stranger[0], "tls_key": stranger[1]},
-        other_ca,
-    )
-
-
 @pytest.fixture
 def connected() -> Iterator[Callable[..., Client]]:
     clients: list[Client] = []
@@ -317,8 +276,15 @@ def connected() -> Iterator[Callable[..., Client]]:
 Connected = Callable[..., Client]
 
 
+def _shown(identity: CertAndKey) -> dict[str, Path]:
+    cert, key = identity
+    return {"tls_cert": cert, "tls_key": key}
+
+
 def test_events_go_over_tls(serve: Serve, certificates: Certificates, connected: Connected) -> None:
-    served = serve(QUEUES, tls=certificates.tls, authority=Authority(TOKENS))
+    served = serve(
+        QUEUES, tls=TlsSettings(**certificates.server_knob()), authority=Authority(TOKENS)
+    )
     client = connected(served, tls_ca=certificates.ca, token="boss")
     queue = client.queue("orders")
     queue.producer().publish(b"secret")
@@ -330,8 +296,8 @@ def test_events_go_over_tls(serve: Serve, certificates: Certificates, connected:
 def test_a_client_without_tls_or_with_another_authority_gets_nowhere(
     serve: Serve, certificates: Certificates, connected: Connected, scheme: str
 ) -> None:
-    served = serve(QUEUES, tls=certificates.tls)
-    arguments = {"tls_ca": certificates.other_ca} if scheme == "turnlanes" else {}
+    served = serve(QUEUES, tls=TlsSettings(**certificates.server_knob()))
+    arguments = {"tls_ca": certificates.strangers_ca} if scheme == "turnlanes" else {}
     with pytest.raises(TransportDown):
         connected(served, scheme, **arguments).nodes[0].ping(timeout=5)
 
@@ -339,24 +305,21 @@ def test_a_client_without_tls_or_with_another_authority_gets_nowhere(
 def test_mutual_tls_wants_a_certificate_of_the_authority(
     serve: Serve, certificates: Certificates, connected: Connected
 ) -> None:
-    served = serve(QUEUES, tls=certificates.mutual)
-    good = connected(served, tls_ca=certificates.ca, **certificates.client)
+    served = serve(QUEUES, tls=TlsSettings(**certificates.server_knob(mutual=True)))
+    good = connected(served, tls_ca=certificates.ca, **_shown(certificates.client))
     assert good.nodes[0].ping() == served.node.instance
-    for bad in ({}, certificates.stranger):
+    for bad in ({}, _shown(certificates.stranger)):
         with pytest.raises(TransportDown):
             connected(served, tls_ca=certificates.ca, **bad).nodes[0].ping(timeout=5)
 
 
 def test_an_expired_certificate_is_refused(
-    serve: Serve, certificates: Certificates, connected: Connected, tmp_path: Path
+    serve: Serve, certificates: Certificates, connected: Connected
 ) -> None:
-    authority = trustme.CA()
-    ca = tmp_path / "ca.pem"
-    authority.cert_pem.write_to_path(ca)
-    cert, key = _issued(tmp_path, "old", authority, not_after=PAST, not_before=PAST)
+    cert, key = certificates.issue("old", not_after=PAST, not_before=PAST)
     served = serve(QUEUES, tls=TlsSettings(cert=cert, key=key))
     with pytest.raises(TransportDown):
-        connected(served, tls_ca=ca).nodes[0].ping(timeout=5)
+        connected(served, tls_ca=certificates.ca).nodes[0].ping(timeout=5)
 
 
 # Listening

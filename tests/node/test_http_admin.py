@@ -13,7 +13,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.node.http_harness import Served, served, wait_until
+from tests.contract.harness import wait_until
+from tests.node.http_harness import Served, served
 from turnlane.inputs.contract import Counters
 from turnlane.node.metrics import NodeCollector
 from turnlane.node.node import Node

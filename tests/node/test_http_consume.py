@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.node.http_harness import Served, served, wait_until
+from tests.contract.harness import wait_until
+from tests.node.http_harness import Served, served
 from turnlane.node.http_consume import POLLS
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.node.http_harness import Served, served, wait_until
+from tests.contract.harness import wait_until
+from tests.node.http_harness import Served, served
 from turnlane.events import values_of
 from turnlane.node.node import Node
 from turnlane.queues.holding import HoldingQueue
@@ -225,7 +226,7 @@ def test_after_kill_9_everything_acked_is_there_and_numbered_events_once(tmp_pat
                     sender.start()
             goals = [len(sender.acked) + 30 for sender in senders]
             pairs = list(zip(senders, goals, strict=True))
-            wait_until(lambda: all(len(each.acked) >= goal for each, goal in pairs), 30)  # noqa: B023
+            wait_until(lambda: all(len(each.acked) >= goal for each, goal in pairs), patience=30)  # noqa: B023
         finally:
             if life == 1:
                 for sender in senders:

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.node.http_harness import Served, served, wait_until
+from tests.contract.harness import wait_until
+from tests.node.http_harness import Served, served
 from turnlane.errors import QueueFull, StorageFailed
 from turnlane.events import Event, block_of, events_of
 from turnlane.node.http_events import iso, of_json, of_ndjson, timestamp_of, to_json

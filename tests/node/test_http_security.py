@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-import trustme
 
+from tests.certificates import Certificates
 from tests.node.http_harness import Served, served
 from turnlane.serving.rights import TokenSettings
 from turnlane.serving.tls import TlsSettings
@@ -114,21 +113,13 @@ def test_a_token_that_is_refused_is_refused_before_its_body_is_read(shared: Serv
 
 @pytest.mark.parametrize("mutual", [False, True])
 def test_it_is_served_with_tls(tmp_path: Path, mutual: bool) -> None:
-    authority = trustme.CA()
-    issued = authority.issue_cert("127.0.0.1")
-    cert, key, ca = tmp_path / "cert", tmp_path / "key", tmp_path / "ca"
-    issued.cert_chain_pems[0].write_to_path(cert)
-    issued.private_key_pem.write_to_path(key)
-    authority.cert_pem.write_to_path(ca)
-    tls = TlsSettings(cert=cert, key=key, client_ca=ca if mutual else None)
-    context = ssl.create_default_context(cafile=ca)
-    if mutual:
-        authority.issue_cert("client").configure_cert(context)
+    certificates = Certificates(tmp_path)
+    tls = TlsSettings(**certificates.server_knob(mutual=mutual))
+    context = certificates.client_context(certificates.client if mutual else None)
     with served(tmp_path / "node", QUEUES, tls=tls, client={"verify": context}) as at:
         assert at.post(b"x", "db").json()["ack"] == "persisted"
-        stranger = ssl.create_default_context(cafile=ca)
         if mutual:
-            trustme.CA().issue_cert("client").configure_cert(stranger)
+            stranger = certificates.client_context(certificates.stranger)
             with pytest.raises(httpx.TransportError):
                 httpx.get(f"{at.plane.url}/healthz", verify=stranger)
         with pytest.raises(httpx.TransportError):

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.contract.harness import wait_until
 from turnlane.cli.node_process import NodeProcess, ends_for_good
 
 PATIENCE = 60
@@ -43,13 +44,6 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeProces
         yield made
 
 
-def wait_until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def is_ready(node: NodeProcess) -> bool:
     assert node.look() is None, "it died"
     return node.ready is not None
@@ -74,13 +68,13 @@ def is_alive(pid: int) -> bool:
 
 def test_a_node_that_dies_is_started_again(node: NodeProcess) -> None:
     node.start()
-    wait_until(lambda: is_ready(node))
+    wait_until(lambda: is_ready(node), patience=PATIENCE)
     assert node.ready is not None
     os.kill(node.ready["pid"], signal.SIGKILL)
     assert death_of(node) == -signal.SIGKILL
     assert node.ready is None
-    wait_until(node.start_again)
-    wait_until(lambda: is_ready(node))
+    wait_until(node.start_again, patience=PATIENCE)
+    wait_until(lambda: is_ready(node), patience=PATIENCE)
     assert node.starts == 2
     assert node.stop(PATIENCE)
 
@@ -109,6 +103,6 @@ def test_a_node_ends_in_order_with_its_parent_however_that_ends(
     assert is_alive(pid)
     parent.kill()
     parent.wait()
-    wait_until(lambda: not is_alive(pid))
+    wait_until(lambda: not is_alive(pid), patience=PATIENCE)
     _, errors = parent.communicate()
     assert "turnlane: stopped" in errors

@@ -16,12 +16,13 @@ from typing import Any
 
 import httpx
 import pytest
-import trustme
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from tests.certificates import Certificates
+from tests.contract.harness import wait_until
 from turnlane.errors import (
     AddressTaken,
     ConfigError,
@@ -40,52 +41,31 @@ from turnlane.serving.web import WebServer, WebSettings
 # ── TLS ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Pki:
-    def __init__(self, folder: Path) -> None:
-        self.authority = trustme.CA()
-        self.cert, self.key, self.ca = (folder / name for name in ("cert", "key", "ca"))
-        issued = self.authority.issue_cert("127.0.0.1", "localhost")
-        issued.private_key_pem.write_to_path(self.key)
-        for number, pem in enumerate(issued.cert_chain_pems):
-            pem.write_to_path(self.cert, append=number > 0)
-        self.authority.cert_pem.write_to_path(self.ca)
-
-    def client(self, *, own: trustme.CA | None = None) -> ssl.SSLContext:
-        context = ssl.create_default_context()
-        self.authority.configure_trust(context)
-        if own is not None:
-            own.issue_cert("client@example.org").configure_cert(context)
-        return context
-
-
-@pytest.fixture(scope="module")
-def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
-    return Pki(tmp_path_factory.mktemp("pki"))
-
-
-def test_tls_files_that_cannot_be_used_are_named(pki: Pki, tmp_path: Path) -> None:
+def test_tls_files_that_cannot_be_used_are_named(
+    certificates: Certificates, tmp_path: Path
+) -> None:
     junk, missing = tmp_path / "junk", tmp_path / "missing"
     junk.write_text("junk")
-    other = Pki(tmp_path).key
+    (cert, _), (_, other) = certificates.server, certificates.stranger
     for fields, said in (
         ({"cert": missing}, rf"tls.cert: {missing}: No such file"),
         ({"key": missing}, rf"tls.key: {missing}: No such file"),
         ({"cert": junk}, rf"tls.cert: {junk} holds no certificate"),
         ({"key": junk}, rf"tls.key: {junk} "),
-        ({"key": other}, rf"tls.key: {other} is not the key of {pki.cert}"),
+        ({"key": other}, rf"tls.key: {other} is not the key of {cert}"),
         ({"client_ca": junk}, rf"tls.client_ca: {junk} holds no certificate"),
     ):
-        settings = TlsSettings(**{"cert": pki.cert, "key": pki.key} | fields)
+        settings = TlsSettings(**certificates.server_knob() | fields)
         with pytest.raises(ConfigError, match=said):
             settings.context()
 
 
-def test_flight_gets_the_same_certificates(pki: Pki) -> None:
-    plain = TlsSettings(cert=pki.cert, key=pki.key).flight_arguments()
-    assert plain == {"tls_certificates": [(pki.cert.read_bytes(), pki.key.read_bytes())]}
-    mutual = TlsSettings(cert=pki.cert, key=pki.key, client_ca=pki.ca).flight_arguments()
+def test_flight_gets_the_same_certificates(certificates: Certificates) -> None:
+    plain = TlsSettings(**certificates.server_knob()).flight_arguments()
+    assert plain == {"tls_certificates": [tuple(file.read_bytes() for file in certificates.server)]}
+    mutual = TlsSettings(**certificates.server_knob(mutual=True)).flight_arguments()
     assert mutual["verify_client"] is True
-    assert mutual["root_certificates"] == pki.ca.read_bytes()
+    assert mutual["root_certificates"] == certificates.ca.read_bytes()
 
 
 # ── the server ──────────────────────────────────────────────────────────────────────────────────
@@ -130,13 +110,6 @@ def is_cut(sock: socket.socket) -> bool:
     except ConnectionResetError:
         pass
     return True
-
-
-def wait_until(condition: Any, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        time.sleep(0.01)
 
 
 def test_it_serves_on_a_real_port_and_stops_twice() -> None:
@@ -309,24 +282,26 @@ def test_stopping_lets_a_request_finish_and_cuts_one_that_does_not() -> None:
 # ── TLS, served ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_tls_is_served_and_plain_text_is_not(pki: Pki) -> None:
-    tls = TlsSettings(cert=pki.cert, key=pki.key)
+def test_tls_is_served_and_plain_text_is_not(certificates: Certificates) -> None:
+    tls = TlsSettings(**certificates.server_knob())
     with serving(tls=tls) as server:
-        assert httpx.get(server.url, verify=pki.client()).status_code == 200
+        assert httpx.get(server.url, verify=certificates.client_context()).status_code == 200
         with pytest.raises(httpx.HTTPError):
             httpx.get(server.url.replace("https", "http"))
         with pytest.raises(httpx.ConnectError, match=r"self-signed|unable to get local issuer"):
             httpx.get(server.url, verify=ssl.create_default_context())
 
 
-def test_mutual_tls_wants_a_certificate_of_its_authority(pki: Pki) -> None:
-    tls = TlsSettings(cert=pki.cert, key=pki.key, client_ca=pki.ca)
+def test_mutual_tls_wants_a_certificate_of_its_authority(certificates: Certificates) -> None:
+    tls = TlsSettings(**certificates.server_knob(mutual=True))
     with serving(tls=tls) as server:
-        assert httpx.get(server.url, verify=pki.client(own=pki.authority)).status_code == 200
-        for context in (pki.client(), pki.client(own=trustme.CA())):
+        friend = certificates.client_context(certificates.client)
+        assert httpx.get(server.url, verify=friend).status_code == 200
+        for identity in (None, certificates.stranger):
+            context = certificates.client_context(identity)
             with pytest.raises((httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError)):
                 httpx.get(server.url, verify=context)
-        old = pki.client(own=pki.authority)
+        old = certificates.client_context(certificates.client)
         old.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
         with pytest.warns(DeprecationWarning, match="TLSv1_1"):
             old.maximum_version = ssl.TLSVersion.TLSv1_1
@@ -334,8 +309,8 @@ def test_mutual_tls_wants_a_certificate_of_its_authority(pki: Pki) -> None:
             httpx.get(server.url, verify=old)
 
 
-def test_a_tls_handshake_that_never_comes_is_cut(pki: Pki) -> None:
-    tls = TlsSettings(cert=pki.cert, key=pki.key)
+def test_a_tls_handshake_that_never_comes_is_cut(certificates: Certificates) -> None:
+    tls = TlsSettings(**certificates.server_knob())
     with serving(tls=tls, idle_timeout="300ms") as server, connected(server) as sock:
         assert is_cut(sock)
 

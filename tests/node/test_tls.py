@@ -8,12 +8,10 @@ import ssl
 import threading
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-import trustme
 
+from tests.certificates import CertAndKey, Certificates
 from tests.contract.harness import PATIENCE
 from turnlane.config import Config
 from turnlane.service import Service
@@ -23,36 +21,17 @@ PAST = dt.datetime(2020, 1, 1, tzinfo=dt.UTC)
 Place = tuple[str, int]
 
 
-class Pki:
-    """An authority, a server's certificate, and clients' ones: one good, one too old."""
+def client(
+    certificates: Certificates, identity: CertAndKey, version: ssl.TLSVersion
+) -> ssl.SSLContext:
+    """A client that speaks this version and no other.
 
-    def __init__(self, place: Path) -> None:
-        self._place = place
-        self._authority = trustme.CA()
-        self.ca = place / "ca.pem"
-        self._authority.cert_pem.write_to_path(self.ca)
-        self.server = self._issued("server")
-        self.good = self._issued("good")
-        self.expired = self._issued("expired", not_before=PAST, not_after=PAST)
-
-    def _issued(self, name: str, **more: Any) -> tuple[Path, Path]:
-        issued = self._authority.issue_cert("127.0.0.1", "localhost", **more)
-        cert, key = self._place / f"{name}.pem", self._place / f"{name}.key"
-        for index, blob in enumerate(issued.cert_chain_pems):
-            blob.write_to_path(cert, append=index > 0)
-        issued.private_key_pem.write_to_path(key)
-        return cert, key
-
-    def client(self, identity: tuple[Path, Path], version: ssl.TLSVersion) -> ssl.SSLContext:
-        """A client that speaks this version and no other.
-
-        Up to 1.2 a handshake ends well only once the server has judged the certificate.
-        """
-        context = ssl.create_default_context(cafile=self.ca)
-        context.load_cert_chain(*identity)
-        _only(context, version)
-        context.set_alpn_protocols(["h2"])  # gRPC takes nobody else
-        return context
+    Up to 1.2 a handshake ends well only once the server has judged the certificate.
+    """
+    context = certificates.client_context(identity)
+    _only(context, version)
+    context.set_alpn_protocols(["h2"])  # gRPC takes nobody else
+    return context
 
 
 def _only(context: ssl.SSLContext, version: ssl.TLSVersion) -> None:
@@ -63,15 +42,11 @@ def _only(context: ssl.SSLContext, version: ssl.TLSVersion) -> None:
 
 
 @pytest.fixture(scope="module")
-def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
-    return Pki(tmp_path_factory.mktemp("pki"))
-
-
-@pytest.fixture(scope="module")
-def places(pki: Pki, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Place]]:
+def places(
+    certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Place]]:
     """Where everything listens, each with mutual TLS."""
-    cert, key = map(str, pki.server)
-    tls = {"cert": cert, "key": key, "client_ca": str(pki.ca)}
+    tls = certificates.server_knob(mutual=True)
     anywhere = "127.0.0.1:0"
     config = Config.model_validate(
         {
@@ -109,25 +84,26 @@ def shake_hands(place: Place, context: ssl.SSLContext) -> str | None:
 
 
 @pytest.mark.parametrize("listener", LISTENERS)
-def test_tls_is_spoken(pki: Pki, places: dict[str, Place], listener: str) -> None:
-    context = pki.client(pki.good, ssl.TLSVersion.TLSv1_2)
+def test_tls_is_spoken(certificates: Certificates, places: dict[str, Place], listener: str) -> None:
+    context = client(certificates, certificates.client, ssl.TLSVersion.TLSv1_2)
     assert shake_hands(places[listener], context) == "TLSv1.2"
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1])
 @pytest.mark.parametrize("listener", LISTENERS)
 def test_old_tls_is_refused(
-    pki: Pki, places: dict[str, Place], listener: str, version: ssl.TLSVersion
+    certificates: Certificates, places: dict[str, Place], listener: str, version: ssl.TLSVersion
 ) -> None:
     with pytest.raises((ssl.SSLError, ConnectionError)):
-        shake_hands(places[listener], pki.client(pki.good, version))
+        shake_hands(places[listener], client(certificates, certificates.client, version))
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1])
-def test_the_refused_client_does_speak_old_tls(pki: Pki, version: ssl.TLSVersion) -> None:
+def test_the_refused_client_does_speak_old_tls(
+    certificates: Certificates, version: ssl.TLSVersion
+) -> None:
     """With a server that allows it; so it was not the client that refused."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(*pki.server)
+    context = certificates.server_context()
     _only(context, version)
 
     def serve() -> None:
@@ -138,14 +114,17 @@ def test_the_refused_client_does_speak_old_tls(pki: Pki, version: ssl.TLSVersion
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = threading.Thread(target=serve)
         server.start()
-        spoken = shake_hands(listening.getsockname(), pki.client(pki.good, version))
+        spoken = shake_hands(
+            listening.getsockname(), client(certificates, certificates.client, version)
+        )
         server.join(PATIENCE)
     assert spoken == version.name.replace("_", ".")
 
 
 @pytest.mark.parametrize("listener", LISTENERS)
 def test_an_expired_certificate_of_a_client_is_refused(
-    pki: Pki, places: dict[str, Place], listener: str
+    certificates: Certificates, places: dict[str, Place], listener: str
 ) -> None:
+    expired = certificates.issue("expired", not_before=PAST, not_after=PAST)
     with pytest.raises((ssl.SSLError, ConnectionError)):
-        shake_hands(places[listener], pki.client(pki.expired, ssl.TLSVersion.TLSv1_2))
+        shake_hands(places[listener], client(certificates, expired, ssl.TLSVersion.TLSv1_2))

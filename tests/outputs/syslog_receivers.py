@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.certificates import Certificates
 from tests.contract.harness import wait_until
-from tests.inputs.syslog_harness import Certificates, program
+from tests.inputs.syslog_harness import program
 from tests.ports import free_port
 
 _FIELDS = ("pri", "hostname", "app-name", "procid", "msgid", "msg")

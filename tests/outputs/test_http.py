@@ -13,8 +13,9 @@ import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
+from tests.certificates import Certificates
 from tests.outputs.web_blocks import delivered, events, output, with_column
-from tests.outputs.web_servers import Certificates, Reply, Server, served
+from tests.outputs.web_servers import Reply, Server, served
 from turnlane.config import loads, shown
 from turnlane.errors import Never, PartlyDelivered, PayloadTooLarge, RetryLater
 from turnlane.outputs.web import WebOutput
@@ -312,16 +313,15 @@ def test_the_settings_show_where_a_secret_is_and_not_what() -> None:
 
 def test_mutual_tls(tmp_path: Path) -> None:
     made = Certificates(tmp_path)
-    tls = {"ca": str(made.ca), "cert": str(made.cert), "key": str(made.key)}
-    with served(made.context(asks=True)) as server:
-        delivered("http", events([b"a"]), url=server.url, tls=tls)
+    with served(made.server_context(mutual=True)) as server:
+        delivered("http", events([b"a"]), url=server.url, tls=made.client_knob())
         assert len(server.seen) == 1
         with pytest.raises(RetryLater):
-            delivered("http", events([b"a"]), url=server.url, tls={"ca": str(made.ca)})
+            delivered("http", events([b"a"]), url=server.url, tls={"ca": made.ca})
 
 
 def test_a_server_nobody_vouches_for_is_refused_unless_told(tmp_path: Path) -> None:
-    with served(Certificates(tmp_path).context()) as server:
+    with served(Certificates(tmp_path).server_context()) as server:
         with pytest.raises(RetryLater, match="certificate verify failed"):
             delivered("http", events([b"a"]), url=server.url)
         assert not server.seen

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.certificates import Certificates
 from tests.outputs.web_blocks import delivered, events, output
 from tests.outputs.web_servers import (
     PATIENCE,
     Behaviour,
-    Certificates,
     Handler,
     Reply,
     Server,
@@ -264,10 +264,12 @@ def test_https_to_a_server_that_has_none(server: Server) -> None:
 
 def test_a_certificate_for_another_name(tmp_path: Path) -> None:
     made = Certificates(tmp_path)
-    with served(made.context()) as server:
-        url = server.url.replace("127.0.0.1", "localhost")
-        with pytest.raises(RetryLater, match="certificate"):
-            delivered("http", events([b"a"]), url=url, tls={"ca": str(made.ca)})
+    other = made.issue("other", "example.org")
+    with (
+        served(made.server_context(other)) as server,
+        pytest.raises(RetryLater, match="certificate"),
+    ):
+        delivered("http", events([b"a"]), url=server.url, tls={"ca": made.ca})
 
 
 def test_events_wait_for_certificates_that_are_not_there(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
+from tests.certificates import Certificates
 from tests.contract.harness import wait_until
-from tests.inputs.syslog_harness import Certificates, events_in
+from tests.inputs.syslog_harness import events_in
 from tests.outputs.blocks import handed, numbered
 from tests.ports import free_port
 from tests.spark.nodes import Served, serving
@@ -192,14 +193,13 @@ def test_what_a_person_has_to_put_right_is_waited_for(node: Served) -> None:
 
 def test_tokens_and_mutual_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certificates = Certificates(tmp_path)
-    cert, key = certificates.server
-    secured = TlsSettings(cert=cert, key=key, client_ca=certificates.ca)
+    secured = TlsSettings(**certificates.server_knob(mutual=True))
     monkeypatch.setenv("TURNLANE_TEST_TOKEN", "s3cret")
     right = TokenSettings.model_validate(
         {"name": "shop", "secret_env": "TURNLANE_TEST_TOKEN", "rights": {"orders": ["publish"]}}
     )
     port = free_port()
-    mine = {"ca": certificates.ca, "cert": certificates.client[0], "key": certificates.client[1]}
+    mine = certificates.client_knob()
     with served_at(tmp_path / "data", port, (right,), secured) as there:
         endpoint = f"turnlanes://127.0.0.1:{port}"
         with made(endpoint, tls=mine, token_env="TURNLANE_TEST_TOKEN") as output:

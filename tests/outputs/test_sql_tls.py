@@ -8,26 +8,20 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.certificates import Certificates
 from tests.databases import mariadb_server
-from tests.inputs.syslog_harness import Certificates
 from tests.outputs.blocks import handed, numbered
 from tests.outputs.sql_bench import Bench
 from turnlane.errors import RetryLater
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("certificates"))
-
-
-def mine(certificates: Certificates) -> dict[str, Any]:
-    cert, key = certificates.client
-    key.chmod(0o600)  # libpq uses no key that others may read
-    return {"ca": certificates.ca, "cert": cert, "key": key}
+def mine(certificates: Certificates) -> dict[str, Path]:
+    knob = certificates.client_knob()
+    knob["key"].chmod(0o600)  # libpq uses no key that others may read
+    return knob
 
 
 def test_mariadb_over_mutual_tls(certificates: Certificates) -> None:
@@ -86,18 +80,11 @@ def postgres(context: ssl.SSLContext | None) -> Iterator[Postgres]:
         server.close()
 
 
-def context_of(certificates: Certificates) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificates.ca)
-    context.load_cert_chain(*certificates.server)
-    context.verify_mode = ssl.CERT_REQUIRED
-    return context
-
-
 def test_postgresql_gets_our_certificate_and_nothing_in_the_clear(
     certificates: Certificates,
 ) -> None:
     with (
-        postgres(context_of(certificates)) as server,
+        postgres(certificates.server_context(mutual=True)) as server,
         Bench(server.url).output(tls=mine(certificates)) as output,
         pytest.raises(RetryLater),
     ):
@@ -114,7 +101,7 @@ def test_postgresql_that_cannot_be_trusted_hears_nothing(
     tls = mine(certificates)
     if wrong == "an unknown authority":
         tls["ca"] = Certificates(tmp_path).ca
-    context = None if wrong == "no TLS" else context_of(certificates)
+    context = None if wrong == "no TLS" else certificates.server_context(mutual=True)
     with (
         postgres(context) as server,
         Bench(server.url).output(tls=tls) as output,

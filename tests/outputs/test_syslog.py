@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.certificates import Certificates
 from tests.contract.harness import wait_until
-from tests.inputs.syslog_harness import Certificates, listening, port, values_in
+from tests.inputs.syslog_harness import listening, port, secured, values_in
 from tests.outputs.blocks import handed, numbered
 from tests.outputs.syslog_receivers import rsyslogd_receiving
 from tests.ports import free_port
@@ -114,11 +115,9 @@ def test_rsyslogd_understands_rfc3164(tmp_path: Path, protocol: str) -> None:
 
 def test_rsyslogd_takes_it_over_mutual_tls(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
-    cert, key = certificates.client
-    tls = {"ca": certificates.ca, "cert": cert, "key": key}
     with (
         rsyslogd_receiving(tmp_path / "rsyslog", "tls", certificates) as received,
-        made(received.address, protocol="tls", tls=tls) as output,
+        made(received.address, protocol="tls", tls=certificates.client_knob()) as output,
     ):
         output.check()
         send(output, *numbered(0, 500))
@@ -282,7 +281,7 @@ def test_a_certificate_that_is_refused_swallows_nothing(
     tls: dict[str, Any] = {"ca": certificates.ca}
     if identity == "stranger":
         tls["cert"], tls["key"] = certificates.stranger
-    with listening(host, tls=certificates.listener(mutual=True)) as source:
+    with listening(host, tls=secured(certificates, mutual=True)) as source:
         address = f"127.0.0.1:{port(source, 'tls')}"
         with made(address, protocol="tls", tls=tls) as output:
             with pytest.raises(RetryLater, match=address):
@@ -293,7 +292,7 @@ def test_a_certificate_that_is_refused_swallows_nothing(
 
 def test_a_server_that_cannot_be_trusted_gets_nothing(host: Node, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
-    with listening(host, tls=certificates.listener(mutual=False)) as source:
+    with listening(host, tls=secured(certificates, mutual=False)) as source:
         address = f"127.0.0.1:{port(source, 'tls')}"
         with (
             made(address, protocol="tls") as output,

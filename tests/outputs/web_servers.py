@@ -7,16 +7,13 @@ import socket
 import ssl
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import cramjam
-import trustme
 
 PATIENCE = 30.0
 
@@ -192,34 +189,3 @@ def unused_url() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{free.getsockname()[1]}"
-
-
-class Certificates:
-    """An authority, the server's certificate by it, a client's, as files."""
-
-    def __init__(self, place: Path) -> None:
-        self.authority = trustme.CA()
-        self.ca = place / "ca.pem"
-        self.authority.cert_pem.write_to_path(self.ca)
-        self.server = self.authority.issue_cert("127.0.0.1")
-        client = self.authority.issue_cert("lane@example.org")
-        self.cert, self.key = place / "client.pem", place / "client.key"
-        client.cert_chain_pems[0].write_to_path(self.cert)
-        client.private_key_pem.write_to_path(self.key)
-
-    def context(self, *, asks: bool = False) -> ssl.SSLContext:
-        """The server's side; ``asks``: for the client's certificate."""
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        self.server.configure_cert(context)
-        if asks:
-            context.verify_mode = ssl.CERT_REQUIRED
-            self.authority.configure_trust(context)
-        return context
-
-
-def wait_until(happened: Callable[[], object], what: str = "it") -> None:
-    """Look again and again until it has happened."""
-    deadline = time.monotonic() + PATIENCE
-    while not happened():
-        assert time.monotonic() < deadline, f"{what} did not happen in {PATIENCE:g} s"
-        time.sleep(0.005)
