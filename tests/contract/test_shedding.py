@@ -25,6 +25,14 @@ from turnlane.events import block_of
 from turnlane.queues.contract import FlowControl
 from turnlane.queues.kinds import Kind
 
+DELAYING: dict[str, Any] = {
+    "size": 10,
+    "light_delay_mark": 1,
+    "light_delay": "600s",
+    "full_delay_mark": 1,
+}
+"""The second event of whoever can wait has to."""
+
 
 def test_above_the_discard_mark_unimportant_events_are_shed(buffering: Harness) -> None:
     """From the mark on, events of the severity and beyond are dropped, others are not."""
@@ -150,9 +158,7 @@ def test_light_flow_control_ends_when_there_is_room(buffering: Harness) -> None:
 @pytest.mark.parametrize("flow", [FlowControl.LIGHT, FlowControl.FULL])
 def test_who_was_slowed_down_first_goes_first(buffering: Harness, flow: FlowControl) -> None:
     """In the order in which they came, and nobody who comes later overtakes them."""
-    queue = buffering.open(
-        size=10, light_delay_mark=1, light_delay="600s", full_delay_mark=1, stalled=True
-    )
+    queue = buffering.open(**DELAYING, stalled=True)
     producer = queue.producer(flow=flow)
     assert producer.publish(b"000")
     calls = [partial(producer.publish, value) for value in numbered(1, 9)]
@@ -167,9 +173,7 @@ def test_who_was_slowed_down_first_goes_first(buffering: Harness, flow: FlowCont
 @pytest.mark.parametrize("flow", [FlowControl.LIGHT, FlowControl.FULL])
 def test_closing_sends_away_who_is_slowed_down(buffering: Harness, flow: FlowControl) -> None:
     """All of them at once, not only who came first."""
-    queue = buffering.open(
-        size=10, light_delay_mark=1, light_delay="600s", full_delay_mark=1, stalled=True
-    )
+    queue = buffering.open(**DELAYING, stalled=True)
     producer = queue.producer(flow=flow)
     assert producer.publish(b"000")
     publishing = line_up(queue, *[partial(producer.publish, b"never")] * 3)

@@ -85,19 +85,9 @@ def logger(*arguments: object) -> None:
 
 
 @contextmanager
-def rsyslogd(place: Path, action: str, settings: str = "") -> Iterator[Path]:
-    """A real rsyslogd that does ``action`` with whatever is sent to the unix socket it yields."""
-    place.mkdir()
-    door = place / "log"
-    (place / "rsyslog.conf").write_text(
-        f"""
-        global(workDirectory="{place}" {settings})
-        module(load="imuxsock" SysSock.Use="off")
-        input(type="imuxsock" Socket="{door}" RateLimit.Interval="0" ParseTrusted="off")
-        template(name="sent" type="string" string="<%PRI%>%MSG:2:$%")
-        action({action} template="sent" action.resumeRetryCount="-1" action.resumeInterval="1")
-        """
-    )
+def rsyslogd(place: Path, config: str) -> Iterator[None]:
+    """A real rsyslogd, once it is up; what it says is in a file beside its configuration."""
+    (place / "rsyslog.conf").write_text(config)
     with (place / "said").open("wb") as said:
         daemon = subprocess.Popen(
             [program("rsyslogd"), "-n", "-f", place / "rsyslog.conf", "-i", place / "pid"],
@@ -105,11 +95,28 @@ def rsyslogd(place: Path, action: str, settings: str = "") -> Iterator[Path]:
             stderr=said,
         )
     try:
-        wait_until(door.exists, "rsyslogd's socket")
-        yield door
+        wait_until((place / "pid").exists, "rsyslogd", 60)
+        yield
     finally:
         daemon.terminate()
-        daemon.wait(20)
+        daemon.wait(60)
+
+
+@contextmanager
+def rsyslogd_sending(place: Path, action: str, settings: str = "") -> Iterator[Path]:
+    """One that does ``action`` with whatever is sent to the unix socket it yields."""
+    place.mkdir()
+    door = place / "log"
+    config = f"""
+        global(workDirectory="{place}" {settings})
+        module(load="imuxsock" SysSock.Use="off")
+        input(type="imuxsock" Socket="{door}" RateLimit.Interval="0" ParseTrusted="off")
+        template(name="sent" type="string" string="<%PRI%>%MSG:2:$%")
+        action({action} template="sent" action.resumeRetryCount="-1" action.resumeInterval="1")
+        """
+    with rsyslogd(place, config):
+        wait_until(door.exists, "rsyslogd's socket")
+        yield door
 
 
 def say(door: Path, *messages: bytes) -> None:

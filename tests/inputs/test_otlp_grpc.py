@@ -240,6 +240,11 @@ def silent_calls(address: str | None, count: int, metadata: Any = ()) -> Iterato
         over.set()
 
 
+def codes_of(calls: list[Any]) -> set[grpc.StatusCode]:
+    """What they end with."""
+    return {call.exception(timeout=PATIENCE).code() for call in calls}
+
+
 def test_strangers_that_send_nothing_hold_nobody_up(node: Node) -> None:
     """They are refused before a thread waits for what they would send."""
     with (
@@ -247,8 +252,7 @@ def test_strangers_that_send_nothing_hold_nobody_up(node: Node) -> None:
         silent_calls(found.address, THREADS) as calls,
         calling(found.address) as export,
     ):
-        codes = {call.exception(timeout=PATIENCE).code() for call in calls}
-        assert codes == {grpc.StatusCode.UNAUTHENTICATED}
+        assert codes_of(calls) == {grpc.StatusCode.UNAUTHENTICATED}
         body = logs_request("x").SerializeToString()
         assert export(body, metadata=RIGHT, timeout=PATIENCE) == b""
 
@@ -259,8 +263,7 @@ def test_requests_whose_message_does_not_come_are_cancelled(node: Node) -> None:
         silent_calls(found.address, THREADS, RIGHT) as calls,
         calling(found.address) as export,
     ):
-        codes = {call.exception(timeout=PATIENCE).code() for call in calls}
-        assert codes == {grpc.StatusCode.CANCELLED}
+        assert codes_of(calls) == {grpc.StatusCode.CANCELLED}
         body = logs_request("x").SerializeToString()
         assert export(body, metadata=RIGHT, timeout=PATIENCE) == b""
 

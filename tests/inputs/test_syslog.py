@@ -30,7 +30,7 @@ from tests.inputs.syslog_harness import (
     listening,
     logger,
     port,
-    rsyslogd,
+    rsyslogd_sending,
     say,
     secured,
     securely_connected,
@@ -77,7 +77,7 @@ def test_rsyslogd_forwards_everything_in_order(host: Node, tmp_path: Path, frami
     messages = [b"<%d>x: number %d" % (number % 192, number) for number in range(500)]
     with listening(host, tcp=ANYWHERE) as source:
         action = f'{DOGGED} port="{port(source)}" TCP_Framing="{framing}"'
-        with rsyslogd(tmp_path / "rsyslog", action) as door:
+        with rsyslogd_sending(tmp_path / "rsyslog", action) as door:
             say(door, *messages)
             events = arrived(host.queue("main"), 500)
     assert [event.value for event in events] == [each.replace(b"x: ", b"") for each in messages]
@@ -99,7 +99,7 @@ def test_rsyslogd_forwards_over_mutual_tls(host: Node, tmp_path: Path) -> None:
             'StreamDriverAuthMode="x509/name" StreamDriverPermittedPeers="localhost" '
             'TCP_Framing="octet-counted"'
         )
-        with rsyslogd(tmp_path / "rsyslog", action, settings) as door:
+        with rsyslogd_sending(tmp_path / "rsyslog", action, settings) as door:
             say(door, *(b"<13>x: number %d" % number for number in range(200)))
             values = values_in(host.queue("main"), 200)
     assert values == [b"<13>number %d" % number for number in range(200)]

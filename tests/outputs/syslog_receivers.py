@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.certificates import Certificates
 from tests.contract.harness import wait_until
-from tests.inputs.syslog_harness import program
+from tests.inputs.syslog_harness import rsyslogd
 from tests.ports import free_port
 
 _FIELDS = ("pri", "hostname", "app-name", "procid", "msgid", "msg")
@@ -39,7 +38,7 @@ class Received:
 def rsyslogd_receiving(
     place: Path, protocol: str, certificates: Certificates | None = None
 ) -> Iterator[Received]:
-    """A real rsyslogd that writes what it understands of each message into a file."""
+    """One that writes what it understands of each message into a file."""
     place.mkdir()
     udp = free_port()
     told = place / "port"
@@ -49,29 +48,17 @@ def rsyslogd_receiving(
         else f'module(load="imtcp" {_tls(certificates)}) '
         f'input(type="imtcp" address="127.0.0.1" port="0" listenPortFileName="{told}")'
     )
-    (place / "rsyslog.conf").write_text(
-        f"""
+    config = f"""
         global(workDirectory="{place}" maxMessageSize="64k" {_files(certificates)}
                parser.escapeControlCharactersOnReceive="off")
         {listener}
         template(name="all" type="string" string="{_template()}")
         action(type="omfile" file="{place / "out"}" template="all" asyncWriting="off")
         """
-    )
-    with (place / "said").open("wb") as said:
-        daemon = subprocess.Popen(
-            [program("rsyslogd"), "-n", "-f", place / "rsyslog.conf", "-i", place / "pid"],
-            stdout=said,
-            stderr=said,
-        )
-    try:
-        wait_until((place / "pid").exists, "rsyslogd", 60)
+    with rsyslogd(place, config):
         if protocol != "udp":
             wait_until(lambda: told.exists() and told.read_text().strip() != "", "its port", 60)
         yield Received(udp if protocol == "udp" else int(told.read_text()), place / "out")
-    finally:
-        daemon.terminate()
-        daemon.wait(60)
 
 
 def _template() -> str:
