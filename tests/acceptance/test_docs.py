@@ -5,7 +5,7 @@ directory; a ```console block runs what stands after ``$ ``. What must be printe
 ```text or ```output block after the program, or within the console block. ``…`` stands for
 anything. A ```yaml block whose title is the name of a file is written to that file. A block that
 cannot run says why: ```python title="no-run: needs a node", which the
-built pages show as its title. A page that names ``$TURNLANE_URL`` has a node with a disk queue
+built pages show as its title. A page that names ``$NODE`` has a node with a disk queue
 ``orders`` there.
 """
 
@@ -158,7 +158,7 @@ def tidy(text: str) -> str:
 @contextlib.contextmanager
 def node_for(page: Path, data: Path) -> Iterator[dict[str, str]]:
     """The environment of the page's programs; with the address of a node, if they ask for it."""
-    if "$TURNLANE_URL" not in page.read_text():
+    if "$NODE" not in page.read_text():
         yield {}
         return
     settings = WebSettings(listen=Address.parse(":0"))
@@ -166,7 +166,7 @@ def node_for(page: Path, data: Path) -> Iterator[dict[str, str]]:
         Node(data, {"orders": {"durability": "always"}}) as node,
         HttpPlane(node, Authority(), settings).start() as plane,
     ):
-        yield {"TURNLANE_URL": plane.url}
+        yield {"NODE": plane.url}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
