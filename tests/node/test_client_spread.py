@@ -94,6 +94,17 @@ def test_getting_takes_from_all_nodes_and_acks_come_from_all(
     assert queue.stats().ledger.adds_up
 
 
+def test_stats_are_those_of_a_single_queue_added_up(both: turnlane.Client) -> None:
+    found = both.queue("q").stats()
+    single = both._transport(both.nodes[0], "q")
+    with turnlane.open_queue(kind="proxy", name="q", transport=single) as one:
+        assert {name: type(value) for name, value in found.as_dict().items()} == {
+            name: type(value) for name, value in one.stats().as_dict().items()
+        }
+        assert found.max_size == 2 * (one.stats().max_size or 0)
+    assert found.trouble == ""
+
+
 def test_a_node_that_is_away_delays_only_its_own(
     pair: tuple[Served, Served], both: turnlane.Client
 ) -> None:

@@ -214,7 +214,7 @@ def _time_left(timeout: float | None) -> Callable[[], float | None]:
 
 def _sum(parts: Sequence[Stats]) -> Stats:
     """The stats of all together; a bound that one of them does not have nobody has."""
-    names = [name for name in Stats.__dataclass_fields__ if name not in ("name", "kind", "ledger")]
+    names = Stats.__dataclass_fields__.keys() - {"name", "kind", "ledger", "trouble"}
     totals: dict[str, Any] = {
         name: None if None in values else sum(filter(None, values))
         for name in names
@@ -231,4 +231,5 @@ def _sum(parts: Sequence[Stats]) -> Stats:
         dropped=dropped,
         pending=sum(part.ledger.pending for part in parts),
     )
-    return Stats(name=parts[0].name, kind=parts[0].kind, ledger=ledger, **totals)
+    trouble = "; ".join(part.trouble for part in parts if part.trouble)
+    return Stats(parts[0].name, parts[0].kind, ledger, trouble=trouble, **totals)
