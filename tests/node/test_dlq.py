@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import typer
 from typer.testing import CliRunner, Result
@@ -117,6 +118,28 @@ def test_people_see_why_and_what(dead: Served) -> None:
     assert text.splitlines()[:2] == ["0  2026-11-16 12:00:00  Never", "  refused: Never"]
     assert "  value: event 0" in text
     assert run(dead, "show", "alerts", "--reason", "x").stdout == "there are none\n"
+
+
+def test_whatever_an_event_holds_is_shown(serve: Serve) -> None:
+    """Bytes that are no text, times that Python has no word for, signs that move a cursor."""
+    served = serve(QUEUES)
+    block = letters(range(2))
+    times = pa.array([2**60, 0], block.schema.field("timestamp").type)
+    headers = pa.array([[("a", "b")], []], block.schema.field("headers").type)
+    for name, column in (
+        ("timestamp", times),
+        ("headers", headers),
+        ("value", pa.array([b"\xff\x00", b"\x1b[2J"])),
+    ):
+        block = block.set_column(block.schema.get_field_index(name), name, column)
+    nanoseconds: Any = pa.array([1, None], pa.timestamp("ns", tz="UTC"))
+    bury(served, block.append_column("seen", nanoseconds))
+    condition = "timestamp LIKE '%Z' AND (seen IS NULL OR seen LIKE '%01Z')"
+    first, second = objects(run(served, "show", "alerts", "--json", "--where", condition))
+    assert (first["value_base64"], first["headers"]) == ("/wA=", {"a": "b"})
+    assert first["timestamp"].endswith("Z")
+    assert (second["value"], second["headers"]) == ("\x1b[2J", {})
+    assert "\x1b" not in run(served, "show", "alerts").stdout
 
 
 @pytest.mark.parametrize(
@@ -280,6 +303,22 @@ def test_letters_with_other_columns_stand_side_by_side(serve: Serve) -> None:
     bury(served, more.append_column("level", more.column("dead_attempts")))
     found = objects(run(served, "show", "alerts", "--json", "--where", "level IS NULL"))
     assert [each["value"] for each in found] == ["event 0", "event 1"]
+
+
+def test_large_letters_are_taken_a_few_at_a_time(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten thousand of them need not fit into anybody's memory."""
+    monkeypatch.setattr(dead_letters, "STEP_BYTES", 1)
+    served = serve({**QUEUES, "alerts.dead": {"memory_bytes": 1, "durability": "always"}})
+    for first in (0, 10, 20):
+        bury(served, letters(range(first, first + 10)))
+    steps: list[int] = []
+    mine = DeadLetters(served.client().nodes[0], "alerts")
+    assert mine.replay(Choice(), "alerts", 25, steps.append) == 25
+    assert steps == [10, 10, 5]
+    assert numbers(served, "alerts") == list(range(25))
+    assert pending(served) == 5
 
 
 def test_a_condition_is_checked_before_anything_is_done(dead: Served) -> None:

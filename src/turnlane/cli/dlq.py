@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import datetime
 from itertools import chain, islice
@@ -18,7 +18,7 @@ from turnlane.cli.options import Endpoint, Json, OptionalConfig, TlsCa, TokenEnv
 from turnlane.errors import ConfigError, NoSuchQueue
 
 if TYPE_CHECKING:
-    from turnlane.client.dead_letters import DeadLetters
+    from turnlane.client.dead_letters import Chosen, DeadLetters
     from turnlane.client.letters import Choice
     from turnlane.client.remote import RemoteNode
 
@@ -35,6 +35,8 @@ _COLUMNS: Final[list[output.Column]] = [
     ("first", "left"),
     ("last", "left"),
 ]
+
+_SECONDS: Final = len("2026-01-01T00:00:00")
 
 Action = Annotated[
     str, typer.Argument(metavar="ACTION", help="The action; main for what could not be parsed.")
@@ -75,7 +77,7 @@ def list_letters(
         ]
     if as_json:
         for summary in found:
-            output.say_json({name: _shown(value) for name, value in asdict(summary).items()})
+            output.say_json(_plain(asdict(summary)))
     elif found:
         rows = [
             [each.action, each.reason or "", str(each.events), _time(each.first), _time(each.last)]
@@ -109,12 +111,11 @@ def show(
     with reached(config, endpoint, token_env, tls_ca) as nodes:
         for letters in _of_action(nodes, action):
             wanted = None if limit is None else limit - len(rows)
-            for block, offsets in letters.chosen(choice, wanted):
-                events = zip(offsets, block.to_pylist(), strict=True)
-                rows += [{"offset": offset, **event} for offset, event in events]
+            for piece in letters.chosen(choice, wanted):
+                rows += _rows(piece)
     if as_json:
         for row in rows:
-            output.say_json({name: _shown(value) for name, value in row.items()})
+            output.say_json(row)
         return
     for row in rows:
         for line in _lines(row):
@@ -162,7 +163,7 @@ def replay(
     if as_json:
         output.say_json({"action": action, "to": target, "events": done})
     else:
-        output.say(f"{_events(done)} sent again, into queue {target}")
+        output.say(f"{_letters(done)} sent again, into queue {target}")
 
 
 @dlq.command()
@@ -193,13 +194,13 @@ def purge(
         letters = _of_action(nodes, action)
         count = _counted(letters, choice, limit)
         if count and not yes:
-            question = f"Throw {_events(count)} of {action} away for good ({choice})?"
+            question = f"Throw {_letters(count)} of {action} away for good ({choice})?"
             typer.confirm(question, abort=True, err=True)
         done = _each(letters, "throwing away", limit, one) if count else 0
     if as_json:
         output.say_json({"action": action, "events": done})
     else:
-        output.say(f"{_events(done)} thrown away")
+        output.say(f"{_letters(done)} thrown away")
 
 
 def _of_action(nodes: list[RemoteNode], action: str) -> list[DeadLetters]:
@@ -248,32 +249,40 @@ def _choice(
     return Choice(reason, moment("--since", since), moment("--until", until), key, where)
 
 
-def _shown(value: object) -> object:
-    """A value as JSON has it."""
-    if isinstance(value, bytes):
-        return value.decode(errors="replace")
-    if isinstance(value, datetime):
-        return value.isoformat()
-    if isinstance(value, list) and value and isinstance(value[0], tuple):
-        return dict(value)  # headers
-    return value
+def _plain(value: object) -> object:
+    from turnlane.queues.inspection.rows import plain
+
+    return plain(value)
+
+
+def _rows(piece: Chosen) -> Iterator[dict[str, Any]]:
+    """Letters as JSON has them, in the way of ``turnlane queue peek``."""
+    import numpy as np
+
+    from turnlane.queues.inspection.rows import SETTLED, rows
+    from turnlane.queues.inspection.slices import Slice
+
+    for row in rows(Slice(np.array(piece.offsets), settled=False, block=piece.letters)):
+        del row[SETTLED]
+        yield row
+
+
+def _letters(count: int) -> str:
+    return output.counted(count, "dead letter")
 
 
 def _time(moment: datetime | None) -> str:
     return "" if moment is None else moment.strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _events(count: int) -> str:
-    return f"{count} dead letter{'' if count == 1 else 's'}"
-
-
 def _lines(row: dict[str, Any]) -> list[str]:
     """A letter for people: the reason first, then what there is of the event."""
-    head = f"{row['offset']}  {_time(row.get('dead_time'))}  {row.get('dead_reason') or ''}"
-    why = f"  {row.get('dead_error') or row.get('parse_error') or ''}"
+    time = str(row.get("dead_time") or "")[:_SECONDS].replace("T", " ")
+    head = f"{row['offset']}  {time}  {row.get('dead_reason') or ''}"
+    why = str(row.get("dead_error") or row.get("parse_error") or "")
     rest = [
-        f"  {name}: {output.readable(value) if isinstance(value, bytes) else _shown(value)}"
+        f"  {name}: {output.readable(str(value).encode())}"
         for name, value in row.items()
         if value is not None and name != "offset" and not name.startswith("dead_")
     ]
-    return [head.rstrip(), why, *rest]
+    return [head.rstrip(), f"  {output.readable(why.encode())}", *rest]

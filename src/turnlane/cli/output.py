@@ -65,6 +65,11 @@ def say_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, elast
     console.print(table)
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 event``, ``2 events``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def readable(value: bytes | None) -> str:
     """A value for people: as text if it is printable, else in hex."""
     if value is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, NamedTuple
@@ -21,8 +21,10 @@ from turnlane.queues.spans import hulls, inside, spans_of
 
 SUFFIX: Final = ".dead"
 STEP: Final = 10_000
-"""Letters that are sent again, or thrown away, at a time."""
+STEP_BYTES: Final = 64 << 20
+"""Letters, and bytes of theirs, that are sent again or thrown away at a time, about."""
 
+Offsets = npt.NDArray[np.int64]
 Advance = Callable[[int], object]
 
 
@@ -78,21 +80,30 @@ class DeadLetters:
             if left == 0:
                 return
 
-    def _waiting(self) -> Iterator[tuple[Block, npt.NDArray[np.int64]]]:
+    def _waiting(self) -> Iterator[tuple[Block, Offsets]]:
         """All letters, a step at a time, with their offsets."""
         at = 0
         while spans := self._look(STEP, at).spans:
             at = spans[-1][1]
-            tables, places = [], []
-            for hull in hulls(spans):
-                for first, block in self._node.read(self.queue, *hull):
-                    waiting = inside(spans, first, block.num_rows)
+            blocks: list[Block] = []
+            places: list[Offsets] = []
+            size = 0
+            for first, block in self._read(spans):
+                waiting = inside(spans, first, block.num_rows)
+                if waiting.any():
+                    blocks.append(block.filter(pa.array(waiting)))
                     places.append(np.flatnonzero(waiting) + first)
-                    tables.append(pa.Table.from_batches([block.filter(pa.array(waiting))]))
-            if tables:
-                # Later letters may have columns that earlier ones lack.
-                table = pa.concat_tables(tables, promote_options="default").combine_chunks()
-                yield from zip(table.to_batches(), [np.concatenate(places)], strict=False)
+                    size += blocks[-1].nbytes
+                if size >= STEP_BYTES:
+                    yield _merged(blocks), np.concatenate(places)
+                    blocks, places, size = [], [], 0
+            if blocks:
+                yield _merged(blocks), np.concatenate(places)
+
+    def _read(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Block]]:
+        """Blocks that have these offsets, and maybe some between them."""
+        for hull in hulls(spans):
+            yield from self._node.read(self.queue, *hull)
 
     def _look(self, events: int, first: int = 0) -> Unsettled:
         """What waits from ``first`` on, of what was there at the first look."""
@@ -148,6 +159,13 @@ class DeadLetters:
             done += self._node.purge(self.queue, spans_of(np.array(offsets)), f"dlq: {choice}")
             advance(len(offsets))
         return done
+
+
+def _merged(blocks: Sequence[Block]) -> Block:
+    """One block of several, of which later ones may have columns that earlier ones lack."""
+    tables = [pa.Table.from_batches([block]) for block in blocks]
+    (merged,) = pa.concat_tables(tables, promote_options="default").combine_chunks().to_batches()
+    return merged
 
 
 def _events(letters: Block) -> Block:

@@ -115,12 +115,15 @@ def _is_plain(kind: pa.DataType) -> bool:
 
 
 def _rows(block: Block, names: list[str]) -> Iterator[tuple[object, ...]]:
-    columns = [[_plain(value) for value in block.column(name).to_pylist()] for name in names]
-    return zip(*columns, strict=True)
+    return zip(*(_plain(block.column(name)) for name in names), strict=True)
 
 
-def _plain(value: object) -> object:
-    """A value as SQLite has it: bytes as the text they mostly are, times as ISO 8601."""
-    if isinstance(value, bytes):
-        return value.decode(errors="replace")
-    return value.isoformat() if isinstance(value, datetime) else value
+def _plain(column: Any) -> list[Any]:  # noqa: ANN401 - a column
+    """Values as SQLite has them: bytes as the text they mostly are, times as ISO 8601."""
+    if pa.types.is_timestamp(column.type):
+        # Not by way of Python's datetime: that ends in the year 9999, and with microseconds.
+        times = pc.strftime(column.cast(pa.timestamp(column.type.unit)), "%Y-%m-%dT%H:%M:%S")
+        zone = "Z" if column.type.tz else ""
+        return [None if each is None else f"{each}{zone}" for each in times.to_pylist()]
+    values = column.to_pylist()
+    return [each.decode(errors="replace") if isinstance(each, bytes) else each for each in values]
