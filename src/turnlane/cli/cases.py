@@ -42,7 +42,7 @@ def try_cases(
     logging.getLogger("py4j").setLevel(logging.ERROR)
     failed = _tried(settings, pipeline, wanted, as_json=as_json)
     if not as_json:
-        output.say(f"{_counted(len(wanted))}, {failed} failed")
+        output.say(f"{output.counted(len(wanted), 'case')}, {failed} failed")
     if failed:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -83,7 +83,3 @@ def _tried(
     finally:
         spark.stop()
     return failed
-
-
-def _counted(count: int) -> str:
-    return "1 case" if count == 1 else f"{count} cases"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-from turnlane.cli.output import Column, readable
+from turnlane.cli.output import Column, counted, readable
 from turnlane.queues.inspection.account import Account
 from turnlane.queues.inspection.findings import Report
 from turnlane.queues.inspection.repair import Repaired
@@ -46,9 +46,9 @@ def summary(report: Report) -> str:
     """What was looked at."""
     held = f", open in process {report.running}" if report.running is not None else ""
     return (
-        f"{report.name}: {_count(report.chunks, 'chunk')}, {_count(report.frames, 'frame')}, "
-        f"{_count(report.events, 'event')} ({report.pending} pending), "
-        f"{_count(report.bytes, 'byte')}{held}"
+        f"{report.name}: {counted(report.chunks, 'chunk')}, {counted(report.frames, 'frame')}, "
+        f"{counted(report.events, 'event')} ({report.pending} pending), "
+        f"{counted(report.bytes, 'byte')}{held}"
     )
 
 
@@ -61,8 +61,8 @@ def finding_lines(report: Report) -> Iterator[str]:
     if report.clean:
         yield "clean"
     else:
-        lost = f", {_count(report.lost, 'event')} lost" if report.lost else ", no event lost"
-        yield f"{_count(len(report.faults), 'fault')}{lost}"
+        lost = f", {counted(report.lost, 'event')} lost" if report.lost else ", no event lost"
+        yield f"{counted(len(report.faults), 'fault')}{lost}"
 
 
 def repaired_lines(done: Repaired | None, *, needed: bool) -> Iterator[str]:
@@ -72,9 +72,9 @@ def repaired_lines(done: Repaired | None, *, needed: bool) -> Iterator[str]:
         return
     reasons = ", ".join(f"{count} {reason}" for reason, count in done.lost.items())
     lost = f"{sum(done.lost.values())} lost: {reasons}" if reasons else "none lost"
-    yield f"repaired: {_count(done.saved, 'pending event')} saved, {lost}"
+    yield f"repaired: {counted(done.saved, 'pending event')} saved, {lost}"
     if done.recovered_acks:
-        yield f"{_count(done.recovered_acks, 'ack')} recovered from the damaged journal"
+        yield f"{counted(done.recovered_acks, 'ack')} recovered from the damaged journal"
     for name in done.set_aside:
         yield f"kept: {name}"
 
@@ -95,7 +95,3 @@ def ledger_lines(account: Account) -> Iterator[str]:
     yield str(ledger)
     yield from account.notes
     yield f"not included: {account.not_included}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -132,7 +132,7 @@ def _counted(settings: Config, answered: int | None) -> Iterator[str]:
     if answered is not None:
         parts.append((answered, "reachable output"))
     for count, noun in parts:
-        yield f"{count} {noun}{'' if count == 1 else 's'}"
+        yield output.counted(count, noun)
 
 
 def _check_with_spark(path: Path, settings: Config) -> None:

@@ -16,7 +16,6 @@ from turnlane.cli.table_texts import (
     PEEK_COLUMNS,
     STATES,
     STATUS_COLUMNS,
-    events_text,
     peek_cells,
     shown,
     status_cells,
@@ -193,7 +192,9 @@ def cancel(
         ids = [(place, place.queue.scan.ids(chosen)) for place in found]
         count = sum(len(each) for _, each in ids)
         if count and not yes and sys.stdin.isatty():
-            typer.confirm(f"Delete {events_text(count)} of {queue}?", abort=True, err=True)
+            typer.confirm(
+                f"Delete {output.counted(count, 'event')} of {queue}?", abort=True, err=True
+            )
         done = sum(place.queue.cancel(each) for place, each in ids)
     _say_done(queue, done, "cancelled", as_json=as_json)
 
@@ -229,7 +230,7 @@ def reshard(
         now = [{"range": str(each.key_range), "url": each.address} for each in shards]
         output.say_json({"queue": queue, "moved": moved, "shards": now})
     else:
-        output.say(f"{events_text(moved)} moved; the shards of {queue}:")
+        output.say(f"{output.counted(moved, 'event')} moved; the shards of {queue}:")
         for each in shards:
             output.say(f"  {each}")
 
@@ -248,7 +249,7 @@ class _Teller:
         if self._as_json:
             output.say_json({"step": str(progress.step), "moved": progress.moved})
         else:
-            output.warn(f"{progress.step}, {events_text(progress.moved)} moved so far")
+            output.warn(f"{progress.step}, {output.counted(progress.moved, 'event')} moved so far")
 
 
 # ── choosing ─────────────────────────────────────────────────────────────────────────────────────
@@ -307,8 +308,12 @@ def _say_ddl(statements: list[str], *, as_json: bool) -> None:
             output.say(f"{statement};\n")
 
 
+def _events(count: int) -> str:
+    return output.counted(count, "event")
+
+
 def _say_done(queue: str, count: int, what: str, *, as_json: bool) -> None:
     if as_json:
         output.say_json({"queue": queue, "events": count})
     else:
-        output.say(f"{events_text(count)} {what}")
+        output.say(f"{output.counted(count, 'event')} {what}")

@@ -67,8 +67,3 @@ def shown(row: dict[str, Any]) -> dict[str, object]:
     from turnlane.queues.inspection.rows import plain
 
     return {name: plain(value) for name, value in row.items()}
-
-
-def events_text(count: int) -> str:
-    """How many."""
-    return f"{count} event{'' if count == 1 else 's'}"
