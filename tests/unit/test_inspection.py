@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 import turnlane
-from turnlane.cli.output import readable
+from turnlane.cli.output import readable, say_table
 from turnlane.events import block_of
 from turnlane.queues.inspection import inspect
 from turnlane.queues.inspection.export import Format, export_to_file
@@ -80,6 +80,14 @@ def test_values_for_people(value: bytes | None, shown: str) -> None:
 def test_a_long_value_is_cut_between_characters() -> None:
     shown = readable("ü".encode() * 10_000)
     assert set(shown) == {"ü"}
+
+
+@pytest.mark.parametrize("said", ["\x1b[2Jgone", "two\nlines", "half a pair \ud800", "\u202eback"])
+def test_no_cell_of_a_table_moves_the_cursor(said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    say_table([("action", "left"), ("error", "left")], [["alerts", said]], elastic="error")
+    _, row = capsys.readouterr().out.splitlines()
+    assert row.split("  ")[1].rstrip() == said.encode("unicode_escape").decode()
+    assert row.isprintable()
 
 
 def test_the_holder_is_found_without_touching_the_lock(tmp_path: Path) -> None:

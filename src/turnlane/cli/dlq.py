@@ -281,8 +281,8 @@ def _lines(row: dict[str, Any]) -> list[str]:
     head = f"{row['offset']}  {time}  {row.get('dead_reason') or ''}"
     why = str(row.get("dead_error") or row.get("parse_error") or "")
     rest = [
-        f"  {name}: {output.readable(str(value).encode())}"
+        f"  {name}: {output.printable(str(value))}"
         for name, value in row.items()
         if value is not None and name != "offset" and not name.startswith("dead_")
     ]
-    return [head.rstrip(), f"  {output.readable(why.encode())}", *rest]
+    return [head.rstrip(), f"  {output.printable(why)}", *rest]

@@ -53,6 +53,7 @@ def say_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, elast
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(highlight=False, width=None if known else WIDTH_WITHOUT_TERMINAL)
     titles = [title for title, _ in columns]
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(cell_len, cells)) for cells in zip(titles, *rows, strict=True)]
     at = titles.index(elastic)
     room = console.width - sum(widths[:at] + widths[at + 1 :]) - _GAP * (len(columns) - 1)
@@ -61,13 +62,23 @@ def say_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, elast
         most = max(room, _LEAST) if title == elastic else None
         table.add_column(title, justify=side, no_wrap=True, overflow="ellipsis", max_width=most)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*map(Text, row))
     console.print(table)
 
 
 def counted(number: int, noun: str) -> str:
     """``1 event``, ``2 events``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def printable(text: str) -> str:
+    """A text that moves no cursor and ends no line: what events and peers say may hold anything."""
+    text = text[:_LONGEST]
+    if text.isprintable():
+        return text
+    return "".join(
+        sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text
+    )
 
 
 def readable(value: bytes | None) -> str:
