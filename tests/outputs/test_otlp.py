@@ -203,6 +203,15 @@ def test_other_events_become_log_records(server: Server) -> None:
     assert request.resource_logs[0].scope_logs[0].scope.name == "turnlane"
 
 
+def test_columns_of_ours_are_no_attributes(server: Server) -> None:
+    """What tells the rows of one event apart is in their ids."""
+    block = with_column(events([b"one", b"two"]), "turnlane_row", [0, 1])
+    delivered("otlp", block, url=server.url)
+    for record, row in zip(records(server), ("", ".1"), strict=True):
+        assert attributes(record).keys() == {"log.record.uid"}
+        assert row in attributes(record)["log.record.uid"]
+
+
 def test_severities_come_back_as_they_were(server: Server) -> None:
     delivered("otlp", events([b"x"] * 8, severities=list(range(8))), url=server.url)
     assert [SEVERITIES[each.severity_number] for each in records(server)] == list(range(8))

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from turnlane.delivery.columns import DIRECT, PAYLOAD
+from turnlane.delivery.columns import OURS, PAYLOAD
 from turnlane.events import Block
 from turnlane.formats.otlp import field, varint
 from turnlane.formats.texts import large, strung
@@ -22,7 +22,7 @@ Column = Any
 """An Arrow column."""
 
 _NOT_ATTRIBUTES: Final = frozenset(
-    {"value", "timestamp", "severity", "queue", "partition", "offset", PAYLOAD, DIRECT}
+    {"value", "timestamp", "severity", "queue", "partition", "offset", PAYLOAD}
 )
 _NUMBERS: Final = (21, 19, 18, 17, 13, 10, 9, 5)
 """OTLP's severity numbers by syslog's severity, as OpenTelemetry's own table has them."""
@@ -73,7 +73,7 @@ def _records(block: Block, ids: Column) -> Column:
     if "value" in names:
         parts.append(_fields(_BODY, _any(block.column("value"))))
     for name in names:
-        if name not in _NOT_ATTRIBUTES:
+        if name not in _NOT_ATTRIBUTES and not name.startswith(OURS):
             parts.extend(_attributes(name, block.column(name)))
     if ids is not None:
         parts.extend(_attributes("log.record.uid", ids))

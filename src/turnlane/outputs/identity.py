@@ -8,6 +8,7 @@ import google_crc32c
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from turnlane.delivery.columns import DIRECT, PAYLOAD
 from turnlane.events import Block
 from turnlane.pipeline.settings import MAIN
 
@@ -15,6 +16,8 @@ _PLACE: Final = ("partition", "offset")
 _TIME: Final = "timestamp"
 ROW: Final = "turnlane_row"
 """The column that tells the rows which a transform has made of one event apart: 0, 1, …"""
+NOT_OF_EVENTS: Final = ("queue", *_PLACE, DIRECT, PAYLOAD, ROW)
+"""Columns that say where an event is, or goes, or how it looks there; they are not stored."""
 
 
 def ids_of(block: Block) -> pa.Array[Any] | None:

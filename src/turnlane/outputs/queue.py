@@ -7,7 +7,7 @@ import logging
 import threading
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,6 @@ from pydantic import AfterValidator, Field, model_validator
 from turnlane.client.failures import understood
 from turnlane.client.remote import Credentials, RemoteNode, said
 from turnlane.client.url import Url
-from turnlane.delivery.columns import DIRECT, PAYLOAD
 from turnlane.errors import (
     ConfigError,
     EventTooLarge,
@@ -28,16 +27,13 @@ from turnlane.errors import (
 )
 from turnlane.events import Block, typed
 from turnlane.outputs.contract import Output, OutputSettings
-from turnlane.outputs.identity import ROW
+from turnlane.outputs.identity import NOT_OF_EVENTS, ROW
 from turnlane.outputs.tls import ClientTls
 from turnlane.problems import Contradiction, Problem
 from turnlane.quantities import Duration
 from turnlane.secret import revealed
 
 log = logging.getLogger(__name__)
-
-_PLACE: Final = ("queue", "partition", "offset", DIRECT, PAYLOAD, ROW)
-"""Columns that say where an event is here. There it gets a place of its own."""
 
 
 def _one_node(endpoint: str) -> str:
@@ -112,7 +108,7 @@ class QueueOutput(Output):
     def prepare(self, block: Block) -> Any:  # noqa: ANN401
         """The events without their place here, in pieces whose numbers are consecutive."""
         if self.settings.producer is None:
-            return [Piece(None, None, typed(block, without=_PLACE))]
+            return [Piece(None, None, typed(block, without=NOT_OF_EVENTS))]
         return list(_numbered(block, self.settings.producer))
 
     def send(self, prepared: Any) -> None:  # noqa: ANN401
@@ -182,7 +178,7 @@ def _numbered(block: Block, producer: str) -> list[Piece]:
     offsets = block.column("offset").to_numpy()
     partitions = block.column("partition").to_numpy()
     numbers = block.column(ROW).to_numpy() if ROW in names else np.zeros_like(offsets)
-    events = typed(block, without=_PLACE)
+    events = typed(block, without=NOT_OF_EVENTS)
     apart = (np.diff(offsets) != 1) | (np.diff(partitions) != 0) | (np.diff(numbers) != 0)
     breaks = np.flatnonzero(apart) + 1
     starts = [0, *breaks.tolist()] if block.num_rows else []

@@ -11,19 +11,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
-from turnlane.delivery.columns import DIRECT, PAYLOAD
 from turnlane.errors import SchemaMismatch
 from turnlane.events import BASE_SCHEMA, Block, typed
-from turnlane.outputs.identity import ROW
+from turnlane.outputs.identity import NOT_OF_EVENTS
 
 READ_SCHEMA = (
     "key string, value binary, timestamp timestamp, severity tinyint, source string, "
     "queue string, partition int, offset bigint"
 )
 HEADERS = "headers map<string,string>"
-
-_PLACE = ("queue", "partition", "offset", DIRECT, PAYLOAD, ROW)
-"""Columns that say where an event is, or goes, or how it looks there; they are not stored."""
 
 
 def read_schema(*, include_headers: bool) -> str:
@@ -103,7 +99,7 @@ def check_writable(schema: StructType, *, needs_route: bool) -> None:
 
 def as_block(rows: pa.RecordBatch) -> Block:
     """Spark's rows as a queue takes them: base columns of the right type, no place."""
-    return typed(rows, without=_PLACE)
+    return typed(rows, without=NOT_OF_EVENTS)
 
 
 def by_route(rows: pa.RecordBatch, column: str) -> Sequence[tuple[str, pa.RecordBatch]]:
