@@ -28,10 +28,11 @@ from turnlane.delivery.engine import Engine
 from turnlane.delivery.gate import LocalGate
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import Never, RetryLater
-from turnlane.events import Block
+from turnlane.events import Block, block_of
 from turnlane.outputs import sql_mysql, sql_postgres
 from turnlane.outputs.sql import SqlOutput, SqlSettings
 from turnlane.outputs.sql_delivered import not_in, runs_of
+from turnlane.outputs.sql_rows import rows_of
 from turnlane.queues.ranges import Ranges
 
 WRITTEN = datetime(2026, 11, 18, 11, 6, 40, 123456, tzinfo=UTC)
@@ -499,6 +500,14 @@ def test_a_connection_lost_in_a_transaction_leaves_nothing(
 def test_bytes_that_are_no_text_fit_into_no_text(bench: Bench) -> None:
     with bench.output() as output, pytest.raises(Never):
         send(output, handed([b"\xff\xfe"]))
+
+
+def test_of_a_header_given_twice_the_last_counts() -> None:
+    """As for templates, and for whoever reads the event itself."""
+    kind = block_of([]).schema.field("headers").type
+    twice: Any = pa.array([[("team", "a"), ("team", "b")]], kind)
+    found = rows_of(handed([b"x"], headers=twice), {"team": "headers.team"}, places=False)
+    assert found.columns.column("team").to_pylist() == ["b"]
 
 
 def test_json_that_is_none_never_gets_better() -> None:

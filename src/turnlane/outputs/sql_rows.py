@@ -64,7 +64,7 @@ def _within(column: Any, path: Sequence[str]) -> Any:  # noqa: ANN401
     """What is at a path in maps, structs, and texts that are JSON."""
     for at, name in enumerate(path):
         if pa.types.is_map(column.type):
-            column = pc.map_lookup(column, pa.scalar(name, column.type.key_type), "first")
+            column = pc.map_lookup(column, pa.scalar(name, column.type.key_type), "last")
         elif pa.types.is_struct(column.type) and column.type.get_field_index(name) >= 0:
             column = pc.struct_field(column, name)
         elif pa.types.is_struct(column.type):
