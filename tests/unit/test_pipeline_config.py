@@ -188,6 +188,14 @@ QUEUE = "type: queue, endpoint: 'turnlane://a:1', queue: q, producer: shop"
             f"{{name: a, queue: disk, delivery: {{ordering: key}}, output: {{{QUEUE}}}}}",
             "output.producer: has the node there drop what comes out of order",
         ),
+        (
+            f"{{name: a, queue: disk, delivery: {{failover: {{output: {{{QUEUE}}}}}}}, {FILE}}}",
+            "delivery.failover.output.producer: has the node there drop what comes out of order",
+        ),
+        (
+            f"{{name: a, delivery: {{failover: {{output: {{{SQL}}}}}}}, {FILE}}}",
+            "delivery.failover.output.exactly_once: notes which offsets",
+        ),
     ],
 )
 def test_an_output_that_cannot_keep_its_promise_there_is_refused(action: str, fault: str) -> None:

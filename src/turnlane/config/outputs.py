@@ -31,14 +31,18 @@ def wrong_outputs(
 ) -> Iterator[Wrong]:
     """All that is wrong, with its place."""
     for at, action in actions:
-        output = action.get("output")
-        path: Path = ("actions", at, "output")
-        if not isinstance(output, dict):
-            continue
-        if output.get("type") in {"sql", "table"} and output.get("exactly_once") is True:
-            yield from _once((*path, "exactly_once"), action, direct=is_direct(action))
-        if output.get("type") == "queue" and output.get("producer") is not None:
-            yield from _numbered((*path, "producer"), action)
+        for path, output in _outputs(("actions", at), action):
+            if output.get("type") in {"sql", "table"} and output.get("exactly_once") is True:
+                yield from _once((*path, "exactly_once"), action, direct=is_direct(action))
+            if output.get("type") == "queue" and output.get("producer") is not None:
+                yield from _numbered((*path, "producer"), action)
+
+
+def _outputs(path: Path, action: Values) -> Iterator[tuple[Path, Values]]:
+    """An action's output, and the one that may stand in for it, with their places."""
+    failover = _mapping(_delivery(action).get("failover"))
+    yield (*path, "output"), _mapping(action.get("output"))
+    yield (*path, "delivery", "failover", "output"), _mapping(failover.get("output"))
 
 
 def _once(path: Path, action: Values, *, direct: bool) -> Iterator[Wrong]:
@@ -58,5 +62,8 @@ def _numbered(path: Path, action: Values) -> Iterator[Wrong]:
 
 
 def _delivery(action: Values) -> Values:
-    delivery = action.get("delivery")
-    return delivery if isinstance(delivery, dict) else {}
+    return _mapping(action.get("delivery"))
+
+
+def _mapping(value: object) -> Values:
+    return value if isinstance(value, dict) else {}
