@@ -436,6 +436,12 @@ def test_what_lanes_alone_cannot_take_is_named() -> None:
 # ── names, places, and what only a start takes ───────────────────────────────────────────────────
 
 
+def test_no_action_is_called_as_the_second_output_of_another_is() -> None:
+    """They would have one breaker."""
+    fault = only_fault_of(actions(f"{{name: a, {FILE}}}", f"{{name: a.failover, {FILE}}}"))
+    assert fault.endswith("actions[1].name: the second output of another action is called so")
+
+
 @pytest.mark.parametrize("more", ["", "parse: {format: json, on_error: dead}\n"])
 def test_no_action_is_called_as_the_dead_letters_of_parsing_are(more: str) -> None:
     fault = only_fault_of(actions(f"{{name: main.dead, queue: disk, {FILE}}}", more=more))

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from turnlane.config.document import Path
 from turnlane.delivery.settings import Ordering
-from turnlane.pipeline.settings import DEAD_LETTERS, DISCARD, SPARK
+from turnlane.pipeline.settings import DEAD_LETTERS, DISCARD, FAILOVER, SPARK
 
 Values = dict[str, Any]
 Wrong = tuple[Path, str]
@@ -31,9 +31,12 @@ def wrong_deliveries(
     """All that is wrong, with its place."""
     before: Values | None = None
     letters = {DEAD_LETTERS, *(f"{action.get('name')}.dead" for _, action in actions)}
+    seconds = {f"{action.get('name')}.{FAILOVER}" for _, action in actions}
     for at, action in actions:
         if action.get("name") in letters:
             yield ("actions", at, "name"), "dead letters of others are called so"
+        if action.get("name") in seconds:
+            yield ("actions", at, "name"), "the second output of another action is called so"
         delivery = action.get("delivery")
         path: Path = ("actions", at, "delivery")
         if isinstance(delivery, dict):

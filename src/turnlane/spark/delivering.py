@@ -23,8 +23,9 @@ from turnlane.errors import RetryLater
 from turnlane.events import Block
 from turnlane.outputs import registry
 from turnlane.outputs.contract import Output, OutputSettings
+from turnlane.pipeline.settings import FAILOVER
 from turnlane.spark.lane_nodes import Gates, open_for
-from turnlane.spark.steps import FAILOVER, Step
+from turnlane.spark.steps import Step
 
 log = logging.getLogger(__name__)
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from turnlane.delivery.settings import DeliverySettings, Ordering
-from turnlane.pipeline.settings import MAIN, ActionSettings, PipelineSettings
+from turnlane.pipeline.settings import FAILOVER, MAIN, ActionSettings, PipelineSettings
 from turnlane.spark.needs import wanted_by_tasks
 from turnlane.spark.suspension import Way
-
-FAILOVER: Final = "failover"
-"""What the second output of an action is called: the action's name, a dot, and this."""
 
 
 class Step(BaseModel):
