@@ -211,6 +211,35 @@ def test_outputs_keep_their_promises_behind_a_queue_of_their_own() -> None:
     )
 
 
+STRICT = f"queue: disk, delivery: {{ordering: strict}}, output: {{{QUEUE}}}"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "fault"),
+    [
+        (
+            "queue: disk, output: {type: spark, format: parquet, path: out/x}",
+            "queue: disk, output: {type: spark, format: json, options: {path: ./out/x/}}",
+            "actions[1].output.path: action 'a' writes there too",
+        ),
+        (STRICT, STRICT, "actions[1].output.producer: action 'a' sends to that queue under this"),
+    ],
+)
+def test_two_actions_whose_events_would_be_taken_for_each_others_are_refused(
+    one: str, other: str, fault: str
+) -> None:
+    """Half of them would be left out, and nobody would know."""
+    assert fault in only_fault_of(actions(f"{{name: a, {one}}}", f"{{name: b, {other}}}"))
+
+
+def test_actions_may_share_what_tells_them_apart() -> None:
+    delta = "queue: disk, output: {type: spark, format: delta, path: out/x}"
+    table = f"queue: disk, output: {{{SQL}}}"
+    loads(actions(*(f"{{name: {name}, {delta}}}" for name in "ab")))
+    loads(actions(*(f"{{name: {name}, {table}}}" for name in "ab")))
+    loads(actions(f"{{name: a, {STRICT}}}", f"{{name: b, {STRICT.replace('shop', 'till')}}}"))
+
+
 def test_two_actions_cannot_have_one_name() -> None:
     one = f"{{name: a, {FILE}}}"
     fault = only_fault_of(actions(one, one))
