@@ -247,10 +247,16 @@ def test_two_actions_cannot_have_one_name() -> None:
 
 
 def test_an_input_may_fill_the_main_queue_or_an_actions_but_no_other() -> None:
-    inputs = "inputs: [{type: stdin, name: x, queue: main}, {type: stdin, queue: a}"
+    inputs = "inputs: [{type: unix, path: x, queue: main}, {type: stdin, queue: a}"
     text = actions(f"{{name: a, queue: disk, {FILE}}}", f"{{name: b, {FILE}}}", more=inputs)
     assert len(loads(f"{text}]").inputs) == 2
-    assert "there is no queue 'b'" in only_fault_of(f"{text}, {{type: stdin, queue: b}}]")
+    assert "there is no queue 'b'" in only_fault_of(f"{text}, {{type: unix, path: y, queue: b}}]")
+
+
+def test_only_one_input_reads_the_standard_input() -> None:
+    inputs = "inputs: [{type: stdin, queue: main}, {type: stdin, name: x, queue: main}]"
+    fault = only_fault_of(f"node: {{data: d}}\nmain:\n{inputs}")
+    assert "inputs[1].type: another input reads the standard input already" in fault
 
 
 @pytest.mark.parametrize("section", ["parse: json", "transform: m:f", "lane: {max_events: 1}"])

@@ -44,6 +44,10 @@ _NEEDS_NAME: Final = (
 )
 """Numbered by their places, two that change places would read each other's files anew."""
 
+_ONE_STDIN: Final = (
+    "another input reads the standard input already, and each would get pieces of lines"
+)
+
 Found = tuple[Path, str, bool]
 """Where something is wrong, what, and whether it is the key that is."""
 Values = dict[str, Any]
@@ -112,6 +116,9 @@ def _lost_inputs(inputs: object, queues: list[str]) -> Iterator[Found]:
     nameless = [at for at, each in _mappings(inputs) if _is_nameless(each)]
     for at in nameless[1:]:
         yield ("inputs", at), _NEEDS_NAME, False
+    standard = [at for at, each in _mappings(inputs) if each.get("type") == "stdin"]
+    for at in standard[1:]:
+        yield ("inputs", at, "type"), _ONE_STDIN, False
 
 
 def _is_nameless(given: Values) -> bool:
