@@ -75,6 +75,23 @@ def test_a_message_larger_than_can_be_is_cut_and_counted(host: Node, tmp_path: P
         assert source.counters.invalid == 1
 
 
+@pytest.mark.parametrize("credentials", [False, True])
+def test_files_that_are_sent_along_do_not_stay_open(
+    host: Node, tmp_path: Path, credentials: bool
+) -> None:
+    """Or anybody who may log could use up what the node may have open."""
+    with (
+        bound(host, tmp_path / "log", credentials=credentials),
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client,
+    ):
+        client.connect(str(tmp_path / "log"))
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            socket.send_fds(client, [b"<13>a"], [0, 1, 2])
+        values_in(host.queue("main"), 20)
+        assert len(os.listdir("/proc/self/fd")) < before + 20
+
+
 def test_a_socket_left_behind_is_replaced(host: Node, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stale:
         stale.bind(str(tmp_path / "log"))

@@ -77,7 +77,7 @@ class UnixInput(Input):
         if settings.credentials:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         longest = settings.max_message_bytes
-        receive = _receiver(bound, str(settings.path))
+        receive = _receiver(bound, str(settings.path), credentials=settings.credentials)
         self._publisher = publisher
         self._reader = DatagramReader(self, publisher, bound, receive, longest)
         self._reader.start()
@@ -126,9 +126,12 @@ def _remove_stale(path: Path) -> None:
             raise AddressTaken("path", f"{path} is in use by another process")
 
 
-def _receiver(bound: socket.socket, path: str) -> Receive:
+def _receiver(bound: socket.socket, path: str, *, credentials: bool) -> Receive:
+    # No room for anything else: open files that somebody sends along would be ours to close.
+    room = _ANCILLARY if credentials else 0
+
     def receive(space: memoryview) -> Datagram:
-        size, ancillary, flags, _ = bound.recvmsg_into([space], _ANCILLARY)
+        size, ancillary, flags, _ = bound.recvmsg_into([space], room)
         source = path
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
