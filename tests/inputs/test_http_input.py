@@ -17,6 +17,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 
 from tests.certificates import Certificates
 from tests.contract.harness import wait_until
@@ -36,6 +37,7 @@ from tests.inputs.web_inputs import (
 from turnlane.errors import AddressTaken, ConfigError
 from turnlane.inputs.answering import THREADS
 from turnlane.inputs.http import Split, split_of
+from turnlane.inputs.web import source_of
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
 
@@ -219,6 +221,12 @@ def test_only_tokens_with_the_right_get_in(node: Node) -> None:
         assert post(url, b"4", authorization=right).status_code == 200
     assert values(node) == [b"4"]
     assert values(node, "orders") == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::ffff:127.0.0.1"])
+def test_a_sender_is_the_same_whichever_socket_it_comes_to(host: str) -> None:
+    """One for all addresses shows those of IPv4 in a form of its own."""
+    assert source_of(Request({"type": "http", "client": (host, 51200)})) == "127.0.0.1"
 
 
 def test_tls_is_spoken_if_told(node: Node, tmp_path: Path) -> None:

@@ -395,6 +395,7 @@ def test_a_stopped_input_takes_nothing_more(node: Node) -> None:
         ("ipv4:127.0.0.1:51200", "127.0.0.1"),
         ("ipv6:%5B::1%5D:51200", "::1"),
         ("ipv6:[::1]:51200", "::1"),
+        ("ipv6:%5B::ffff:127.0.0.1%5D:51200", "127.0.0.1"),
         ("unix:/run/x", "unix:/run/x"),
     ],
 )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from turnlane.inputs.contract import Input
+from turnlane.serving.address import named
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ class Connections:
                 self._pause(error)
                 return
             if len(self._open) < self._most:
-                self._admit(accepted, peer[0].removeprefix("::ffff:"), listener.tls)
+                self._admit(accepted, named(peer[0]), listener.tls)
             else:
                 self._owner.count(refused=1)
                 accepted.close()

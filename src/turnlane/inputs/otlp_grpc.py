@@ -17,6 +17,7 @@ from turnlane.inputs.answering import THREADS, AnsweringPublisher, AnsweringSett
 from turnlane.inputs.contract import Host, Input, InputSettings
 from turnlane.inputs.export import Exports
 from turnlane.quantities import Duration, Size
+from turnlane.serving.address import named
 from turnlane.serving.body import retry_after, status_of
 from turnlane.serving.deadlines import Deadlines
 from turnlane.serving.rights import Authority, Right, bearer_of
@@ -244,4 +245,4 @@ def _source(peer: str) -> str:
     kind, _, place = urllib.parse.unquote(peer).partition(":")
     if kind not in ("ipv4", "ipv6"):
         return peer
-    return place.rpartition(":")[0].strip("[]")
+    return named(place.rpartition(":")[0].strip("[]"))

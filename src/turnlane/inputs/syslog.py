@@ -21,7 +21,7 @@ from turnlane.inputs.streams import StreamLimits, StreamReader
 from turnlane.problems import Contradiction, Problem
 from turnlane.quantities import Duration, Size
 from turnlane.queues.contract import FlowControl
-from turnlane.serving.address import Address, check_exposed
+from turnlane.serving.address import Address, check_exposed, named
 from turnlane.serving.tls import TlsSettings
 
 MessageBytes = Annotated[Size, Field(ge=480, le=16 << 20)]
@@ -184,6 +184,6 @@ def udp_receiver(bound: socket.socket) -> Receive:
 
     def receive(space: memoryview) -> Datagram:
         size, sender = bound.recvfrom_into(space)
-        return Datagram(size, sender[0].removeprefix("::ffff:"), truncated=False)
+        return Datagram(size, named(sender[0]), truncated=False)
 
     return receive

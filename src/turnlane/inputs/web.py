@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute
 from turnlane.errors import RetryLater
 from turnlane.inputs.answering import THREADS, AnsweringPublisher, AnsweringSettings
 from turnlane.inputs.contract import Counters, Host, Input, InputSettings
+from turnlane.serving.address import named
 from turnlane.serving.body import PROBLEM_HANDLERS, problem, read_body, status_of
 from turnlane.serving.rights import Authority, Right, bearer_of
 from turnlane.serving.threads import ThreadsByQueue
@@ -132,4 +133,4 @@ def _told_of_a_close() -> Iterator[None]:
 
 def source_of(request: Request) -> str | None:
     """Where the request came from."""
-    return None if request.client is None else request.client.host
+    return None if request.client is None else named(request.client.host)

@@ -84,6 +84,11 @@ class Address(Written):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+def named(host: str) -> str:
+    """A sender's host in the one form for it: one that came by IPv4 to IPv6's socket, as IPv4."""
+    return host.removeprefix("::ffff:")
+
+
 def check_exposed(
     address: Address,
     *,
