@@ -318,16 +318,3 @@ def test_a_closed_node_takes_its_batches_back() -> None:
     with pytest.raises(QueueClosed):
         leases.take(queue, None, 1.0, 60.0, "somebody")
     queue.close()
-
-
-def test_all_of_a_holders_batches_are_given_back_together() -> None:
-    queue = MemoryQueue(QueueSettings.of())
-    with Leases() as leases:
-        for value in (b"a", b"b", b"c"):
-            queue.producer().publish(value)
-        for holder in ("one", "one", "two"):
-            leases.take(queue, 1, 1.0, 60.0, holder)
-        assert leases.release_all("one") == 2
-        assert len(leases) == 1
-        assert [event.value for event in queue.get(timeout=1)] == [b"a"]
-    queue.close()

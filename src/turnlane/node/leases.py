@@ -88,16 +88,6 @@ class Leases(Closing):
         """Give the batch back."""
         self._end(lease_id, lambda batch: batch.release())
 
-    def release_all(self, holder: str) -> int:
-        """Give back everything that a consumer held, once it is known to be gone."""
-        with self._changed:
-            held = [lease for lease in self._leases.values() if lease.holder == holder]
-            for lease in held:
-                del self._leases[lease.id]
-        for lease in held:
-            lease.batch.release()
-        return len(held)
-
     def close(self) -> None:
         """Give everything back; a second call is harmless."""
         with self._changed:
