@@ -441,6 +441,17 @@ def test_the_relay_publishes_until_its_pipe_ends(
     assert (two.value, two.key, two.severity, two.source) == (b"two", None, 6, "web-1")
 
 
+def test_a_record_that_no_queue_takes_does_not_end_the_relay(
+    node: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = {"url": url_of(node), "name": "logs", "options": {}, "exit_timeout": PATIENCE}
+    wrong = [{"headers": {"a": 1}}, {"headers": "a"}, {"severity": 9}, {"timestamp": 1 << 80}]
+    frames = [about, *(["bad", "app", each] for each in wrong), ["good", "app", {}]]
+    relay.serve(io.BytesIO("\n".join(map(json.dumps, frames)).encode()), io.BytesIO())
+    assert capsys.readouterr().err.count("a record of logger 'app' is lost") == len(wrong)
+    assert values_in(node.node.queue("logs"), 1) == [b"good"]
+
+
 def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(
     node: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, BinaryIO, Final
 
-from turnlane.errors import QueueClosed, QueueFull, TurnlaneError
+from turnlane.errors import QueueClosed, QueueFull
 from turnlane.queues.contract import Ack, AckLevel, Producer
 
 WAITING: Final = 4096
@@ -141,7 +141,7 @@ def _obey(frame: Any, producer: Producer, answers: BinaryIO) -> None:  # noqa: A
     value, key, event = frame
     try:
         producer.publish(value.encode(), key, **event)
-    except TurnlaneError as error:  # too large, say
+    except Exception as error:  # noqa: BLE001 - too large, say; those after it are to come
         sys.stderr.write(f"turnlane: a record of logger {key!r} is lost: {error}\n")
 
 
