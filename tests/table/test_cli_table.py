@@ -47,6 +47,14 @@ def filled(site: Site) -> TableQueue:
     return queue
 
 
+@pytest.mark.parametrize(
+    "url", ["mysql://h:99999/x", "postgresql://u:se/cret@h/x", "-80=postgresql://[::1/x"]
+)
+def test_an_address_that_cannot_be_read_is_said_without_its_password(url: str) -> None:
+    said = turnlane("status", "--url", url, code=78)
+    assert said == "turnlane: --url: is no address: its host or its port cannot be read\n"
+
+
 class TestStatements:
     def test_queues_are_made_shown_and_dropped(self, site: Site) -> None:
         statement = "CREATE QUEUE cli_mails (customer BIGINT, subject TEXT) SHARD BY (customer)"

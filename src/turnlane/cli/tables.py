@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from urllib.parse import urlsplit
 
 import typer
 
@@ -46,7 +47,15 @@ def given(urls: list[str] | None) -> list[Given]:
     for url in urls:
         match = _SHARD.fullmatch(url)
         found.append((url, "-") if match is None else (match["url"], match["range"]))
+        _check_address(found[-1][0])
     return found
+
+
+def _check_address(url: str) -> None:
+    try:
+        _ = urlsplit(url).port
+    except ValueError:  # whose words might be a part of the password
+        raise ConfigError("--url", "is no address: its host or its port cannot be read") from None
 
 
 @contextmanager
