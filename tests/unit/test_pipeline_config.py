@@ -240,6 +240,28 @@ def test_actions_may_share_what_tells_them_apart() -> None:
     loads(actions(f"{{name: a, {STRICT}}}", f"{{name: b, {STRICT.replace('shop', 'till')}}}"))
 
 
+@pytest.mark.parametrize(
+    "action",
+    [
+        "{name: a, output: {type: []}}",
+        "{name: a, output: {type: {}}}",
+        "{name: {}, output: {type: discard}}",
+        "{name: a, queue: disk, output: {type: spark, format: [], path: {}}}",
+        "{name: a, queue: disk, output: {type: queue, endpoint: [], queue: {}, producer: []}}",
+        "{name: a, delivery: {failover: {output: {type: []}}}, output: {type: discard}}",
+    ],
+)
+def test_what_is_of_another_shape_is_a_fault_like_any_other(action: str) -> None:
+    with pytest.raises(ConfigFaults):
+        loads(actions(action))
+
+
+@pytest.mark.parametrize("kind", ["[]", "{}"])
+def test_so_is_a_queue_of_another_shape(kind: str) -> None:
+    with pytest.raises(ConfigFaults):
+        loads(f"node: {{data: d}}\nqueues: {{main: {{kind: {kind}}}}}")
+
+
 def test_two_actions_cannot_have_one_name() -> None:
     one = f"{{name: a, {FILE}}}"
     fault = only_fault_of(actions(one, one))

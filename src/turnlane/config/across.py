@@ -102,7 +102,7 @@ def _queue_of_others(path: Path, knobs: object, refused: dict[str, str]) -> Iter
         if isinstance(knobs, dict) and knob in knobs:
             yield (*path, knob), why, True
     kind = knobs.get("kind") if isinstance(knobs, dict) else None
-    if kind in {Kind.DIRECT, Kind.PROXY}:
+    if kind in (Kind.DIRECT, Kind.PROXY):
         yield (*path, "kind"), f"a node has no {kind} queues, only {', '.join(KINDS)}", False
 
 

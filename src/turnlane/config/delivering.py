@@ -33,9 +33,10 @@ def wrong_deliveries(
     letters = {DEAD_LETTERS, *(f"{action.get('name')}.dead" for _, action in actions)}
     seconds = {f"{action.get('name')}.{FAILOVER}" for _, action in actions}
     for at, action in actions:
-        if action.get("name") in letters:
+        name = action.get("name")
+        if isinstance(name, str) and name in letters:
             yield ("actions", at, "name"), "dead letters of others are called so"
-        if action.get("name") in seconds:
+        if isinstance(name, str) and name in seconds:
             yield ("actions", at, "name"), "the second output of another action is called so"
         delivery = action.get("delivery")
         path: Path = ("actions", at, "delivery")

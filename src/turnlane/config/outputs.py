@@ -28,7 +28,7 @@ _IN_ORDER: Final = (
 )
 
 
-_WITH_LOG: Final = frozenset({"avro", "csv", "json", "orc", "parquet", "text"})
+_WITH_LOG: Final = ("avro", "csv", "json", "orc", "parquet", "text")
 """Formats of files whose batches Spark notes beside them, by the numbers of one lane."""
 _SAME_FILES: Final = (
     "writes there too, and Spark would take the batches of one for those of the other and leave "
@@ -47,7 +47,7 @@ def wrong_outputs(
     yield from _mistaken(actions)
     for at, action in actions:
         for path, output in _outputs(("actions", at), action):
-            if output.get("type") in {"sql", "table"} and output.get("exactly_once") is True:
+            if output.get("type") in ("sql", "table") and output.get("exactly_once") is True:
                 yield from _once((*path, "exactly_once"), action, direct=is_direct(action))
             if output.get("type") == "queue" and output.get("producer") is not None:
                 yield from _numbered((*path, "producer"), action)

@@ -63,7 +63,7 @@ def queue_knobs(name: object, knobs: object) -> object:
         knobs = {}
     if not isinstance(knobs, Mapping):
         return knobs
-    kind = knobs.get("kind") or Kind.DISK
+    kind = Kind.DISK if knobs.get("kind") is None else knobs["kind"]
     place = {"path": Path("queues") / str(name)} if kind in ON_DISK else {}
     return {**knobs, "name": name, "kind": kind, **place}
 
