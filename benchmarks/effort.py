@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+Thing = TypeVar("Thing")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,10 @@ class Effort:
     def few_rounds(self) -> int:
         """Turns where no figure comes of it, only a line of a table."""
         return 1 if self.quick else self.rounds
+
+    def unless_trial(self, usual: Thing, trial: Thing) -> Thing:
+        """What is usual; in a trial as little as shows that it runs."""
+        return trial if self.is_trial else usual
 
     def events(self, quick: int, full: int | None = None) -> int:
         """A number of events, in whole hundreds; without ``full``, four times as many there."""

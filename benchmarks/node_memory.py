@@ -28,7 +28,7 @@ def growth(effort: Effort, events: int) -> tuple[float, float]:
     with effort.place() as place, served(place, {"main": knobs}) as node:
         empty = node.resident_bytes()
         flight_speed(node, blocks * (events // (BLOCK * 10)))
-        time.sleep(SETTLE_SECONDS)
+        time.sleep(effort.seconds(SETTLE_SECONDS, SETTLE_SECONDS))
         return float(empty), float(node.resident_bytes())
 
 

@@ -20,7 +20,7 @@ from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
 from benchmarks.piped import Piped, piped, size_of, wait_until
 
 SIZE = 100
-COUNTS = (1, 2, 4, 8)
+COUNTS: tuple[int, ...] = (1, 2, 4, 8)
 HEALTHY = 2
 THIRD = "third"
 WELL, DEAD = "a third lane that is well", "a third lane that is dead"
@@ -91,14 +91,16 @@ def is_suspended(running: Piped) -> bool:
 def run(effort: Effort, spark: SparkSession) -> Outcome:
     """One turn for each number of lanes; several beside a third lane, well or dead."""
     single = {}
-    for count in COUNTS[:1] if effort.is_trial else COUNTS:
+    for count in effort.unless_trial(COUNTS, ()):
         with lanes(effort, spark, count) as turn:
             single[count] = turn()
+    healthy = effort.unless_trial(HEALTHY, 1)
+    rounds = effort.unless_trial(SHORT_TURNS * effort.rounds, 1)
     with (
-        lanes(effort, spark, HEALTHY, beside=False) as well,
-        lanes(effort, spark, HEALTHY, beside=True) as dead,
+        lanes(effort, spark, healthy, beside=False) as well,
+        lanes(effort, spark, healthy, beside=True) as dead,
     ):
-        turns = alternate({WELL: well, DEAD: dead}, SHORT_TURNS * effort.rounds)
+        turns = alternate({WELL: well, DEAD: dead}, rounds)
     found = {name: Series(rates) for name, rates in turns.items()}
     return Outcome([_loss(found)], [_lanes_table(single), _dead_table(found)])
 

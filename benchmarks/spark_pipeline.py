@@ -113,7 +113,7 @@ def running(effort: Effort, spark: SparkSession, events: int) -> Iterator[Callab
         with piped(spark, place, sections(lines.paths), INPUTS) as pipeline:
             port = int(pipeline.node.inputs["syslog"].rpartition(":")[2])
             turn = partial(rate, place, port, lines, events)
-            for _ in range(1 if effort.is_trial else WARM_UPS):
+            for _ in range(effort.unless_trial(WARM_UPS, 1)):
                 turn()
             yield turn
 

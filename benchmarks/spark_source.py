@@ -103,7 +103,7 @@ def measured(effort: Effort, open_stream: Open) -> float:
 def events(effort: Effort) -> list[Block]:
     """A block for each file."""
     batch = effort.events(800_000, 1_600_000)
-    count = batch * (4 if effort.quick else 6)
+    count = batch * effort.unless_trial(4 if effort.quick else 6, 2)
     lines = log_lines(batch // FILES, 100)
     block = from_hosts(lines)
     return [block] * (count // len(lines))

@@ -95,7 +95,7 @@ def run(effort: Effort, url: str, producer: Producer) -> Outcome:
 
 def _beside_a_new_one(effort: Effort, old: Churn, url: str, producer: Producer) -> Table:
     """The queue, its manager still the same, and a new one by turns: at the machine's same pace."""
-    turn, warm_up = max(SHORTEST, effort.seconds(2.0, 10.0)), effort.seconds(0.5, WARM_UP)
+    turn, warm_up = effort.seconds(2.0, 10.0), effort.seconds(0.5, WARM_UP)
     with Churn(Fresh, url, producer) as new:
         runs = {
             "that churned": lambda: old.rates(turn, warm_up)[0],

@@ -73,7 +73,7 @@ def at_once(url: str, count: int) -> Lags:
     return Lags(percentile(lags, 0.5), percentile(lags, 0.99), statements)
 
 
-def idle(urls: dict[str, str], seconds: float) -> dict[str, float]:
+def idle(urls: dict[str, str], settled: float, seconds: float) -> dict[str, float]:
     """Statements a second of managers whose queues stay empty, on all databases at once."""
     with contextlib.ExitStack() as stack:
         sessions = {}
@@ -85,7 +85,7 @@ def idle(urls: dict[str, str], seconds: float) -> dict[str, float]:
             receiver.ack(receiver.take())
             receiver.flush()
             sessions[name] = contestant.queue.manager().store.session
-        time.sleep(SETTLED)
+        time.sleep(settled)
         before = {name: session.statements for name, session in sessions.items()}
         time.sleep(seconds)
         return {
@@ -99,7 +99,8 @@ def run(effort: Effort, urls: dict[str, str], producer: Producer) -> Outcome:
     rows: dict[str, list[Cell | None]] = {}
     outcome = Outcome()
     count = max(100, round(RATE * effort.seconds(3.0, 20.0)))
-    resting = idle(urls, max(SETTLED, effort.seconds(4.0, 30.0)))
+    settled = effort.seconds(SETTLED, SETTLED)
+    resting = idle(urls, settled, max(SETTLED, effort.seconds(4.0, 30.0)))
     for name, url in urls.items():
         rounds = effort.rounds if name == "PostgreSQL" else effort.few_rounds
         rated = [Series(each) for each in zip(*_repeat(url, producer, count, rounds), strict=True)]

@@ -13,7 +13,7 @@ from benchmarks.table_contestant import BATCH, Done, TableContestant, Turnlane
 from benchmarks.table_producer import Job, Producer
 from benchmarks.table_rivals import PgQueuer, Procrastinate, SkipLocked
 
-RECEIVERS = (1, 4, 16)
+RECEIVERS: tuple[int, ...] = (1, 4, 16)
 COMPARED = 4
 """Receivers of the runs that figures are taken from."""
 
@@ -72,7 +72,8 @@ def beside_others(effort: Effort, url: str, producer: Producer) -> Outcome:
     """All that there is for PostgreSQL, in turns."""
     sustained = Sustained(effort, producer)
     rates: dict[tuple[str, int], Series] = {}
-    for receivers in RECEIVERS:
+    numbers = effort.unless_trial(RECEIVERS, (COMPARED,))
+    for receivers in numbers:
         runs: dict[str, Callable[[], float]] = {
             kind.label: partial(sustained.rate, kind, url, receivers) for kind in RIVALS
         }
@@ -84,12 +85,12 @@ def beside_others(effort: Effort, url: str, producer: Producer) -> Outcome:
     rows = {
         kind.label: [
             *(Cell.of(Series(each)) for each in zip(*puts[kind.label], strict=True)),
-            *(Cell.of(rates[kind.label, receivers]) for receivers in RECEIVERS),
+            *(Cell.of(rates[kind.label, receivers]) for receivers in numbers),
         ]
         for kind in RIVALS
     }
     columns = ["enqueue, one by one", "enqueue, in bulk"]
-    columns += [f"sustained, {receivers} receivers" for receivers in RECEIVERS]
+    columns += [f"sustained, {receivers} receivers" for receivers in numbers]
     note = (
         "The same PostgreSQL, 100-byte payloads. In bulk: 1,000 events to a transaction, by what "
         "each has for it. Sustained: one process enqueues in bulk, at most 20,000 events ahead, "
@@ -125,15 +126,16 @@ def on_each_database(effort: Effort, urls: dict[str, str], producer: Producer) -
     """Turnlane alone, on every database."""
     sustained = Sustained(effort, producer)
     rows: dict[str, list[Cell | None]] = {}
+    numbers = effort.unless_trial(RECEIVERS, (COMPARED,))
     for name, url in urls.items():
         rounds = range(effort.few_rounds)
         puts = [enqueued(effort, Turnlane, url) for _ in rounds]
         rates = [
             Series([sustained.rate(Turnlane, url, receivers, FEWER) for _ in rounds])
-            for receivers in RECEIVERS
+            for receivers in numbers
         ]
         series = [*(Series(each) for each in zip(*puts, strict=True)), *rates]
         rows[name] = [Cell.of(each) for each in series]
     columns = ["enqueue, one by one", "enqueue, in bulk"]
-    columns += [f"sustained, {receivers} receivers" for receivers in RECEIVERS]
+    columns += [f"sustained, {receivers} receivers" for receivers in numbers]
     return Outcome(tables=[Table("turnlane on each database", "events/s", columns, rows)])
