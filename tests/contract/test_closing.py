@@ -142,7 +142,7 @@ def test_close_twice_is_harmless(every: Harness) -> None:
 
 def test_a_queue_as_context_is_closed_at_the_end(every: Harness) -> None:
     """Leaving the with-block closes the queue."""
-    with every.open() as queue:
+    with every.open(shutdown_timeout="50ms") as queue:
         queue.producer().publish(b"one")
     with pytest.raises(QueueClosed):
         queue.producer().publish(b"two")

@@ -106,11 +106,12 @@ def test_a_full_queue_costs_no_attempts(host: Node, database: Database, tmp_path
 def test_an_event_that_never_fits_is_a_dead_letter_of_the_table(
     host: Node, database: Database, tmp_path: Path
 ) -> None:
-    large = host.queue("main").settings.max_event_bytes
+    large = 1024
+    host.create("tight", kind="disk", durability="always", max_event_bytes=large)
     enqueue(database, 1, body=b"x" * (large + 1))
     queue = enqueue(database, 4)
-    with running(host, tmp_path) as source:
-        assert subjects(arrived(host.queue("main"), 4)) == ["s0", "s1", "s2", "s3"]
+    with running(host, tmp_path, queue="tight") as source:
+        assert subjects(arrived(host.queue("tight"), 4)) == ["s0", "s1", "s2", "s3"]
         wait_until(lambda: queue.counts()["dead"] == 1 and queue.counts()["fired"] == 0)
         assert source.counters.invalid == 3
     assert "can never fit" in queue.peek("dead")[0]["last_error"]

@@ -37,6 +37,8 @@ from turnlane.spark.suspension import Way
 
 PATIENCE = 60.0
 SOON = {"backoff": 0.05, "max_backoff": 0.2, "breaker_failures": 3, "breaker_reset": 0.3}
+BRIEFLY = {"max_time": 0.5}
+"""For a destination that is away: all that its tasks do is to wait for it."""
 
 
 class Port(NamedTuple):
@@ -292,7 +294,7 @@ def test_a_second_output_takes_over_until_the_first_is_back(world: World) -> Non
     second = FileSettings(type="file", path=world.place / "second", format="raw")
     failover = FailoverSettings(output=second, after=0.5)
     values = world.send("a", 200)
-    with Pipe(world.node.url, http("a", first, delivery={"failover": failover})):
+    with Pipe(world.node.url, http("a", first, delivery={"failover": failover, **BRIEFLY})):
         world.drained("a")
         assert sorted(world.file("second")) == sorted(values)
         first.back()
@@ -334,7 +336,7 @@ def test_fresh_events_do_not_wait_for_the_end_of_a_backlog(world: World) -> None
 def test_what_is_tried_at_once_goes_into_its_queue_if_that_fails(world: World) -> None:
     tried = world.destination()
     values = world.send("a", 50)
-    with Pipe(world.node.url, http("a", tried, delivery={"mode": "try_direct"})):
+    with Pipe(world.node.url, http("a", tried, delivery={"mode": "try_direct", **BRIEFLY})):
         world.drained("a")
         assert world.node.queue("a").end == 0, "the queue was not needed"
         each_once(tried.taken, values)
@@ -351,7 +353,7 @@ def test_one_action_stands_in_for_another_that_is_suspended(world: World) -> Non
     first = world.destination()
     values = world.send("a", 20)
     instead = file(world, "b", filter="a", delivery=DeliverySettings(only_when_suspended=True))
-    with Pipe(world.node.url, http("a", first, queued=False), instead):
+    with Pipe(world.node.url, http("a", first, queued=False, delivery=BRIEFLY), instead):
         world.drained()
         each_once(first.taken, values)
         assert world.file("b") == []
@@ -368,7 +370,7 @@ def test_a_queue_stands_in_for_an_action_that_is_suspended(world: World) -> None
     values = world.send("a", 20)
     settings = DeliverySettings(only_when_suspended=True)
     spare = file(world, "b", queued=True, filter="a", delivery=settings)
-    with Pipe(world.node.url, http("a", first, queued=False), spare):
+    with Pipe(world.node.url, http("a", first, queued=False, delivery=BRIEFLY), spare):
         world.drained("b")
     each_once(world.file("b"), values)
     assert world.node.queue("b").end == 20
