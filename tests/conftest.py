@@ -28,9 +28,13 @@ settings.register_profile(
 settings.register_profile("dev", max_examples=25, deadline=None)
 settings.load_profile("ci" if IN_CI else "dev")
 
-QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+QUICK_JAVA = (
+    "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC "
+    "-XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
+)
 """For processes of Spark that live for seconds, or wait most of the time: half of what they
-computed was code compiled a second time, better, and hardly run after that."""
+computed was code compiled a second time, better, and hardly run after that. A tenth of the rest was
+to verify classes that come as their makers have released them."""
 for variable in ("SPARK_SUBMIT_OPTS", "SPARK_DAEMON_JAVA_OPTS"):
     os.environ[variable] = QUICK_JAVA
 
