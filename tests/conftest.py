@@ -67,19 +67,20 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two workers begin at the first test and at the middle one, and then help each other.
 
-    So one of them begins with all that share a session of Spark, of which there is only one then,
-    and the other one with what takes longest, which else might be left for one alone at the end.
+    So one of them begins with all that start Spark, which takes more than a core: those that share
+    a session, of which there is only one then, and those that take long, the longest first. The
+    other one begins with the rest, which waits half of the time; when it has nothing left it takes
+    over from the end of what the first one has still to do.
     """
-    shared: list[pytest.Item] = []
-    alone: list[pytest.Item] = []
-    rest: list[pytest.Item] = []
-    for item in items:
-        if "spark" in getattr(item, "fixturenames", ()):
-            shared.append(item)
-        else:
-            (rest if item.get_closest_marker("timeout") is None else alone).append(item)
-    middle = max(0, len(items) // 2 - len(shared))
-    items[:] = [*shared, *rest[:middle], *alone, *rest[middle:]]
+    items.sort(key=_turn)  # what is alike stays in its random order
+
+
+def _turn(item: pytest.Item) -> tuple[int, float]:
+    """Those with a session before those that may take long, and these before the rest."""
+    if "spark" in getattr(item, "fixturenames", ()):
+        return 0, 0.0
+    longest = item.get_closest_marker("timeout")
+    return (2, 0.0) if longest is None else (1, -longest.args[0])
 
 
 def skip_or_fail(reason: str) -> NoReturn:
