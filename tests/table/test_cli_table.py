@@ -55,6 +55,13 @@ def test_an_address_that_cannot_be_read_is_said_without_its_password(url: str) -
     assert said == "turnlane: --url: is no address: its host or its port cannot be read\n"
 
 
+def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("These are the notes of a long meeting, and not a database.")
+    said = turnlane("status", "--url", f"sqlite:///{path}", code=78)
+    assert said == f"turnlane: {path}: is not a database of SQLite's\n"
+
+
 class TestStatements:
     def test_queues_are_made_shown_and_dropped(self, site: Site) -> None:
         statement = "CREATE QUEUE cli_mails (customer BIGINT, subject TEXT) SHARD BY (customer)"

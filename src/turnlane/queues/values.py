@@ -38,19 +38,15 @@ def measured(
     Encoding here, and not only when the block is sealed, gives a wrong type or a lone surrogate
     back to the publisher who sent it instead of to the thread that seals everybody's events.
     """
-    size = 0
-    for name, text in (("key", key), ("source", source)):
-        if text is not None:
-            if not isinstance(text, str):
-                msg = f"{name} is text, not {type(text).__name__}"
-                raise TypeError(msg)
-            size += len(text.encode())
+    size = 0 if key is None else _encoded("key", key)
+    if source is not None:
+        size += _encoded("source", source)
     if headers is not None:
         if not isinstance(headers, Mapping):
             msg = f"headers are a mapping of text to text, not {type(headers).__name__}"
             raise TypeError(msg)
         for name, text in headers.items():
-            size += len(name.encode()) + len(text.encode()) + 8
+            size += _encoded("a header's name", name) + _encoded(f"header {name!r}", text) + 8
     if isinstance(severity, bool):
         msg = "severity is a number, not a bool"
         raise TypeError(msg)
@@ -58,3 +54,11 @@ def measured(
         msg = f"severity {severity} is not between 0 (emergency) and {MAX_SEVERITY} (debug)"
         raise ValueError(msg)
     return size
+
+
+def _encoded(what: str, text: object) -> int:
+    """The bytes that a text takes."""
+    if not isinstance(text, str):
+        msg = f"{what} is text, not {type(text).__name__}"
+        raise TypeError(msg)
+    return len(text.encode())

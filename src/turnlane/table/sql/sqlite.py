@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from turnlane.closing import Closing
+from turnlane.errors import ConfigError
 from turnlane.table.definition import Definition
 from turnlane.table.keyspace import keyspace_id
 from turnlane.table.settings import Layout
@@ -57,9 +58,15 @@ class Sqlite(Dialect):
             self._path, timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False
         )
         connection.create_function("turnlane_keyspace_id", 1, _keyspace_id, deterministic=True)
-        # A file that cannot be written keeps the mode it has; reading it still works.
-        with contextlib.suppress(sqlite3.OperationalError):
+        try:
             connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError:
+            pass  # a file that cannot be written keeps the mode it has; reading it still works
+        except sqlite3.DatabaseError as error:
+            connection.close()
+            if error.sqlite_errorcode != sqlite3.SQLITE_NOTADB:
+                raise
+            raise ConfigError(self._path, "is not a database of SQLite's") from None
         return connection
 
     @contextlib.contextmanager
