@@ -58,10 +58,10 @@ class Churn(Closing):
         while self._done.count == self._before:
             time.sleep(0.01)
         time.sleep(warm_up)
-        counts = []
-        for _ in range(parts + 1):
-            counts.append(self._done.count)
+        counts = [self._done.count]
+        for _ in range(parts):
             time.sleep(seconds / parts)
+            counts.append(self._done.count)
         self._producer.stop()
         self._producer.finish()
         while any(self._contestant.queue.counts().values()):
