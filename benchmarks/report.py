@@ -50,6 +50,8 @@ def main() -> None:
     options = parser.parse_args()
     outcomes = {name: measured(name, quick=options.quick) for name in MODULES}
     IMAGES.mkdir(exist_ok=True)
+    for drawn in IMAGES.glob("*.svg"):  # some may be of tables that there are no more
+        drawn.unlink()
     PAGE.write_text(page(outcomes, quick=options.quick))
     print(f"Wrote {PAGE.relative_to(ROOT)}.")
 

@@ -64,9 +64,9 @@ def drain(running: Piped, paths: list[Path], events: int) -> float:
 
 @contextmanager
 def lanes(
-    effort: Effort, spark: SparkSession, count: int, *, beside: bool | None = None
+    effort: Effort, spark: SparkSession, count: int, *, third_is_dead: bool | None = None
 ) -> Iterator[Callable[[], float]]:
-    """So many lanes that have done a batch, perhaps beside a third that is dead, or not.
+    """So many lanes that have done a batch, beside a third that is dead, or well, or not there.
 
     Calling it takes a turn: events a second through them. They have a session of their own, for
     in one session no two lanes have the same name.
@@ -76,11 +76,11 @@ def lanes(
     with effort.place() as place:
         paths = [place / f"out-{number}" for number in range(count)]
         every = actions(paths)
-        if beside is not None:
-            every.append(third(place, is_dead=beside))
+        if third_is_dead is not None:
+            every.append(third(place, is_dead=third_is_dead))
         with piped(spark, place, {"main": {}, "parse": "syslog", "actions": every}) as running:
             drain(running, paths, events // 3)
-            if beside:
+            if third_is_dead:
                 wait_until(lambda: is_suspended(running), "a lane that is known to be dead")
             yield partial(drain, running, paths, events)
 
@@ -99,8 +99,8 @@ def run(effort: Effort, spark: SparkSession) -> Outcome:
     healthy = effort.unless_trial(HEALTHY, 1)
     rounds = effort.unless_trial(SHORT_TURNS * effort.rounds, 1)
     with (
-        lanes(effort, spark, healthy, beside=False) as well,
-        lanes(effort, spark, healthy, beside=True) as dead,
+        lanes(effort, spark, healthy, third_is_dead=False) as well,
+        lanes(effort, spark, healthy, third_is_dead=True) as dead,
     ):
         turns = alternate({WELL: well, DEAD: dead}, rounds)
     found = {name: Series(rates) for name, rates in turns.items()}

@@ -150,6 +150,14 @@ def is_well(served: Served) -> bool:
     return not served.node.queue("alerts.dead").stats().trouble
 
 
+def assert_all_come(served: Served, count: int) -> None:
+    """Once the disk is well, all letters are in their queue, once, and the ledger adds up."""
+    wait_until(lambda: is_well(served), "the queue to write again")
+    served.node.commits.overflow.drain()
+    assert values(served.node, "alerts.dead") == letters(0, count)
+    assert adds_up(served)
+
+
 def test_letters_wait_in_memory_until_the_disk_is_back(filling: Served, disk: FaultyDisk) -> None:
     """The oldest beyond their bound are dropped and counted; every 5 s the queue is asked."""
     node, overflow, clock = filling.node, filling.node.commits.overflow, ManualClock()
@@ -187,10 +195,7 @@ def test_a_queue_that_is_asked_too_early_gets_them_all_in_the_end(
         wait_until(lambda: not is_well(filling), "the queue to find that out")
     assert overflow.events()["alerts.dead"] >= 10, "it takes no more once it knows"
     disk.unfill()
-    wait_until(lambda: is_well(filling), "the queue to write again")
-    overflow.drain()
-    assert values(filling.node, "alerts.dead") == letters(0, 12)
-    assert adds_up(filling)
+    assert_all_come(filling, 12)
 
 
 @pytest.mark.parametrize("operation", ["open", "write", "sync"])
@@ -216,10 +221,7 @@ def test_no_lane_waits_for_letters_that_the_disk_took_and_their_queue_cannot_wri
     assert filling.node.queue("alerts").low == 10
     assert overflow.events()["alerts.dead"] >= 5, "the queue takes no more once it knows"
     disk.clear()
-    wait_until(lambda: is_well(filling), "the queue to write again")
-    overflow.drain()
-    assert values(filling.node, "alerts.dead") == letters(0, 10)
-    assert adds_up(filling)
+    assert_all_come(filling, 10)
 
 
 def test_a_commit_that_finds_no_room_for_its_own_file_needs_none(

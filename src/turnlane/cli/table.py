@@ -308,10 +308,6 @@ def _say_ddl(statements: list[str], *, as_json: bool) -> None:
             output.say(f"{statement};\n")
 
 
-def _events(count: int) -> str:
-    return output.counted(count, "event")
-
-
 def _say_done(queue: str, count: int, what: str, *, as_json: bool) -> None:
     if as_json:
         output.say_json({"queue": queue, "events": count})
