@@ -95,6 +95,18 @@ def test_a_destination_that_is_away_keeps_no_task_waiting() -> None:
     assert output.sends == 1
 
 
+def test_an_open_breaker_is_not_sat_out_however_soon_the_probe() -> None:
+    """A task that did, alone of its batch, would have the destination to itself afterwards."""
+    settings = settings_of(breaker_failures=1, breaker_reset=0.5)
+    gate = LocalGate(settings, clock=ManualClock())
+    output = FaultyOutput()
+    output.fail(RetryLater("down"), times=1)
+    for sends in (1, 1):  # neither the task that opened it, nor one that finds it open
+        (outcome,) = run(output, settings, [block_of_offsets(0, 100)], gate)
+        assert len(outcome.kept) == 100
+        assert output.sends == sends
+
+
 def test_retry_after_is_obeyed_in_the_task_if_it_is_short() -> None:
     sent: list[float] = []
 

@@ -31,7 +31,11 @@ from turnlane.delivery.workshop import Mailbox, Message, Prepared, Send, Sent, S
 from turnlane.events import Block
 
 PATIENCE: Final = 1.5
-"""Waits up to this are sat out; for longer ones the events are kept, and the task ends."""
+"""Waits up to this are sat out; for longer ones the events are kept, and the task ends.
+
+That of an open breaker never is: if some tasks of a batch sat it out and others did not, those few
+would have the destination to themselves afterwards. Whoever plans tasks plans the probe, too.
+"""
 PREPARERS: Final = 2
 CHANNEL: Final = 2
 """So many pieces are prepared beyond those that can be sent at a time."""
@@ -152,9 +156,9 @@ class Dispatch:
 
     def _is_hopeless(self, now: float) -> bool:
         """Whether nothing more can be sent in the time that a task may take."""
-        return now >= self._deadline or self._liaison.not_before > min(
-            self._deadline, now + PATIENCE
-        )
+        if now >= self._deadline or self._liaison.is_shut_out:
+            return True
+        return self._liaison.not_before > min(self._deadline, now + PATIENCE)
 
     def _start_preparing(self) -> None:
         room = self._concurrency.limit + CHANNEL - len(self._ready)

@@ -58,6 +58,11 @@ class Liaison:
         return self._gate.share
 
     @property
+    def is_shut_out(self) -> bool:
+        """Whether the breaker is open, and it is not yet time for a probe."""
+        return self.permit.state is State.OPEN and self._waits()
+
+    @property
     def unused_probe(self) -> str | None:
         """The token of a probe that is ours to send and has not been sent."""
         return None if self._probing else self.permit.probe
