@@ -107,6 +107,25 @@ def test_an_open_breaker_is_not_sat_out_however_soon_the_probe() -> None:
         assert output.sends == sends
 
 
+class _FailsElsewhere(LocalGate):
+    """After a failure, another task is always first to try again, and fails, too."""
+
+    def permit(self) -> Permit:
+        if self.status().failures and self.look().allowed is Allowed.ALL:
+            self.report(Report(failures=1, error="RetryLater: down"))
+        return super().permit()
+
+
+def test_a_breaker_that_others_open_meanwhile_is_not_sat_out_either() -> None:
+    settings = settings_of(breaker_failures=2, breaker_reset=60)
+    output = FaultyOutput()
+    output.fail(RetryLater("down"), times=1)
+    began = time.monotonic()
+    (outcome,) = run(output, settings, [block_of_offsets(0, 100)], _FailsElsewhere(settings))
+    assert (len(outcome.kept), output.sends) == (100, 1)
+    assert time.monotonic() - began < 30  # not 60: it ended when it heard of that
+
+
 def test_retry_after_is_obeyed_in_the_task_if_it_is_short() -> None:
     sent: list[float] = []
 

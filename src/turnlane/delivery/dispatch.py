@@ -143,11 +143,14 @@ class Dispatch:
     def _start(self) -> None:
         """Begin all that can begin now."""
         now = self._clock.monotonic()
-        if self._over_at is None and self._is_hopeless(now):
+        if self._over_at is None and not self._is_hopeless(now):
+            self._begin(now)
+        if self._over_at is None and self._is_hopeless(now):  # perhaps by what the gate has said
             self.stop()
         if self._over_at is not None:
             self._keep_waiting(now)
-            return
+
+    def _begin(self, now: float) -> None:
         while self._delayed and self._delayed[0][0] <= now:
             self._go(heapq.heappop(self._delayed)[1])
         if self._settings.pipelined:
