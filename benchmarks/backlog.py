@@ -12,7 +12,7 @@ from pathlib import Path
 import turnlane
 from benchmarks.effort import Effort
 from benchmarks.lines import in_blocks, log_lines
-from benchmarks.measure import SHORT_TURNS, Series, alternate
+from benchmarks.measure import SHORT_TURNS, Series, alternate, undisturbed
 from benchmarks.ours import READ_BATCH
 from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
 from benchmarks.publishing import BLOCK, SIZES
@@ -52,12 +52,13 @@ def read_queue(effort: Effort, path: Path, events: int, before: Callable[[], Non
         )
         before()
         taken = 0
-        started = time.perf_counter()
-        while taken < events:
-            batch = queue.get(timeout=30)
-            taken += batch.block.num_rows
-            batch.done()
-        seconds = time.perf_counter() - started
+        with undisturbed():
+            started = time.perf_counter()
+            while taken < events:
+                batch = queue.get(timeout=30)
+                taken += batch.block.num_rows
+                batch.done()
+            seconds = time.perf_counter() - started
         queue.close()
     return stored_bytes(path) / seconds
 
@@ -67,15 +68,16 @@ def read_bare(path: Path, before: Callable[[], None]) -> float:
     piece = bytearray(PIECE)
     before()
     total = 0
-    started = time.perf_counter()
-    for chunk in chunks(path):
-        fd = os.open(chunk, os.O_RDONLY)
-        at = 0
-        while got := os.preadv(fd, [piece], at):
-            at += got
-        os.close(fd)
-        total += at
-    return total / (time.perf_counter() - started)
+    with undisturbed():
+        started = time.perf_counter()
+        for chunk in chunks(path):
+            fd = os.open(chunk, os.O_RDONLY)
+            at = 0
+            while got := os.preadv(fd, [piece], at):
+                at += got
+            os.close(fd)
+            total += at
+        return total / (time.perf_counter() - started)
 
 
 def chunks(path: Path) -> list[Path]:

@@ -223,7 +223,9 @@ def run(effort: Effort, spark: SparkSession, server: HttpServer) -> Outcome:
     rounds = 1 if effort.quick else 3
     found = {name: Series(rates) for name, rates in alternate(contestants, rounds).items()}
     remarks = [] if RSYSLOG in found else ["rsyslogd is not installed: nothing to compare with."]
-    return Outcome(list(_figures(found, Series(recoveries))), [_table(found, events, forwarded)], remarks)
+    return Outcome(
+        list(_figures(found, Series(recoveries))), [_table(found, events, forwarded)], remarks
+    )
 
 
 def _figures(found: dict[str, Series], recoveries: Series) -> Iterator[Figure]:
@@ -260,6 +262,6 @@ def _table(found: dict[str, Series], events: int, forwarded: int) -> Table:
         "events/s",
         (f"{SIZE} B",),
         {name: [Cell.of(series)] for name, series in found.items()},
-        f"{events:,} events over HTTP and {forwarded:,} as syslog, from the first that arrives to the "
-        "last.",
+        f"{events:,} events over HTTP and {forwarded:,} as syslog, from the first that arrives to "
+        "the last.",
     )

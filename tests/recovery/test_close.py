@@ -14,7 +14,9 @@ from turnlane.testing import FaultyDisk
 def test_is_what_was_being_written_at_close_synced_as_well(tmp_path: Path) -> None:
     """A job begun before the close leaves nothing unsynced behind."""
     disk = FaultyDisk()
-    settings = QueueSettings.of(kind="disk", path=tmp_path / "queue", sync_interval="1h")
+    settings = QueueSettings.of(
+        kind="disk", path=tmp_path / "queue", sync_interval="1h", write_buffer="1Mi"
+    )
     queue = DiskQueue(settings, disk=disk)
     queue.producer(ack="persisted").publish(b"the interval begins with this sync")
     writes = disk.operations["write"]

@@ -1,4 +1,4 @@
-"""What does a queue make of the frames that it reads from its disk?"""
+"""Which frames does a queue write to its disk, and what does it make of those it reads?"""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 from turnlane.events import block_of
 from turnlane.queues import open_queue
 from turnlane.queues.contract import Queue
+from turnlane.queues.portion import Portion
+from turnlane.queues.store import FRAME_BYTES, frames_of
 from turnlane.queues.stored import JOIN_BYTES
 from turnlane.testing import FaultyDisk
 
@@ -59,3 +61,15 @@ def test_a_large_frame_that_comes_alone_is_read_once(tmp_path: Path) -> None:
         before = disk.operations["read"]
         assert queue.get(timeout=0).block.num_rows == LARGE
         assert disk.operations["read"] == before
+
+
+@pytest.mark.parametrize(("blocks", "frames"), [(1, 1), (29, 1), (31, 2), (45, 2), (110, 5)])
+def test_frames_are_of_much_the_same_size(blocks: int, frames: int) -> None:
+    """Not full ones and a small rest, which would be nearly twice as many to read."""
+    block = block_of([b"x"])
+    size = FRAME_BYTES // 20
+    portions = [Portion(at, at + 1, size, [block]) for at in range(blocks)]
+    made = frames_of(portions)
+    assert sum(map(len, made)) == blocks
+    assert len(made) == frames
+    assert max(map(len, made)) - min(map(len, made)) <= 1

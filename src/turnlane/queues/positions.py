@@ -38,12 +38,16 @@ class Positions:
     @property
     def fresh(self) -> int:
         """How many events were not handed out since the queue was opened."""
+        if not self.settled and not self._skipped:
+            return self.end - self.frontier
         span = (self.frontier, self.end)
         return self.end - self.frontier - self.settled.overlap(*span) - self._skipped.overlap(*span)
 
     def next_fresh(self, limit: int) -> tuple[int, int]:
         """The next run of at most ``limit`` fresh offsets; empty if there is none."""
         first = self.frontier
+        if not self.settled and not self._skipped:
+            return first, min(self.end, first + limit)
         while True:
             after = self._skipped.end_of_run(self.settled.end_of_run(first))
             if after == first:
@@ -70,6 +74,12 @@ class Positions:
         first = max(first, self.low)
         if first >= end:
             return 0
+        if first == self.low and not self.settled and not self._skipped:
+            # In order, as nearly always: the same as below in a fraction of the time.
+            self.low = end
+            self.frontier = max(self.frontier, end)
+            self.end = max(self.end, end)
+            return end - first
         fresh = end - first - self.settled.overlap(first, end)
         self.settled.add(first, end)
         self._skipped.remove(first, end)  # or it would be taken off what is fresh twice

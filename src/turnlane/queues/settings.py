@@ -272,7 +272,7 @@ class QueueSettings(BaseModel):
         ge=1,
     )
     write_buffer: Size = knob(
-        "1Mi",
+        "2Mi",
         ON_DISK,
         "What is gathered before it is written. At most `chunk_size`.",
         example="256Ki",

@@ -15,6 +15,12 @@ from turnlane.events import BASE_SCHEMA
 
 EMPTY: pa.Schema = pa.schema([])
 
+_LENGTHS = 16
+"""Of so many lengths a reader has nulls at hand."""
+
+_FEWEST = 1 << 15
+"""So many nulls are made at least."""
+
 _BASE_TYPES = {field.name: field.type for field in BASE_SCHEMA}
 
 
@@ -91,7 +97,7 @@ class Fitting:
         if shape.selects:
             return shape.chunk, block.select(shape.places)
         arrays = [
-            block.column(at) if at >= 0 else nulls(kind, rows)
+            block.column(at) if at >= 0 else _NULLS.of(kind, rows)
             for at, kind in zip(shape.places, shape.chunk.types, strict=True)
         ]
         return shape.chunk, pa.RecordBatch.from_arrays(arrays, schema=shape.chunk)
@@ -122,29 +128,47 @@ class Restoring:
         ]
         self._schema = pa.schema([*base, *extra])
         self._places = _places(stored, self._schema)
-        self._missing: dict[int, pa.Array[Any]] = {}
-        self._make_nulls(0)
-
-    def _make_nulls(self, rows: int) -> None:
-        kinds = enumerate(self._schema.types)
-        self._missing = {i: nulls(kind, rows) for i, kind in kinds if self._places[i] < 0}
-        self._rows = rows
+        self._missing: dict[int, dict[int, pa.Array[Any]]] = {}
+        """By the rows of a block, and by the place of the column."""
 
     def restored(self, block: pa.RecordBatch) -> pa.RecordBatch:
-        """As ``events.conform``, but quicker: the nulls are made once, not for every block."""
-        rows = block.num_rows
-        if rows > self._rows:
-            self._make_nulls(max(rows, 2 * self._rows))
-        arrays = [
-            block.column(at) if at >= 0 else self._missing[i].slice(0, rows)
-            for i, at in enumerate(self._places)
-        ]
+        """As ``events.conform``, but quicker: the nulls are not made for every block."""
+        missing = self._missing_of(block.num_rows)
+        arrays = [missing[i] if at < 0 else block.column(at) for i, at in enumerate(self._places)]
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
+    def _missing_of(self, rows: int) -> dict[int, pa.Array[Any]]:
+        """The columns that are not stored. Frames have a few lengths only, over and over."""
+        known = self._missing.get(rows)
+        if known is None:
+            if len(self._missing) == _LENGTHS:
+                self._missing.clear()
+            places = zip(enumerate(self._schema.types), self._places, strict=True)
+            known = {i: _NULLS.of(kind, rows) for (i, kind), at in places if at < 0}
+            self._missing[rows] = known
+        return known
 
-def nulls(kind: pa.DataType, rows: int) -> pa.Array[Any]:
-    """A column of nulls."""
-    return cast("pa.Array[Any]", pa.nulls(rows, cast("Any", kind)))
+
+class _Nulls:
+    """Columns of nulls, made once for all readers: filling them takes longer than reading a frame.
+
+    There are as many as types, and none is much longer than the longest frame. Safe to use from any
+    thread: at worst two make the same.
+    """
+
+    def __init__(self) -> None:
+        self._longest: dict[pa.DataType, pa.Array[Any]] = {}
+
+    def of(self, kind: pa.DataType, rows: int) -> pa.Array[Any]:
+        """A column of this type."""
+        known = self._longest.get(kind)
+        if known is None or len(known) < rows:
+            made = pa.nulls(max(rows, _FEWEST), cast("Any", kind))
+            known = self._longest[kind] = cast("pa.Array[Any]", made)
+        return known.slice(0, rows)
+
+
+_NULLS = _Nulls()
 
 
 def _places(here: pa.Schema, wanted: pa.Schema) -> list[int]:
