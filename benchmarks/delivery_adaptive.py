@@ -31,7 +31,7 @@ PLATEAUS = (4, 16, 2)
 SERVICE_SECONDS = 0.03
 BATCH = 10
 FIXED = (1, 2, 4, 8, 16, 32)
-FIXED_QUICK = (1, 2, 4, 16)
+FIXED_QUICK = (1, 4, 16)
 """With the best of every stretch, and the worst."""
 ADAPTIVE: Literal["adaptive"] = "adaptive"
 KINDS = {"": (1.0, "lets the rest wait"), "_thrashing": (2.0, "thrashes")}
@@ -88,7 +88,7 @@ def run(effort: Effort, server: HttpServer) -> Outcome:
     names: dict[str, Literal["adaptive"] | int] = {ADAPTIVE: ADAPTIVE}
     numbers = FIXED_QUICK if effort.quick else FIXED
     names |= {f"fixed: {number}": number for number in numbers}
-    stretch = Stretch(effort.seconds(1.0, 4.0), effort.seconds(0.8, 4.0))
+    stretch = Stretch(effort.seconds(0.9, 4.0), effort.seconds(0.7, 4.0))
     for ending, (thrash, words) in list(KINDS.items())[: 1 if effort.quick else None]:
         found = alternate(
             {name: partial(rates, server, each, stretch, thrash) for name, each in names.items()},

@@ -109,7 +109,7 @@ def delivered(output: Output, settings: DeliverySettings, blocks: Sequence[Block
 
 def run(effort: Effort, server: HttpServer) -> Outcome:
     """The engine beside the bare loop, and what it costs per batch."""
-    events = effort.events(200_000, 1_000_000)
+    events = effort.events(100_000, 1_000_000)
     blocks, bodies = blocks_of(events), bodies_of(events)
     settings = DeliverySettings(concurrency=CONCURRENCY, batch_events=BATCH, max_time=600)
     unsplit = settings.model_copy(update={"pipelined": False})

@@ -199,7 +199,7 @@ def _free_port() -> int:
 def run(effort: Effort, spark: SparkSession, server: HttpServer) -> Outcome:
     """Lanes, the bare loop, and rsyslogd if it is installed."""
     events = effort.events(1_000_000, 1_000_000)
-    forwarded = effort.events(500_000, 1_000_000)
+    forwarded = effort.events(250_000, 1_000_000)
     recoveries: list[float] = []
 
     def lane() -> float:
@@ -219,7 +219,7 @@ def run(effort: Effort, spark: SparkSession, server: HttpServer) -> Outcome:
     if rsyslog.program() is not None:
         contestants[RSYSLOG] = partial(drain_rsyslog, effort, forwarded)
     if not effort.is_trial:
-        drain_http(effort, spark, server, events // 4)  # Java compiles what runs often
+        drain_http(effort, spark, server, events // 10)  # Java compiles what runs often
     rounds = 1 if effort.quick else 3
     found = {name: Series(rates) for name, rates in alternate(contestants, rounds).items()}
     remarks = [] if RSYSLOG in found else ["rsyslogd is not installed: nothing to compare with."]

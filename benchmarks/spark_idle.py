@@ -71,22 +71,27 @@ def settle(running: Piped, seconds: float) -> None:
 
 
 def run(effort: Effort, spark: SparkSession) -> Outcome:
-    """CPU time over some seconds."""
-    seconds = effort.seconds(8, 30)
+    """CPU time in each of several stretches."""
+    seconds = effort.seconds(4, 20)
     lanes = effort.unless_trial(LANES, 2)
     with effort.place() as place, piped(spark, place, sections(place, lanes)) as running:
         settle(running, effort.seconds(SETTLE_SECONDS, 2 * SETTLE_SECONDS))
-        before = cpu_seconds()
-        time.sleep(seconds)
-        spent = used_between(before, cpu_seconds())
-    used = {part: 100 * each / seconds for part, each in spent.items()}
-    total = Series([sum(used.values())])
+        stretches = [_used(seconds) for _ in range(effort.rounds)]
+    total = Series([sum(each.values()) for each in stretches])
     how = (
         f"CPU time of all processes of a pipeline of {lanes} lanes that has nothing to do, over "
         f"{seconds:.0f} s, in percent of one core"
     )
-    rows = {name: [Cell.of(Series([each]))] for name, each in used.items()}
+    rows = {part: [Cell.of(Series([each[part] for each in stretches]))] for part in PARTS}
     return Outcome(
         [figure("idle_cpu_percent", total, how, unit="%", at_most=10)],
         [Table(f"{lanes} idle lanes", "% of one core", ("CPU",), rows)],
     )
+
+
+def _used(seconds: float) -> dict[str, float]:
+    """By part, in percent of one core."""
+    before = cpu_seconds()
+    time.sleep(seconds)
+    spent = used_between(before, cpu_seconds())
+    return {part: 100 * each / seconds for part, each in spent.items()}
