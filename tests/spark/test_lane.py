@@ -230,6 +230,39 @@ class TestWithoutNews:
         lane.stop()
 
 
+class TestSilence:
+    """A batch that takes very long may hang: people hear of it."""
+
+    @pytest.fixture(autouse=True)
+    def _soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for wait in ("START_SECONDS", "LOOK_SECONDS"):
+            monkeypatch.setattr(lanes, wait, 0.001)
+        monkeypatch.setattr(lanes, "QUIET_SECONDS", 0.05)
+
+    def test_of_a_query_at_a_batch_is_mentioned_less_and_less(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        query = Query()
+        lane = started(query)
+        query.did(0, 1)
+        wait_until(lambda: len(caplog.messages) > 3)
+        ended(lane, query)
+        assert caplog.messages[0] == (
+            "lane a: no batch has ended for 0 s (Spark: Processing new data)"
+        )
+        first, _, third, fourth, *_ = (record.created for record in caplog.records)
+        assert fourth - third >= third - first - 0.02  # for as long as all before
+
+    def test_of_one_that_waits_for_data_is_not(self, caplog: pytest.LogCaptureFixture) -> None:
+        query = Query()
+        query.batch_ended.set()
+        lane = started(query)
+        query.did(0, 0)
+        wait_until(query.asked.is_set)
+        ended(lane, query)
+        assert caplog.messages == []
+
+
 def test_a_batch_that_is_under_way_may_end_first() -> None:
     query = Query()
     lane = started(query)
