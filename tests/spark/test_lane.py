@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import uuid
 from collections.abc import Callable
@@ -13,9 +14,11 @@ from pyspark.sql.streaming.listener import StreamingQueryProgress
 from tests.contract.harness import wait_until
 from turnlane.cli.operation import _about, _said
 from turnlane.spark import lane as lanes
+from turnlane.spark import silence
 from turnlane.spark.lane import PROCESSING, Lane, LaneState, LaneStatus, Watch
 from turnlane.spark.news import News
 from turnlane.spark.offsets import TAKEN
+from turnlane.spark.silence import Silence
 from turnlane.spark.suspension import Suspension
 
 NEVER = 3600.0
@@ -235,29 +238,34 @@ class TestSilence:
 
     @pytest.fixture(autouse=True)
     def _soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for wait in ("START_SECONDS", "LOOK_SECONDS"):
-            monkeypatch.setattr(lanes, wait, 0.001)
-        monkeypatch.setattr(lanes, "QUIET_SECONDS", 0.05)
+        monkeypatch.setattr(lanes, "LOOK_SECONDS", 0.001)
+        monkeypatch.setattr(silence, "QUIET_SECONDS", 0.01)
 
-    def test_of_a_query_at_a_batch_is_mentioned_less_and_less(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_is_mentioned_first_after_a_while_and_then_when_it_is_twice_as_long(self) -> None:
+        quiet = silence.QUIET_SECONDS
+        found = Silence(100.0)
+        moments = [0.5, 1.5, 1.6, 2.9, 3.1, 6.1, 6.3]
+        said = [found.lasted(100.0 + each * quiet) is not None for each in moments]
+        assert said == [False, True, False, False, True, False, True]
+
+    def test_of_a_query_at_a_batch_is_mentioned(self, caplog: pytest.LogCaptureFixture) -> None:
         query = Query()
-        lane = started(query)
+        lane = made(query)
         query.did(0, 1)
-        wait_until(lambda: len(caplog.messages) > 3)
+        lane.start()
+        wait_until(lambda: len(caplog.messages) > 1)
         ended(lane, query)
-        assert caplog.messages[0] == (
-            "lane a: no batch has ended for 0 s (Spark: Processing new data)"
-        )
-        first, _, third, fourth, *_ = (record.created for record in caplog.records)
-        assert fourth - third >= third - first - 0.02  # for as long as all before
+        for each in caplog.messages:
+            assert re.fullmatch(
+                r"lane a: no batch has ended for \d+ s \(Spark: Processing new data\)", each
+            )
 
     def test_of_one_that_waits_for_data_is_not(self, caplog: pytest.LogCaptureFixture) -> None:
         query = Query()
         query.batch_ended.set()
-        lane = started(query)
+        lane = made(query)
         query.did(0, 0)
+        lane.start()
         wait_until(query.asked.is_set)
         ended(lane, query)
         assert caplog.messages == []

@@ -19,6 +19,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from turnlane.backoff import doubled
 from turnlane.spark.news import News
 from turnlane.spark.offsets import TAKEN
+from turnlane.spark.silence import Silence
 from turnlane.spark.suspension import Suspension
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,6 @@ NEWS_SECONDS: Final = 5.0
 """How late the news may be that a query has ended; Spark drops news that it cannot get rid of."""
 BATCH_SECONDS: Final = 10.0
 """How long a batch may go on once the lane is to stop: a task stops sending after half of that."""
-QUIET_SECONDS: Final = 300.0
-"""After so long without the end of a batch people are told of it, and again after twice as long."""
 PROCESSING: Final = "Processing new data"
 """What Spark says of a query that is at a batch."""
 
@@ -107,9 +106,7 @@ class Lane:
         self._rows = 0
         self._progress: StreamingQueryProgress | None = None
         """The last one of this run."""
-        self._heard_at = self._mentioned_at = 0.0
-        """When there was news last, or the query began; and when people were told that it is long.
-        """
+        self._silence = Silence(time.monotonic())
         self._thread = threading.Thread(target=self._run, name=f"lane-{name}", daemon=True)
 
     def start(self) -> None:
@@ -168,7 +165,7 @@ class Lane:
         self._state, self._progress = LaneState.STARTING, None
         query = self._query = self._start(uuid.uuid4().hex)
         run = str(query.runId)
-        self._heard_at = self._mentioned_at = time.monotonic()
+        self._silence = Silence(time.monotonic())
         try:
             has_ended = self._follow(query, run)
             self._let_batch_end(query)
@@ -217,7 +214,7 @@ class Lane:
             return False
         if news.progress is None:
             return True
-        self._heard_at = self._mentioned_at = time.monotonic()
+        self._silence = Silence(time.monotonic())
         if news.progress.numInputRows:
             self._batches += 1
             self._rows += _events(news.progress)
@@ -242,16 +239,13 @@ class Lane:
 
     def _mention_silence(self, query: StreamingQuery) -> None:
         """Say so if a query that has something to do has done nothing for long: it may hang."""
-        now = time.monotonic()
-        if now - self._mentioned_at < max(QUIET_SECONDS, self._mentioned_at - self._heard_at):
+        seconds = self._silence.lasted(time.monotonic())
+        if seconds is None:
             return
-        self._mentioned_at = now
         doing = query.status["message"]
         if doing == PROCESSING or self._state is LaneState.STARTING:
-            quiet = now - self._heard_at
-            log.warning(
-                "lane %s: no batch has ended for %.0f s (Spark: %s)", self.name, quiet, doing
-            )
+            text = "lane %s: no batch has ended for %.0f s (Spark: %s)"
+            log.warning(text, self.name, seconds, doing)
 
     def _reached(self, progress: StreamingQueryProgress) -> None:
         """The query has come so far."""
