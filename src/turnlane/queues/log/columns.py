@@ -97,7 +97,7 @@ class Fitting:
         if shape.selects:
             return shape.chunk, block.select(shape.places)
         arrays = [
-            block.column(at) if at >= 0 else _NULLS.of(kind, rows)
+            block.column(at) if at >= 0 else _nulls(kind, rows)
             for at, kind in zip(shape.places, shape.chunk.types, strict=True)
         ]
         return shape.chunk, pa.RecordBatch.from_arrays(arrays, schema=shape.chunk)
@@ -152,8 +152,8 @@ class Restoring:
 class _Nulls:
     """Columns of nulls, made once for all readers: filling them takes longer than reading a frame.
 
-    There are as many as types, and none is much longer than the longest frame. Safe to use from any
-    thread: at worst two make the same.
+    Only for the base columns: of a publisher's own type, one value may take a megabyte. None is
+    much longer than the longest frame. Safe to use from any thread: at worst two make the same.
     """
 
     def __init__(self) -> None:
@@ -163,12 +163,15 @@ class _Nulls:
         """A column of this type."""
         known = self._longest.get(kind)
         if known is None or len(known) < rows:
-            made = pa.nulls(max(rows, _FEWEST), cast("Any", kind))
-            known = self._longest[kind] = cast("pa.Array[Any]", made)
+            known = self._longest[kind] = _nulls(kind, max(rows, _FEWEST))
         return known.slice(0, rows)
 
 
 _NULLS = _Nulls()
+
+
+def _nulls(kind: pa.DataType, rows: int) -> pa.Array[Any]:
+    return cast("pa.Array[Any]", pa.nulls(rows, cast("Any", kind)))
 
 
 def _places(here: pa.Schema, wanted: pa.Schema) -> list[int]:
