@@ -154,8 +154,7 @@ def test_a_message_in_pieces_is_the_message_that_serialize_makes() -> None:
 
 def test_a_column_that_a_block_lacks_takes_no_more_memory_than_its_rows_need() -> None:
     """Of a publisher's own type, one value may take a megabyte."""
-    wide = pa.field("wide", pa.binary(1 << 20))
-    schema = pa.schema([pa.field("value", pa.binary()), wide])
+    schema = pa.schema({"value": pa.binary(), "wide": pa.binary(1 << 20)})
     before = pa.total_allocated_bytes()
     fitted = Fitting().fit(schema, block_of([b"x"] * 3))[1]
     assert fitted.column("wide").null_count == 3
