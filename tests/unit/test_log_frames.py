@@ -154,7 +154,8 @@ def test_a_message_in_pieces_is_the_message_that_serialize_makes() -> None:
 
 def test_a_column_that_a_block_lacks_takes_no_more_memory_than_its_rows_need() -> None:
     """Of a publisher's own type, one value may take a megabyte."""
-    schema = pa.schema({"value": pa.binary(), "wide": pa.binary(1 << 20)})
+    kinds: dict[str, pa.DataType] = {"value": pa.binary(), "wide": pa.binary(1 << 20)}
+    schema = pa.schema(kinds)
     before = pa.total_allocated_bytes()
     fitted = Fitting().fit(schema, block_of([b"x"] * 3))[1]
     assert fitted.column("wide").null_count == 3
