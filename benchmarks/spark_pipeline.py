@@ -120,7 +120,7 @@ def running(effort: Effort, spark: SparkSession, events: int) -> Iterator[Callab
 
 def run(effort: Effort, spark: SparkSession) -> Outcome:
     """turnlane, and rsyslogd with both of its queues if it is installed."""
-    events = effort.events(2_000_000, 5_000_000)
+    events = effort.events(6_000_000, 12_000_000)
     with running(effort, spark, events) as turn:
         contestants = {OURS: turn}
         if rsyslog.program() is not None:

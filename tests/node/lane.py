@@ -15,6 +15,7 @@ from turnlane.node.commit import Commit, Range
 from turnlane.node.node import Node
 from turnlane.queues.holding import HoldingQueue
 from turnlane.queues.log.files import Disk
+from turnlane.queues.spans import COPIED
 from turnlane.testing import FaultyDisk
 
 EVENTS = 30
@@ -54,25 +55,38 @@ def contents(queue: HoldingQueue) -> list[bytes]:
     return found
 
 
-def step(node: Node) -> bool:
+def copied(node: Node, first: int, count: int) -> list[str]:
+    """Stage a range of the main queue by place: all of it, and the odd ones."""
+    offsets = range(first, first + count)
+    routes = [1 + 2 * (offset % 2) for offset in offsets]
+    places = pa.record_batch([pa.array(offsets, pa.int64()), pa.array(routes)], schema=COPIED)
+    with node.copying(node.queue("main"), ["all", "odd"]) as copying:
+        copying.add(places)
+        return copying.finish()
+
+
+def step(node: Node, *, by_place: bool = False) -> bool:
     """Bring the next range to where it belongs; false at the end of the queue."""
     main = node.queue("main")
     found = main.read(main.low, STEP)
     if found is None:
         return False
     first, block = found
-    odd = block.take(pa.array(range(1 - first % 2, block.num_rows, 2)))
-    stages = [staged(node, "odd", odd), staged(node, "all", block)]
+    if by_place:
+        stages = copied(node, first, block.num_rows)
+    else:
+        odd = block.take(pa.array(range(1 - first % 2, block.num_rows, 2)))
+        stages = [staged(node, "odd", odd), staged(node, "all", block)]
     node.commits.commit(Commit(stages, [Range("main", first, first + block.num_rows)]))
     return True
 
 
-def live(data: Path, op: str, nth: int) -> None:
+def live(data: Path, op: str, nth: int, by_place: bool) -> None:
     """Run the lane until it is through, or killed at the ``nth`` such operation."""
     disk = FaultyDisk()
     node = opened(data, disk)
     disk.kill(op, nth)
-    while step(node):
+    while step(node, by_place=by_place):
         pass
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -85,11 +99,11 @@ def start(data: Path, queues: Mapping[str, Mapping[str, Any]], op: str, nth: int
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def operations(data: Path) -> dict[str, int]:
+def operations(data: Path, *, by_place: bool = False) -> dict[str, int]:
     """How often each disk operation is used by an undisturbed lane, once the node is open."""
     disk = FaultyDisk()
     with opened(data, disk) as node:
         before = disk.operations.copy()
-        while step(node):
+        while step(node, by_place=by_place):
             pass
         return dict(disk.operations - before)

@@ -17,6 +17,7 @@ from turnlane.errors import NoSuchStage, QueueClosed, RetryLater
 from turnlane.events import Block, block_of, values_of
 from turnlane.node.commit import Commit, Range
 from turnlane.node.node import Node
+from turnlane.node.staging import Contents
 from turnlane.queues.holding import HoldingQueue
 
 KNOBS: dict[str, Any] = {"durability": "always", "shutdown_timeout": "1s"}
@@ -59,14 +60,14 @@ def await_blocked(queue: HoldingQueue) -> None:
 def ask(node: Node, commit: Commit, monkeypatch: pytest.MonkeyPatch) -> Task[bool]:
     """Begin a commit that has to wait for its keys; returns once it is about to."""
     asked = threading.Event()
-    look_up = node.staging.queue_of
+    look_up = node.staging.look
 
-    def queue_of(stage: str) -> str | None:
+    def look(stage: str) -> Contents | None:
         if stage in commit.stages:
             asked.set()
         return look_up(stage)
 
-    monkeypatch.setattr(node.staging, "queue_of", queue_of)
+    monkeypatch.setattr(node.staging, "look", look)
     task = Task(lambda: node.commits.commit(commit))
     assert asked.wait(PATIENCE)
     return task

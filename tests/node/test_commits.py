@@ -53,18 +53,21 @@ def node(tmp_path: Path) -> Node:
 class TestKilled:
     """kill -9 at every disk operation that committing uses, one life each."""
 
+    @pytest.mark.parametrize("by_place", [False, True], ids=["events", "places"])
     @pytest.mark.parametrize("op", ["open", "write", "sync", "sync_directory", "rename", "unlink"])
-    def test_at_every(self, op: str, tmp_path: Path, nursery: ForkServerContext) -> None:
-        total = operations(tmp_path / "undisturbed")[op]
+    def test_at_every(
+        self, op: str, by_place: bool, tmp_path: Path, nursery: ForkServerContext
+    ) -> None:
+        total = operations(tmp_path / "undisturbed", by_place=by_place)[op]
         assert total, f"committing uses no {op}: this test tests nothing"
         for nth in range(1, total + 1):
             data = tmp_path / str(nth)
-            life = nursery.Process(target=live, args=(data, op, nth))
+            life = nursery.Process(target=live, args=(data, op, nth, by_place))
             life.start()
             life.join(PATIENCE)
             assert life.exitcode == -9
             with opened(data) as node:
-                while step(node):
+                while step(node, by_place=by_place):
                     pass
                 check_outcome(node)
 

@@ -75,10 +75,10 @@ def test_what_cannot_be_read_is_not_passed_over(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A commit would settle it."""
-    served.node.queue("disk").producer().publish_block(block_of(numbers(0, 10)))
+    served.node.queue("memory").producer().publish_block(block_of(numbers(0, 10)))
     monkeypatch.setattr(copying, "read", lambda *_: iter(()))
     with (
-        served.client().nodes[0].copy("disk", ["memory"]) as copy,
+        served.client().nodes[0].copy("memory", ["disk"]) as copy,
         pytest.raises(RetryLater, match="an event at 3 that cannot be read"),
     ):
         copied(copy, [3])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from turnlane.queues.contract import Outcome
 
@@ -43,6 +43,10 @@ class Part(NamedTuple):
     sequence: int
     there: int | None = None
     """How many of its events the queue has, if others may have used its numbers since."""
+    source: str | None = None
+    """The queue that has its events, if the stage has only their places."""
+    source_end: int = 0
+    """Places from here on are those of other events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +82,15 @@ class Plan:
         return [part.stage for part in self.parts]
 
     @property
+    def queues(self) -> set[str]:
+        """All queues that it has to do with."""
+        sources = {part.source for part in self.parts if part.source is not None}
+        return sources | {part.queue for part in self.parts} | {each.queue for each in self.ranges}
+
+    @property
     def keys(self) -> set[str]:
         """What it must have for itself."""
-        return keys_of((part.queue for part in self.parts), self.ranges, self.writer)
+        return keys_of(self.parts, self.ranges, self.writer)
 
     @classmethod
     def of_json(cls, data: bytes) -> Plan:
@@ -95,9 +105,22 @@ class Plan:
         )
 
 
-def keys_of(queues: Iterable[str], ranges: Sequence[Range], writer: str | None) -> set[str]:
+class Staged(Protocol):
+    """What is to be published into a queue, perhaps from another one."""
+
+    @property
+    def queue(self) -> str: ...
+    @property
+    def source(self) -> str | None: ...
+
+
+def keys_of(stages: Iterable[Staged], ranges: Sequence[Range], writer: str | None) -> set[str]:
     """What a commit must have for itself; emptying a queue and filling it are apart."""
-    keys = {into(queue) for queue in queues} | {f"from {each.queue}" for each in ranges}
+    keys = {f"from {each.queue}" for each in ranges}
+    for stage in stages:
+        keys.add(into(stage.queue))
+        if stage.source is not None:
+            keys.add(f"from {stage.source}")
     return keys | ({f"writer {writer}"} if writer is not None else set())
 
 

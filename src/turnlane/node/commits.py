@@ -44,12 +44,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from turnlane.errors import ConfigError, QueueClosed, QueueFull, RetryLater, StorageFailed
+from turnlane.errors import (
+    ConfigError,
+    NoSuchStage,
+    QueueClosed,
+    QueueFull,
+    RetryLater,
+    StorageFailed,
+)
 from turnlane.node.commit import Commit, Part, Plan, Range, into, keys_of
 from turnlane.node.keys import Claim, Keys
 from turnlane.node.leftovers import identity, leftovers
+from turnlane.node.loading import OWN, next_number
 from turnlane.node.overflow import Overflow
-from turnlane.node.pending import OWN, Means, Pending, next_number
+from turnlane.node.pending import Means, Pending
 from turnlane.node.staging import Staging
 from turnlane.node.steps import Steps
 from turnlane.node.writers import Writers
@@ -176,8 +184,8 @@ class Commits:
     # ── asked ────────────────────────────────────────────────────────────────────────────────────
 
     def _keys_of(self, commit: Commit) -> set[str]:
-        queues = map(self._staging.queue_of, commit.stages)
-        return keys_of(filter(None, queues), commit.ranges, commit.writer)
+        stages = map(self._staging.look, commit.stages)
+        return keys_of(filter(None, stages), commit.ranges, commit.writer)
 
     def _is_repeat(self, commit: Commit) -> bool:
         if commit.writer is not None:
@@ -231,6 +239,10 @@ class Commits:
             queue = queues.setdefault(contents.queue, self._queue(contents.queue))
             queue.gate.check_open(queue.name)
             queue.check_types(contents.schema)
+            if contents.source is not None:
+                source = queues.setdefault(contents.source, self._queue(contents.source))
+                if identity(source) != contents.source_id:
+                    raise NoSuchStage(f"the events of stage {stage!r} went with their queue")
         for each in commit.ranges:
             queue = queues.setdefault(each.queue, self._queue(each.queue))
             if queue.closed:
@@ -252,7 +264,8 @@ class Commits:
                 continue
             name = contents.queue
             number = next_of.setdefault(name, next_number(queues[name]))
-            parts.append(Part(stage, name, number))
+            source_end = 0 if contents.source is None else queues[contents.source].end
+            parts.append(Part(stage, name, number, None, contents.source, source_end))
             next_of[name] += contents.events
             events[name] += contents.events
             size[name] += contents.bytes

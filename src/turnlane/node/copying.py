@@ -5,24 +5,29 @@ Whoever routes events need not have them: where they are and where they go is en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from turnlane.closing import Closing
 from turnlane.errors import RetryLater, SchemaMismatch
 from turnlane.events import Block, gathered
 from turnlane.node.by_offset import READ_EVENTS, read
+from turnlane.node.places import Numbers, check_settled, close_together, only, packed
 from turnlane.node.staging import Stage
+from turnlane.queues.contract import AckLevel
 from turnlane.queues.holding import HoldingQueue
-from turnlane.queues.spans import GAP, spans_of
 
-Numbers = npt.NDArray[np.int64]
 OpenStage = Callable[[str, pa.Schema], Stage]
+Refer = Callable[[str, HoldingQueue], Stage]
 Abort = Callable[[Sequence[str]], None]
+
+SAFE_SECONDS: Final = 30.0
+"""So long a copy waits until the events that it refers to are on disk."""
 
 
 class Copying(Closing):
@@ -31,14 +36,10 @@ class Copying(Closing):
     An event that is settled meanwhile, dropped by its queue or by a person, is not copied.
     """
 
-    def __init__(
-        self, source: HoldingQueue, into: Sequence[str], stage: OpenStage, abort: Abort
-    ) -> None:
+    def __init__(self, source: HoldingQueue, into: Sequence[str], abort: Abort) -> None:
         self._source = source
         self._into = into
-        self._stage = stage
         self._abort = abort
-        self._stages: dict[tuple[str, pa.Schema], Stage] = {}
         self._opened = ExitStack()
         self.events = 0
 
@@ -50,14 +51,21 @@ class Copying(Closing):
         offsets, routes = _numbers(places, "offset"), _numbers(places, "routes")
         if (np.diff(offsets) <= 0).any() or (offsets < 0).any():
             raise SchemaMismatch("`offset`: each is to be above the one before")
-        for piece in _close_together(offsets):
-            self._copy(offsets[piece], routes[piece])
+        self._take(offsets, routes)
+
+    @abstractmethod
+    def _take(self, offsets: Numbers, routes: Numbers) -> None:
+        """Stage these, or remember to."""
+
+    @abstractmethod
+    def _stages(self) -> Sequence[Stage]:
+        """All stages, ready to be finished."""
 
     def finish(self) -> list[str]:
         """Make it last, all of it or nothing; returns the ids to commit it by."""
         finished: list[str] = []
         try:
-            for stage in self._stages.values():
+            for stage in self._stages():
                 finished.append(stage.finish())  # noqa: PERF401 - those before one that fails
         except OSError:
             self._abort(finished)  # nobody will hear of them
@@ -68,29 +76,86 @@ class Copying(Closing):
         """Let go of all files."""
         self._opened.close()
 
+    def _chosen(self, offsets: Numbers, routes: Numbers, number: int) -> Numbers:
+        """Those that go into one of the queues."""
+        return offsets[(routes >> number & 1).astype(np.bool_)]
+
+
+class CopyingEvents(Copying):
+    """Stages the events themselves."""
+
+    def __init__(
+        self, source: HoldingQueue, into: Sequence[str], stage: OpenStage, abort: Abort
+    ) -> None:
+        super().__init__(source, into, abort)
+        self._stage = stage
+        self._by_schema: dict[tuple[str, pa.Schema], Stage] = {}
+
+    def _take(self, offsets: Numbers, routes: Numbers) -> None:
+        for piece in close_together(offsets):
+            self._copy(offsets[piece], routes[piece])
+
+    def _stages(self) -> Sequence[Stage]:
+        return list(self._by_schema.values())
+
     def _copy(self, offsets: Numbers, routes: Numbers) -> None:
         blocks = read(self._source, int(offsets[0]), int(offsets[-1]) + 1)
         missing = np.ones(len(offsets), dtype=np.bool_)
         for first, block in gathered(blocks, READ_EVENTS):
             mine = slice(*np.searchsorted(offsets, (first, first + block.num_rows)))
             missing[mine] = False
-            places, bits = offsets[mine] - first, routes[mine]
             for number, queue in enumerate(self._into):
-                chosen = places[(bits >> number & 1).astype(np.bool_)]
+                chosen = self._chosen(offsets[mine] - first, routes[mine], number)
                 if len(chosen):
-                    self._put(queue, _only(block, chosen))
-        left = self._source.unsettled_of(spans_of(offsets[missing]))
-        if left:  # whoever commits this settles them
-            name = self._source.name
-            raise RetryLater(f"queue {name!r} has an event at {left[0][0]} that cannot be read")
+                    self._put(queue, only(block, chosen))
+        check_settled(self._source, offsets[missing])
 
     def _put(self, queue: str, block: Block) -> None:
         key = queue, block.schema
-        stage = self._stages.get(key)
+        stage = self._by_schema.get(key)
         if stage is None:
-            stage = self._stages[key] = self._opened.enter_context(self._stage(queue, block.schema))
+            stage = self._opened.enter_context(self._stage(queue, block.schema))
+            self._by_schema[key] = stage
         stage.add(block)
         self.events += block.num_rows
+
+
+class CopyingPlaces(Copying):
+    """Stages where the events are: they are copied when it is committed."""
+
+    def __init__(
+        self, source: HoldingQueue, into: Sequence[str], refer: Refer, abort: Abort
+    ) -> None:
+        super().__init__(source, into, abort)
+        self._refer = refer
+        self._places: dict[str, list[Numbers]] = {}
+
+    def _take(self, offsets: Numbers, routes: Numbers) -> None:
+        for number, queue in enumerate(self._into):
+            chosen = self._chosen(offsets, routes, number)
+            if len(chosen):
+                self._places.setdefault(queue, []).append(chosen)
+
+    def _stages(self) -> Sequence[Stage]:
+        places = {queue: _in_order(each) for queue, each in self._places.items()}
+        self._await_safe(1 + max((int(each[-1]) for each in places.values()), default=-1))
+        return [self._referring(queue, offsets) for queue, offsets in places.items()]
+
+    def _await_safe(self, end: int) -> None:
+        """After a kill the places must still be those of the same events."""
+        if not self._source.reaches(AckLevel.PERSISTED, end, SAFE_SECONDS):
+            raise RetryLater(f"queue {self._source.name!r} has not persisted its events yet")
+
+    def _referring(self, queue: str, offsets: Numbers) -> Stage:
+        stage = self._opened.enter_context(self._refer(queue, self._source))
+        stage.refer(packed(offsets), len(offsets), self._source.average_size(len(offsets)))
+        self.events += len(offsets)
+        return stage
+
+
+def _in_order(pieces: Sequence[Numbers]) -> Numbers:
+    offsets = np.concatenate(pieces)
+    return offsets if (np.diff(offsets) > 0).all() else np.unique(offsets)
 
 
 def _numbers(places: Block, name: str) -> Numbers:
@@ -98,19 +163,3 @@ def _numbers(places: Block, name: str) -> Numbers:
     if at < 0 or places.schema.field(at).type != pa.int64() or places.column(at).null_count:
         raise SchemaMismatch(f"`{name}` is to be a column of 64-bit integers without nulls")
     return np.asarray(places.column(at))
-
-
-def _close_together(offsets: Numbers) -> Iterator[slice]:
-    """Stretches without large gaps: what lies between is read, too."""
-    cuts = (np.flatnonzero(np.diff(offsets) > GAP) + 1).tolist()
-    ends = [*cuts, len(offsets)] if len(offsets) else []
-    for first, end in zip([0, *cuts], ends, strict=False):
-        yield slice(first, end)
-
-
-def _only(block: Block, places: Numbers) -> Block:
-    if len(places) == block.num_rows:
-        return block
-    mask = np.zeros(block.num_rows, dtype=np.bool_)
-    mask[places] = True
-    return block.filter(pa.array(mask))

@@ -22,7 +22,6 @@ from pyarrow import flight
 
 from turnlane.errors import ConfigError, StorageFailed, TransportDown
 from turnlane.events import Block
-from turnlane.node.copying import Copying
 from turnlane.node.flight_actions import ACTIONS, Actions, Caller
 from turnlane.node.flight_blocks import Chunks, chunks_of, columns_of
 from turnlane.node.flight_calls import Call, Calls
@@ -188,7 +187,7 @@ class FlightPlane:
     def copy(self, command: Copy, peer: Peer) -> None:
         """Stage events of one queue for others, and say which stages once they are on disk."""
         node, source = self.node, self.node.queue(command.copy_)
-        with _storing(), Copying(source, command.into, node.stage, node.commits.abort) as copying:
+        with _storing(), node.copying(source, command.into) as copying:
             if _has_given_all(peer, copying.add):
                 answer = {"stages": copying.finish(), "events": copying.events}
                 peer.tell(json.dumps(answer).encode())

@@ -202,7 +202,7 @@ class Actions:
                 raise LaneTaken(f"lane {command.lane!r} has planned another batch here")
             return None  # nothing of this batch was planned here
         # With stages that are still there it is no repeat: what they hold was read elsewhere.
-        is_new = any(map(self._node.staging.queue_of, command.stages))
+        is_new = any(map(self._node.staging.look, command.stages))
         return None if is_new and lanes.is_committed(command.lane) else planned
 
     def plan(self, command: Plan, caller: Caller) -> Answer:
@@ -300,7 +300,8 @@ class Actions:
 
     def _check_stages(self, stages: list[str], caller: Caller) -> None:
         """Stages that are gone belong to nobody: a commit refuses them, unless it is a repeat."""
-        for queue in filter(None, map(self._node.staging.queue_of, stages)):
+        known = filter(None, map(self._node.staging.look, stages))
+        for queue in (each.queue for each in known):
             caller.check(Right.PUBLISH, queue)
 
     def epoch(self, command: OfWriter, caller: Caller) -> Answer:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from turnlane.errors import NoSuchQueue
 from turnlane.node.commit import Part, Plan, Range
-from turnlane.node.pending import Means, Pending, next_number
+from turnlane.node.loading import count_of, next_number
+from turnlane.node.pending import Means, Pending
 from turnlane.node.staging import Staging
 from turnlane.node.steps import COMMIT, FAILED
 from turnlane.queues.holding import HoldingQueue
@@ -81,7 +82,7 @@ def _taken_up(plan: Plan, path: Path, means: Means) -> Pending | None:
 
 def _open_queues(plan: Plan, means: Means) -> dict[str, HoldingQueue]:
     queues = {}
-    for name in {part.queue for part in plan.parts} | {each.queue for each in plan.ranges}:
+    for name in plan.queues:
         try:
             queues[name] = means.find(name)
         except NoSuchQueue:
@@ -91,9 +92,21 @@ def _open_queues(plan: Plan, means: Means) -> dict[str, HoldingQueue]:
 
 def _still_meant(plan: Plan, queues: Queues) -> Plan:
     """A plan without what was for queues that were dropped, and offsets nobody knows any more."""
-    parts = [part for part in plan.parts if not _is_other(part.queue, plan, queues)]
+    parts = [
+        _capped(part, queues)
+        for part in plan.parts
+        if not _is_other(part.queue, plan, queues)
+        and not (part.source is not None and _is_other(part.source, plan, queues))
+    ]
     ranges = [left for each in plan.ranges if (left := _known(each, plan, queues)) is not None]
     return replace(plan, parts=parts, ranges=ranges)
+
+
+def _capped(part: Part, queues: Queues) -> Part:
+    """A part without places that its source does not know any more."""
+    if part.source is None or part.source not in queues:
+        return part
+    return part._replace(source_end=min(part.source_end, queues[part.source].end))
 
 
 def _is_other(name: str, plan: Plan, queues: Queues) -> bool:
@@ -127,9 +140,8 @@ def _renumbered(parts: Iterable[Part], queues: Queues, staging: Staging) -> list
         if part.there is not None and part.queue in queues:
             # What the queue has gets numbers that it knows: a repeat.
             sequence = next_of[part.queue] - part.there
-            events = sum(block.num_rows for block in staging.blocks(part.stage))
-            next_of[part.queue] = sequence + events
-            part = Part(part.stage, part.queue, sequence)  # noqa: PLW2901
+            next_of[part.queue] = sequence + count_of(part, staging)
+            part = part._replace(sequence=sequence, there=None)  # noqa: PLW2901
         renumbered.append(part)
     return renumbered
 

@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,19 @@ from turnlane.errors import (
     QueueExists,
     StorageFailed,
 )
+from turnlane.events import BASE_SCHEMA
 from turnlane.node.audit import Audit
 from turnlane.node.breakers import Breakers
 from turnlane.node.commits import Commits
+from turnlane.node.copying import Copying, CopyingEvents, CopyingPlaces
 from turnlane.node.dropped import Dropped, delete
 from turnlane.node.forgotten import forgotten
 from turnlane.node.housekeeping import Housekeeping
 from turnlane.node.lanes import Lanes
 from turnlane.node.leases import Leases
 from turnlane.node.leftovers import identity
-from turnlane.node.staging import Stage, Staging
+from turnlane.node.places import can_refer
+from turnlane.node.staging import Contents, Stage, Staging
 from turnlane.queues import open_queue
 from turnlane.queues.holding import HoldingQueue
 from turnlane.queues.kinds import ON_DISK, Kind
@@ -196,6 +199,21 @@ class Node(Closing):
         vet = self.queue(name).producer().vet
         ready = vet(pa.RecordBatch.from_pylist([], schema))
         return self.staging.stage(name, ready.schema, vet, spare, diskless=diskless)
+
+    def copying(self, source: HoldingQueue, into: Sequence[str]) -> Copying:
+        """Begin to copy events of a queue: by their places, where it is sure to keep them.
+
+        Raises ``NoSuchQueue``.
+        """
+        abort = self.commits.abort
+        if all(can_refer(source, self.queue(name)) for name in into):
+            return CopyingPlaces(source, into, self._refer, abort)
+        return CopyingEvents(source, into, self.stage, abort)
+
+    def _refer(self, name: str, source: HoldingQueue) -> Stage:
+        self.queue(name).check_types(BASE_SCHEMA)
+        contents = Contents(name, BASE_SCHEMA, 0, 0, source=source.name, source_id=identity(source))
+        return self.staging.begun(contents)
 
     def _placed(self, name: str, knobs: Mapping[str, Any]) -> QueueSettings:
         """Settings with a place below the data directory, for kinds that have one."""

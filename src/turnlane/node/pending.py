@@ -5,21 +5,20 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from turnlane.backoff import doubled
-from turnlane.errors import Never, NoSuchQueue, QueueClosed, QueueFull, RetryLater
+from turnlane.errors import NoSuchQueue, QueueClosed, QueueFull, RetryLater
 from turnlane.events import Block
 from turnlane.node.commit import Part, Plan, Range, keys_of
+from turnlane.node.loading import LOOK_SECONDS, Loading, kept, loads, next_number
 from turnlane.node.staging import Staging
 from turnlane.node.steps import Steps
 from turnlane.node.writers import Writers
 from turnlane.queues.holding import HoldingQueue
-from turnlane.queues.producer import HoldingProducer, hashed
 from turnlane.queues.stored import StoredQueue
 
 log = logging.getLogger(__name__)
@@ -27,17 +26,6 @@ log = logging.getLogger(__name__)
 FIRST_RETRY: Final = 0.05
 LAST_RETRY: Final = 1.0
 """Seconds between attempts to carry out a commit on a disk that fails."""
-
-LOOK_SECONDS: Final = 0.05
-"""How often a start that waits for the disk looks whether that fails."""
-
-OWN: Final = "turnlane."
-"""Producer ids that begin so are the node's: nobody else may use up their numbers."""
-PRODUCER: Final = f"{OWN}commits"
-"""Under this id commits publish: one commit at a time into a queue, so one row of numbers."""
-
-REFUSED: Final = (Never, ValueError, KeyError, TypeError)
-"""What a queue, or a stage that cannot be read, says for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +114,8 @@ class Pending:
 
         A queue that is open has numbered on.
         """
-        queues = [part.queue for part in self.failed.parts if part.there is None]
-        return keys_of(queues, self.failed.ranges, None)
+        parts = [part for part in self.failed.parts if part.there is None]
+        return keys_of(parts, self.failed.ranges, None)
 
     def _give_up_stages(self) -> None:
         done = set(self.plan.stages).difference(self.failed.stages)
@@ -144,68 +132,69 @@ class Pending:
         """Publish its parts; returns what is left of those that are refused."""
         left: list[Part] = []
         refusing: set[str] = set()
-        for part in self.plan.parts:
-            queue = self._queues.get(part.queue)
-            if queue is None:
-                log.error("a commit into queue %r is kept: it is not open", part.queue)
-                left.append(part)
-            elif queue.name in refusing or not self._is_published(queue, part, deadline):
-                # Had the queue numbers beyond those of what it refused, that would seem a repeat.
-                refusing.add(queue.name)
-                there = max(0, next_number(queue) - part.sequence)
-                left.append(part._replace(there=there))
+        for load in loads(self.plan.parts):
+            ready = [part for part in load if self._is_open(part) and part.queue not in refusing]
+            refused = self._refused(ready, deadline)
+            # Had the queue numbers beyond those of what it refused, that would seem a repeat.
+            refusing.update(part.queue for part in refused)
+            for part in load:
+                if part not in ready or part in refused:
+                    left += self._kept(part)
         return left
 
-    def _is_published(self, queue: HoldingQueue, part: Part, deadline: float | None) -> bool:
-        """Publish a part; false if the queue refuses it."""
-        try:
-            # With a callback publishing does not wait for every block; the flush waits for all.
-            producer = queue.producer(
-                ack=queue.usual_level, on_ack=lambda _: None, producer_id=PRODUCER
-            )
-            if isinstance(queue, StoredQueue) and self._means.staging.is_diskless(part.stage):
-                return self._is_let_in_or_spared(producer, queue, part)
-            is_in = self._is_let_in(producer, part, None if deadline is None else 0.0)
-            _await_persisted(producer, queue, deadline)
-        except QueueClosed:
-            if not self._is_dropped(queue):
-                raise
-            log.warning("queue %s was dropped: with it, what was committed into it", queue.name)
-            return True
-        return is_in
-
-    def _is_let_in(self, producer: HoldingProducer, part: Part, timeout: float | None) -> bool:
-        sequence = part.sequence
-        try:
-            for block in self._means.staging.blocks(part.stage):
-                producer.publish_block(block, sequence=sequence, timeout=timeout)
-                sequence += block.num_rows
-        except QueueClosed:
-            raise
-        except REFUSED:
-            log.exception("queue %s refuses what was committed: it is kept", part.queue)
-            return False
+    def _is_open(self, part: Part) -> bool:
+        for name in filter(None, (part.queue, part.source)):
+            if name not in self._queues:
+                log.error("a commit into queue %r is kept: %r is not open", part.queue, name)
+                return False
         return True
 
-    def _is_let_in_or_spared(
-        self, producer: HoldingProducer, queue: StoredQueue, part: Part
-    ) -> bool:
-        """Let a part in that waits for no disk that fails; false if the queue refuses it."""
+    def _refused(self, load: Sequence[Part], deadline: float | None) -> Collection[Part]:
+        """Publish parts; returns those that their queues refuse."""
+        loading = Loading(load, self._queues, self._is_dropped)
+        if any(self._may_be_spared(part) for part in load):
+            self._let_in_or_spare(loading, *load)
+        else:
+            loading.publish_all(self._means.staging, None if deadline is None else 0.0)
+            loading.await_persisted(deadline)
+        return loading.refused
+
+    def _may_be_spared(self, part: Part) -> bool:
+        is_stored = isinstance(self._queues[part.queue], StoredQueue)
+        return is_stored and self._means.staging.is_diskless(part.stage)
+
+    def _let_in_or_spare(self, loading: Loading, part: Part) -> None:
+        """Let a part in that waits for no disk that fails."""
         if part.stage in self._spared:
-            return True
+            return
+        staging, queue = self._means.staging, self._queues[part.queue]
         try:
-            is_in = self._is_let_in(producer, part, LOOK_SECONDS)
+            loading.publish_all(staging, LOOK_SECONDS)
         except QueueFull:
-            if not queue.troubled:
+            if not (isinstance(queue, StoredQueue) and queue.troubled):
                 raise
-            is_in = True
             there = max(0, next_number(queue) - part.sequence)
-            rest = _beyond(self._means.staging.blocks(part.stage), there)
-            self._means.spare(queue.name, rest, self._means.staging.contents(part.stage).spare)
+            rest = _beyond(staging.blocks(part.stage), there)
+            self._means.spare(queue.name, rest, staging.contents(part.stage).spare)
             self._spared.add(part.stage)
-        while not (producer.flush(LOOK_SECONDS) or queue.troubled):
-            queue.gate.check_open(queue.name)
-        return is_in
+        loading.await_persisted_or_trouble()
+
+    def _kept(self, part: Part) -> list[Part]:
+        """A part that cannot be published now, as the file is to have it."""
+        queue = self._queues.get(part.queue)
+        there = None if queue is None else max(0, next_number(queue) - part.sequence)
+        if part.source is None or part.source not in self._queues:
+            return [part._replace(there=there)]
+        # Its events are about to be settled where they are.
+        return [
+            Part(
+                each.stage,
+                part.queue,
+                part.sequence + each.at,
+                None if there is None else min(each.events, max(0, there - each.at)),
+            )
+            for each in kept(part, self._means.staging, self._queues)
+        ]
 
     # ── its ranges ───────────────────────────────────────────────────────────────────────────────
 
@@ -235,27 +224,8 @@ class Pending:
             return True
 
 
-def next_number(queue: HoldingQueue) -> int:
-    """The number of the next event that a commit publishes into a queue."""
-    return queue.sequences.get(hashed(PRODUCER), 0)
-
-
 def _beyond(blocks: Iterable[Block], count: int) -> Iterator[Block]:
     """Blocks without their first events."""
     for block in blocks:
         yield block.slice(min(count, block.num_rows))
         count = max(0, count - block.num_rows)
-
-
-def _await_persisted(
-    producer: HoldingProducer, queue: HoldingQueue, deadline: float | None
-) -> None:
-    """Wait until all is persisted; with a deadline not beyond it, nor for a disk that fails.
-
-    Raises ``RetryLater``, ``QueueClosed``.
-    """
-    while not producer.flush(None if deadline is None else LOOK_SECONDS):
-        queue.gate.check_open(queue.name)
-        failing = isinstance(queue, StoredQueue) and queue.troubled
-        if failing or deadline is None or time.monotonic() > deadline:
-            raise RetryLater(f"queue {queue.name!r} has not persisted a commit yet")

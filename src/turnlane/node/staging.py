@@ -16,6 +16,7 @@ import pyarrow as pa
 from turnlane.closing import Closing
 from turnlane.errors import NoSuchStage, StorageFailed
 from turnlane.events import Block
+from turnlane.node.places import PLACES
 from turnlane.queues.log.files import Disk
 
 SUFFIX = ".stage"
@@ -42,6 +43,10 @@ class Contents(NamedTuple):
     """They may do so if it is the disk that has no room, or fails, too."""
     held: Sequence[Block] | None = None
     """Its blocks, if the disk did not take them."""
+    source: str | None = None
+    """The queue that has its events, if the stage has only their places."""
+    source_id: str = ""
+    """Which queue of that name."""
 
 
 class Stage(Closing):
@@ -64,7 +69,8 @@ class Stage(Closing):
         """Its blocks, in case the disk fails: it may not give back what it could not sync."""
         with self._or_copied():
             self._fd = self._disk.open(staging.path(self.id), create=True)
-            self._write(self._fd, contents.schema.serialize())
+            schema = contents.schema if contents.source is None else PLACES
+            self._write(self._fd, schema.serialize())
 
     def add(self, block: Block) -> None:
         """Stage another block. After an error the stage is to be given up.
@@ -72,12 +78,19 @@ class Stage(Closing):
         Raises what publishing it would, but never ``QueueFull``; ``OSError``.
         """
         block = self._vet(block)
+        self._put(block, block.num_rows, block.nbytes)
+
+    def refer(self, places: Block, events: int, size: int) -> None:
+        """Stage so many events of about this size by their places. Raises ``OSError``."""
+        self._put(places, events, size)
+
+    def _put(self, block: Block, events: int, size: int) -> None:
         self._add_to_copy(block)
         if self._fd is not None:
             with self._or_copied():
                 self._write(self._fd, block.serialize())
-        self.events += block.num_rows
-        self._bytes += block.nbytes
+        self.events += events
+        self._bytes += size
 
     def finish(self) -> str:
         """Make it last, unless it is in memory; returns the id to commit it by."""
@@ -160,6 +173,10 @@ class Staging:
     ) -> Stage:
         """Begin a stage for a queue; see ``Contents``. Raises ``StorageFailed``."""
         contents = Contents(queue, schema, 0, 0, spare, diskless=diskless and spare > 0)
+        return self.begun(contents, vet)
+
+    def begun(self, contents: Contents, vet: Vet = lambda block: block) -> Stage:
+        """Begin a stage. Raises ``StorageFailed``."""
         try:
             return Stage(self, contents, vet)
         except OSError as error:
@@ -189,10 +206,10 @@ class Staging:
         except KeyError:
             raise _unknown(stage_id) from None
 
-    def queue_of(self, stage_id: str) -> str | None:
-        """The queue that a finished stage is for; ``None`` if there is no such stage."""
+    def look(self, stage_id: str) -> Contents | None:
+        """What a finished stage holds; ``None`` if there is no such stage."""
         found = self._finished.get(stage_id)
-        return None if found is None else found[0].queue
+        return None if found is None else found[0]
 
     def is_diskless(self, stage_id: str) -> bool:
         """Whether a finished stage may wait in memory if the disk fails; not if it is gone."""

@@ -18,6 +18,7 @@ Everything else, waiting, splitting, giving up, is the lane's.
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -32,6 +33,9 @@ class OutputSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     type: str = Field(description="Which output this is.")
+
+    usual: ClassVar[Mapping[str, Any]] = {}
+    """What of an action's ``delivery`` has another default for this output."""
 
     @property
     def wants(self) -> frozenset[str] | None:

@@ -11,9 +11,10 @@ import logging
 import os
 import stat
 import threading
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -61,6 +62,13 @@ class FileSettings(OutputSettings):
         ge=0,
         description="How many of those files stay; older ones are removed. Default: all.",
     )
+
+    # A file takes as much at a time as one likes, and from one at a time only.
+    usual: ClassVar[Mapping[str, Any]] = {
+        "batch_events": 65_536,
+        "batch_bytes": 8 << 20,
+        "concurrency": 1,
+    }
 
     @property
     def wants(self) -> frozenset[str]:
@@ -187,15 +195,15 @@ class FileOutput(Output):
 def _mend(fd: int, path: Path) -> None:
     """Take away the half of a line that a killed task has left: its batch comes again."""
     size = end = os.fstat(fd).st_size
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:
+        look = 1  # nearly always a line ends there
         while end:
-            begin = max(0, end - _LOOK_BACK)
-            file.seek(begin)
-            newline = file.read(end - begin).rfind(b"\n")
+            begin = max(0, end - look)
+            newline = os.pread(file.fileno(), end - begin, begin).rfind(b"\n")
             if newline >= 0:
                 end = begin + newline + 1
                 break
-            end = begin
+            end, look = begin, _LOOK_BACK
     if end < size:
         log.warning("%s: %d bytes of an unfinished line are taken away", path, size - end)
         os.ftruncate(fd, end)

@@ -111,7 +111,7 @@ class NodesSettings(Part):
 class LaneSettings(Part):
     """How much a lane takes at a time."""
 
-    max_events: int = Field(default=1_000_000, ge=1, description="The most events of a batch.")
+    max_events: int = Field(default=4_000_000, ge=1, description="The most events of a batch.")
     min_events: int = Field(
         default=1,
         ge=1,

@@ -235,6 +235,21 @@ class Intake(Queue):
             self.urge(level)
         return ticket
 
+    def reaches(self, level: AckLevel, end: int, timeout: float | None) -> bool:
+        """Wait until all below ``end`` have come to a level, making haste; false if in vain."""
+        mark = self.watermarks[level]
+        with self.lock:
+            ticket = mark.ticket(end, end)
+            if ticket is None:
+                return True
+            self.urge(level)
+        reached = ticket.wait(timeout)
+        if not reached:
+            with self.lock:
+                mark.withdraw(ticket)
+            self.gate.check_sound()
+        return reached
+
     def rest_heed(self) -> None:
         """Decide from when on publishers have to call :meth:`heed`. Under the lock."""
         self.heed_at = 0 if self._hunger or self.is_restless() else SEAL_BYTES

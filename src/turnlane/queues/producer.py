@@ -175,19 +175,8 @@ class HoldingProducer(Producer):
         return block
 
     def flush(self, timeout: float | None = None) -> bool:
-        if self._mark is None:
-            return True
-        with self.queue.lock:
-            ticket = self._mark.ticket(self._end, self._end)
-            if ticket is None:
-                return True
-            self.queue.urge(self._mark.level)
-        reached = ticket.wait(timeout)
-        if not reached:
-            with self.queue.lock:
-                self._mark.withdraw(ticket)
-            self.queue.gate.check_sound()
-        return reached
+        mark = self._mark
+        return mark is None or self.queue.reaches(mark.level, self._end, timeout)
 
     def close(self) -> None:
         self._closed = True

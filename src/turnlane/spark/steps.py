@@ -56,7 +56,7 @@ def _main_step(action: ActionSettings) -> Step:
         action=action.name,
         reads=MAIN,
         output=None if only_queue else action.output.model_dump(mode="json"),
-        delivery=action.delivery,
+        delivery=_delivery(action),
         queue=None if action.is_direct else action.name,
         only_when_suspended=action.delivery.only_when_suspended,
         dead_letters=action.dead_letters,
@@ -65,13 +65,22 @@ def _main_step(action: ActionSettings) -> Step:
     )
 
 
+def _delivery(action: ActionSettings) -> DeliverySettings:
+    """How an action delivers; what it does not say is as is usual for its output."""
+    said = action.delivery
+    if said.failover is not None:  # which has to do with it, too
+        return said
+    usual = action.output.usual.items()
+    return said.model_copy(update={k: v for k, v in usual if k not in said.model_fields_set})
+
+
 def step_of_lane(action: ActionSettings) -> Step:
     """What the lane of an action does."""
     return Step(
         action=action.name,
         reads=action.name,
         output=action.output.model_dump(mode="json"),
-        delivery=action.delivery,
+        delivery=_delivery(action),
         dead_letters=action.dead_letters,
         rereads=action.transform is not None or wanted_by_tasks(action) is not None,
         version=_version(action),

@@ -1,0 +1,127 @@
+"""Events that are staged by their places in another queue: the queue keeps them until the commit.
+
+Writing them to a stage, and reading them from it, would cost more than all the rest of copying.
+What a commit needs is that the events are still there when it is carried out, after a kill, too. So
+only a queue that has them on disk can be referred to, and a commit settles them after copying them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from turnlane.errors import RetryLater
+from turnlane.events import BASE_SCHEMA, Block
+from turnlane.node.by_offset import read
+from turnlane.queues.contract import Durability
+from turnlane.queues.disk import DiskQueue
+from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.ranges import Ranges
+from turnlane.queues.spans import GAP, Span, spans_of
+
+Numbers = npt.NDArray[np.int64]
+Piece = tuple[int, int, Block]
+"""Of which of several lists of places, from which of its places on, and the events there."""
+
+_FIELDS: list[tuple[str, pa.DataType]] = [("first", pa.int64()), ("bits", pa.binary())]
+PLACES: Final = pa.schema(_FIELDS)
+"""Stretches of offsets: a bit for each from ``first`` on, set if the event is meant."""
+STRETCH_GAP: Final = 512
+"""Offsets farther apart are in stretches of their own: bits in between would take more room."""
+
+
+def can_refer(source: HoldingQueue, target: HoldingQueue) -> bool:
+    """Whether what one queue has is as good as staged, and the other one sure to take it."""
+    return (
+        isinstance(source, DiskQueue)
+        and source.durability is not Durability.NEVER
+        and not _extra_columns(source)
+        and source.settings.max_event_bytes <= _largest(target)
+    )
+
+
+def _extra_columns(queue: HoldingQueue) -> set[str]:
+    with queue.lock:
+        return queue.types.keys() - set(BASE_SCHEMA.names)
+
+
+def _largest(queue: HoldingQueue) -> int:
+    return min(queue.settings.max_event_bytes, queue.gate.max_bytes)
+
+
+def packed(offsets: Numbers) -> Block:
+    """Offsets, in order, as a stage has them."""
+    firsts: list[int] = []
+    bits: list[bytes] = []
+    for piece in close_together(offsets, STRETCH_GAP):
+        mine = offsets[piece]
+        set_bits = np.zeros(int(mine[-1] - mine[0]) + 1, dtype=np.bool_)
+        set_bits[mine - mine[0]] = True
+        firsts.append(int(mine[0]))
+        bits.append(np.packbits(set_bits).tobytes())
+    columns: list[pa.Array[Any]] = [pa.array(firsts, pa.int64()), pa.array(bits, pa.binary())]
+    return pa.RecordBatch.from_arrays(columns, schema=PLACES)
+
+
+def unpacked(blocks: Iterable[Block]) -> Numbers:
+    """The offsets that a stage has."""
+    pieces: list[Numbers] = [np.empty(0, dtype=np.int64)]
+    for block in blocks:
+        for first, bits in zip(*(column.to_pylist() for column in block.columns), strict=True):
+            pieces.append(first + np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8))))
+    return np.concatenate(pieces)
+
+
+def close_together(offsets: Numbers, gap: int = GAP) -> Iterator[slice]:
+    """Stretches of offsets without gaps larger than that."""
+    cuts = (np.flatnonzero(np.diff(offsets) > gap) + 1).tolist()
+    ends = [*cuts, len(offsets)] if len(offsets) else []
+    for first, end in zip([0, *cuts], ends, strict=False):
+        yield slice(first, end)
+
+
+def copied(source: HoldingQueue, wanted: Sequence[Numbers]) -> Iterator[Piece]:
+    """The events at several lists of places, in the order of the queue, which is read once.
+
+    An event that is settled is left out. Raises ``RetryLater`` at the end if one is not and cannot
+    be read.
+    """
+    missing = [np.ones(len(offsets), dtype=np.bool_) for offsets in wanted]
+    for first, end in _hulls(wanted):
+        for start, block in read(source, first, end):
+            for number, offsets in enumerate(wanted):
+                low, high = np.searchsorted(offsets, (start, start + block.num_rows)).tolist()
+                if low < high:
+                    missing[number][low:high] = False
+                    yield number, low, only(block, offsets[low:high] - start)
+    lost = [offsets[gone] for offsets, gone in zip(wanted, missing, strict=True)]
+    check_settled(source, np.concatenate(lost))
+
+
+def check_settled(source: HoldingQueue, offsets: Numbers) -> None:
+    """Raise ``RetryLater`` if any of these, which could not be read, is not settled."""
+    left = source.unsettled_of(spans_of(offsets)) if len(offsets) else []
+    if left:  # whoever commits this settles them
+        raise RetryLater(f"queue {source.name!r} has an event at {left[0][0]} that cannot be read")
+
+
+def _hulls(wanted: Sequence[Numbers]) -> Iterable[Span]:
+    """What to read: all places, and what lies close between them."""
+    hulls = Ranges()
+    for offsets in wanted:
+        for piece in close_together(offsets):
+            hulls.add(int(offsets[piece][0]), int(offsets[piece][-1]) + 1)
+    return hulls
+
+
+def only(block: Block, rows: Numbers) -> Block:
+    """Some rows of a block, in order."""
+    if len(rows) == block.num_rows:
+        return block
+    mask = np.zeros(block.num_rows, dtype=np.bool_)
+    mask[rows] = True
+    return block.filter(pa.array(mask))

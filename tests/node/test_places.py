@@ -1,0 +1,236 @@
+"""Events that are staged by their places: are they copied whatever happens, and each once?"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.contract.harness import Task, wait_until
+from tests.node.lane import EVENTS, QUEUES, contents, copied, opened, staged
+from tests.node.test_commit_order import KNOBS, some, steps
+from turnlane.errors import NoSuchStage, QueueClosed
+from turnlane.events import Block, block_of, values_of
+from turnlane.node import places
+from turnlane.node.by_offset import read
+from turnlane.node.commit import Commit, Part, Range
+from turnlane.node.copying import CopyingEvents, CopyingPlaces
+from turnlane.node.loading import kept, loads, pieces
+from turnlane.node.node import Node
+from turnlane.node.places import packed, unpacked
+from turnlane.queues.holding import HoldingQueue
+from turnlane.testing import FaultyDisk
+
+Queues = Mapping[str, Mapping[str, Any]]
+ALL = [b"%d" % number for number in range(EVENTS)]
+ODD = ALL[1::2]
+WHOLE = [Range("main", 0, EVENTS)]
+
+
+def interrupt(data: Path) -> None:
+    """Leave a commit of which only the step is taken."""
+    disk = FaultyDisk()
+    with opened(data, disk) as node:
+        stages = copied(node, 0, EVENTS)
+        disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
+        task = Task(lambda: node.commits.commit(Commit(stages, WHOLE)))
+        wait_until(lambda: steps(node) == [".commit"], "the step")
+        node.close()
+        with pytest.raises(QueueClosed):
+            task.result()
+
+
+def check_all(node: Node) -> None:
+    assert contents(node.queue("all")) == ALL
+    assert contents(node.queue("odd")) == ODD
+    assert node.queue("main").low == EVENTS
+    assert steps(node) == []
+    assert not list(node.staging.directory.iterdir())
+
+
+def test_no_event_is_written_before_the_commit(tmp_path: Path) -> None:
+    with opened(tmp_path) as node:
+        main = node.queue("main")
+        main.producer(ack="persisted").publish_block(block_of([b"x" * 100_000]))
+        copied(node, 0, EVENTS + 1)
+        files = list(node.staging.directory.iterdir())
+        assert len(files) == 2
+        assert sum(path.stat().st_size for path in files) < 10_000
+
+
+def test_a_start_copies_what_was_committed(tmp_path: Path) -> None:
+    interrupt(tmp_path)
+    with opened(tmp_path) as node:
+        check_all(node)
+
+
+class TestNotOpen:
+    """A queue of the commit is not there when it is carried out."""
+
+    def test_events_for_it_are_kept_though_they_are_settled(self, tmp_path: Path) -> None:
+        interrupt(tmp_path)
+        for _ in range(2):
+            with Node(tmp_path, {name: QUEUES[name] for name in ("main", "all")}) as node:
+                assert contents(node.queue("all")) == ALL
+                assert node.queue("main").low == EVENTS
+                assert steps(node) == [".failed"]
+        with opened(tmp_path) as node:
+            check_all(node)
+
+    def test_without_its_source_it_waits(self, tmp_path: Path) -> None:
+        interrupt(tmp_path)
+        with Node(tmp_path, {name: QUEUES[name] for name in ("odd", "all")}) as node:
+            assert contents(node.queue("all")) == []
+            assert steps(node) == [".failed"]
+        with opened(tmp_path) as node:
+            check_all(node)
+
+
+def test_what_a_queue_refuses_is_kept_and_the_rest_goes_on(tmp_path: Path) -> None:
+    interrupt(tmp_path)
+    narrow: Queues = {**QUEUES, "odd": {**QUEUES["odd"], "max_event_bytes": 1}}
+    with Node(tmp_path, narrow) as node:
+        assert contents(node.queue("all")) == ALL
+        assert node.queue("main").low == EVENTS
+        assert steps(node) == [".failed"]
+    with opened(tmp_path) as node:
+        check_all(node)
+
+
+def test_another_queue_of_the_same_name_is_not_copied_from(tmp_path: Path) -> None:
+    """What was staged went with the queue that was dropped."""
+    queues: Queues = {name: QUEUES[name] for name in ("odd", "all")}
+    with Node(tmp_path, queues) as node:
+        node.create("main", **QUEUES["main"])
+        node.queue("main").producer(ack="persisted").publish_block(block_of(ALL))
+        stages = copied(node, 0, EVENTS)
+        node.drop("main")
+        node.create("main", **QUEUES["main"])
+        node.queue("main").producer(ack="persisted").publish_block(some(b"new", EVENTS))
+        with pytest.raises(NoSuchStage, match="went with their queue"):
+            node.commits.commit(Commit(stages, WHOLE))
+        assert contents(node.queue("all")) == []
+        assert node.queue("main").low == 0
+
+
+def test_nor_by_a_start(tmp_path: Path) -> None:
+    interrupt(tmp_path)
+    shutil.rmtree(tmp_path / "queues" / "main")
+    with opened(tmp_path) as node:  # which fills a new one
+        assert contents(node.queue("all")) == []
+        assert contents(node.queue("main")) == ALL
+        assert steps(node) == []
+
+
+def test_what_is_gone_is_left_out_and_numbers_go_on(tmp_path: Path) -> None:
+    with opened(tmp_path) as node:
+        stages = copied(node, 0, 20)
+        node.queue("main").settle(0, 6)
+        node.commits.commit(Commit(stages, [Range("main", 0, 20)]))
+        node.commits.commit(Commit(copied(node, 20, 10), [Range("main", 20, 30)]))
+        node.commits.commit(Commit([staged(node, "all", block_of([b"more"]))]))
+        assert contents(node.queue("all")) == [*ALL[6:], b"more"]
+        assert contents(node.queue("odd")) == ALL[7::2]
+
+
+def test_events_beyond_a_gap_are_kept_under_their_own_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else, as some of them may be in the queue already, others would seem to be."""
+
+    def with_gap(queue: HoldingQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
+        yield from read(queue, first, 10)
+        yield from read(queue, 20, end)
+
+    with opened(tmp_path) as node:
+        part = Part(copied(node, 0, EVENTS)[0], "all", 7, None, "main", EVENTS)
+        node.queue("main").settle(10, 20)
+        monkeypatch.setattr(places, "read", with_gap)
+        found = kept(part, node.staging, {"main": node.queue("main")})
+        assert [each[1:] for each in found] == [(0, 10), (20, 10)]
+        second = Part(found[1].stage, "all", 27)
+        assert values_of(block for *_, block in pieces([second], node.staging, {})) == ALL[20:]
+
+
+def test_a_stage_that_cannot_be_read_settles_nothing(tmp_path: Path) -> None:
+    interrupt(tmp_path)
+    saved = {path: path.read_bytes() for path in (tmp_path / "staging").iterdir()}
+    for path in saved:
+        path.write_bytes(b"garbage")
+    with opened(tmp_path) as node:
+        assert node.queue("main").low == 0
+        assert steps(node) == [".commit"]
+    for path, content in saved.items():
+        path.write_bytes(content)
+    with opened(tmp_path) as node:
+        check_all(node)
+
+
+def test_an_event_that_cannot_be_read_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit would settle it."""
+    tries: list[int] = []
+
+    def later(queue: HoldingQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
+        tries.append(queue.low)
+        return read(queue, first, end if len(tries) > 2 else end - 1)
+
+    with opened(tmp_path) as node:
+        stages = copied(node, 0, EVENTS)
+        monkeypatch.setattr(places, "read", later)
+        node.commits.commit(Commit(stages, WHOLE))
+        assert tries == [0, 0, 0]
+        check_all(node)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "kind"),
+    [
+        ({}, {}, CopyingPlaces),
+        ({"durability": "always"}, {"kind": "memory"}, CopyingPlaces),
+        ({"durability": "never"}, {}, CopyingEvents),
+        ({"kind": "memory"}, {}, CopyingEvents),
+        ({"kind": "disk_assisted"}, {}, CopyingEvents),
+        ({}, {"max_event_bytes": "1Mi"}, CopyingEvents),
+        ({"max_event_bytes": "1Mi"}, {"max_event_bytes": "1Mi"}, CopyingPlaces),
+    ],
+    ids=["disk", "into memory", "never synced", "memory", "assisted", "narrower", "as narrow"],
+)
+def test_only_what_lasts_and_fits_is_referred_to(
+    source: dict[str, Any], target: dict[str, Any], kind: type, tmp_path: Path
+) -> None:
+    with (
+        Node(tmp_path, {"main": source, "other": target}) as node,
+        node.copying(node.queue("main"), ["other"]) as copying,
+    ):
+        assert type(copying) is kind
+
+
+def test_events_with_columns_of_their_own_are_staged_themselves(tmp_path: Path) -> None:
+    with Node(tmp_path, {"main": KNOBS, "other": KNOBS}) as node:
+        block = block_of([b"a"])
+        extra = block.append_column("shop", block.column("source").fill_null("here"))
+        node.queue("main").producer(ack="persisted").publish_block(extra)
+        with node.copying(node.queue("main"), ["other"]) as copying:
+            assert type(copying) is CopyingEvents
+
+
+@given(st.sets(st.integers(0, 3000) | st.integers(10**9, 10**9 + 600) | st.integers(0, 1 << 60)))
+def test_places_come_back_as_they_were(offsets: set[int]) -> None:
+    numbers = np.array(sorted(offsets), dtype=np.int64)
+    assert unpacked([packed(numbers)]).tolist() == sorted(offsets)
+
+
+def test_no_queue_is_in_a_load_twice() -> None:
+    """What has the higher numbers would come first, and the rest seem a repeat."""
+    copies = [Part(stage, queue, 0, None, "main", 9) for stage in "st" for queue in "ab"]
+    plain = Part("u", "a", 0)
+    assert loads([*copies, plain, plain]) == [copies[:2], copies[2:], [plain], [plain]]
