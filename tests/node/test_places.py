@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.contract.harness import Task, wait_until
-from tests.node.lane import EVENTS, QUEUES, contents, copied, opened, staged
-from tests.node.test_commit_order import KNOBS, some, steps
+from tests.node.lane import EVENTS, QUEUES, contents, copied, opened, staged, start
+from tests.node.test_commit_order import KNOBS, await_blocked, some, steps
 from turnlane.errors import NoSuchStage, QueueClosed
 from turnlane.events import Block, block_of, values_of
 from turnlane.node import places
 from turnlane.node.by_offset import read
 from turnlane.node.commit import Commit, Part, Range
 from turnlane.node.copying import CopyingEvents, CopyingPlaces
-from turnlane.node.loading import kept, loads, pieces
+from turnlane.node.loading import READ_PAUSE, kept, loads, pieces
 from turnlane.node.node import Node
 from turnlane.node.places import packed, unpacked
 from turnlane.queues.holding import HoldingQueue
@@ -95,8 +97,7 @@ class TestNotOpen:
 
 def test_what_a_queue_refuses_is_kept_and_the_rest_goes_on(tmp_path: Path) -> None:
     interrupt(tmp_path)
-    narrow: Queues = {**QUEUES, "odd": {**QUEUES["odd"], "max_event_bytes": 1}}
-    with Node(tmp_path, narrow) as node:
+    with Node(tmp_path, NARROW) as node:
         assert contents(node.queue("all")) == ALL
         assert node.queue("main").low == EVENTS
         assert steps(node) == [".failed"]
@@ -173,15 +174,20 @@ def test_a_stage_that_cannot_be_read_settles_nothing(tmp_path: Path) -> None:
         check_all(node)
 
 
+@pytest.mark.parametrize("gap", [(0, 3), (10, 20), (29, 30)], ids=["first", "middle", "last"])
 def test_an_event_that_cannot_be_read_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gap: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commit would settle it."""
+    """The commit would settle it, and those behind it have higher numbers."""
     tries: list[int] = []
 
     def later(queue: HoldingQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
         tries.append(queue.low)
-        return read(queue, first, end if len(tries) > 2 else end - 1)
+        if len(tries) > 2:
+            yield from read(queue, first, end)
+            return
+        yield from read(queue, first, gap[0])
+        yield from read(queue, gap[1], end)
 
     with opened(tmp_path) as node:
         stages = copied(node, 0, EVENTS)
@@ -189,6 +195,129 @@ def test_an_event_that_cannot_be_read_is_waited_for(
         node.commits.commit(Commit(stages, WHOLE))
         assert tries == [0, 0, 0]
         check_all(node)
+
+
+def test_a_disk_that_does_not_read_for_a_while_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queue gives up what it could not read a few times: not in a fraction of a second."""
+    pauses: list[float | None] = []
+
+    class Closing(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(timeout)
+            return self.is_set()
+
+    with opened(tmp_path):
+        pass  # so that the events are on the disk only
+    disk = FaultyDisk()
+    with opened(tmp_path, disk) as node:
+        stages = copied(node, 0, EVENTS)
+        disk.fail("read", match=".chunk", times=2)
+        monkeypatch.setattr(node.commits, "_closing", Closing())
+        node.commits.commit(Commit(stages, WHOLE))
+        assert pauses == [READ_PAUSE] * 2
+        check_all(node)
+
+
+WITHOUT_ODD: Queues = {name: QUEUES[name] for name in ("main", "all")}
+NARROW: Queues = {**QUEUES, "odd": {**QUEUES["odd"], "max_event_bytes": 1}}
+
+
+@pytest.mark.parametrize("queues", [WITHOUT_ODD, NARROW], ids=["not open", "refusing"])
+class TestKept:
+    """Events that their queue does not take, while the others do."""
+
+    @pytest.mark.parametrize("op", ["open", "write", "sync", "sync_directory", "rename", "unlink"])
+    def test_a_kill_loses_none(
+        self, queues: Queues, op: str, tmp_path: Path, nursery: ForkServerContext
+    ) -> None:
+        data, at = tmp_path / "data", tmp_path / "at"
+        interrupt(data)
+        shutil.copytree(data, at)
+        disk = FaultyDisk()
+        with Node(at, queues, disk=disk):
+            total = disk.operations[op]  # of the start alone
+        for nth in range(1, total + 1):
+            shutil.rmtree(at)
+            shutil.copytree(data, at)
+            life = nursery.Process(target=start, args=(at, queues, op, nth))
+            life.start()
+            life.join(60.0)
+            assert life.exitcode == -9
+            with opened(at) as node:
+                check_all(node)
+
+    @pytest.mark.parametrize("match", [".commit", ".journal"])
+    def test_a_disk_that_fails_for_a_while_loses_none_and_leaves_nothing(
+        self, queues: Queues, match: str, tmp_path: Path
+    ) -> None:
+        interrupt(tmp_path)
+        disk = FaultyDisk()
+        disk.fail("write", error=errno.ENOSPC, match=match, times=3)
+        with Node(tmp_path, queues, disk=disk) as node:
+            wait_until(lambda: steps(node) == [".failed"], "what is left")
+            assert contents(node.queue("all")) == ALL
+            assert len(list(node.staging.directory.iterdir())) == 1
+        with opened(tmp_path) as node:
+            check_all(node)
+
+
+def test_what_waits_for_its_source_is_before_what_does_not(tmp_path: Path) -> None:
+    """It has the lower numbers."""
+    disk = FaultyDisk()
+    with opened(tmp_path, disk) as node:
+        stages = [*copied(node, 0, EVENTS), staged(node, "all", some(b"more", 50))]
+        disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
+        task = Task(lambda: node.commits.commit(Commit(stages, WHOLE)))
+        wait_until(lambda: steps(node) == [".commit"], "the step")
+        node.close()
+        with pytest.raises(QueueClosed):
+            task.result()
+    for _ in range(2):
+        with Node(tmp_path, {name: QUEUES[name] for name in ("odd", "all")}) as node:
+            assert contents(node.queue("all")) == []
+    with opened(tmp_path) as node:
+        more = [b"more%d" % number for number in range(50)]
+        assert contents(node.queue("all")) == [*ALL, *more]
+        assert contents(node.queue("odd")) == ODD
+
+
+def test_a_source_that_is_dropped_meanwhile_takes_its_events_along(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = {**QUEUES["all"], "size": 10}
+    queues: Queues = {"all": small, "odd": QUEUES["odd"]}
+    with Node(tmp_path, queues) as node:
+        producer = node.create("main", **QUEUES["main"]).producer(ack="persisted")
+        for at in range(0, EVENTS, 10):  # each in a frame of its own
+            producer.publish_block(block_of(ALL[at : at + 10]))
+    with Node(tmp_path, queues) as node:
+        stages = copied(node, 0, EVENTS)
+        task = Task(lambda: node.commits.commit(Commit(stages)))
+        await_blocked(node.queue("all"))
+        node.drop("main")
+        everything = node.queue("all")
+
+        def is_through() -> bool:
+            everything.settle(0, everything.end)
+            return not task.running
+
+        wait_until(is_through, "the commit, for which room is made")
+        task.result()
+        assert "with it, what was to be copied from it" in caplog.text
+        assert node.commits.commit(Commit([staged(node, "all", block_of([b"more"]))]))
+
+
+def test_a_stage_that_cannot_be_counted_keeps_no_node_from_starting(tmp_path: Path) -> None:
+    interrupt(tmp_path)
+    with Node(tmp_path, {name: QUEUES[name] for name in ("odd", "all")}) as node:
+        assert steps(node) == [".failed"]
+    for path in (tmp_path / "staging").iterdir():
+        path.write_bytes(b"garbage")
+    with opened(tmp_path) as node:
+        assert steps(node) == [".failed"]
+        assert contents(node.queue("main")) == ALL
 
 
 @pytest.mark.parametrize(
@@ -200,9 +329,10 @@ def test_an_event_that_cannot_be_read_is_waited_for(
         ({"kind": "memory"}, {}, CopyingEvents),
         ({"kind": "disk_assisted"}, {}, CopyingEvents),
         ({}, {"max_event_bytes": "1Mi"}, CopyingEvents),
-        ({"max_event_bytes": "1Mi"}, {"max_event_bytes": "1Mi"}, CopyingPlaces),
+        ({"max_event_bytes": "1Mi"}, {"max_event_bytes": "1Mi"}, CopyingEvents),
+        ({"max_event_bytes": "1Mi"}, {}, CopyingPlaces),
     ],
-    ids=["disk", "into memory", "never synced", "memory", "assisted", "narrower", "as narrow"],
+    ids=["disk", "into memory", "unsynced", "memory", "assisted", "narrower", "narrow", "wider"],
 )
 def test_only_what_lasts_and_fits_is_referred_to(
     source: dict[str, Any], target: dict[str, Any], kind: type, tmp_path: Path

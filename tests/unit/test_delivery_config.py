@@ -45,6 +45,23 @@ def test_nothing_said_is_the_usual() -> None:
     assert one.delivery == other.delivery
 
 
+@pytest.mark.parametrize(
+    ("more", "batch"),
+    [
+        ("", (65_536, 8 << 20, 1)),
+        ("delivery: {batch_events: 7, max_concurrency: 3}, ", (7, 8 << 20, 3)),
+        (f"delivery: {{failover: {{{FILE}}}}}, ", (1000, 1 << 20, 32)),
+    ],
+    ids=["nothing said", "said", "with a second output"],
+)
+def test_a_file_takes_more_at_a_time_unless_something_else_is_said(
+    more: str, batch: tuple[int, int, int]
+) -> None:
+    (action,) = loads(actions(f"{{name: a, queue: disk, {more}{FILE}}}")).actions
+    delivery = step_of_lane(action).delivery
+    assert (delivery.batch_events, delivery.batch_bytes, delivery.max_concurrency) == batch
+
+
 def test_the_main_lane_has_steps_for_those_it_calls_itself() -> None:
     config = loads(
         actions(

@@ -51,6 +51,8 @@ class Copying(Closing):
         offsets, routes = _numbers(places, "offset"), _numbers(places, "routes")
         if (np.diff(offsets) <= 0).any() or (offsets < 0).any():
             raise SchemaMismatch("`offset`: each is to be above the one before")
+        if len(offsets) and offsets[-1] >= self._source.end:
+            raise SchemaMismatch(f"`offset`: there is none at {offsets[-1]} yet")
         self._take(offsets, routes)
 
     @abstractmethod
@@ -75,10 +77,6 @@ class Copying(Closing):
     def close(self) -> None:
         """Let go of all files."""
         self._opened.close()
-
-    def _chosen(self, offsets: Numbers, routes: Numbers, number: int) -> Numbers:
-        """Those that go into one of the queues."""
-        return offsets[(routes >> number & 1).astype(np.bool_)]
 
 
 class CopyingEvents(Copying):
@@ -105,7 +103,7 @@ class CopyingEvents(Copying):
             mine = slice(*np.searchsorted(offsets, (first, first + block.num_rows)))
             missing[mine] = False
             for number, queue in enumerate(self._into):
-                chosen = self._chosen(offsets[mine] - first, routes[mine], number)
+                chosen = _chosen(offsets[mine] - first, routes[mine], number)
                 if len(chosen):
                     self._put(queue, only(block, chosen))
         check_settled(self._source, offsets[missing])
@@ -132,7 +130,7 @@ class CopyingPlaces(Copying):
 
     def _take(self, offsets: Numbers, routes: Numbers) -> None:
         for number, queue in enumerate(self._into):
-            chosen = self._chosen(offsets, routes, number)
+            chosen = _chosen(offsets, routes, number)
             if len(chosen):
                 self._places.setdefault(queue, []).append(chosen)
 
@@ -151,6 +149,11 @@ class CopyingPlaces(Copying):
         stage.refer(packed(offsets), len(offsets), self._source.average_size(len(offsets)))
         self.events += len(offsets)
         return stage
+
+
+def _chosen(offsets: Numbers, routes: Numbers, number: int) -> Numbers:
+    """Those that go into one of the queues."""
+    return offsets[(routes >> number & 1).astype(np.bool_)]
 
 
 def _in_order(pieces: Sequence[Numbers]) -> Numbers:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from turnlane.errors import NoSuchQueue
+from turnlane.errors import NoSuchQueue, RetryLater
 from turnlane.node.commit import Part, Plan, Range
 from turnlane.node.loading import count_of, next_number
 from turnlane.node.pending import Means, Pending
@@ -74,7 +74,7 @@ def _taken_up(plan: Plan, path: Path, means: Means) -> Pending | None:
         if path.suffix == FAILED:
             means.steps.rewrite(path, left)
             return Pending(left, means.steps.take_up(path), queues, means)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RetryLater) as error:
         log.error("%s is left to another start: %s", path, error)  # noqa: TRY400
         return None
     return Pending(left, path, queues, means, is_changed=left != plan)
@@ -133,7 +133,7 @@ def _known(each: Range, plan: Plan, queues: Queues) -> Range | None:
 
 
 def _renumbered(parts: Iterable[Part], queues: Queues, staging: Staging) -> list[Part]:
-    """Parts with the numbers that come next. Raises ``OSError``, ``ValueError``."""
+    """Parts with the numbers that come next. Raises ``OSError``, ``ValueError``, ``RetryLater``."""
     next_of = {name: next_number(queue) for name, queue in queues.items()}
     renumbered = []
     for part in parts:

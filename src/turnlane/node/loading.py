@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
+import pyarrow as pa
+
 from turnlane.errors import Never, QueueClosed, RetryLater
 from turnlane.events import Block
 from turnlane.node.commit import Part
@@ -26,6 +28,9 @@ PRODUCER: Final = f"{OWN}commits"
 
 LOOK_SECONDS: Final = 0.05
 """How often a start that waits for the disk looks whether that fails."""
+
+READ_PAUSE: Final = 5.0
+"""Seconds until a queue whose events are to be copied, and that cannot be read, is read again."""
 
 REFUSED: Final = (Never, ValueError, KeyError, TypeError)
 """What a queue, or a stage that cannot be read, says for ever."""
@@ -67,13 +72,24 @@ def pieces(load: Sequence[Part], staging: Staging, queues: Queues) -> Iterator[P
     """
     source = load[0].source if load else None
     if source is not None:
-        yield from copied(queues[source], [_places(part, staging) for part in load])
+        yield from _copied(queues[source], [_places(part, staging) for part in load])
         return
     for number, part in enumerate(load):
         index = 0
         for block in staging.blocks(part.stage):
             yield number, index, block
             index += block.num_rows
+
+
+def _copied(source: HoldingQueue, wanted: Sequence[Numbers]) -> Iterator[Piece]:
+    try:
+        yield from copied(source, wanted)
+    except QueueClosed:
+        raise
+    except (OSError, *REFUSED) as error:
+        # Not again at once: a queue gives up what it could not read a few times.
+        message = f"queue {source.name!r} cannot be read: {error}"
+        raise RetryLater(message, after=READ_PAUSE) from error
 
 
 def count_of(part: Part, staging: Staging) -> int:
@@ -104,26 +120,27 @@ class Kept(NamedTuple):
 def kept(part: Part, staging: Staging, queues: Queues) -> list[Kept]:
     """Stage the events of a part themselves, for later; as many stages as they have gaps.
 
-    Raises ``OSError``, ``RetryLater``.
+    Raises ``OSError``, ``RetryLater``, and ``QueueClosed`` if their queue is.
     """
-    found: list[Kept] = []
+    begun: list[tuple[int, pa.Schema, Stage]] = []
     with contextlib.ExitStack() as opened:
-        stage, end = None, -1
+        end = -1
         for _, index, block in pieces([part], staging, queues):
-            if stage is None or index != end:
-                found += _finished(stage, end, staging)
+            if index != end or block.schema != begun[-1][1]:
                 stage = opened.enter_context(staging.stage(part.queue, block.schema))
-            stage.add(block)
+                begun.append((index, block.schema, stage))
+            begun[-1][2].add(block)
             end = index + block.num_rows
-        found += _finished(stage, end, staging)
+        found: list[Kept] = []
+        try:
+            for index, _, stage in begun:
+                found.append(Kept(stage.finish(), index, stage.events))
+        except OSError:
+            for each in found:
+                staging.discard(each.stage)
+            raise
+    staging.claim(each.stage for each in found)
     return found
-
-
-def _finished(stage: Stage | None, end: int, staging: Staging) -> list[Kept]:
-    if stage is None:
-        return []
-    staging.claim([stage.finish()])
-    return [Kept(stage.id, end - stage.events, stage.events)]
 
 
 # ── publishing it ────────────────────────────────────────────────────────────────────────────────
@@ -149,7 +166,10 @@ class Loading:
             for number, index, block in pieces(self._load, staging, self._queues):
                 self._publish(self._load[number], index, block, timeout)
         except QueueClosed:
-            raise
+            source = self._load[0].source
+            if source is None or not self._is_dropped(self._queues[source]):
+                raise
+            log.warning("queue %s was dropped: with it, what was to be copied from it", source)
         except REFUSED:
             log.exception("a stage cannot be read: it is kept")
             self.refused.update(self._load)

@@ -14,7 +14,7 @@ from turnlane.backoff import doubled
 from turnlane.errors import NoSuchQueue, QueueClosed, QueueFull, RetryLater
 from turnlane.events import Block
 from turnlane.node.commit import Part, Plan, Range, keys_of
-from turnlane.node.loading import LOOK_SECONDS, Loading, kept, loads, next_number
+from turnlane.node.loading import LOOK_SECONDS, Kept, Loading, kept, loads, next_number
 from turnlane.node.staging import Staging
 from turnlane.node.steps import Steps
 from turnlane.node.writers import Writers
@@ -67,6 +67,10 @@ class Pending:
         self._means = means
         self._spared: set[str] = set()
         """Stages of which what the queue did not take waits in memory."""
+        self._staged: dict[Part, list[Kept]] = {}
+        """Events of parts that had only their places, and could not be published."""
+        self._stages = set(plan.stages)
+        """All that it has claimed."""
         self.failed = Plan((), ())
         """What of it cannot be done, and is kept for another start."""
 
@@ -78,7 +82,8 @@ class Pending:
                 return
             except (RetryLater, OSError) as error:
                 log.warning("a commit waits for the disk: %s", error)
-                if closing.wait(doubled(FIRST_RETRY, LAST_RETRY, failures)):
+                pause = getattr(error, "after", None) or doubled(FIRST_RETRY, LAST_RETRY, failures)
+                if closing.wait(pause):
                     raise QueueClosed("the node is closing: the next start sees to it") from error
 
     def carry_out(self, deadline: float | None = None) -> None:
@@ -91,6 +96,8 @@ class Pending:
             self._means.steps.rewrite(self._path, self.plan)
             self._is_changed = False
         parts = self._publish(deadline)
+        if parts:
+            self._note_left(parts)
         ranges = self._settle()
         if self.plan.writer is not None:
             self._means.writers.note(self.plan.writer, self.plan.epoch)
@@ -98,6 +105,17 @@ class Pending:
         if self._path is not None:
             self._end_step(self._path)
         self._give_up_stages()
+
+    def _note_left(self, parts: Sequence[Part]) -> None:
+        """Have the file say what is left before it is settled where it was."""
+        if list(self.plan.parts) == parts:
+            return
+        self.plan = replace(self.plan, parts=parts)
+        self._stages.update(self.plan.stages)
+        self._is_changed = True
+        if self._path is not None:
+            self._means.steps.rewrite(self._path, self.plan)
+        self._is_changed = False
 
     def _end_step(self, path: Path) -> None:
         if self.failed.is_empty:
@@ -118,7 +136,7 @@ class Pending:
         return keys_of(parts, self.failed.ranges, None)
 
     def _give_up_stages(self) -> None:
-        done = set(self.plan.stages).difference(self.failed.stages)
+        done = self._stages.difference(self.failed.stages)
         self._means.staging.disclaim(done)
         for stage in done:
             try:
@@ -135,11 +153,12 @@ class Pending:
         for load in loads(self.plan.parts):
             ready = [part for part in load if self._is_open(part) and part.queue not in refusing]
             refused = self._refused(ready, deadline)
-            # Had the queue numbers beyond those of what it refused, that would seem a repeat.
-            refusing.update(part.queue for part in refused)
             for part in load:
                 if part not in ready or part in refused:
                     left += self._kept(part)
+                    # Had the queue numbers beyond those of what it has not, that would seem a
+                    # repeat.
+                    refusing.add(part.queue)
         return left
 
     def _is_open(self, part: Part) -> bool:
@@ -193,8 +212,19 @@ class Pending:
                 part.sequence + each.at,
                 None if there is None else min(each.events, max(0, there - each.at)),
             )
-            for each in kept(part, self._means.staging, self._queues)
+            for each in self._events_of(part, self._queues[part.source])
         ]
+
+    def _events_of(self, part: Part, source: HoldingQueue) -> list[Kept]:
+        """The events of a part themselves, staged but once; none if they went with their queue."""
+        if part not in self._staged:
+            try:
+                self._staged[part] = kept(part, self._means.staging, self._queues)
+            except QueueClosed:
+                if not self._is_dropped(source):
+                    raise
+                self._staged[part] = []
+        return self._staged[part]
 
     # ── its ranges ───────────────────────────────────────────────────────────────────────────────
 

@@ -2,7 +2,8 @@
 
 Writing them to a stage, and reading them from it, would cost more than all the rest of copying.
 What a commit needs is that the events are still there when it is carried out, after a kill, too. So
-only a queue that has them on disk can be referred to, and a commit settles them after copying them.
+only a queue that has them on disk can be referred to. The commit of a lane settles them, after it
+has copied them; what somebody else has settled before is not copied.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ Piece = tuple[int, int, Block]
 _FIELDS: list[tuple[str, pa.DataType]] = [("first", pa.int64()), ("bits", pa.binary())]
 PLACES: Final = pa.schema(_FIELDS)
 """Stretches of offsets: a bit for each from ``first`` on, set if the event is meant."""
+USUALLY_LARGEST: Final = 64 << 20
+"""Of an event. A queue may have held larger ones than it takes now."""
 STRETCH_GAP: Final = 512
 """Offsets farther apart are in stretches of their own: bits in between would take more room."""
 
@@ -40,7 +43,7 @@ def can_refer(source: HoldingQueue, target: HoldingQueue) -> bool:
         isinstance(source, DiskQueue)
         and source.durability is not Durability.NEVER
         and not _extra_columns(source)
-        and source.settings.max_event_bytes <= _largest(target)
+        and max(source.settings.max_event_bytes, USUALLY_LARGEST) <= _largest(target)
     )
 
 
@@ -87,19 +90,20 @@ def close_together(offsets: Numbers, gap: int = GAP) -> Iterator[slice]:
 def copied(source: HoldingQueue, wanted: Sequence[Numbers]) -> Iterator[Piece]:
     """The events at several lists of places, in the order of the queue, which is read once.
 
-    An event that is settled is left out. Raises ``RetryLater`` at the end if one is not and cannot
-    be read.
+    An event that is settled is left out. Raises ``RetryLater`` instead of going on behind one that
+    is not and cannot be read: what comes later has higher numbers, so it could not follow.
     """
-    missing = [np.ones(len(offsets), dtype=np.bool_) for offsets in wanted]
+    done = [0] * len(wanted)
     for first, end in _hulls(wanted):
         for start, block in read(source, first, end):
             for number, offsets in enumerate(wanted):
                 low, high = np.searchsorted(offsets, (start, start + block.num_rows)).tolist()
                 if low < high:
-                    missing[number][low:high] = False
+                    check_settled(source, offsets[done[number] : low])
+                    done[number] = high
                     yield number, low, only(block, offsets[low:high] - start)
-    lost = [offsets[gone] for offsets, gone in zip(wanted, missing, strict=True)]
-    check_settled(source, np.concatenate(lost))
+    for offsets, at in zip(wanted, done, strict=True):
+        check_settled(source, offsets[at:])
 
 
 def check_settled(source: HoldingQueue, offsets: Numbers) -> None:

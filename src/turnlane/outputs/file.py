@@ -67,7 +67,7 @@ class FileSettings(OutputSettings):
     usual: ClassVar[Mapping[str, Any]] = {
         "batch_events": 65_536,
         "batch_bytes": 8 << 20,
-        "concurrency": 1,
+        "max_concurrency": 1,
     }
 
     @property
@@ -195,11 +195,12 @@ class FileOutput(Output):
 def _mend(fd: int, path: Path) -> None:
     """Take away the half of a line that a killed task has left: its batch comes again."""
     size = end = os.fstat(fd).st_size
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         look = 1  # nearly always a line ends there
         while end:
             begin = max(0, end - look)
-            newline = os.pread(file.fileno(), end - begin, begin).rfind(b"\n")
+            file.seek(begin)
+            newline = file.read(end - begin).rfind(b"\n")
             if newline >= 0:
                 end = begin + newline + 1
                 break

@@ -68,8 +68,8 @@ def _main_step(action: ActionSettings) -> Step:
 def _delivery(action: ActionSettings) -> DeliverySettings:
     """How an action delivers; what it does not say is as is usual for its output."""
     said = action.delivery
-    if said.failover is not None:  # which has to do with it, too
-        return said
+    if said.failover is not None:
+        return said  # it holds for both outputs, and the second one may be of another kind
     usual = action.output.usual.items()
     return said.model_copy(update={k: v for k, v in usual if k not in said.model_fields_set})
 
