@@ -258,7 +258,8 @@ class TestKept:
         with Node(tmp_path, queues, disk=disk) as node:
             wait_until(lambda: steps(node) == [".failed"], "what is left")
             assert contents(node.queue("all")) == ALL
-            assert len(list(node.staging.directory.iterdir())) == 1
+            left = node.staging.directory
+            wait_until(lambda: len(list(left.iterdir())) == 1, "the other stages to be gone")
         with opened(tmp_path) as node:
             check_all(node)
 
