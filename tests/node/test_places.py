@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,13 @@ ODD = ALL[1::2]
 WHOLE = [Range("main", 0, EVENTS)]
 
 
-def interrupt(data: Path) -> None:
-    """Leave a commit of which only the step is taken."""
+def interrupt(data: Path, more: Sequence[bytes] = ()) -> None:
+    """Leave a commit of which only the step is taken; ``more`` is for ``all``, and staged."""
     disk = FaultyDisk()
     with opened(data, disk) as node:
         stages = copied(node, 0, EVENTS)
+        if more:
+            stages.append(staged(node, "all", block_of(more)))
         disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
         task = Task(lambda: node.commits.commit(Commit(stages, WHOLE)))
         wait_until(lambda: steps(node) == [".commit"], "the step")
@@ -266,20 +268,12 @@ class TestKept:
 
 def test_what_waits_for_its_source_is_before_what_does_not(tmp_path: Path) -> None:
     """It has the lower numbers."""
-    disk = FaultyDisk()
-    with opened(tmp_path, disk) as node:
-        stages = [*copied(node, 0, EVENTS), staged(node, "all", some(b"more", 50))]
-        disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
-        task = Task(lambda: node.commits.commit(Commit(stages, WHOLE)))
-        wait_until(lambda: steps(node) == [".commit"], "the step")
-        node.close()
-        with pytest.raises(QueueClosed):
-            task.result()
+    more = [b"more %d" % number for number in range(50)]
+    interrupt(tmp_path, more)
     for _ in range(2):
         with Node(tmp_path, {name: QUEUES[name] for name in ("odd", "all")}) as node:
             assert contents(node.queue("all")) == []
     with opened(tmp_path) as node:
-        more = [b"more%d" % number for number in range(50)]
         assert contents(node.queue("all")) == [*ALL, *more]
         assert contents(node.queue("odd")) == ODD
 
