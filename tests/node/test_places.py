@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,10 +25,11 @@ from turnlane.node import places
 from turnlane.node.by_offset import read
 from turnlane.node.commit import Commit, Part, Range
 from turnlane.node.copying import CopyingEvents, CopyingPlaces
-from turnlane.node.loading import READ_PAUSE, kept, loads, pieces
+from turnlane.node.loading import MOST_TOGETHER, READ_PAUSE, kept, loads, pieces
 from turnlane.node.node import Node
 from turnlane.node.places import packed, unpacked
 from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.spans import COPIED
 from turnlane.testing import FaultyDisk
 
 Queues = Mapping[str, Mapping[str, Any]]
@@ -352,6 +354,27 @@ def test_events_with_columns_of_their_own_are_staged_themselves(tmp_path: Path) 
 def test_places_come_back_as_they_were(offsets: set[int]) -> None:
     numbers = np.array(sorted(offsets), dtype=np.int64)
     assert unpacked([packed(numbers)]).tolist() == sorted(offsets)
+
+
+def test_places_that_come_out_of_order_are_put_in_order(tmp_path: Path) -> None:
+    with opened(tmp_path) as node:
+        with node.copying(node.queue("main"), ["all"]) as copying:
+            for first in (20, 0, 10, 15):
+                copying.add(places_of(first, 10))
+            stages = copying.finish()
+        node.commits.commit(Commit(stages, WHOLE))
+        node.commits.commit(Commit([staged(node, "all", block_of([b"more"]))]))
+        assert contents(node.queue("all")) == [*ALL, b"more"]
+
+
+def places_of(first: int, count: int) -> Block:
+    offsets = np.arange(first, first + count)
+    return pa.record_batch([pa.array(offsets), pa.array(np.ones(count, np.int64))], schema=COPIED)
+
+
+def test_no_more_are_in_a_load_than_fit_in_memory() -> None:
+    copies = [Part("s", str(number), 0, None, "main", 9) for number in range(MOST_TOGETHER + 1)]
+    assert loads(copies) == [copies[:-1], copies[-1:]]
 
 
 def test_no_queue_is_in_a_load_twice() -> None:

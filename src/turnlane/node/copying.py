@@ -126,39 +126,34 @@ class CopyingPlaces(Copying):
     ) -> None:
         super().__init__(source, into, abort)
         self._refer = refer
-        self._places: dict[str, list[Numbers]] = {}
+        self._places: dict[str, list[tuple[Block, int]]] = {}
+        """By queue, packed, and how many each: batches are large, and queues may be many."""
+        self._end = 0
 
     def _take(self, offsets: Numbers, routes: Numbers) -> None:
         for number, queue in enumerate(self._into):
             chosen = _chosen(offsets, routes, number)
             if len(chosen):
-                self._places.setdefault(queue, []).append(chosen)
+                self._places.setdefault(queue, []).append((packed(chosen), len(chosen)))
+                self._end = max(self._end, int(chosen[-1]) + 1)
 
     def _stages(self) -> Sequence[Stage]:
-        places = {queue: _in_order(each) for queue, each in self._places.items()}
-        self._await_safe(1 + max((int(each[-1]) for each in places.values()), default=-1))
-        return [self._referring(queue, offsets) for queue, offsets in places.items()]
-
-    def _await_safe(self, end: int) -> None:
-        """After a kill the places must still be those of the same events."""
-        if not self._source.reaches(AckLevel.PERSISTED, end, SAFE_SECONDS):
+        # After a kill the places must still be those of the same events.
+        if not self._source.reaches(AckLevel.PERSISTED, self._end, SAFE_SECONDS):
             raise RetryLater(f"queue {self._source.name!r} has not persisted its events yet")
+        return [self._referring(queue) for queue in self._places]
 
-    def _referring(self, queue: str, offsets: Numbers) -> Stage:
+    def _referring(self, queue: str) -> Stage:
         stage = self._opened.enter_context(self._refer(queue, self._source))
-        stage.refer(packed(offsets), len(offsets), self._source.average_size(len(offsets)))
-        self.events += len(offsets)
+        for places, events in self._places[queue]:
+            stage.refer(places, events, self._source.average_size(events))
+        self.events += stage.events
         return stage
 
 
 def _chosen(offsets: Numbers, routes: Numbers, number: int) -> Numbers:
     """Those that go into one of the queues."""
     return offsets[(routes >> number & 1).astype(np.bool_)]
-
-
-def _in_order(pieces: Sequence[Numbers]) -> Numbers:
-    offsets = np.concatenate(pieces)
-    return offsets if (np.diff(offsets) > 0).all() else np.unique(offsets)
 
 
 def _numbers(places: Block, name: str) -> Numbers:

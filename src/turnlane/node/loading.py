@@ -29,6 +29,9 @@ PRODUCER: Final = f"{OWN}commits"
 LOOK_SECONDS: Final = 0.05
 """How often a start that waits for the disk looks whether that fails."""
 
+MOST_TOGETHER: Final = 8
+"""So many parts are published together: all their places are in memory, of millions of events."""
+
 READ_PAUSE: Final = 5.0
 """Seconds until a queue whose events are to be copied, and that cannot be read, is read again."""
 
@@ -58,6 +61,7 @@ def loads(parts: Sequence[Part]) -> list[list[Part]]:
             and part.source is not None
             and found[-1][0].source == part.source
             and all(part.queue != other.queue for other in found[-1])
+            and len(found[-1]) < MOST_TOGETHER
         ):
             found[-1].append(part)
         else:

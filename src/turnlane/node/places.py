@@ -71,12 +71,13 @@ def packed(offsets: Numbers) -> Block:
 
 
 def unpacked(blocks: Iterable[Block]) -> Numbers:
-    """The offsets that a stage has."""
+    """The offsets that a stage has, in order, each once."""
     pieces: list[Numbers] = [np.empty(0, dtype=np.int64)]
     for block in blocks:
         for first, bits in zip(*(column.to_pylist() for column in block.columns), strict=True):
             pieces.append(first + np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8))))
-    return np.concatenate(pieces)
+    offsets = np.concatenate(pieces)
+    return offsets if (np.diff(offsets) > 0).all() else np.unique(offsets)
 
 
 def close_together(offsets: Numbers, gap: int = GAP) -> Iterator[slice]:
