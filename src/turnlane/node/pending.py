@@ -107,9 +107,9 @@ class Pending:
         self._give_up_stages()
 
     def _note_left(self, parts: Sequence[Part]) -> None:
-        """Have the file say what is left before it is settled where it was."""
-        if list(self.plan.parts) == parts:
-            return
+        """Have the file say which events are left before they are settled where they were."""
+        if self._stages.issuperset(part.stage for part in parts):
+            return  # it does, or has them in stages that nobody else has a hand in
         self.plan = replace(self.plan, parts=parts)
         self._stages.update(self.plan.stages)
         self._is_changed = True
