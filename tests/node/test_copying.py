@@ -15,7 +15,7 @@ from tests.spark.nodes import numbers
 from turnlane.client.stage_writer import StageWriter
 from turnlane.errors import NoSuchQueue, RetryLater, SchemaMismatch, StorageFailed
 from turnlane.events import block_of
-from turnlane.node import copying
+from turnlane.node import places as places_module
 from turnlane.queues.spans import COPIED
 from turnlane.testing import FaultyDisk
 
@@ -76,7 +76,7 @@ def test_what_cannot_be_read_is_not_passed_over(
 ) -> None:
     """A commit would settle it."""
     served.node.queue("memory").producer().publish_block(block_of(numbers(0, 10)))
-    monkeypatch.setattr(copying, "read", lambda *_: iter(()))
+    monkeypatch.setattr(places_module, "read", lambda *_: iter(()))
     with (
         served.client().nodes[0].copy("memory", ["disk"]) as copy,
         pytest.raises(RetryLater, match="an event at 3 that cannot be read"),

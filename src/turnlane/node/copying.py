@@ -15,9 +15,8 @@ import pyarrow as pa
 
 from turnlane.closing import Closing
 from turnlane.errors import RetryLater, SchemaMismatch
-from turnlane.events import Block, gathered
-from turnlane.node.by_offset import READ_EVENTS, read
-from turnlane.node.places import Numbers, check_settled, close_together, only, packed
+from turnlane.events import Block
+from turnlane.node.places import Numbers, copied, packed
 from turnlane.node.staging import Stage
 from turnlane.queues.contract import AckLevel
 from turnlane.queues.holding import HoldingQueue
@@ -90,23 +89,12 @@ class CopyingEvents(Copying):
         self._by_schema: dict[tuple[str, pa.Schema], Stage] = {}
 
     def _take(self, offsets: Numbers, routes: Numbers) -> None:
-        for piece in close_together(offsets):
-            self._copy(offsets[piece], routes[piece])
+        wanted = [_chosen(offsets, routes, number) for number in range(len(self._into))]
+        for number, _, block in copied(self._source, wanted):
+            self._put(self._into[number], block)
 
     def _stages(self) -> Sequence[Stage]:
         return list(self._by_schema.values())
-
-    def _copy(self, offsets: Numbers, routes: Numbers) -> None:
-        blocks = read(self._source, int(offsets[0]), int(offsets[-1]) + 1)
-        missing = np.ones(len(offsets), dtype=np.bool_)
-        for first, block in gathered(blocks, READ_EVENTS):
-            mine = slice(*np.searchsorted(offsets, (first, first + block.num_rows)))
-            missing[mine] = False
-            for number, queue in enumerate(self._into):
-                chosen = _chosen(offsets[mine] - first, routes[mine], number)
-                if len(chosen):
-                    self._put(queue, only(block, chosen))
-        check_settled(self._source, offsets[missing])
 
     def _put(self, queue: str, block: Block) -> None:
         key = queue, block.schema

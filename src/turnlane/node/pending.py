@@ -92,12 +92,9 @@ class Pending:
         What a queue refuses for ever, or is for one that is not open, holds up nothing else.
         Raises ``RetryLater``, ``OSError``, and ``QueueClosed`` if that is for the next start.
         """
-        if self._is_changed and self._path is not None:
-            self._means.steps.rewrite(self._path, self.plan)
-            self._is_changed = False
+        self._write_down()
         parts = self._publish(deadline)
-        if parts:
-            self._note_left(parts)
+        self._note_left(parts)
         ranges = self._settle()
         if self.plan.writer is not None:
             self._means.writers.note(self.plan.writer, self.plan.epoch)
@@ -113,9 +110,13 @@ class Pending:
         self.plan = replace(self.plan, parts=parts)
         self._stages.update(self.plan.stages)
         self._is_changed = True
-        if self._path is not None:
+        self._write_down()
+
+    def _write_down(self) -> None:
+        """Have the file say what the plan is now."""
+        if self._is_changed and self._path is not None:
             self._means.steps.rewrite(self._path, self.plan)
-        self._is_changed = False
+            self._is_changed = False
 
     def _end_step(self, path: Path) -> None:
         if self.failed.is_empty:

@@ -60,7 +60,7 @@ def packed(offsets: Numbers) -> Block:
     """Offsets, in order, as a stage has them."""
     firsts: list[int] = []
     bits: list[bytes] = []
-    for piece in close_together(offsets, STRETCH_GAP):
+    for piece in _close_together(offsets, STRETCH_GAP):
         mine = offsets[piece]
         set_bits = np.zeros(int(mine[-1] - mine[0]) + 1, dtype=np.bool_)
         set_bits[mine - mine[0]] = True
@@ -80,7 +80,7 @@ def unpacked(blocks: Iterable[Block]) -> Numbers:
     return offsets if (np.diff(offsets) > 0).all() else np.unique(offsets)
 
 
-def close_together(offsets: Numbers, gap: int = GAP) -> Iterator[slice]:
+def _close_together(offsets: Numbers, gap: int = GAP) -> Iterator[slice]:
     """Stretches of offsets without gaps larger than that."""
     cuts = (np.flatnonzero(np.diff(offsets) > gap) + 1).tolist()
     ends = [*cuts, len(offsets)] if len(offsets) else []
@@ -100,14 +100,14 @@ def copied(source: HoldingQueue, wanted: Sequence[Numbers]) -> Iterator[Piece]:
             for number, offsets in enumerate(wanted):
                 low, high = np.searchsorted(offsets, (start, start + block.num_rows)).tolist()
                 if low < high:
-                    check_settled(source, offsets[done[number] : low])
+                    _check_settled(source, offsets[done[number] : low])
                     done[number] = high
-                    yield number, low, only(block, offsets[low:high] - start)
+                    yield number, low, _only(block, offsets[low:high] - start)
     for offsets, at in zip(wanted, done, strict=True):
-        check_settled(source, offsets[at:])
+        _check_settled(source, offsets[at:])
 
 
-def check_settled(source: HoldingQueue, offsets: Numbers) -> None:
+def _check_settled(source: HoldingQueue, offsets: Numbers) -> None:
     """Raise ``RetryLater`` if any of these, which could not be read, is not settled."""
     left = source.unsettled_of(spans_of(offsets)) if len(offsets) else []
     if left:  # whoever commits this settles them
@@ -118,12 +118,12 @@ def _hulls(wanted: Sequence[Numbers]) -> Iterable[Span]:
     """What to read: all places, and what lies close between them."""
     hulls = Ranges()
     for offsets in wanted:
-        for piece in close_together(offsets):
+        for piece in _close_together(offsets):
             hulls.add(int(offsets[piece][0]), int(offsets[piece][-1]) + 1)
     return hulls
 
 
-def only(block: Block, rows: Numbers) -> Block:
+def _only(block: Block, rows: Numbers) -> Block:
     """Some rows of a block, in order."""
     if len(rows) == block.num_rows:
         return block
