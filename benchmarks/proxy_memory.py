@@ -26,6 +26,7 @@ from benchmarks.effort import Effort
 from benchmarks.lines import log_lines
 from benchmarks.measure import Series, alternate
 from benchmarks.outcome import Cell, Outcome, Table, figure
+from benchmarks.resident import own_bytes
 from turnlane.errors import TransportDown
 from turnlane.events import Block
 from turnlane.queues.transport import Progress
@@ -149,13 +150,12 @@ def node_alone(directory: Path, events: int) -> list[object]:
     return [node]
 
 
-def own_bytes() -> int:
+def tidy_bytes() -> int:
     """What this process has for itself alone (its USS), what its allocators keep free left out."""
     gc.collect()
     pa.default_memory_pool().release_unused()
     ctypes.CDLL(None).malloc_trim(0)
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+    return own_bytes("self")
 
 
 Holding = Callable[[Path, int], list[object]]
@@ -164,10 +164,10 @@ Holding = Callable[[Path, int], list[object]]
 def _measure(hold: Holding, directory: Path, events: int, results: Connection) -> None:
     log_lines(1, SIZE)
     with tempfile.TemporaryDirectory(dir=directory) as place:
-        before = own_bytes()
+        before = tidy_bytes()
         held = hold(Path(place), events)
         time.sleep(_REST_SECONDS)
-        results.send(own_bytes() - before)
+        results.send(tidy_bytes() - before)
         for each in held:
             if isinstance(each, turnlane.Queue):
                 each.close()

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.resident import own_bytes
+
 CONFIG = "node.yaml"
 """The file that the node was given, in its directory."""
 
@@ -28,9 +30,8 @@ class Served:
     inputs: Mapping[str, Any]
 
     def resident_bytes(self) -> int:
-        """What it has in memory for itself: the page cache, and libraries it shares, left out."""
-        lines = Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines()
-        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+        """What it has in memory for itself."""
+        return own_bytes(self.pid)
 
 
 @contextmanager

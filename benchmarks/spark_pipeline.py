@@ -31,8 +31,12 @@ SIZE = 100
 OURS = "turnlane, all synced"
 STUCK_SECONDS = 45.0
 TRIES = 3
-WARM_UPS = 3
-"""Turns until Java has compiled most of what runs often."""
+WARM_UPS = 2
+SMALL_WARM_UPS = 60
+SMALL = 20_000
+"""Before that, turns of so few events: Java compiles what is called often, and most of its code is
+called so many times a batch, however large that is. Full turns would take ten minutes to get there.
+"""
 FILES = {"messages": 6, "errors": 3}
 """The files, and the least severe that goes into each."""
 
@@ -113,14 +117,16 @@ def running(effort: Effort, spark: SparkSession, events: int) -> Iterator[Callab
         with piped(spark, place, sections(lines.paths), INPUTS) as pipeline:
             port = int(pipeline.node.inputs["syslog"].rpartition(":")[2])
             turn = partial(rate, place, port, lines, events)
-            for _ in range(effort.unless_trial(WARM_UPS, 1)):
+            for _ in range(effort.unless_trial(SMALL_WARM_UPS, 1)):
+                rate(place, port, lines, min(events, SMALL))
+            for _ in range(effort.unless_trial(WARM_UPS, 0)):
                 turn()
             yield turn
 
 
 def run(effort: Effort, spark: SparkSession) -> Outcome:
     """turnlane, and rsyslogd with both of its queues if it is installed."""
-    events = effort.events(6_000_000, 12_000_000)
+    events = effort.events(10_000_000, 20_000_000)
     with running(effort, spark, events) as turn:
         contestants = {OURS: turn}
         if rsyslog.program() is not None:

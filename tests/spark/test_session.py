@@ -36,6 +36,23 @@ def test_workers_are_born_with_what_they_need(spark: SparkSession) -> None:
     assert "turnlane.spark.source" in found
 
 
+def test_beside_files_there_are_no_files_of_checksums(spark: SparkSession, tmp_path: Path) -> None:
+    """Hadoop starts a process for each that it makes."""
+    query = (
+        spark.readStream.format("rate-micro-batch")
+        .option("rowsPerBatch", 10)
+        .load()
+        .writeStream.option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .format("parquet")
+        .trigger(once=True)
+        .start(str(tmp_path / "rows"))
+    )
+    query.awaitTermination()
+    made = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert spark.read.parquet(str(tmp_path / "rows")).count() == 10
+    assert not [name for name in made if name.endswith(".crc")]
+
+
 def test_settings_are_for_what_is_begun_meanwhile(spark: SparkSession) -> None:
     unset, known = "spark.sql.test.unset", "spark.sql.shuffle.partitions"
     before = spark.conf.get(known)

@@ -73,6 +73,27 @@ def test_auto_leaves_off_on_a_fast_disk() -> None:
     assert compression.pack([TEXT]) is None
 
 
+@pytest.mark.parametrize(("pause", "packs"), [(0.001, True), (0.1, False)])
+def test_auto_leaves_off_while_the_disk_has_time_to_spare(pause: float, packs: bool) -> None:
+    timer = Ticks(1e-6)
+    compression = Compression("auto", timer=timer)
+    for _ in range(TRIAL_EVERY):
+        timer.now += pause
+        compression.wrote(10_000, 0.01)
+        packed = compression.pack([TEXT])
+    assert (packed is not None) is packs
+
+
+def test_a_writer_that_had_nothing_to_do_for_long_is_soon_busy_again() -> None:
+    timer = Ticks(1e-6)
+    compression = Compression("auto", timer=timer)
+    timer.now += 3600
+    for _ in range(20):
+        timer.now += 0.01
+        compression.wrote(10_000, 0.01)
+    assert compression.pack([TEXT]) is not None
+
+
 def test_auto_notices_that_the_data_has_changed() -> None:
     compression = Compression("auto", timer=Ticks(1e-6))
     compression.wrote(1_000_000, 1.0)

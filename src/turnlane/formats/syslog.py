@@ -7,7 +7,7 @@ queue under pressure can shed what matters least.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ Mask = npt.NDArray[np.bool_]
 
 _LESS, _GREATER, _ZERO = (ord(each) for each in "<>0")
 _MAX_PRIORITY: Final = 191
+_LONGEST: Final = len("<191>")
 
 
 def whole(messages: Sequence[bytes]) -> pa.BinaryArray:
@@ -38,13 +39,15 @@ def whole(messages: Sequence[bytes]) -> pa.BinaryArray:
 def severities(values: pa.BinaryArray) -> pa.Int8Array:
     """The severity in each message's ``<PRI>``, 0 (emergency) to 7 (debug); null without one."""
     numbers, valid = _priorities(values)
-    return pa.array((numbers & 7).astype(np.int8), pa.int8(), mask=~valid)
+    mask = None if valid.all() else ~valid
+    return pa.array((numbers & 7).astype(np.int8), pa.int8(), mask=mask)
 
 
 def priorities(values: pa.BinaryArray) -> pa.Int16Array:
     """The number in each message's ``<PRI>``; null without one, or if it is too large."""
     numbers, valid = _priorities(values)
-    return pa.array(numbers.astype(np.int16), pa.int16(), mask=~valid)
+    mask = None if valid.all() else ~valid
+    return pa.array(numbers.astype(np.int16), pa.int16(), mask=mask)
 
 
 def _priorities(values: pa.BinaryArray) -> tuple[Numbers, Mask]:
@@ -55,16 +58,24 @@ def _priorities(values: pa.BinaryArray) -> tuple[Numbers, Mask]:
         return np.zeros(count, np.uint16), np.zeros(count, np.bool_)
     data = np.frombuffer(memoryview(contents), np.uint8)
     bounds = np.frombuffer(memoryview(offsets), np.int32)[values.offset : values.offset + count + 1]
-    starts, ends = bounds[:-1], bounds[1:]
-    less, one, two, three, four = (data.take(starts + at, mode="clip") for at in range(5))
+    less, one, two, three, four = _beginnings(data, bounds[:-1].astype(np.intp))
     ones, tens, hundreds = (each - np.uint8(_ZERO) for each in (one, two, three))
     # A byte below "0" wraps to a large number: a digit is what is at most 9.
-    digit, digits, all_digits = ones <= 9, tens <= 9, hundreds <= 9
-    short = digit & (two == _GREATER)
-    middle = digit & digits & (three == _GREATER)
-    long = digit & digits & all_digits & (four == _GREATER)
-    priority = np.where(short, ones, np.uint16(10) * ones + tens)
-    priority = np.where(long, np.uint16(10) * priority + hundreds, priority)
-    width = np.select([short, middle, long], [3, 4, 5], 0)
-    valid = (less == _LESS) & (width > 0) & (starts + width <= ends) & (priority <= _MAX_PRIORITY)
-    return priority, valid
+    digits = ones <= 9
+    short = digits & (two == _GREATER)
+    digits &= tens <= 9
+    middle = digits & (three == _GREATER)
+    long = digits & (hundreds <= 9) & (four == _GREATER)
+    two_digits = np.uint16(10) * ones + tens
+    priority = np.where(short, ones, two_digits)
+    priority = np.where(long, np.uint16(10) * two_digits + hundreds, priority)
+    width = np.uint8(3) * short + np.uint8(4) * middle + np.uint8(5) * long
+    valid = (less == _LESS) & (width > 0) & (width <= np.diff(bounds))
+    return priority, valid & (priority <= _MAX_PRIORITY)
+
+
+def _beginnings(data: npt.NDArray[np.uint8], starts: npt.NDArray[np.intp]) -> list[Any]:
+    """The first five bytes of each message; of a shorter one, some are of others."""
+    if len(data) < _LONGEST:
+        data = np.concatenate((data, np.zeros(_LONGEST, np.uint8)))
+    return [data[at:].take(starts, mode="clip") for at in range(_LONGEST)]

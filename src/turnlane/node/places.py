@@ -127,6 +127,8 @@ def _only(block: Block, rows: Numbers) -> Block:
     """Some rows of a block, in order."""
     if len(rows) == block.num_rows:
         return block
-    mask = np.zeros(block.num_rows, dtype=np.bool_)
-    mask[rows] = True
-    return block.filter(pa.array(mask))
+    filled = [i for i, column in enumerate(block.columns) if column.null_count < block.num_rows]
+    chosen = dict(zip(filled, block.select(filled).take(rows).columns, strict=True))
+    # So many nulls are like so many others: they need not be made.
+    columns = [chosen.get(i, column.slice(0, len(rows))) for i, column in enumerate(block.columns)]
+    return pa.RecordBatch.from_arrays(columns, schema=block.schema)

@@ -247,7 +247,9 @@ def check_severities(block: Block) -> None:
     at = block.schema.get_field_index("severity")
     if at < 0 or block.column(at).null_count == block.num_rows:
         return
-    for worst in (pc.min(block.column(at)).as_py(), pc.max(block.column(at)).as_py()):
+    known = block.column(at)
+    numbers = np.asarray(known.drop_null() if known.null_count else known)
+    for worst in (int(numbers.min()), int(numbers.max())):
         if not 0 <= worst <= MAX_SEVERITY:
             msg = f"severity {worst} is not between 0 (emergency) and {MAX_SEVERITY} (debug)"
             raise ValueError(msg)

@@ -14,12 +14,15 @@ from typing import Final
 
 from pyspark.daemon import manager
 
+from turnlane.memory import keep_freed
+
 SHARED: Final = ("turnlane.spark.source",)
 """The modules of ours that each of them needs, whatever it does."""
 
 
 def main() -> None:
     """Be ``pyspark.daemon``, whose argument is the module that children run."""
+    keep_freed()
     for module in (*sys.argv[1:2], *SHARED):
         importlib.import_module(module)
     # Left out of searches for garbage, which would write to, and so copy, what children share.

@@ -34,6 +34,9 @@ DEFAULTS = {
         "org.apache.spark.sql.execution.streaming.checkpointing."
         "FileSystemBasedCheckpointFileManager"
     ),
+    # The usual one keeps a file of checksums beside every file, and starts a process to set the
+    # mode of each: dozens a second, if batches are small.
+    "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
     # A machine under load takes its time to start a Python process.
     "spark.python.authenticate.socketTimeout": "60s",
     "spark.sql.shuffle.partitions": "4",

@@ -1,7 +1,8 @@
-"""Whether to compress a frame: only where that gets it to the disk sooner.
+"""Whether to compress a frame: only where everything waits for the disk, and would wait less.
 
 Compressing costs ``1/C`` seconds a byte and saves the writing of ``1 - r`` of it, at ``1/W``
-seconds a byte. On a fast disk, or with data that does not shrink, that is a loss: so measure.
+seconds a byte. On a fast disk, or with data that does not shrink, that is a loss: so measure. It is
+one, too, where the disk has time to spare, and the processor that compresses has none.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Literal, get_args
 
-import cramjam
 import pyarrow as pa
 
 from turnlane.errors import ConfigError
@@ -24,6 +24,11 @@ TRIAL_EVERY = 64
 """How often ``auto`` tries again, in frames, whatever it believes."""
 TRIAL_BYTES = 256 * 1024
 """A trial needs no more than this: a part of a frame compresses as the whole does."""
+BUSY = 0.8
+"""The share of its time that a writer has to wait for the disk before less to write would help."""
+_LONGEST_PAUSE = 1.0
+"""Seconds: a writer that had nothing to do for longer may be busy now."""
+_SNAPPY = pa.Codec("snappy")
 _WEIGHT = 0.2
 """How much the latest measurement counts in a moving average."""
 
@@ -45,6 +50,8 @@ class Compression:
         self._ratio: float | None = None
         self._compress_speed: float | None = None
         self._write_speed: float | None = None
+        self._wrote_at = timer()
+        self._busy: float | None = None
 
     def pack(self, pieces: Sequence[Data]) -> pa.Buffer | None:
         """The pieces compressed as one, or none if they are better stored as they are."""
@@ -57,9 +64,13 @@ class Compression:
         return packed if len(packed) < size else None
 
     def wrote(self, size: int, seconds: float) -> None:
-        """Learn how fast the disk takes bytes, syncing included."""
+        """Learn how fast the disk takes bytes, syncing included, and how busy that makes it."""
         if size and seconds > 0:
             self._write_speed = _moved(self._write_speed, size / seconds)
+            now = self._timer()
+            since = min(now - self._wrote_at, _LONGEST_PAUSE)
+            self._busy = _moved(self._busy, seconds / max(seconds, since))
+            self._wrote_at = now
 
     def _wanted(self, pieces: Sequence[Data]) -> bool:
         if self._frames % TRIAL_EVERY == 0:
@@ -68,11 +79,13 @@ class Compression:
         self._frames += 1
         if self._ratio is None or self._compress_speed is None or self._write_speed is None:
             return False
+        if self._busy is None or self._busy < BUSY:
+            return False
         return pays(self._ratio, self._compress_speed, self._write_speed)
 
     def _compressed(self, data: pa.Buffer) -> pa.Buffer:
         started = self._timer()
-        packed = pa.py_buffer(cramjam.snappy.compress_raw(data))
+        packed = _SNAPPY.compress(data)
         seconds = self._timer() - started
         self._ratio = _moved(self._ratio, len(packed) / len(data))
         if seconds > 0:
