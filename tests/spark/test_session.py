@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
 
-from turnlane.spark.session import JavaMissing, find_java, set_to
+from turnlane.spark.session import JavaMissing, find_java, java_options, set_to
 
 
 def test_workers_import_pyspark_from_where_it_is_installed(spark: SparkSession) -> None:
@@ -51,6 +53,16 @@ def test_beside_files_there_are_no_files_of_checksums(spark: SparkSession, tmp_p
     made = [path.name for path in tmp_path.rglob("*") if path.is_file()]
     assert spark.read.parquet(str(tmp_path / "rows")).count() == 10
     assert not [name for name in made if name.endswith(".crc")]
+
+
+def test_java_heeds_what_is_set_for_it(tmp_path: Path) -> None:
+    """Ours come first: Java takes the last."""
+    given = f"-Dplace={tmp_path} -XX:Tier4InvocationThreshold=7000"
+    command = [str(find_java()), *java_options(given).split(), "-XX:+PrintFlagsFinal", "-version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    flags = dict(re.findall(r"(Tier4\w+) += (\d+)", done.stdout))
+    assert flags["Tier4InvocationThreshold"] == "7000"
+    assert flags["Tier4CompileThreshold"] == "150000"
 
 
 def test_settings_are_for_what_is_begun_meanwhile(spark: SparkSession) -> None:

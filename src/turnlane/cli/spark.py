@@ -54,9 +54,12 @@ def session(
 
     The executors of a cluster get these modules and variables.
     """
-    from turnlane.spark.session import open_session
+    from turnlane.spark.session import JAVA_OPTIONS, open_session
 
-    conf = {**_logging(level), **settings.conf}
+    conf = {"spark.log.level": _SPARK_LEVELS[level][0].upper(), **settings.conf}
+    # Of options that contradict each other Java takes the last.
+    given = settings.conf.get(JAVA_OPTIONS, "")
+    conf[JAVA_OPTIONS] = f"{_log_options(level)} {given}".strip()
     settings = settings.model_copy(update={"conf": conf, "master": master or settings.master})
     try:
         return open_session(settings, modules=modules, variables=variables)
@@ -67,15 +70,14 @@ def session(
         raise SparkMissing(f"Spark does not start with {settings.master}: {first}") from error
 
 
-def _logging(level: LogLevel) -> dict[str, str]:
+def _log_options(level: LogLevel) -> str:
     """Spark tells of very much: one level less of it than of our own."""
     words, lanes = _SPARK_LEVELS[level]
     place = resources.files("turnlane.spark").joinpath("log4j2.properties")
-    options = (
+    return (
         f"-Dlog4j2.configurationFile={place} -Dturnlane.log.level={words} "
         f"-Dturnlane.lane.level={lanes}"
     )
-    return {"spark.driver.extraJavaOptions": options, "spark.log.level": words.upper()}
 
 
 def modules_beside(config: Path) -> list[Path]:

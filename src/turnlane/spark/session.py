@@ -55,6 +55,17 @@ UNMEASURED: Final = {"spark.sql.execution.arrow.maxBytesPerBatch": str((1 << 31)
 which takes longer than to write it, unless there is no limit but the number of rows."""
 
 
+JAVA_OPTIONS: Final = "spark.driver.extraJavaOptions"
+_COMPILING: Final = (
+    "-XX:Tier4InvocationThreshold=50000",
+    "-XX:Tier4MinInvocationThreshold=6000",
+    "-XX:Tier4CompileThreshold=150000",
+    "-XX:Tier4BackEdgeThreshold=400000",
+)
+"""Ten times what Java has by itself. Planning batches is a lot of code that runs a little: to
+compile it with all skill took more computing than all else in Java, for the first ten minutes and
+longer. Loops over rows get there soon enough."""
+
 OLDEST_JAVA: Final = 17
 _INSTALL: Final = (
     "On Debian or Ubuntu: apt install openjdk-17-jre-headless, or openjdk-21-jre-headless where "
@@ -109,13 +120,20 @@ def open_session(
     environment = {
         f"spark.executorEnv.{name}": os.environ[name] for name in variables if name in os.environ
     }
-    for name, value in {**DEFAULTS, **environment, **settings.conf}.items():
+    conf = {**DEFAULTS, **environment, **settings.conf}
+    conf[JAVA_OPTIONS] = java_options(conf.get(JAVA_OPTIONS, ""))
+    for name, value in conf.items():
         builder = builder.config(name, value)
     session = builder.getOrCreate()
     if not settings.master.startswith("local"):
         for module in modules:
             session.sparkContext.addPyFile(str(module))
     return session
+
+
+def java_options(given: str) -> str:
+    """The options of the driver's Java; of two that contradict each other Java takes the last."""
+    return " ".join((*_COMPILING, given)).strip()
 
 
 def use_installed_pyspark() -> None:
