@@ -38,8 +38,9 @@ def run(effort: Effort) -> Outcome:
     empty, full = growth(effort, events)
     ratio = Series([full / (empty + TAIL)])
     how = (
-        f"own memory (USS) of a node with {events:,} events of 100 B in a disk queue / that of an "
-        f"empty node plus its in-memory tail of {TAIL >> 20} MiB"
+        f"own memory (USS, without what the system may take at once) of a node with {events:,} "
+        "events of 100 B in a disk queue / that of an empty node plus its in-memory tail of "
+        f"{TAIL >> 20} MiB"
     )
     rows = {
         "empty": [Cell.of(Series([empty / 1e6]))],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import turnlane.memory  # noqa: F401 - before anything that imports Arrow
+from turnlane import memory as _memory  # noqa: F401 - before anything that imports Arrow
 from turnlane.errors import (
     ConfigError,
     EventTooLarge,

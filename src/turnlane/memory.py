@@ -15,17 +15,19 @@ from typing import Final
 os.environ.setdefault("MIMALLOC_PURGE_DECOMMITS", "0")
 
 KEPT_BYTES: Final = 64 << 20
+LARGEST_KEPT: Final = 32 << 20
+"""Of one piece: older versions of glibc take no more."""
 _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
 """As glibc's ``malloc.h`` has them."""
 
 
-def keep_freed(size: int = KEPT_BYTES) -> None:
-    """Have this process, and those forked from it, keep that much of what C code has freed.
+def keep_freed() -> None:
+    """Have this process, and those forked from it, keep some of what C code has freed.
 
     Nothing where the C library is not glibc.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
-        set_option(_MMAP_THRESHOLD, size)
-        set_option(_TRIM_THRESHOLD, size)
+        set_option(_MMAP_THRESHOLD, LARGEST_KEPT)
+        set_option(_TRIM_THRESHOLD, KEPT_BYTES)

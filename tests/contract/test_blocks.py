@@ -280,7 +280,7 @@ def test_a_block_with_a_severity_out_of_bounds_is_refused(every: Harness, severi
     for _ in range(2):
         producer.publish_block(block_of([b"x", b"y"], severities=[7, None]))
         with pytest.raises(ValueError, match=f"severity {severity} "):
-            producer.publish_block(block_of([b"x", b"y"], severities=[3, severity]))
+            producer.publish_block(block_of([b"x", b"y", b"z"], severities=[3, severity, None]))
 
 
 def test_a_column_keeps_its_type(buffering: Harness) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
 
-from turnlane.spark.session import JavaMissing, find_java, java_options, set_to
+from turnlane.spark.session import JavaMissing, find_java, set_to
 
 
 def test_workers_import_pyspark_from_where_it_is_installed(spark: SparkSession) -> None:
@@ -38,31 +38,24 @@ def test_workers_are_born_with_what_they_need(spark: SparkSession) -> None:
     assert "turnlane.spark.source" in found
 
 
-def test_beside_files_there_are_no_files_of_checksums(spark: SparkSession, tmp_path: Path) -> None:
-    """Hadoop starts a process for each that it makes."""
-    query = (
-        spark.readStream.format("rate-micro-batch")
-        .option("rowsPerBatch", 10)
-        .load()
-        .writeStream.option("checkpointLocation", str(tmp_path / "checkpoint"))
-        .format("parquet")
-        .trigger(once=True)
-        .start(str(tmp_path / "rows"))
-    )
-    query.awaitTermination()
-    made = [path.name for path in tmp_path.rglob("*") if path.is_file()]
-    assert spark.read.parquet(str(tmp_path / "rows")).count() == 10
-    assert not [name for name in made if name.endswith(".crc")]
-
-
-def test_java_heeds_what_is_set_for_it(tmp_path: Path) -> None:
-    """Ours come first: Java takes the last."""
-    given = f"-Dplace={tmp_path} -XX:Tier4InvocationThreshold=7000"
-    command = [str(find_java()), *java_options(given).split(), "-XX:+PrintFlagsFinal", "-version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    flags = dict(re.findall(r"(Tier4\w+) += (\d+)", done.stdout))
-    assert flags["Tier4InvocationThreshold"] == "7000"
-    assert flags["Tier4CompileThreshold"] == "150000"
+def test_options_for_java_come_behind_those_of_turnlane(tmp_path: Path) -> None:
+    """So they win, and what Spark says is still what was asked for."""
+    program = """
+import sys
+from turnlane.cli.spark import session
+from turnlane.pipeline.settings import SparkSettings
+java = "-XX:Tier4InvocationThreshold=7000 -Dmine=1"
+conf = {"spark.driver.extraJavaOptions": java, "spark.ui.enabled": "false"}
+jvm = session(SparkSettings(master="local[1]", conf=conf))._jvm
+print(*jvm.java.lang.management.ManagementFactory.getRuntimeMXBean().getInputArguments())
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    given = done.stdout.split()
+    thresholds = [each for each in given if each.startswith("-XX:Tier4InvocationThreshold")]
+    assert thresholds[-1].endswith("=7000")
+    assert "-XX:Tier4CompileThreshold=150000" in given
+    assert {"-Dmine=1", "-Dturnlane.log.level=error"} <= set(given)
 
 
 def test_settings_are_for_what_is_begun_meanwhile(spark: SparkSession) -> None:

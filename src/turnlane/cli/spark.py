@@ -54,12 +54,9 @@ def session(
 
     The executors of a cluster get these modules and variables.
     """
-    from turnlane.spark.session import JAVA_OPTIONS, open_session
+    from turnlane.spark.session import open_session
 
-    conf = {"spark.log.level": _SPARK_LEVELS[level][0].upper(), **settings.conf}
-    # Of options that contradict each other Java takes the last.
-    given = settings.conf.get(JAVA_OPTIONS, "")
-    conf[JAVA_OPTIONS] = f"{_log_options(level)} {given}".strip()
+    conf = {**_logging(level), **settings.conf}
     settings = settings.model_copy(update={"conf": conf, "master": master or settings.master})
     try:
         return open_session(settings, modules=modules, variables=variables)
@@ -70,14 +67,17 @@ def session(
         raise SparkMissing(f"Spark does not start with {settings.master}: {first}") from error
 
 
-def _log_options(level: LogLevel) -> str:
+def _logging(level: LogLevel) -> dict[str, str]:
     """Spark tells of very much: one level less of it than of our own."""
+    from turnlane.spark.session import DEFAULTS, JAVA_OPTIONS
+
     words, lanes = _SPARK_LEVELS[level]
     place = resources.files("turnlane.spark").joinpath("log4j2.properties")
-    return (
-        f"-Dlog4j2.configurationFile={place} -Dturnlane.log.level={words} "
-        f"-Dturnlane.lane.level={lanes}"
+    options = (
+        f"{DEFAULTS[JAVA_OPTIONS]} -Dlog4j2.configurationFile={place} "
+        f"-Dturnlane.log.level={words} -Dturnlane.lane.level={lanes}"
     )
+    return {JAVA_OPTIONS: options, "spark.log.level": words.upper()}
 
 
 def modules_beside(config: Path) -> list[Path]:

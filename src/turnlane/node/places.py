@@ -129,6 +129,9 @@ def _only(block: Block, rows: Numbers) -> Block:
         return block
     filled = [i for i, column in enumerate(block.columns) if column.null_count < block.num_rows]
     chosen = dict(zip(filled, block.select(filled).take(rows).columns, strict=True))
-    # So many nulls are like so many others: they need not be made.
-    columns = [chosen.get(i, column.slice(0, len(rows))) for i, column in enumerate(block.columns)]
+    kinds: list[Any] = block.schema.types
+    # To choose among nulls takes longer than to make them. A slice would keep all of the block.
+    columns = [
+        chosen[i] if i in chosen else pa.nulls(len(rows), kind) for i, kind in enumerate(kinds)
+    ]
     return pa.RecordBatch.from_arrays(columns, schema=block.schema)

@@ -287,7 +287,7 @@ class QueueSettings(BaseModel):
     compression: Compression = knob(
         Compression.AUTO,
         ON_DISK,
-        "Compression of each frame: `snappy`, `none`, or `auto` (where it helps).",
+        "Compression of each frame: `snappy`, `none`, or `auto` (while the disk is too slow).",
         example="none",
     )
 

@@ -20,7 +20,21 @@ from pyspark.sql import SparkSession
 from turnlane.errors import Never
 from turnlane.pipeline.settings import SparkSettings
 
+JAVA_OPTIONS: Final = "spark.driver.defaultJavaOptions"
+"""Spark puts ``extraJavaOptions`` behind them; of two that contradict each other Java takes the
+last."""
+_COMPILING: Final = (
+    "-XX:Tier4InvocationThreshold=50000",
+    "-XX:Tier4MinInvocationThreshold=6000",
+    "-XX:Tier4CompileThreshold=150000",
+    "-XX:Tier4BackEdgeThreshold=400000",
+)
+"""Ten times what Java has by itself. Planning batches is a lot of code that runs a little: to
+compile it with all skill took more computing than all else in Java, for the first ten minutes and
+longer. Loops over rows get there soon enough."""
+
 DEFAULTS = {
+    JAVA_OPTIONS: " ".join(_COMPILING),
     # Lanes share the cores fairly: a long batch of one does not keep the others waiting.
     "spark.scheduler.mode": "FAIR",
     # What does not fit is null, and passes no filter; else one such event stops a lane for good.
@@ -34,9 +48,6 @@ DEFAULTS = {
         "org.apache.spark.sql.execution.streaming.checkpointing."
         "FileSystemBasedCheckpointFileManager"
     ),
-    # The usual one keeps a file of checksums beside every file, and starts a process to set the
-    # mode of each: dozens a second, if batches are small.
-    "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
     # A machine under load takes its time to start a Python process.
     "spark.python.authenticate.socketTimeout": "60s",
     "spark.sql.shuffle.partitions": "4",
@@ -54,17 +65,6 @@ UNMEASURED: Final = {"spark.sql.execution.arrow.maxBytesPerBatch": str((1 << 31)
 """For queries whose rows are small. Spark asks before each row how large the batch has become,
 which takes longer than to write it, unless there is no limit but the number of rows."""
 
-
-JAVA_OPTIONS: Final = "spark.driver.extraJavaOptions"
-_COMPILING: Final = (
-    "-XX:Tier4InvocationThreshold=50000",
-    "-XX:Tier4MinInvocationThreshold=6000",
-    "-XX:Tier4CompileThreshold=150000",
-    "-XX:Tier4BackEdgeThreshold=400000",
-)
-"""Ten times what Java has by itself. Planning batches is a lot of code that runs a little: to
-compile it with all skill took more computing than all else in Java, for the first ten minutes and
-longer. Loops over rows get there soon enough."""
 
 OLDEST_JAVA: Final = 17
 _INSTALL: Final = (
@@ -120,20 +120,13 @@ def open_session(
     environment = {
         f"spark.executorEnv.{name}": os.environ[name] for name in variables if name in os.environ
     }
-    conf = {**DEFAULTS, **environment, **settings.conf}
-    conf[JAVA_OPTIONS] = java_options(conf.get(JAVA_OPTIONS, ""))
-    for name, value in conf.items():
+    for name, value in {**DEFAULTS, **environment, **settings.conf}.items():
         builder = builder.config(name, value)
     session = builder.getOrCreate()
     if not settings.master.startswith("local"):
         for module in modules:
             session.sparkContext.addPyFile(str(module))
     return session
-
-
-def java_options(given: str) -> str:
-    """The options of the driver's Java; of two that contradict each other Java takes the last."""
-    return " ".join((*_COMPILING, given)).strip()
 
 
 def use_installed_pyspark() -> None:

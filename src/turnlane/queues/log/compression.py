@@ -25,9 +25,10 @@ TRIAL_EVERY = 64
 TRIAL_BYTES = 256 * 1024
 """A trial needs no more than this: a part of a frame compresses as the whole does."""
 BUSY = 0.8
-"""The share of its time that a writer has to wait for the disk before less to write would help."""
-_LONGEST_PAUSE = 1.0
-"""Seconds: a writer that had nothing to do for longer may be busy now."""
+"""The share of its time that a writer waits for the disk before less to write would help. No more
+is compressed than keeps it there."""
+_PAUSE = 2.0
+"""Seconds: a writer that was silent for so long had nothing to do, which says nothing of a disk."""
 _SNAPPY = pa.Codec("snappy")
 _WEIGHT = 0.2
 """How much the latest measurement counts in a moving average."""
@@ -51,7 +52,9 @@ class Compression:
         self._compress_speed: float | None = None
         self._write_speed: float | None = None
         self._wrote_at = timer()
-        self._busy: float | None = None
+        self._waited: float | None = None
+        self._passed: float | None = None
+        """Seconds that writes took, and those from each to the next."""
 
     def pack(self, pieces: Sequence[Data]) -> pa.Buffer | None:
         """The pieces compressed as one, or none if they are better stored as they are."""
@@ -64,13 +67,15 @@ class Compression:
         return packed if len(packed) < size else None
 
     def wrote(self, size: int, seconds: float) -> None:
-        """Learn how fast the disk takes bytes, syncing included, and how busy that makes it."""
+        """Learn how fast the disk takes bytes, syncing included, and how busy that keeps it."""
+        now = self._timer()
+        since = max(seconds, now - self._wrote_at)
+        self._wrote_at = now
+        if since - seconds < _PAUSE:
+            self._waited = _moved(self._waited, seconds)
+            self._passed = _moved(self._passed, since)
         if size and seconds > 0:
             self._write_speed = _moved(self._write_speed, size / seconds)
-            now = self._timer()
-            since = min(now - self._wrote_at, _LONGEST_PAUSE)
-            self._busy = _moved(self._busy, seconds / max(seconds, since))
-            self._wrote_at = now
 
     def _wanted(self, pieces: Sequence[Data]) -> bool:
         if self._frames % TRIAL_EVERY == 0:
@@ -79,7 +84,7 @@ class Compression:
         self._frames += 1
         if self._ratio is None or self._compress_speed is None or self._write_speed is None:
             return False
-        if self._busy is None or self._busy < BUSY:
+        if not self._waited or not self._passed or self._waited < BUSY * self._passed:
             return False
         return pays(self._ratio, self._compress_speed, self._write_speed)
 
