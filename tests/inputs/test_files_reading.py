@@ -24,6 +24,7 @@ from tests.inputs.files_harness import (
 from turnlane.errors import NoSuchQueue
 from turnlane.formats.lines import cut
 from turnlane.inputs.files import FilesInput
+from turnlane.inputs.files import input as files_input
 from turnlane.inputs.registry import load
 
 
@@ -271,12 +272,12 @@ def test_idle_files_are_closed_and_still_followed(tmp_path: Path) -> None:
         assert running.await_lines(2) == [b"one", b"two"]
 
 
-def test_two_thousand_files(tmp_path: Path) -> None:
+def test_two_thousand_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files_input, "_room_for_files", lambda: 100)  # far fewer than there are
     logs = [tmp_path / f"{number}.log" for number in range(2000)]
     for log in logs:
         log.write_bytes(b"first of " + log.name.encode() + b"\n")
     with following(tmp_path / "data", tmp_path / "*.log") as running:
-        running.input._max_open = 100  # far fewer than there are
         running.await_lines(2000)
         wait_until(lambda: len(running.input._open) <= 100, "files to be closed again", 60)
         for log in logs[::10]:
