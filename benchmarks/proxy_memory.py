@@ -7,7 +7,6 @@ one to the other is copied, as a network would copy it.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import queue
@@ -29,6 +28,7 @@ from benchmarks.outcome import Cell, Outcome, Table, figure
 from benchmarks.resident import own_bytes
 from turnlane.errors import TransportDown
 from turnlane.events import Block
+from turnlane.memory import give_back
 from turnlane.queues.transport import Progress
 
 SIZE = 1_000
@@ -153,8 +153,7 @@ def node_alone(directory: Path, events: int) -> list[object]:
 def tidy_bytes() -> int:
     """What this process has for itself alone (its USS), what its allocators keep free left out."""
     gc.collect()
-    pa.default_memory_pool().release_unused()
-    ctypes.CDLL(None).malloc_trim(0)
+    give_back()
     return own_bytes("self")
 
 

@@ -35,7 +35,7 @@ WARM_UPS = 2
 SMALL_WARM_UPS = 60
 SMALL = 20_000
 """Before that, turns of so few events: Java compiles what is called often, and most of its code is
-called so many times a batch, however large that is. Full turns would take ten minutes to get there.
+called so many times a batch, however large that is. Full turns would take far longer to get there.
 """
 FILES = {"messages": 6, "errors": 3}
 """The files, and the least severe that goes into each."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from typing import Final
 
 # Read by Arrow's allocator when it is loaded. The system may take what is free, and does if anybody
@@ -27,7 +28,27 @@ def keep_freed() -> None:
 
     Nothing where the C library is not glibc.
     """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    set_option = _of_glibc("mallopt")
     if set_option is not None:
         set_option(_MMAP_THRESHOLD, LARGEST_KEPT)
         set_option(_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def give_back() -> None:
+    """Let the system have what is free.
+
+    Blocks come in and go out in sizes that no allocator likes: without this a process that was busy
+    once stays large for ever.
+    """
+    import pyarrow as pa  # not before the variable above is set
+
+    pa.default_memory_pool().release_unused()
+    trim = _of_glibc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _of_glibc(name: str) -> Callable[..., int] | None:
+    """A function of glibc; other C libraries have none of these."""
+    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
+    return found

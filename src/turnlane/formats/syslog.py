@@ -38,24 +38,22 @@ def whole(messages: Sequence[bytes]) -> pa.BinaryArray:
 
 def severities(values: pa.BinaryArray) -> pa.Int8Array:
     """The severity in each message's ``<PRI>``, 0 (emergency) to 7 (debug); null without one."""
-    numbers, valid = _priorities(values)
-    mask = None if valid.all() else ~valid
-    return pa.array((numbers & 7).astype(np.int8), pa.int8(), mask=mask)
+    numbers, missing = _priorities(values)
+    return pa.array((numbers & 7).astype(np.int8), pa.int8(), mask=missing)
 
 
 def priorities(values: pa.BinaryArray) -> pa.Int16Array:
     """The number in each message's ``<PRI>``; null without one, or if it is too large."""
-    numbers, valid = _priorities(values)
-    mask = None if valid.all() else ~valid
-    return pa.array(numbers.astype(np.int16), pa.int16(), mask=mask)
+    numbers, missing = _priorities(values)
+    return pa.array(numbers.astype(np.int16), pa.int16(), mask=missing)
 
 
-def _priorities(values: pa.BinaryArray) -> tuple[Numbers, Mask]:
-    """The numbers, and which of them are any."""
+def _priorities(values: pa.BinaryArray) -> tuple[Numbers, Mask | None]:
+    """The numbers, and which of them are none, if any."""
     count = len(values)
     _, offsets, contents = values.buffers()
     if offsets is None or contents is None or not count or not contents.size:
-        return np.zeros(count, np.uint16), np.zeros(count, np.bool_)
+        return np.zeros(count, np.uint16), np.ones(count, np.bool_)
     data = np.frombuffer(memoryview(contents), np.uint8)
     bounds = np.frombuffer(memoryview(offsets), np.int32)[values.offset : values.offset + count + 1]
     less, one, two, three, four = _beginnings(data, bounds[:-1].astype(np.intp))
@@ -71,7 +69,8 @@ def _priorities(values: pa.BinaryArray) -> tuple[Numbers, Mask]:
     priority = np.where(long, np.uint16(10) * two_digits + hundreds, priority)
     width = np.uint8(3) * short + np.uint8(4) * middle + np.uint8(5) * long
     valid = (less == _LESS) & (width > 0) & (width <= np.diff(bounds))
-    return priority, valid & (priority <= _MAX_PRIORITY)
+    valid &= priority <= _MAX_PRIORITY
+    return priority, None if valid.all() else ~valid
 
 
 def _beginnings(data: npt.NDArray[np.uint8], starts: npt.NDArray[np.intp]) -> list[Any]:

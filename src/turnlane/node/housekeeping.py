@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterable
 from typing import Final
 
-import pyarrow as pa
-
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.closing import Closing
+from turnlane.memory import give_back
 from turnlane.node.staging import Staging
 from turnlane.queues.holding import HoldingQueue
 
@@ -70,24 +68,4 @@ class Housekeeping(Closing):
         moved = sum(queue.end + queue.low for queue in self._queues())
         if moved != self._tidied_at:
             self._tidied_at = moved
-            give_memory_back()
-
-
-def give_memory_back() -> None:
-    """Return freed memory to the system.
-
-    Blocks come in and go out in sizes that no allocator likes: without this a node that was busy
-    once stays large for ever.
-    """
-    pa.default_memory_pool().release_unused()
-    if _TRIM is not None:
-        _TRIM(0)
-
-
-def _find_trim() -> Callable[[int], int] | None:
-    """Glibc's ``malloc_trim``; other C libraries have none."""
-    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return found
-
-
-_TRIM: Final = _find_trim()
+            give_back()

@@ -30,8 +30,8 @@ _COMPILING: Final = (
     "-XX:Tier4BackEdgeThreshold=400000",
 )
 """Ten times what Java has by itself. Planning batches is a lot of code that runs a little: to
-compile it with all skill took more computing than all else in Java, for the first ten minutes and
-longer. Loops over rows get there soon enough."""
+compile it with all skill took more computing than all else in Java, for minutes. Loops over rows
+get there soon enough."""
 
 DEFAULTS = {
     JAVA_OPTIONS: " ".join(_COMPILING),
