@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -20,6 +21,7 @@ from tests.contract.harness import Task, wait_until
 from tests.outputs.blocks import handed, numbered
 from turnlane.errors import StorageFailed
 from turnlane.outputs.file import FileOutput, FileSettings
+from turnlane.outputs.uncached import LARGE
 from turnlane.testing import ManualClock
 
 NOON = 1_795_003_200_000_000_000  # 2026-11-18T12:00:00Z
@@ -243,6 +245,67 @@ def test_a_pipe_can_be_written_to(tmp_path: Path) -> None:
     with (tmp_path / "pipe").open("rb") as pipe:
         assert pipe.read().splitlines() == numbered(0, 3)
     wait_until(lambda: not writing.running, "the writer to be done")
+
+
+MUCH = 300_000
+"""Lines that are several megabytes: those are written past the page cache."""
+
+
+def test_much_at_a_time_is_appended_like_little(tmp_path: Path) -> None:
+    with made(tmp_path / "events") as output:
+        write(output, 0, 2)
+        write(output, 2, MUCH)
+        write(output, MUCH, MUCH + 2)
+    assert (tmp_path / "events").stat().st_size > LARGE
+    assert (tmp_path / "events").read_bytes().splitlines() == numbered(0, MUCH + 2)
+
+
+def test_much_at_a_time_goes_into_a_pipe_too(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    writing = Task(lambda: write(made(tmp_path / "pipe"), 0, MUCH))
+    with (tmp_path / "pipe").open("rb") as pipe:
+        assert pipe.read().splitlines() == numbered(0, MUCH)
+    wait_until(lambda: not writing.running, "the writer to be done")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        OSError(errno.EOPNOTSUPP, "Operation not supported"),
+        OSError(errno.EINVAL, "Invalid argument"),
+        NotImplementedError("pwritev2: flags unavailable on this platform"),
+    ],
+)
+def test_a_kernel_that_knows_no_such_writes_gets_plain_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Exception
+) -> None:
+    def unable(*_: Any) -> int:
+        raise answer
+
+    monkeypatch.setattr(os, "pwritev", unable)
+    with made(tmp_path / "events") as output:
+        write(output, 0, MUCH)
+    assert (tmp_path / "events").read_bytes().splitlines() == numbered(0, MUCH)
+
+
+def test_a_disk_that_gets_full_takes_nothing_of_much_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = made(tmp_path / "events")
+    write(output, 0, 2)
+    real, calls = os.pwritev, [0]
+
+    def full(fd: int, pieces: list[memoryview], place: int, flags: int) -> int:
+        calls[0] += 1
+        if calls[0] > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, [pieces[0][: LARGE // 2]], place, flags)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", full)
+        with pytest.raises(StorageFailed, match="No space left"):
+            write(output, 2, MUCH)
+    assert (tmp_path / "events").read_bytes().splitlines() == numbered(0, 2)
 
 
 @pytest.mark.parametrize(

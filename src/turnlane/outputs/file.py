@@ -25,6 +25,7 @@ from turnlane.formats.texts import lines_of
 from turnlane.outputs.contract import Output, OutputSettings
 from turnlane.outputs.file_names import DIRECTIVES, FileNames, unknown_directives
 from turnlane.outputs.file_tidying import Compression, Tidying, is_at, numbered, sync_folder
+from turnlane.outputs.uncached import append
 from turnlane.problems import Contradiction, Problem
 from turnlane.quantities import Size
 
@@ -172,7 +173,7 @@ class FileOutput(Output):
         size = os.fstat(fd).st_size
         try:
             while data:
-                data = data[os.write(fd, data) :]
+                data = data[append(fd, data) :]
             if self.settings.sync:
                 os.fsync(fd)
         except OSError:
