@@ -27,9 +27,12 @@ from benchmarks.spark_bare import NAME, BareSource
 from turnlane.events import Block, block_of
 
 OURS, PARQUET, JSON = "turnlane", "Parquet files", "JSON lines"
+SMALL_PARQUET = "small Parquet files"
 BARE = "a source in Python that reads nothing"
 FILES = 4
 """Files of a batch: two for each core."""
+SMALL = 20
+"""How many small files are made of one."""
 SCHEMA = "value string, timestamp timestamp, severity tinyint, source string"
 FILTER = "severity < 4"
 HOSTS = 200
@@ -78,9 +81,9 @@ def opened_bare(spark: SparkSession, events: int, batch: int) -> DataFrame:
     return spark.readStream.format(NAME).schema(columns).options(**options).load()
 
 
-def opened_files(spark: SparkSession, form: str, path: str) -> DataFrame:
+def opened_files(spark: SparkSession, form: str, path: str, files: int = FILES) -> DataFrame:
     """A folder, so many files at a time."""
-    reader = spark.readStream.format(form).schema(SCHEMA).option("maxFilesPerTrigger", FILES)
+    reader = spark.readStream.format(form).schema(SCHEMA).option("maxFilesPerTrigger", files)
     return reader.load(path)
 
 
@@ -121,19 +124,20 @@ def from_hosts(lines: list[bytes]) -> Block:
 
 
 def run(effort: Effort, spark: SparkSession) -> Outcome:
-    """All three in turns, after a turn of each that does not count."""
+    """All of them in turns, after a turn of each that does not count."""
     blocks = events(effort)
     batch = blocks[0].num_rows * FILES
     with effort.place() as place, served(place, {"main": {}}) as node:
-        parquet, json = place / "parquet", place / "json"
-        pieces = [part for block in blocks for part in _pieces(block)]
-        flight_speed(node, pieces)
+        parquet, small, json = place / "parquet", place / "small", place / "json"
+        flight_speed(node, _pieces(blocks, BLOCK))
         written_parquet(parquet, blocks)
+        written_parquet(small, _pieces(blocks, -(-blocks[0].num_rows // SMALL)))
         written_json(spark, parquet, json)
         spark.dataSource.register(BareSource)
         streams: dict[str, Open] = {
             OURS: partial(opened_queue, spark, node, batch),
             PARQUET: partial(opened_files, spark, "parquet", str(parquet)),
+            SMALL_PARQUET: partial(opened_files, spark, "parquet", str(small), FILES * SMALL),
             JSON: partial(opened_files, spark, "json", str(json / "*")),
             BARE: partial(opened_bare, spark, batch * len(blocks) // FILES, batch),
         }
@@ -144,8 +148,9 @@ def run(effort: Effort, spark: SparkSession) -> Outcome:
     return Outcome(_figures(found, batch), [_table(found, batch)])
 
 
-def _pieces(block: Block) -> list[Block]:
-    return [block.slice(at, BLOCK) for at in range(0, block.num_rows, BLOCK)]
+def _pieces(blocks: Sequence[Block], most: int) -> list[Block]:
+    """The same events in blocks of at most so many."""
+    return [block.slice(at, most) for block in blocks for at in range(0, block.num_rows, most)]
 
 
 def _figures(found: dict[str, Series], batch: int) -> list[Figure]:
@@ -153,16 +158,21 @@ def _figures(found: dict[str, Series], batch: int) -> list[Figure]:
         f"100-byte events, batches of {batch:,}, filter, noop, Spark on {MASTER}: "
         '`format("turnlane")` from a node\'s disk queue / '
     )
-    bounds = {PARQUET: ("parquet", 2), JSON: ("json", 3)}
+    each = batch // FILES
+    rivals = [
+        ("parquet", PARQUET, f"{PARQUET} with {each:,} events each", 2),
+        ("small_parquet", SMALL_PARQUET, f"{PARQUET} with {each // SMALL:,} events each", None),
+        ("json", JSON, JSON, 3),
+    ]
     figures = [
         figure(
             f"source_vs_{short}",
             found[OURS].over(found[name]),
-            f"{how}Spark's own stream of {name}",
+            f"{how}Spark's own stream of {what}",
             unit="×",
             at_least=least,
         )
-        for name, (short, least) in bounds.items()
+        for short, name, what, least in rivals
     ]
     limit = figure("source_vs_bare", found[OURS].over(found[BARE]), f"{how}{BARE}", unit="×")
     return [*figures, limit]
@@ -174,5 +184,6 @@ def _table(found: dict[str, Series], batch: int) -> Table:
         "events/s",
         ("100 B",),
         {name: [Cell.of(series)] for name, series in found.items()},
-        f"Batches of {batch:,} events, filtered, to Spark's sink `noop`.",
+        f"Batches of {batch:,} events, filtered, to Spark's sink `noop`. A Parquet file has "
+        f"{batch // FILES:,} events, a small one {batch // FILES // SMALL:,}.",
     )
