@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-from tests.contract.harness import PATIENCE, Task
+from tests.contract.harness import PATIENCE, Task, wait_until
 from tests.node.conftest import Serve, Served, values
 from turnlane.client.remote import RemoteNode
-from turnlane.errors import ConfigError, LaneTaken
+from turnlane.errors import ConfigError, LaneTaken, RetryLater
 from turnlane.events import block_of
-from turnlane.node import commits
+from turnlane.node import commits, flight_actions
 from turnlane.node import lanes as lane_module
 from turnlane.node.commit import Plan, Range
 from turnlane.node.commits import Commits
+from turnlane.node.keys import Claim, Keys
 from turnlane.node.lanes import RETIRED, Lanes, Planned
 from turnlane.node.leftovers import identity
 from turnlane.queues.contract import Outcome
 from turnlane.queues.producer import HoldingProducer
+from turnlane.testing import FaultyDisk
 
 
 def numbers(count: int) -> list[bytes]:
@@ -34,9 +37,7 @@ def node(served: Served) -> RemoteNode:
 
 
 def staged(node: RemoteNode, *stage_values: bytes) -> str:
-    with node.stage("slow", block_of([]).schema) as stage:
-        stage.write(block_of(list(stage_values)))
-        return stage.finish()
+    return staged_for(node, list(stage_values), "slow")
 
 
 def ledger(served: Served) -> Any:
@@ -121,6 +122,105 @@ def test_a_run_that_is_over_can_commit_no_more(node: RemoteNode) -> None:
     with pytest.raises(LaneTaken):
         node.plan("a", "1", "disk", [(0, 10)])
     assert node.commit(lane="a", run="2")
+
+
+SYNCED = {"durability": "always", "shutdown_timeout": "1s"}
+TWO_QUEUES = {"disk": SYNCED, "a": SYNCED}
+
+
+class TestCommitUnderWay:
+    """A commit whose step is taken waits for the disk; its driver is killed, the lane starts anew.
+
+    What it has read is not settled yet, and will be.
+    """
+
+    def begun(self, served: Served, disk: FaultyDisk) -> Task[bool]:
+        """Commit ten events of twelve to ``a``, which cannot be written."""
+        fill(served, numbers(12))
+        node = served.client().nodes[0]
+        stage = staged_for(node, numbers(10))
+        node.plan("l", "1", "disk", [(0, 10)])
+        disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
+        task = Task(lambda: node.commit([stage], lane="l", run="1"))
+        wait_until(lambda: list((served.node.data / "commits").glob("*.commit")), "the step")
+        return task
+
+    def go_on(self, served: Served) -> None:
+        """A new run of the lane comes to its end: every event came to ``a`` once."""
+        node = served.client().nodes[0]
+        wait_until(lambda: node.unsettled("disk", 100, lane="l").pending, "what is left")
+        assert node.unsettled("disk", 100, lane="l").spans == [(10, 12)]
+        assert node.plan("l", "2", "disk", [(0, 12)]) == [(10, 12)]
+        assert node.commit([staged_for(node, [b"10", b"11"])], lane="l", run="2")
+        assert values(served.node, "a") == numbers(12)
+        assert ledger(served).delivered == 12
+
+    def check_waits(self, node: RemoteNode, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A new run is told of nothing, and cannot plan what the commit has passed on."""
+        monkeypatch.setattr(flight_actions, "EMPTY_SECONDS", 0.01)
+        monkeypatch.setattr(flight_actions, "PLAN_SECONDS", 0.01)
+        assert node.unsettled("disk", 100, lane="l")[:2] == ([], 0)
+        with pytest.raises(RetryLater, match="'disk' is not through"):
+            node.plan("l", "2", "disk", [(0, 12)])
+
+    def test_a_new_run_waits_for_it(self, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+        disk = FaultyDisk()
+        served = serve(TWO_QUEUES, disk=disk)
+        task = self.begun(served, disk)
+        self.check_waits(served.client().nodes[0], monkeypatch)
+        disk.clear()
+        assert task.result()
+        self.go_on(served)
+
+    def test_also_after_a_start_of_the_node(
+        self, serve: Serve, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        disk = FaultyDisk()
+        first = serve(TWO_QUEUES, disk=disk)
+        task = self.begun(first, disk)
+        first.close()
+        with pytest.raises(RetryLater):
+            task.result()
+        monkeypatch.setattr(commits, "START_SECONDS", 0.01)
+        served = serve(TWO_QUEUES, disk=disk)
+        self.check_waits(served.client().nodes[0], monkeypatch)
+        disk.clear()
+        self.go_on(served)
+
+    def test_one_that_still_waits_for_its_turn_comes_to_nothing(
+        self, serve: Serve, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        served = serve(TWO_QUEUES)
+        fill(served, numbers(10))
+        node = served.client().nodes[0]
+        node.plan("l", "1", "disk", [(0, 10)])
+        stage = staged_for(node, numbers(10))
+        asked, planned = threading.Event(), threading.Event()
+        real = Keys.take
+
+        def late(keys: Keys, wanted: Iterable[str]) -> Claim:
+            asked.set()
+            assert planned.wait(PATIENCE)
+            return real(keys, wanted)
+
+        monkeypatch.setattr(Keys, "take", late)
+        task = Task(lambda: node.commit([stage], lane="l", run="1"))
+        assert asked.wait(PATIENCE)
+        assert served.client().nodes[0].plan("l", "2", "disk", [(0, 10)]) == [(0, 10)]
+        planned.set()
+        with pytest.raises(LaneTaken):
+            task.result()
+        assert values(served.node, "a") == []
+
+
+def fill(served: Served, stage_values: list[bytes]) -> None:
+    served.node.queue("disk").producer(ack="persisted").publish_block(block_of(stage_values))
+
+
+def staged_for(node: RemoteNode, stage_values: list[bytes], queue: str = "a") -> str:
+    with node.stage(queue, block_of([]).schema) as stage:
+        stage.write(block_of(stage_values))
+        return stage.finish()
 
 
 def test_runs_that_are_long_over_are_forgotten() -> None:

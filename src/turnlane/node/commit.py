@@ -116,14 +116,19 @@ class Staged(Protocol):
 
 def keys_of(stages: Iterable[Staged], ranges: Sequence[Range], writer: str | None) -> set[str]:
     """What a commit must have for itself; emptying a queue and filling it are apart."""
-    keys = {f"from {each.queue}" for each in ranges}
+    keys = {out_of(each.queue) for each in ranges}
     for stage in stages:
         keys.add(into(stage.queue))
         if stage.source is not None:
-            keys.add(f"from {stage.source}")
+            keys.add(out_of(stage.source))
     return keys | ({f"writer {writer}"} if writer is not None else set())
 
 
 def into(queue: str) -> str:
     """The key of whoever fills a queue."""
     return f"into {queue}"
+
+
+def out_of(queue: str) -> str:
+    """The key of whoever empties a queue."""
+    return f"from {queue}"

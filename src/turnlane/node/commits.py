@@ -52,7 +52,7 @@ from turnlane.errors import (
     RetryLater,
     StorageFailed,
 )
-from turnlane.node.commit import Commit, Part, Plan, Range, into, keys_of
+from turnlane.node.commit import Commit, Part, Plan, Range, into, keys_of, out_of
 from turnlane.node.keys import Claim, Keys
 from turnlane.node.leftovers import identity, leftovers
 from turnlane.node.loading import OWN, next_number
@@ -103,9 +103,11 @@ class Commits:
         self.repeated = 0
         """Commits that had been carried out before."""
 
-    def commit(self, commit: Commit) -> bool:
+    def commit(self, commit: Commit, check: Callable[[], object] = lambda: None) -> bool:
         """Carry a commit out; false if it was carried out before.
 
+        ``check`` is called when no other commit of its queues can come between any more, and raises
+        if it is not to be.
         Raises ``QueueFull`` if a queue has no room for its stages, ``StorageFailed``,
         ``NoSuchStage``, ``NoSuchQueue``, ``SchemaMismatch``, and ``RetryLater`` if an earlier one
         is in its way until the next start: then nothing has happened. After ``QueueClosed``, which
@@ -120,6 +122,7 @@ class Commits:
                 self.repeated += 1
                 self.abort(commit.stages)
                 return False
+            check()
             if commit.exact:
                 self._check_unsettled(commit.ranges)
             plan, pending = self._taken(commit)
@@ -144,6 +147,13 @@ class Commits:
         """
         if not queue.stats().blocked_publishers:  # they wait for whoever reads
             self._keys.await_unused(into(queue.name), FILL_SECONDS)
+
+    def await_emptied(self, queue: HoldingQueue, seconds: float) -> bool:
+        """Wait until no commit is settling events of a queue; false if one still is after that.
+
+        Whoever looks before sees events that wait, and that have been passed on.
+        """
+        return self._keys.await_unused(out_of(queue.name), seconds)
 
     def epoch_of(self, writer: str) -> int | None:
         """The last epoch that a writer has committed."""

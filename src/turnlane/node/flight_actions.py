@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
-from turnlane.errors import LaneTaken, NotSupported
+from turnlane.errors import LaneTaken, NotSupported, RetryLater
 from turnlane.node.breakers import Asker
 from turnlane.node.commit import Commit, Range
 from turnlane.node.flight_commands import (
@@ -44,6 +44,10 @@ from turnlane.queues.spans import count_of
 from turnlane.serving.rights import Authority, Right
 
 log = logging.getLogger(__name__)
+
+EMPTY_SECONDS: Final = 0.5
+PLAN_SECONDS: Final = 3.0
+"""How long a lane that asks what waits, and one that plans a batch, wait for an earlier commit."""
 
 Answer = dict[str, Any]
 
@@ -141,6 +145,8 @@ class Actions:
             queue.wait_beyond(queue.end, seconds)
         if command.lane is not None:
             self._node.commits.await_filled(queue)
+            if not self._node.commits.await_emptied(queue, EMPTY_SECONDS):
+                return {"spans": [], "pending": 0, "end": queue.end, "low": queue.low, "kept": 0}
         found = queue.unsettled(command.events, command.newest, command.first)
         kept = 0 if command.lane is None else self._node.lanes.kept(command.lane)
         return {**found._asdict(), "low": queue.low, "kept": kept}
@@ -186,7 +192,7 @@ class Actions:
             caller.check(Right.READ, queue)
         writer = None if command.writer is None else caller.own(command.writer)
         commit = Commit(command.stages, ranges, writer, command.epoch, command.exact)
-        committed = self._node.commits.commit(commit)
+        committed = self._node.commits.commit(commit, lambda: self._planned(command))
         if planned is not None:
             self._node.lanes.committed(str(command.lane), command.run, command.kept)
         return {"committed": committed}
@@ -210,10 +216,16 @@ class Actions:
         taken_from = self._node.lanes.queue_of(command.lane)
         if taken_from is not None:
             caller.check(Right.READ, taken_from)
+        queue = self._node.queue(command.queue)
+        # First of all earlier runs are over: from now on none of them begins a commit.
+        nothing = Planned(command.queue, (), command.batch)
+        self._node.lanes.plan(command.lane, command.run, nothing)
+        # One that is under way, of a driver that was killed, say, will have settled what it read.
+        if not self._node.commits.await_emptied(queue, PLAN_SECONDS):
+            raise RetryLater(f"an earlier commit of events of {command.queue!r} is not through yet")
         # Whoever asked what is not settled may have had the answer late.
-        spans = self._node.queue(command.queue).unsettled_of(command.spans)
-        planned = Planned(command.queue, spans, command.batch)
-        self._node.lanes.plan(command.lane, command.run, planned)
+        spans = queue.unsettled_of(command.spans)
+        self._node.lanes.plan(command.lane, command.run, nothing._replace(spans=spans))
         return {"spans": spans}
 
     def planned(self, command: OfRun, caller: Caller) -> Answer:

@@ -68,10 +68,10 @@ class Keys:
             self._line.remove(claim)
             self._changed.notify_all()
 
-    def await_unused(self, key: str, seconds: float) -> None:
-        """Wait, no longer than that, until nobody works on anything with this key."""
+    def await_unused(self, key: str, seconds: float) -> bool:
+        """Wait, no longer than that, until nobody works on anything with this key; says if so."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_used(key), seconds)
+            return self._changed.wait_for(lambda: not self._is_used(key), seconds)
 
     def _is_used(self, key: str) -> bool:
         return any(key in claim.keys and not claim.stuck for claim in self._line)
