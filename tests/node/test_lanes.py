@@ -124,6 +124,36 @@ def test_a_run_that_is_over_can_commit_no_more(node: RemoteNode) -> None:
     assert node.commit(lane="a", run="2")
 
 
+def test_a_lane_is_told_of_no_more_than_its_queues_have_room_for(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flight_actions, "EMPTY_SECONDS", 0.01)
+    queues = {
+        "disk": {},
+        "few": {"kind": "memory", "size": 5},
+        "small": {"kind": "memory", "max_bytes": 11_000},
+        "drops": {"kind": "memory", "size": 1, "full_behavior": "drop_newest"},
+    }
+    served = serve(queues)
+    fill(served, numbers(10))
+    node = served.client().nodes[0]
+
+    def told(*into: str) -> int:
+        spans = node.unsettled("disk", 10, newest=10, lane="l", into=into).spans
+        return sum(end - first for first, end in spans)
+
+    assert told(*queues) == 5, "what is empty takes as much as it holds"
+    assert told("small", "drops") == 10
+    for name, event, room in (("few", b"x", 4), ("small", b"x" * 2_000, 4), ("drops", b"x", 10)):
+        served.node.queue(name).producer().publish(event)
+        assert told(name) == room, name
+    assert told(*queues) == 4
+    for _ in range(4):
+        served.node.queue("few").producer().publish(b"x")
+    assert told("few") == 0
+    assert node.unsettled("disk", 10).pending == 10, "others are"
+
+
 SYNCED = {"durability": "always", "shutdown_timeout": "1s"}
 TWO_QUEUES = {"disk": SYNCED, "a": SYNCED}
 

@@ -64,6 +64,7 @@ class Loop:
         *,
         reads: Collection[str] = (),
         copies: Sequence[str] = (),
+        into: Sequence[str] = (),
     ) -> None:
         """``reads`` are the columns that tasks read by themselves; see ``LaneWriteOptions``."""
         self.lane = lane
@@ -77,7 +78,7 @@ class Loop:
             "workers": str(settings.workers or 2),
             "pollTimeout": "50ms",
         }
-        knobs |= {"byPlace": str(bool(reads)), **reading(lane, run, settings, steps)}
+        knobs |= {"byPlace": str(bool(reads)), **reading(lane, run, settings, steps, into)}
         options = LaneReadOptions.of({**access, **knobs})
         self.reader = LaneReader(options, SHARES if reads else SCHEMA)
         more = {"reads": in_json(sorted(reads)), "copies": in_json(list(copies))}
@@ -147,10 +148,11 @@ class Pipe:
 
 def _main(url: str, settings: PipelineSettings, lane: LaneSettings) -> Loop:
     steps = steps_of_main(settings)
+    into = [action.name for action in settings.queued]
     if steps or not goes_by_place(settings):
-        return Loop(url, MAIN, lane, steps, _router(settings.actions))
+        return Loop(url, MAIN, lane, steps, _router(settings.actions), into=into)
     copies = [action.name for action in settings.actions]
-    return Loop(url, MAIN, lane, steps, _numberer(settings.actions), copies=copies)
+    return Loop(url, MAIN, lane, steps, _numberer(settings.actions), copies=copies, into=into)
 
 
 def _lane(url: str, action: ActionSettings) -> Loop:

@@ -394,6 +394,32 @@ def test_a_direct_action_holds_up_what_it_cannot_deliver_and_nothing_else(world:
     assert world.ledger("main").dead == 1
 
 
+def test_a_queue_without_room_makes_nobody_deliver_anything_twice(tmp_path: Path) -> None:
+    """The main lane takes no more than goes into all queues, and the rest once there is room."""
+    queues: dict[str, dict[str, Any]] = {
+        "main": {},
+        "b": {"size": 50},
+        **{f"{name}.dead": {} for name in "ab"},
+    }
+    with ExitStack() as opened:
+        node = opened.enter_context(serving(tmp_path / "data", queues))
+        world = World(node, tmp_path, opened)
+        away = world.destination()
+        away.away()
+        values = world.send("a", 120)
+        direct, queued = file(world, "a"), http("b", away, filter="a", delivery=BRIEFLY)
+        with Pipe(node.url, direct, queued) as pipe:
+            main = pipe.lanes["main"]
+            wait_until(lambda: sum(main.batches) >= 50, "the queue to be full", PATIENCE)
+            wait_until(lambda: pipe.lanes["b"].suspension() is not None, "it to be away", PATIENCE)
+            assert len(set(world.file("a"))) == len(world.file("a")) == 50
+            away.back()
+            world.drained("b")
+        each_once(world.file("a"), values)
+        each_once(away.taken, values)
+        assert not pipe.errors
+
+
 def test_a_slow_destination_makes_small_batches(world: World) -> None:
     slow = world.destination()
 

@@ -16,7 +16,6 @@ from tests.spark.nodes import Served, numbers, serving
 from turnlane.client.keys import node_of
 from turnlane.errors import StorageFailed
 from turnlane.formats.parse_settings import ParseSettings
-from turnlane.node.commit import Commit
 from turnlane.outputs.file import FileSettings
 from turnlane.pipeline.settings import ActionSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
@@ -133,7 +132,7 @@ def test_a_batch_that_is_written_again_is_known_on_every_node(
 ) -> None:
     """One node has committed it, the other could not: it comes again, in other pieces."""
 
-    def refuse(commit: Commit) -> bool:
+    def refuse(*_: object) -> bool:
         raise StorageFailed("no room for a commit")
 
     with serving(tmp_path / "second", {"all": {}}, port=port) as second:

@@ -176,13 +176,14 @@ class RemoteNode(Closing):
         first: int = 0,
         timeout: float = 0.0,
         lane: str | None = None,
+        into: Sequence[str] = (),
     ) -> Unsettled:
         """The oldest events from ``first`` on that are not settled, at most so many.
 
         If there are more, ``newest`` of those are the newest ones instead. If there is none in the
-        queue, waits until there is.
+        queue, waits until there is. A lane hears of no more than ``into`` has room for.
         """
-        place = {"queue": queue, "first": first, "lane": lane}
+        place = {"queue": queue, "first": first, "lane": lane, "into": list(into)}
         body = {**place, "events": events, "newest": newest, "timeout": timeout}
         answer = self.act("unsettled", timeout=timeout + ANSWER_SECONDS, body=body)
         spans = [(first, end) for first, end in answer.pop("spans")]

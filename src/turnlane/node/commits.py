@@ -337,6 +337,22 @@ class Commits:
             self.abort([stage])
 
 
+def room_of(queue: HoldingQueue) -> int | None:
+    """How many more events a queue takes in one commit; ``None`` if that does not matter.
+
+    By their bytes that is a guess: as if they were as large as those that are there.
+    """
+    stats = queue.stats()
+    if not queue.door.blocks:
+        return None
+    limits = []
+    if stats.max_size is not None:
+        limits.append(stats.max_size - stats.size)
+    if stats.max_bytes is not None and stats.size:
+        limits.append((stats.max_bytes - stats.bytes) * stats.size // max(1, stats.bytes))
+    return max(0, min(limits)) if limits else None
+
+
 def has_room(queue: HoldingQueue, events: int, size: int) -> bool:
     """Whether a queue takes what would otherwise wait for room with the step half carried out.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final, NamedTuple
@@ -12,6 +13,7 @@ import pyarrow as pa
 from turnlane.errors import LaneTaken, NotSupported, RetryLater
 from turnlane.node.breakers import Asker
 from turnlane.node.commit import Commit, Range
+from turnlane.node.commits import room_of
 from turnlane.node.flight_commands import (
     AbortStages,
     AskPermit,
@@ -47,7 +49,8 @@ log = logging.getLogger(__name__)
 
 EMPTY_SECONDS: Final = 0.5
 PLAN_SECONDS: Final = 3.0
-"""How long a lane that asks what waits, and one that plans a batch, wait for an earlier commit."""
+"""How long a lane that asks what waits, and one that plans a batch, wait for an earlier commit; the
+first waits as long for room."""
 
 Answer = dict[str, Any]
 
@@ -143,13 +146,33 @@ class Actions:
             if queue.stats().ledger.pending:
                 break
             queue.wait_beyond(queue.end, seconds)
+        room = command.events
         if command.lane is not None:
             self._node.commits.await_filled(queue)
-            if not self._node.commits.await_emptied(queue, EMPTY_SECONDS):
+            room = min(room, self._room(command, caller))
+            if not (room and self._node.commits.await_emptied(queue, EMPTY_SECONDS)):
                 return {"spans": [], "pending": 0, "end": queue.end, "low": queue.low, "kept": 0}
-        found = queue.unsettled(command.events, command.newest, command.first)
+        newest = command.newest * room // command.events
+        found = queue.unsettled(room, newest, command.first)
         kept = 0 if command.lane is None else self._node.lanes.kept(command.lane)
         return {**found._asdict(), "low": queue.low, "kept": kept}
+
+    def _room(self, command: Unsettled, caller: Caller) -> int:
+        """How many events a lane can commit; waits a while for room.
+
+        A batch that no queue takes would be sent to other outputs for nothing, again and again.
+        """
+        for name in command.into:
+            caller.check(Right.PUBLISH, name)
+        room = self._room_now(command)
+        if not room:
+            time.sleep(EMPTY_SECONDS)
+            room = self._room_now(command)
+        return room
+
+    def _room_now(self, command: Unsettled) -> int:
+        rooms = (room_of(self._node.queue(name)) for name in command.into)
+        return min((each for each in rooms if each is not None), default=command.events)
 
     def settle(self, command: Span, _: Caller) -> Answer:
         """Settle offsets that were read."""

@@ -197,6 +197,8 @@ class Unsettled(OfQueue):
     first: Offset = 0
     timeout: Wait = 0.0
     lane: Text | None = None
+    into: list[Text] = []
+    """Where the lane's commits go: no more events are named than there is room for."""
 
 
 class OfRun(Command):

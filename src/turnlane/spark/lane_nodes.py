@@ -36,11 +36,14 @@ LOOK_SECONDS: Final = 1.0
 class LaneNodes:
     """All nodes, for one run of a lane. Raises what they raise, and ``TransportDown``."""
 
-    def __init__(self, nodes: Nodes, lane: str, run: str, queue: str) -> None:
+    def __init__(
+        self, nodes: Nodes, lane: str, run: str, queue: str, into: Sequence[str] = ()
+    ) -> None:
         self._nodes = nodes
         self._lane = lane
         self._run = run
         self._queue = queue
+        self._into = into
 
     def waiting(self, events: int, newest: int, timeout: float) -> dict[int, Unsettled]:
         """What waits, on every node that answers; waits until there is something."""
@@ -59,6 +62,7 @@ class LaneNodes:
                 newest=newest,
                 timeout=timeout,
                 lane=self._lane,
+                into=self._into,
             )
             for number in range(self._nodes.count)
         }

@@ -41,6 +41,9 @@ class LaneReadOptions(ReadOptions):
     by_place: bool = Field(
         default=False, description="Whether rows are shares of the queue, for the sink to read."
     )
+    into: Annotated[tuple[str, ...], BeforeValidator(_json)] = Field(
+        default=(), description="The queues that need room for a batch, as JSON."
+    )
     grouped: bool = Field(
         default=False, description="Whether events that look the same are one row."
     )
@@ -91,8 +94,10 @@ def _named(given: Mapping[str, str]) -> set[str]:
     return {name.lower() for name in given}
 
 
-def reading(lane: str, run: str, settings: LaneSettings, steps: Sequence[Step]) -> dict[str, str]:
-    """For the reader of a lane's queue, whose sink settles what it has read."""
+def reading(
+    lane: str, run: str, settings: LaneSettings, steps: Sequence[Step], into: Sequence[str] = ()
+) -> dict[str, str]:
+    """For the reader of a lane's queue, whose sink settles what it has read and fills ``into``."""
     mine = [step.delivery for step in steps if step.output is not None]
     ordering = ordering_of(steps)
     fresh = min((each.fresh_share for each in mine), default=0.0)
@@ -100,6 +105,7 @@ def reading(lane: str, run: str, settings: LaneSettings, steps: Sequence[Step]) 
         "lane": lane,
         "run": run,
         "ways": in_json(ways_of(steps)),
+        "into": in_json(into),
         "ordering": str(ordering),
         "freshShare": str(fresh if ordering is Ordering.NONE else 0.0),
         "probeEvents": str(min((each.batch_events for each in mine), default=1000)),

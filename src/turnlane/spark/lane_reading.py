@@ -66,7 +66,7 @@ class LaneReader(QueueReading, DataSourceStreamReader):
 
     def _lane(self) -> LaneNodes:
         options = self._options
-        return LaneNodes(self._nodes(), options.lane, options.run, options.queue)
+        return LaneNodes(self._nodes(), options.lane, options.run, options.queue, options.into)
 
     # ── in the driver ────────────────────────────────────────────────────────────────────────────
 

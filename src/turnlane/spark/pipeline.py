@@ -137,7 +137,8 @@ class Pipeline:
 
     def _start_main(self, run: str) -> StreamingQuery:
         steps = steps_of_main(self._settings)
-        reader = self._read_lane(MAIN, run, self._settings.lane, steps)
+        into = [action.name for action in self._settings.queued]
+        reader = self._read_lane(MAIN, run, self._settings.lane, steps, into)
         wanted = wanted_by_main(self._settings)
         if wanted is not None and not steps and goes_by_place(self._settings):
             return self._start_copying(reader, wanted, run)
@@ -286,9 +287,14 @@ class Pipeline:
     # ── reading and writing ──────────────────────────────────────────────────────────────────────
 
     def _read_lane(
-        self, lane: str, run: str, settings: LaneSettings, steps: Sequence[Step]
+        self,
+        lane: str,
+        run: str,
+        settings: LaneSettings,
+        steps: Sequence[Step],
+        into: Sequence[str] = (),
     ) -> DataStreamReader:
-        return self._read(lane, settings).options(**reading(lane, run, settings, steps))
+        return self._read(lane, settings).options(**reading(lane, run, settings, steps, into))
 
     def _read(self, queue: str, settings: LaneSettings) -> DataStreamReader:
         options = {
