@@ -49,7 +49,8 @@ def test_every_block_says_where_it_begins(served: Served, monkeypatch: pytest.Mo
 def test_what_is_settled_is_left_out(served: Served) -> None:
     _publish(served, block_of(_numbers(0, 10)))
     served.act("settle", queue="disk", first=0, end=4)
-    assert served.act("wait", queue="disk", beyond=0) == {"end": 10, "low": 4}
+    ends = served.client().wait("disk", 0, 0.0)
+    assert (ends.end, ends.low) == (10, 4)
     found = [(first, block.num_rows) for first, block in served.client().read("disk")]
     assert found == [(4, 6)]
 
@@ -121,11 +122,49 @@ def test_waiting_ends_when_an_event_comes(served: Served) -> None:
     wait = Task(lambda: served.client().wait("disk", 0, 60.0))
     wait_until(lambda: bool(served.node.queue("disk")._hunger))
     served.node.queue("disk").producer().publish(b"x")
-    assert wait.result() == (1, 0)
+    assert wait.result()[:2] == (1, 0)
 
 
 def test_waiting_in_vain_ends_in_time(served: Served) -> None:
-    assert served.client().wait("disk", 0, 0.01) == (0, 0)
+    assert served.client().wait("disk", 0, 0.01)[:2] == (0, 0)
+
+
+def _id_of(served: Served, queue: str) -> str:
+    return served.client().wait(queue, -1, 0.0).queue_id
+
+
+def test_a_queue_is_another_once_it_was_made_anew(served: Served) -> None:
+    for knobs in ({}, {"kind": "memory"}, {"kind": "disk_assisted"}):
+        served.node.create("late", **knobs)
+        before = _id_of(served, "late")
+        assert _id_of(served, "late") == before
+        served.node.drop("late")
+        served.node.create("late", **knobs)
+        assert _id_of(served, "late") != before
+        served.node.drop("late")
+
+
+def test_a_queue_is_the_same_after_a_restart_if_it_is_on_disk(serve: Serve) -> None:
+    before = serve(name="same")
+    ids = {queue: _id_of(before, queue) for queue in ("disk", "slow", "memory")}
+    before.close()
+    after = serve(name="same")
+    same = {queue for queue in ids if _id_of(after, queue) == ids[queue]}
+    assert same == {"disk", "slow"}, "what was in memory is no more"
+
+
+def test_what_was_read_from_another_queue_of_its_name_is_not_settled(served: Served) -> None:
+    client = served.client()
+    served.node.create("late")
+    before = _id_of(served, "late")
+    served.node.drop("late")
+    served.node.create("late")
+    _publish(served, block_of(_numbers(0, 10)), "late")
+    assert not client.settle("late", 0, 5, before)
+    assert served.node.queue("late").low == 0
+    assert client.settle("late", 0, 5, _id_of(served, "late"))
+    assert client.settle("late", 5, 6), "without an id, whichever it is"
+    assert served.node.queue("late").low == 6
 
 
 def test_a_generic_client_can_look_around(served: Served) -> None:

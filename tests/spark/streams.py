@@ -49,6 +49,11 @@ def into(node: Served, frame: DataFrame, checkpoint: Path, **options: str) -> St
     return writer.trigger(availableNow=True).start()
 
 
+def positions(offset: dict[str, Any]) -> dict[str, int]:
+    """What an offset of Spark's says of nodes, without which queues it is of."""
+    return {node: at for node, at in offset.items() if node.isdecimal()}
+
+
 def reader(url: str, queue: str = "main", **options: str) -> StreamReader:
     """The reader of a streaming query, to be asked as Spark asks it."""
     given: dict[str, Any] = {"endpoint": url, "queue": queue, "pollTimeout": "10ms", **options}

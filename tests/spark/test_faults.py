@@ -222,6 +222,30 @@ def test_a_spark_sink_whose_checkpoint_is_gone_says_so_and_passes_nothing_over(
     assert node.queue("taken").low == 100, "its events are kept"
 
 
+@pytest.mark.parametrize("sql", [None, "SELECT value FROM events"])
+def test_a_lane_with_a_checkpoint_reads_all_of_a_queue_that_was_made_anew(
+    spark: SparkSession, node: Served, make: Make, tmp_path: Path, sql: str | None
+) -> None:
+    """Also if there is more in it by then than the lane had read of the one before."""
+    sink = SparkSinkSettings(type="spark", format="parquet", path=str(tmp_path / "files"))
+    output = sink if sql is None else to_file(tmp_path / "late")
+    for first, end in ((0, 100), (100, 250)):
+        node.node.create("late")
+        node.publish("late", numbers(first, end))
+        pipeline = make(action("late", output, sql=sql, lane=LaneSettings(min_events=1)))
+        pipeline.start()
+        wait_until(drained(node, "late"), "the lane", PATIENCE)
+        pipeline.stop()
+        assert node.queue("late").stats().ledger.delivered == end - first
+        node.node.drop("late")
+    if sql is None:
+        rows = spark.read.parquet(str(tmp_path / "files")).collect()
+        found = sorted(bytes(row.value) for row in rows)
+    else:
+        found = values(tmp_path / "late")
+    assert found == sorted(numbers(0, 250))
+
+
 COUNT = "SELECT 'all' AS what, count(*) AS events FROM events"
 
 

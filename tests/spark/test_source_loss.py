@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from tests.spark.nodes import Served, numbers, serving
-from tests.spark.streams import both, reader, rows_of, run, stream
+from tests.spark.streams import both, positions, reader, rows_of, run, stream
+from turnlane.events import block_of
+from turnlane.spark.nodes import Nodes
+from turnlane.spark.offsets import Place
+from turnlane.spark.options import ReadOptions
+from turnlane.spark.ranges import Extent
 from turnlane.spark.reading import DataLost
+from turnlane.spark.settling import Settling
 from turnlane.spark.stream_reading import StreamReader
 
 QUEUES = {"main": {"durability": "always"}}
@@ -29,7 +36,7 @@ def second(tmp_path: Path) -> Iterator[Served]:
         yield served
 
 
-Offset = dict[str, int]
+Offset = dict[str, Any]
 
 
 def batch(query: StreamReader, start: Offset) -> tuple[Offset, int]:
@@ -121,7 +128,7 @@ class TestNodesThatCome:
         node.publish("main", numbers(0, 5))
         second.publish("main", numbers(0, 10))
         offset, rows = drained(reader(both(node, second), startingOffsets=start), offset)
-        assert (offset, rows) == ({"0": 5, "1": 10}, 15)
+        assert (positions(offset), rows) == ({"0": 5, "1": 10}, 15)
 
 
 class TestLoss:
@@ -157,7 +164,8 @@ class TestLoss:
         offset, _ = drained(query, query.initialOffset())
         query.commit(offset)
         node.publish("main", numbers(10, 12))
-        assert drained(reader(node.url), offset) == ({"0": 12}, 2)
+        offset, rows = drained(reader(node.url), offset)
+        assert (positions(offset), rows) == ({"0": 12}, 2)
 
     def test_a_queue_that_was_made_anew_is_read_from_its_beginning(
         self, spark: SparkSession, node: Served, second: Served, tmp_path: Path
@@ -178,4 +186,147 @@ class TestLoss:
         anew = reader(second.url, startingOffsets="latest", failOnDataLoss="false")
         offset, rows = drained(anew, start)
         anew.commit(offset)
-        assert (offset, rows, second.queue("main").low) == ({"0": 50}, 50, 50)
+        assert (positions(offset), rows, second.queue("main").low) == ({"0": 50}, 50, 50)
+
+
+def made_anew(node: Served, first: int, end: int, **knobs: str) -> None:
+    """The queue ``late`` as if it had never been, with these events."""
+    if "late" in node.node.queues():
+        node.node.drop("late")
+    node.node.create("late", **knobs)
+    node.queue("late").producer().publish_block(block_of(numbers(first, end)))
+
+
+def read_up(node: Served, **options: str) -> Offset:
+    """Where a query is that has read the queue ``late`` to its end, as its checkpoint says."""
+    query = reader(node.url, "late", **options)
+    offset, _ = drained(query, query.initialOffset())
+    return offset
+
+
+@pytest.fixture(params=["disk", "memory", "disk_assisted"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class TestOutgrown:
+    """A queue that was made anew, and goes farther by now than the query had come."""
+
+    def test_with_spark(self, spark: SparkSession, node: Served, tmp_path: Path) -> None:
+        made_anew(node, 0, 100)
+        assert rows_of(run(stream(spark, node, "late"), tmp_path / "c")) == 100
+        made_anew(node, 1000, 1150)
+        with pytest.raises(Exception, match=r"made it anew .*offset 100; .*failOnDataLoss"):
+            run(stream(spark, node, "late"), tmp_path / "c")
+        assert node.values("late") == numbers(1000, 1150), "and nothing is settled"
+        anew = stream(spark, node, "late", failOnDataLoss="false")
+        assert rows_of(run(anew, tmp_path / "c")) == 150
+        assert node.queue("late").low == 150
+        made_anew(node, 2000, 2150)
+        assert rows_of(run(anew, tmp_path / "c")) == 150, "it knows the one from the other"
+
+    def test_a_query_fails_and_settles_nothing(self, node: Served, kind: str) -> None:
+        made_anew(node, 0, 100, kind=kind)
+        offset = read_up(node)
+        made_anew(node, 1000, 1150, kind=kind)
+        query = reader(node.url, "late")
+        with pytest.raises(DataLost, match="made it anew since it was read up to offset 100"):
+            query.latestOffset(offset, ReadAllAvailable())
+        query.commit(offset)
+        assert node.queue("late").low == 0
+
+    @pytest.mark.parametrize("events", [50, 100, 150])
+    def test_or_reads_all_of_it(self, node: Served, kind: str, events: int) -> None:
+        made_anew(node, 0, 100, kind=kind)
+        offset = read_up(node, startingOffsets="latest")
+        made_anew(node, 1000, 1000 + events, kind=kind)
+        query = reader(node.url, "late", startingOffsets="latest", failOnDataLoss="false")
+        offset, rows = drained(query, offset)
+        assert (rows, node.queue("late").low) == (events, events)
+
+    def test_while_the_query_runs(self, node: Served) -> None:
+        made_anew(node, 0, 100)
+        query = reader(node.url, "late", failOnDataLoss="false")
+        offset, _ = drained(query, query.initialOffset())
+        made_anew(node, 1000, 1100)
+        offset, rows = drained(query, offset)
+        assert (positions(offset), rows, node.queue("late").low) == ({"0": 100}, 100, 100)
+
+    def test_what_is_settled_of_it_does_not_count(self, node: Served) -> None:
+        made_anew(node, 0, 100)
+        offset = read_up(node)
+        made_anew(node, 1000, 1150)
+        node.queue("late").settle(0, 120)
+        query = reader(node.url, "late", failOnDataLoss="false")
+        end, rows = batch(query, offset)
+        assert (positions(end), rows) == ({"0": 120}, 0)
+        assert drained(query, end)[1] == 30
+
+    def test_a_batch_that_is_planned_again_has_nothing_of_it(self, node: Served) -> None:
+        made_anew(node, 0, 100)
+        query = reader(node.url, "late", maxOffsetsPerTrigger="50")
+        begun = query.initialOffset()
+        start = query.latestOffset(begun, query.getDefaultReadLimit())
+        end = query.latestOffset(start, query.getDefaultReadLimit())
+        assert [positions(each)["0"] for each in (start, end)] == [50, 100]
+        made_anew(node, 1000, 1150)
+        with pytest.raises(DataLost, match="made it anew"):
+            reader(node.url, "late").partitions(start, end)
+        query = reader(node.url, "late", failOnDataLoss="false")
+        assert query.partitions(start, end) == []
+        query.commit(end)
+        assert node.queue("late").low == 0
+        assert drained(query, end)[1] == 150
+
+    def test_what_other_nodes_have_is_read_on(self, node: Served, second: Served) -> None:
+        for each in (node, second):
+            made_anew(each, 0, 100)
+        options = {"failOnDataLoss": "false"}
+        query = reader(both(node, second), "late", **options)
+        offset, _ = drained(query, query.initialOffset())
+        made_anew(node, 1000, 1150)
+        second.publish("late", numbers(100, 110))
+        offset, rows = drained(reader(both(node, second), "late", **options), offset)
+        assert (positions(offset), rows) == ({"0": 150, "1": 110}, 160)
+
+
+class TestCheckpointsOfOld:
+    """They do not say of which queue they are."""
+
+    def test_they_are_read_on_and_learn_it(self, node: Served) -> None:
+        made_anew(node, 0, 100)
+        of_old = {"0": 40, "from": {"0": 10}}
+        query = reader(node.url, "late", consume="false", startingOffsets="latest")
+        offset, rows = drained(query, of_old)
+        expected = {"0": 100, "from": {"0": 10}, "queues": {"0": node.queue("late").queue_id}}
+        assert (offset, rows) == (expected, 60)
+
+    @pytest.mark.parametrize("least", ["1", "100"])
+    def test_at_once(self, node: Served, least: str) -> None:
+        made_anew(node, 0, 100)
+        query = reader(node.url, "late", minOffsetsPerTrigger=least)
+        offset, rows = drained(query, {"0": 100})
+        assert (offset["queues"], rows) == ({"0": node.queue("late").queue_id}, 0)
+        made_anew(node, 1000, 1150)
+        with pytest.raises(DataLost, match="made it anew"):
+            query.latestOffset(offset, ReadAllAvailable())
+
+    def test_one_that_ends_before_them_is_another(self, node: Served) -> None:
+        made_anew(node, 0, 50)
+        with pytest.raises(DataLost, match="ends at offset 50, before 100"):
+            reader(node.url, "late").latestOffset({"0": 100}, ReadAllAvailable())
+
+
+def test_a_lane_does_not_settle_what_it_has_not_read(node: Served) -> None:
+    """Lanes with a checkpoint settle by what Spark says of their progress."""
+    made_anew(node, 0, 100)
+    settling = Settling(Nodes.of(ReadOptions.of({"endpoint": node.url, "queue": "late"})), "late")
+    before = Place.of(read_up(node, consume="false"))
+    settling.settle(before)
+    assert node.queue("late").low == 100
+    made_anew(node, 1000, 1150)
+    settling.settle(before.moved({0: 120}))
+    assert node.queue("late").low == 0
+    settling.settle(before.begin({0: 0}, {0: Extent(0, 150, node.queue("late").queue_id)}))
+    settling.settle(Place({0: 100}, {}, {0: node.queue("late").queue_id}))
+    assert node.queue("late").low == 100

@@ -182,9 +182,9 @@ class Client(Closing):
         """See :meth:`RemoteNode.wait`."""
         return self.node.wait(queue, beyond, timeout)
 
-    def settle(self, queue: str, first: int, end: int) -> None:
+    def settle(self, queue: str, first: int, end: int, queue_id: str | None = None) -> bool:
         """See :meth:`RemoteNode.settle`."""
-        self.node.settle(queue, first, end)
+        return self.node.settle(queue, first, end, queue_id)
 
     def stage(self, queue: str, schema: pa.Schema) -> StageWriter:
         """See :meth:`RemoteNode.stage`."""

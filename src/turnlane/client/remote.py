@@ -102,6 +102,8 @@ class Ends(NamedTuple):
     """The offset that the next event will get."""
     low: int
     """Everything below is settled."""
+    queue_id: str
+    """Tells the queue from others of its name: one that is made anew has another."""
 
 
 class Unsettled(NamedTuple):
@@ -165,7 +167,7 @@ class RemoteNode(Closing):
             timeout=timeout + ANSWER_SECONDS,
             body={"queue": queue, "beyond": beyond, "timeout": timeout},
         )
-        return Ends(answer["end"], answer["low"])
+        return Ends(answer["end"], answer["low"], answer["queue_id"])
 
     def unsettled(
         self,
@@ -229,9 +231,14 @@ class RemoteNode(Closing):
         with WATCH.step(self.place, chunks.cancel, STEP_SECONDS):
             return next(chunks, None)
 
-    def settle(self, queue: str, first: int, end: int) -> None:
-        """Settle offsets that were read."""
-        self.act("settle", queue=queue, first=first, end=end)
+    def settle(self, queue: str, first: int, end: int, queue_id: str | None = None) -> bool:
+        """Settle offsets that were read.
+
+        With ``queue_id`` only in the queue that has it: false if there is another one of this name
+        by now, in which nothing happens.
+        """
+        body = {"queue": queue, "first": first, "end": end, "queue_id": queue_id}
+        return bool(self.act("settle", body=body)["settled"])
 
     # ── staging and committing ───────────────────────────────────────────────────────────────────
 

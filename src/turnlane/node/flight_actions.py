@@ -33,7 +33,7 @@ from turnlane.node.flight_commands import (
     OfWriter,
     Plan,
     Purge,
-    Span,
+    SettleSpan,
     Unsettled,
     WaitBeyond,
     parsed,
@@ -137,7 +137,7 @@ class Actions:
         for seconds in Patience(command.timeout, caller.in_vain).slices():
             if queue.wait_beyond(command.beyond, seconds) > command.beyond:
                 break
-        return {"end": queue.end, "low": queue.low}
+        return {"end": queue.end, "low": queue.low, "queue_id": queue.queue_id}
 
     def unsettled(self, command: Unsettled, caller: Caller) -> Answer:
         """Offsets that are not settled, waiting until there are some."""
@@ -174,10 +174,13 @@ class Actions:
         rooms = (room_of(self._node.queue(name)) for name in command.into)
         return min((each for each in rooms if each is not None), default=command.events)
 
-    def settle(self, command: Span, _: Caller) -> Answer:
-        """Settle offsets that were read."""
-        self._node.queue(command.queue).settle(command.first, command.end)
-        return {}
+    def settle(self, command: SettleSpan, _: Caller) -> Answer:
+        """Settle offsets that were read, unless it was from another queue of that name."""
+        queue = self._node.queue(command.queue)
+        is_meant = command.queue_id in (None, queue.queue_id)
+        if is_meant:
+            queue.settle(command.first, command.end)
+        return {"settled": is_meant}
 
     def done(self, command: OfLease, caller: Caller) -> Answer:
         """Settle a batch as delivered."""
@@ -359,7 +362,7 @@ ACTIONS: Final = {
     "drop": _Action(OfQueue, Actions.drop, Right.ADMIN),
     "wait": _Action(WaitBeyond, Actions.wait, Right.READ),
     "unsettled": _Action(Unsettled, Actions.unsettled, Right.READ),
-    "settle": _Action(Span, Actions.settle, Right.READ),
+    "settle": _Action(SettleSpan, Actions.settle, Right.READ),
     "done": _Action(OfLease, Actions.done),
     "dead": _Action(OfLease, Actions.dead),
     "release": _Action(OfLease, Actions.release),

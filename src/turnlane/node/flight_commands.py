@@ -166,6 +166,13 @@ class Span(Command):
     end: Offset
 
 
+class SettleSpan(Span):
+    """Offsets of a queue that were read."""
+
+    queue_id: Text | None = None
+    """Only if it is this one, and no other of its name."""
+
+
 class CommitStages(Command):
     """Publish stages and settle ranges, all or nothing."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import threading
 import time
+import uuid
 from collections.abc import Mapping
 
 import pyarrow as pa
@@ -61,8 +62,12 @@ class Intake(Queue):
         positions: Positions | None = None,
         totals: Totals | None = None,
         sequences: Mapping[bytes, int] | None = None,
+        queue_id: str | None = None,
     ) -> None:
         self.settings = settings
+        self.queue_id = queue_id or uuid.uuid4().hex
+        """Tells it from others of its name: offsets of one say nothing of another. What is only in
+        memory is another queue each time it is opened."""
         # Called for every single event: without the clock's own frame around it.
         self.time_ns = time.time_ns if type(clock) is Clock else clock.time_ns
         self.lock = threading.Lock()

@@ -67,6 +67,7 @@ class WrittenQueue(HoldingQueue):
             positions=positions,
             totals=self.store.totals(positions),
             sequences=self.store.sequences(),
+            queue_id=self.store.queue_id,
         )
         self.work = threading.Condition(self.lock)
         self.stopping = False

@@ -10,19 +10,19 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from turnlane.client.keys import nodes_of
-from turnlane.client.remote import Credentials, RemoteNode
+from turnlane.client.remote import Credentials, Ends, RemoteNode
 from turnlane.client.url import Url
 from turnlane.errors import TransportDown, WriterAhead
 from turnlane.events import Block
 from turnlane.spark.options import SourceOptions
-from turnlane.spark.ranges import Positions
+from turnlane.spark.ranges import Extent, Positions
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +32,6 @@ GRACE_SECONDS: Final = 2.0
 """How much longer than it was asked to wait a node may take before the others go on without it."""
 MOST_QUESTIONS: Final = 8
 """So many may be open to one node; one that hangs has no part in those to the others."""
-
-
-class Extent(NamedTuple):
-    """How far a queue goes on one node: ``low`` to ``end - 1``."""
-
-    low: int
-    end: int
 
 
 class Nodes:
@@ -78,7 +71,7 @@ class Nodes:
     def extents(self, queue: str) -> dict[int, Extent]:
         """How far the queue goes, on every node."""
         ends = [node.wait(queue, -1, 0.0) for node in self._nodes]
-        return {number: Extent(each.low, each.end) for number, each in enumerate(ends)}
+        return {number: _extent(each) for number, each in enumerate(ends)}
 
     def wait(self, queue: str, beyond: Positions, timeout: float) -> dict[int, Extent]:
         """Wait until a node has more than it had; those that are away are left out.
@@ -98,7 +91,7 @@ class Nodes:
             if node < self.count
         }
         ends = self.answers(f"wait {queue}", questions, timeout)
-        return {node: Extent(each.low, each.end) for node, each in ends.items()}
+        return {node: _extent(each) for node, each in ends.items()}
 
     def answers(
         self, about: str, questions: Mapping[int, Callable[[], Answer]], timeout: float
@@ -197,13 +190,16 @@ class Nodes:
                 low = middle + 1
         return low
 
-    def settle(self, node: int, queue: str, first: int, end: int) -> None:
+    def settle(
+        self, node: int, queue: str, first: int, end: int, queue_id: str | None = None
+    ) -> None:
         """The offsets ``first`` to ``end - 1`` are done with.
 
-        Not if the queue does not go as far: then they were read from another one of its name.
+        Not if the queue has another id, or does not go as far: then they were read from another
+        one of its name.
         """
         if self._nodes[node].wait(queue, -1, 0.0).end >= end:
-            self._nodes[node].settle(queue, first, end)
+            self._nodes[node].settle(queue, first, end, queue_id)
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────
 
@@ -223,6 +219,10 @@ class Nodes:
             self._nodes[node].abort(stages)
         except TransportDown as error:
             log.warning("node %d keeps %d stages for now: %s", node, len(stages), error)
+
+
+def _extent(ends: Ends) -> Extent:
+    return Extent(ends.low, ends.end, ends.queue_id)
 
 
 @cache

@@ -10,6 +10,15 @@ Positions = Mapping[int, int]
 """An offset for each node, by its number."""
 
 
+class Extent(NamedTuple):
+    """How far a queue goes on one node: ``low`` to ``end - 1``."""
+
+    low: int
+    end: int
+    queue_id: str
+    """Tells it from others of its name: one that is made anew has another."""
+
+
 class Slice(NamedTuple):
     """Offsets ``first`` to ``end - 1`` of the queue on one node: the work of one task."""
 

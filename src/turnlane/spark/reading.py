@@ -15,11 +15,11 @@ from turnlane.errors import Never
 from turnlane.events import gathered
 from turnlane.spark.columns import RowMaker
 from turnlane.spark.lasting import lasting
-from turnlane.spark.nodes import Extent, Nodes
+from turnlane.spark.nodes import Nodes
 from turnlane.spark.offsets import UNHEARD
 from turnlane.spark.options import EARLIEST, FROM_EARLIEST, FROM_LATEST, Offsets, ReadOptions
 from turnlane.spark.pruning import Bounds, bounds_of
-from turnlane.spark.ranges import Positions, Slice, sliced
+from turnlane.spark.ranges import Extent, Positions, Slice, sliced
 
 log = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from functools import partial
+from typing import NamedTuple
 
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 
@@ -13,6 +14,13 @@ from turnlane.spark.nodes import Nodes
 from turnlane.spark.offsets import Place
 
 log = logging.getLogger(__name__)
+
+
+class _Settled(NamedTuple):
+    """How far a queue is settled, and which one, if that is known."""
+
+    end: int
+    queue_id: str | None
 
 
 class Settling:
@@ -25,7 +33,7 @@ class Settling:
     def __init__(self, nodes: Nodes, queue: str) -> None:
         self._nodes = nodes
         self._queue = queue
-        self._settled: dict[int, int] = {}
+        self._settled: dict[int, _Settled] = {}
         self._is_late = False
         """Whether it was told of that something could not be settled: once is enough."""
 
@@ -37,10 +45,11 @@ class Settling:
     def settle(self, place: Place) -> None:
         """Settle what the query has read on its way, on nodes that are still there."""
         questions = {
-            node: partial(self._settle, node, place.begun.get(node, 0), end)
+            node: partial(self._settle, node, place.begun.get(node, 0), wanted)
             for node, end in place.at.items()
-            if node < self._nodes.count
-            and place.begun.get(node, 0) < end != self._settled.get(node)
+            if (wanted := _Settled(end, place.queues.get(node))) != self._settled.get(node)
+            and node < self._nodes.count
+            and place.begun.get(node, 0) < end
         }
         try:
             self._settled |= self._nodes.answers(f"settle {self._queue}", questions, 0.0)
@@ -51,6 +60,6 @@ class Settling:
         else:
             self._is_late = False
 
-    def _settle(self, node: int, first: int, end: int) -> int:
-        self._nodes.settle(node, self._queue, first, end)
-        return end
+    def _settle(self, node: int, first: int, wanted: _Settled) -> _Settled:
+        self._nodes.settle(node, self._queue, first, *wanted)
+        return wanted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
@@ -17,10 +18,9 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from turnlane.spark.batch_wait import BatchWait
-from turnlane.spark.nodes import Extent
 from turnlane.spark.offsets import UNHEARD, Offset, Place
 from turnlane.spark.options import ReadOptions
-from turnlane.spark.ranges import Positions, admitted
+from turnlane.spark.ranges import Extent, Positions, admitted
 from turnlane.spark.reading import QueueReading, SlicePartition
 from turnlane.spark.settling import Settling
 
@@ -35,14 +35,15 @@ class StreamReader(QueueReading, DataSourceStreamReader, SupportsTriggerAvailabl
         self._wait = BatchWait(options.min_offsets_per_trigger, options.max_trigger_delay)
         self._seen: dict[int, int] = {}
         self._settling: Settling | None = None
-        self._gone: dict[int, int] = {}
-        """How far queues were read that are no more: their successors are not to be settled."""
+        self._gone: dict[int, tuple[int, str | None]] = {}
+        """How far queues were read that are no more, and which they were, if that is known: their
+        successors are not to be settled."""
 
     def initialOffset(self) -> Offset:  # noqa: N802
         nodes, queue = self._nodes(), self._options.queue
         unheard = dict.fromkeys(range(nodes.count), UNHEARD)
         extents = nodes.wait(queue, unheard, 0.0)
-        return Place(unheard).begin(self._starts(extents), _lows(extents)).offset()
+        return Place(unheard).begin(self._starts(extents), extents).offset()
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         options = self._options
@@ -65,11 +66,13 @@ class StreamReader(QueueReading, DataSourceStreamReader, SupportsTriggerAvailabl
         first = self._beginnings(place, extents)
         if first:
             # A step without events, by which Spark learns where they begin.
-            return place.begin(first, _lows(extents)).offset()
+            return place.begin(first, extents).offset()
         self._check_gone(place.at, extents)
+        # Of a checkpoint of old: to know the queue is a step too, so that it is not forgotten.
+        place = place.knowing(extents)
         end = self._ends(place.at, extents)
         if self._target is None and not self._enough(place.at, end):
-            return start
+            return place.offset()
         return place.moved(admitted(place.at, end, self._limit(limit))).offset()
 
     def _available(self, place: Place) -> dict[int, Extent]:
@@ -91,11 +94,19 @@ class StreamReader(QueueReading, DataSourceStreamReader, SupportsTriggerAvailabl
             at = place.at.get(node)
             if at is None:
                 first[node] = extent.low
-            elif extent.end < at:
-                self._lost(f"node {node} ends at offset {extent.end}, before {at}")
+            elif place.is_other(node, extent.queue_id) or extent.end < at:
+                self._made_anew(node, place, extent)
                 first[node] = extent.low
-                self._gone[node] = at
         return first
+
+    def _made_anew(self, node: int, place: Place, extent: Extent) -> None:
+        """Complain of a queue in whose place there is another, whose offsets mean other events."""
+        at = place.at[node]
+        if place.is_other(node, extent.queue_id):
+            self._lost(f"node {node} has made it anew since it was read up to offset {at}")
+        else:
+            self._lost(f"node {node} ends at offset {extent.end}, before {at}")
+        self._gone[node] = at, place.queues.get(node)
 
     def _ends(self, at: Positions, extents: dict[int, Extent]) -> dict[int, int]:
         """How far one could read. A node that is away stays where it is."""
@@ -132,13 +143,22 @@ class StreamReader(QueueReading, DataSourceStreamReader, SupportsTriggerAvailabl
         return {str(node): end for node, end in self._seen.items()} or None
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
-        first, last = Place.of(start).at, Place.of(end).at
+        place, last = Place.of(start), Place.of(end)
+        steps = _beginning(place, last)
         if not self._seen:
             # A batch of the run before, which nobody has looked at since.
-            self._check_gone(first, self._nodes().wait(self._options.queue, first, 0.0))
-        # Where reading begins, or begins anew, there is nothing before: a step without events.
-        steps = {node for node in last if not 0 <= first.get(node, UNHEARD) <= last[node]}
-        return self._partitions({n: last[n] if n in steps else first[n] for n in last}, last)
+            steps |= self._replaced(place, last, steps)
+        first = {n: at if n in steps else place.at[n] for n, at in last.at.items()}
+        return self._partitions(first, last.at)
+
+    def _replaced(self, place: Place, last: Place, steps: set[int]) -> set[int]:
+        """Nodes where the queue of a batch is no more: the one that is there is read after it."""
+        extents = self._nodes().wait(self._options.queue, place.at, 0.0)
+        others = {n for n, each in extents.items() if last.is_other(n, each.queue_id)}
+        for node in others:
+            self._made_anew(node, last, extents[node])
+        self._check_gone(place.at, {n: extents[n] for n in extents.keys() - others - steps})
+        return others
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         assert isinstance(partition, SlicePartition)
@@ -152,9 +172,19 @@ class StreamReader(QueueReading, DataSourceStreamReader, SupportsTriggerAvailabl
             self._settling = Settling(self._nodes(), self._options.queue)
         # The last batch before a queue was made anew is committed after that was noticed.
         place = Place.of(end)
-        left = {node: at for node, at in place.at.items() if self._gone.get(node) != at}
-        self._settling.settle(Place(left, place.begun))
+        left = {
+            node: at
+            for node, at in place.at.items()
+            if self._gone.get(node) != (at, place.queues.get(node))
+        }
+        self._settling.settle(replace(place, at=left))
 
 
-def _lows(extents: dict[int, Extent]) -> dict[int, int]:
-    return {node: extent.low for node, extent in extents.items()}
+def _beginning(place: Place, last: Place) -> set[int]:
+    """Nodes where reading begins, or begins anew: a step without events, for none are before."""
+    return {
+        node
+        for node, end in last.at.items()
+        if not 0 <= place.at.get(node, UNHEARD) <= end
+        or place.is_other(node, last.queues.get(node, ""))
+    }
