@@ -26,7 +26,7 @@ def limited(url: str, **options: str) -> int:
     query = reader(url, **options)
     start = query.initialOffset()
     end = query.latestOffset(start, query.getDefaultReadLimit())
-    return sum(end.values()) - sum(start.values())
+    return sum(positions(end).values()) - sum(positions(start).values())
 
 
 @pytest.mark.parametrize("options", [{}, {"pushFilters": "true"}])
