@@ -114,6 +114,23 @@ def test_a_repeated_commit_changes_nothing(served: Served, node: RemoteNode) -> 
     assert node.unsettled("disk", 100).spans == [(0, 3)]
 
 
+def test_a_queue_that_was_made_anew_is_not_settled(served: Served, node: RemoteNode) -> None:
+    """What was made of the old one's events goes on."""
+    served.node.create("late")
+    served.node.queue("late").producer(ack="persisted").publish_block(block_of(numbers(10)))
+    node.plan("lane", "r", "late", [(0, 10)])
+    stage = staged(node, b"made of them")
+    served.node.drop("late")
+    served.node.create("late")
+    served.node.queue("late").producer(ack="persisted").publish_block(block_of(numbers(20)))
+    assert node.commit([stage], lane="lane", run="r")
+    assert node.unsettled("late", 100).spans == [(0, 20)]
+    assert values(served.node, "slow") == [b"made of them"]
+    node.plan("lane", "r", "late", [(0, 20)])
+    assert node.commit(lane="lane", run="r")
+    assert node.unsettled("late", 100).spans == []
+
+
 def test_a_run_that_is_over_can_commit_no_more(node: RemoteNode) -> None:
     node.plan("a", "1", "disk", [(0, 10)])
     node.plan("a", "2", "disk", [(0, 10)])

@@ -233,6 +233,9 @@ class Actions:
             if command.stages:
                 raise LaneTaken(f"lane {command.lane!r} has planned another batch here")
             return None  # nothing of this batch was planned here
+        queue = self._node.queues().get(planned.queue)
+        if queue is not None and queue.queue_id != planned.queue_id:
+            return None  # what was read is no more, and nothing of what is there was read
         # With stages that are still there it is no repeat: what they hold was read elsewhere.
         is_new = any(map(self._node.staging.look, command.stages))
         return None if is_new and lanes.is_committed(command.lane) else planned
@@ -244,7 +247,7 @@ class Actions:
             caller.check(Right.READ, taken_from)
         queue = self._node.queue(command.queue)
         # First of all earlier runs are over: from now on none of them begins a commit.
-        nothing = Planned(command.queue, (), command.batch)
+        nothing = Planned(command.queue, (), command.batch, queue.queue_id)
         self._node.lanes.plan(command.lane, command.run, nothing)
         # One that is under way, of a driver that was killed, say, will have settled what it read.
         if not self._node.commits.await_emptied(queue, PLAN_SECONDS):

@@ -33,6 +33,8 @@ class Planned(NamedTuple):
     spans: Sequence[Span]
     batch: int = 0
     """Which of the run's batches it is. A lane of several nodes does not always reach all."""
+    queue_id: str = ""
+    """Which queue of that name it is: in another these are the offsets of other events."""
 
     def settled_by(self, kept: Iterable[Span], dead: Iterable[Span]) -> list[Range]:
         """What its commit settles: all of it but what is kept for a later batch."""
