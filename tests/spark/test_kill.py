@@ -265,13 +265,29 @@ def check(victim: Victim, sent: int) -> None:
     assert sorted(broken) == sorted(value(number) for number in filter(is_broken, range(sent)))
 
     even = [number for number in whole if number % 2 == 0]
-    lines = (victim.place / "files.jsonl").read_text().splitlines()
+    lines = whole_lines(victim.place / "files.jsonl")
     assert {json.loads(json.loads(line)["value"])["n"] for line in lines} == set(even)
     assert in_and_out(ledgers["files"]) == len(even), "into its queue each came once"
 
     assert sorted(archived(victim.place / "archive")) == whole
     assert in_and_out(ledgers["archive"]) == len(whole)
     assert in_and_out(ledgers["main"]) == sent
+
+
+def whole_lines(path: Path) -> list[str]:
+    """Without those that were cut short: a kill may leave one, whose event comes again."""
+    lines = path.read_text().splitlines()
+    whole = [line for line in lines if is_json(line)]
+    assert len(lines) - len(whole) <= len(KILLS), "one for each kill at most"
+    return whole
+
+
+def is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def in_and_out(ledger: dict[str, Any]) -> int:

@@ -31,8 +31,6 @@ from turnlane.quantities import Size
 
 log = logging.getLogger(__name__)
 
-_LOOK_BACK = 1 << 16
-
 
 class FileSettings(OutputSettings):
     """The settings of a file output."""
@@ -95,7 +93,7 @@ class FileSettings(OutputSettings):
 
 
 class FileOutput(Output):
-    """Appends whole lines, all of a batch or none."""
+    """Appends whole lines, all of a batch or none, unless it is killed meanwhile."""
 
     settings_type = FileSettings
     settings: FileSettings
@@ -151,7 +149,7 @@ class FileOutput(Output):
             if not is_at(fd, path):
                 return False  # rotated while we waited
             if stat.S_ISREG(os.fstat(fd).st_mode):
-                _mend(fd, path)
+                _end_line(fd, path)
                 if self._is_full(fd, len(data)):
                     path.rename(numbered(path, self._names))
                     return False
@@ -193,19 +191,20 @@ class FileOutput(Output):
             self._tidiers.append(tidier)
 
 
-def _mend(fd: int, path: Path) -> None:
-    """Take away the half of a line that a killed task has left: its batch comes again."""
-    size = end = os.fstat(fd).st_size
+def _end_line(fd: int, path: Path) -> None:
+    """End a last line that has no end, so that ours begin on a line of their own.
+
+    A killed task of ours may have left half a line, or another program data of any kind. Nobody can
+    tell which, so nothing is ever taken away.
+    """
+    size = os.fstat(fd).st_size
+    if size == 0 or _ends_a_line(path, size):
+        return
+    log.warning("%s: the last line had no end; it stays, and gets one", path)
+    os.write(fd, b"\n")
+
+
+def _ends_a_line(path: Path, size: int) -> bool:
     with path.open("rb") as file:
-        look = 1  # nearly always a line ends there
-        while end:
-            begin = max(0, end - look)
-            file.seek(begin)
-            newline = file.read(end - begin).rfind(b"\n")
-            if newline >= 0:
-                end = begin + newline + 1
-                break
-            end, look = begin, _LOOK_BACK
-    if end < size:
-        log.warning("%s: %d bytes of an unfinished line are taken away", path, size - end)
-        os.ftruncate(fd, end)
+        file.seek(size - 1)
+        return file.read(1) == b"\n"
