@@ -259,6 +259,12 @@ def test_a_pipe_can_be_written_to(tmp_path: Path) -> None:
     wait_until(lambda: not writing.running, "the writer to be done")
 
 
+def test_a_device_that_fails_says_why() -> None:
+    """It has no length to go back to."""
+    with pytest.raises(StorageFailed, match="/dev/full: No space left on device"):
+        write(made(Path("/dev/full")), 0, 1)
+
+
 MUCH = 300_000
 """Lines that are several megabytes: those are written past the page cache."""
 

@@ -168,14 +168,15 @@ class FileOutput(Output):
 
     def _append(self, fd: int, data: memoryview) -> None:
         """Append all of it or nothing: half a batch would come again with the other half."""
-        size = os.fstat(fd).st_size
+        before = os.fstat(fd)
         try:
             while data:
                 data = data[append(fd, data) :]
             if self.settings.sync:
                 os.fsync(fd)
         except OSError:
-            os.ftruncate(fd, size)
+            if stat.S_ISREG(before.st_mode):  # a device or a pipe keeps what it has got
+                os.ftruncate(fd, before.st_size)
             raise
 
     def _tidy(self) -> None:
