@@ -164,6 +164,24 @@ def test_outputs_that_take_values_get_them_by_any_filter(
     assert "app_name" not in node.queue("archive").types
 
 
+@pytest.mark.parametrize("condition", [None, "severity = 7"])
+def test_a_pipeline_that_only_discards_settles_everything(
+    node: Served, make: Make, condition: str | None
+) -> None:
+    """What no filter names goes nowhere, either."""
+    nowhere = OutputSettings(type="discard")
+    pipeline = make(ActionSettings(name="noise", filter=condition, output=nowhere))
+    node.publish("main", messages(0, 80))
+    pipeline.start()
+    wait_until(drained(node, "main"), "the main lane", PATIENCE)
+    node.publish("main", messages(80, 100))
+    wait_until(drained(node, "main"), "its next batch", PATIENCE)
+    pipeline.stop()
+    ledger = node.queue("main").stats().ledger
+    assert ledger.adds_up
+    assert (ledger.accepted, ledger.delivered, ledger.pending) == (100, 100, 0)
+
+
 def test_what_does_not_parse_is_kept_apart_and_json_is_known_in_lanes(
     node: Served, make: Make, tmp_path: Path
 ) -> None:

@@ -40,7 +40,7 @@ class CopyTask:
     def _writer(self, node: int) -> StageWriter:
         if node not in self._writers:
             assert self._options.lane is not None
-            begun = self._nodes[node].copy(self._options.lane, self._options.copies)
+            begun = self._nodes[node].copy(self._options.lane, self._options.copies or ())
             self._writers[node] = self._opened.enter_context(begun)
         return self._writers[node]
 

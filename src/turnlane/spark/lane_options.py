@@ -63,15 +63,20 @@ class LaneWriteOptions(WriteOptions):
         default=False,
         description="Beside `steps`: whether the column `queue` sends rows on to queues, too.",
     )
-    copies: Annotated[tuple[str, ...], BeforeValidator(_json)] = Field(
-        default=(),
+    copies: Annotated[tuple[str, ...] | None, BeforeValidator(_json)] = Field(
+        default=None,
         description="Rows are places in the lane's queue: copy its events into these queues, as "
-        "JSON, by the bits of a row's routes.",
+        "JSON, by the bits of a row's routes. There may be none, if all events are discarded.",
     )
     reads: Annotated[tuple[str, ...], BeforeValidator(_json)] = Field(
         default=(),
         description="Rows are shares of the lane's queue: read these columns of it, as JSON.",
     )
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether rows are no events to be stored, but what the lane's tasks make something of."""
+        return bool(self.steps) or self.copies is not None
 
     @model_validator(mode="after")
     def _run_given(self) -> Self:

@@ -68,6 +68,6 @@ class TurnlaneSource(DataSource):
 
     def _writing(self, schema: StructType) -> WriteOptions:
         options = write_options(with_path(self.options, "queue"))
-        if not (isinstance(options, LaneWriteOptions) and (options.steps or options.copies)):
+        if not (isinstance(options, LaneWriteOptions) and options.has_own_rows):
             check_writable(schema, needs_route=options.queue is None)
         return options

@@ -52,7 +52,7 @@ def task_of(options: WriteOptions, opened: ExitStack) -> Task | CopyTask:
     from turnlane.spark.copying import CopyTask
     from turnlane.spark.lane_tasks import LaneTask
 
-    return (CopyTask if options.copies else LaneTask)(options, opened)
+    return (LaneTask if options.copies is None else CopyTask)(options, opened)
 
 
 class BatchWriter(Writing, DataSourceArrowWriter):  # type: ignore[misc]  # write()
