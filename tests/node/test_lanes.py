@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from tests.node.conftest import Serve, Served, values
 from turnlane.client.remote import RemoteNode
 from turnlane.errors import ConfigError, LaneTaken, RetryLater
 from turnlane.events import block_of
-from turnlane.node import commits, flight_actions
+from turnlane.node import commits, flight_actions, flight_read
 from turnlane.node import lanes as lane_module
 from turnlane.node.commit import Plan, Range
 from turnlane.node.commits import Commits
@@ -22,9 +24,11 @@ from turnlane.node.keys import Claim, Keys
 from turnlane.node.lanes import RETIRED, Lanes, Planned
 from turnlane.node.leftovers import identity
 from turnlane.queues.contract import Outcome
+from turnlane.queues.holding import HoldingQueue
 from turnlane.queues.producer import HoldingProducer
-from turnlane.testing import FaultyDisk
-
+@@@from turnlane.testing import FaultyDisk
+===from turnlane.queues.stats import Stats
+@@@
 
 def numbers(count: int) -> list[bytes]:
     return [b"%d" % number for number in range(count)]
@@ -314,6 +318,29 @@ def test_waiting_for_events_ends_when_some_come(served: Served) -> None:
     assert node.unsettled("disk", 10, timeout=0.0).spans == []
     served.node.queue("disk").producer().publish_block(block_of([b"a"]))
     assert node.unsettled("disk", 10, timeout=300.0).spans == [(0, 1)]
+
+
+def test_an_event_that_comes_while_one_looks_is_not_waited_past(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = served.node.queue("disk")
+    looks = count()
+    real = type(queue).stats
+
+    def stats(asked: HoldingQueue) -> Stats:
+        """Nothing was there, and right after that there is something."""
+        found = real(asked)
+        if asked is queue and next(looks) == 0:
+            queue.producer(ack="persisted").publish_block(block_of([b"a"]))
+        return found
+
+    monkeypatch.setattr(type(queue), "stats", stats)
+    monkeypatch.setattr(flight_read, "LOOK_SECONDS", PATIENCE)
+    began = time.monotonic()
+    found = served.client().nodes[0].unsettled("disk", 10, timeout=PATIENCE)
+    assert found.spans == [(0, 1)]
+    assert time.monotonic() - began < PATIENCE / 2
+    assert next(looks) >= 1, "it was looked at by this way"
 
 
 def test_dead_offsets_are_those_that_were_planned_and_not_kept() -> None:

@@ -143,9 +143,10 @@ class Actions:
         """Offsets that are not settled, waiting until there are some."""
         queue = self._node.queue(command.queue)
         for seconds in Patience(command.timeout, caller.in_vain).slices():
+            end = queue.end  # before looking: what comes meanwhile is not waited past
             if queue.stats().ledger.pending:
                 break
-            queue.wait_beyond(queue.end, seconds)
+            queue.wait_beyond(end, seconds)
         room = command.events
         if command.lane is not None:
             self._node.commits.await_filled(queue)
