@@ -173,3 +173,48 @@ def test_a_node_whose_address_is_still_taken_is_started_again(start: Start, tmp_
     program.wait_for("node", state="ready")
     program.process.send_signal(signal.SIGTERM)
     assert program.ended() == 0, program.errors
+
+
+RULES = """\
+from pyspark.sql import functions as F
+
+def FUNCTION(events):
+    return events.withColumn("message", F.concat("message", F.lit(" TAG")))
+"""
+
+
+def rules(function: str, tag: str) -> str:
+    return RULES.replace("FUNCTION", function).replace("TAG", tag)
+
+
+def test_a_reload_takes_the_code_of_transforms_as_it_is_now(start: Start, tmp_path: Path) -> None:
+    config, code, out = tmp_path / "c.yaml", tmp_path / "rules.py", tmp_path / "all.jsonl"
+    code.write_text(rules("first", "a"))
+    config.write_text(f"{CONFIG}transform: rules:first\n")
+    program = start("run", "c.yaml")
+    address = program.wait_for("node", state="ready")["inputs"]["syslog"]
+    program.wait_for("lanes")
+    send(address, 6, text="1")
+    wait_until_file_has(out, ["1 6 a"], program)
+
+    # Together with the configuration, which names what is new in it.
+    code.write_text(rules("first", "a") + rules("second", "new"))
+    config.write_text(f"{CONFIG}transform: rules:second\n")
+    program.wait_for("reload", accepted=True)
+    send(address, 6, text="2")
+    wait_until_file_has(out, ["1 6 a", "2 6 new"], program)
+
+    # Broken, which changes nothing.
+    code.write_text("def second(events: return events\n")
+    program.process.send_signal(signal.SIGHUP)
+    (fault,) = program.wait_for("reload", accepted=False)["faults"]
+    assert fault.startswith("c.yaml:"), fault
+    send(address, 6, text="3")
+    wait_until_file_has(out, ["1 6 a", "2 6 new", "3 6 new"], program)
+
+    # By itself: the configuration is as it was.
+    code.write_text(rules("second", "newer"))
+    program.process.send_signal(signal.SIGHUP)
+    program.wait_for("reload", accepted=True)
+    send(address, 6, text="4")
+    wait_until_file_has(out, ["1 6 a", "2 6 new", "3 6 new", "4 6 newer"], program)

@@ -204,6 +204,8 @@ class Operation:
             self._report("reload", text, accepted=False, faults=faults)
 
     def _take(self, config: Config) -> None:
+        from turnlane.spark.user_code import changed, renewed
+
         assert self._runner is not None
         if config.pipeline() is None:
             raise config.placed(ConfigError("actions", "there are none any more"))
@@ -211,8 +213,9 @@ class Operation:
         if plan is None:
             raise RetryLater("the node is not ready")
         try:
-            if plan != self._running:
-                self._runner.start(plan)
+            if plan != self._running or changed():
+                with renewed():
+                    self._runner.start(plan)
         except ConfigError as error:
             raise config.placed(error) from None
         late = list(needs_restart(self.config, config))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 from pyspark.sql import DataFrame
@@ -11,6 +10,7 @@ from turnlane.errors import ConfigError
 from turnlane.pipeline.settings import EVENTS, ActionSettings
 from turnlane.spark.remembering import remembered, spreads
 from turnlane.spark.tolerant import tolerant
+from turnlane.spark.user_code import module_of
 
 
 def answer(
@@ -41,7 +41,7 @@ def called(name: str, events: DataFrame) -> DataFrame:
     """What the function ``module:function`` makes of events. Raises ``ConfigError``."""
     module, _, function = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function)
+        found = getattr(module_of(module), function)
     except (ImportError, AttributeError) as error:
         raise ConfigError("transform", f"{name}: {error}") from error
     made = found(events)

@@ -1,0 +1,112 @@
+"""Is a user's module taken as its file is now, at a reload and not before, or left as it was?"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from turnlane.errors import ConfigError
+from turnlane.spark.answers import called
+from turnlane.spark.user_code import changed, module_of, renewed
+
+_numbers = itertools.count()
+
+Write = Callable[[str], object]
+
+
+@pytest.fixture
+def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module that nobody has imported; Spark's processes would find it where the test does."""
+    name = f"rules_{next(_numbers)}"
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def write(tmp_path: Path, name: str) -> Write:
+    return (tmp_path / f"{name}.py").write_text
+
+
+def test_a_module_is_imported_again_only_at_a_reload_and_if_it_has_changed(
+    name: str, write: Write
+) -> None:
+    write("word = 'one'\n")
+    first = module_of(name)
+    with renewed():
+        assert module_of(name) is first
+    write("word = 'another'\n")
+    assert module_of(name) is first, "a lane that is started again has the code that it had"
+    assert changed() == [name]
+    with renewed():
+        assert module_of(name).word == "another"
+    assert changed() == []
+    assert module_of(name).word == "another"
+
+
+def test_a_reload_that_fails_leaves_the_module_as_it_was(name: str, write: Write) -> None:
+    write("word = 'one'\n")
+    first = module_of(name)
+    write("word = \n")
+    with pytest.raises(SyntaxError), renewed():
+        module_of(name)
+    assert module_of(name) is first
+    assert changed() == [name], "so that the next reload looks again"
+
+
+def test_a_module_that_is_gone_is_missed_only_if_somebody_asks_for_it(
+    name: str, write: Write, tmp_path: Path
+) -> None:
+    write("word = 'one'\n")
+    first = module_of(name)
+    (tmp_path / f"{name}.py").unlink()
+    with pytest.raises(ModuleNotFoundError), renewed():
+        module_of(name)
+    assert module_of(name) is first
+    with renewed():
+        pass
+    assert changed() == []
+
+
+TRANSFORM = """\
+from pyspark.sql import functions as F
+
+def word(number):
+    return WORD
+
+def FUNCTION(events):
+    return events.select(F.udf(word, useArrow=False)("id"))
+"""
+
+
+def test_spark_runs_the_new_code_too(
+    spark: SparkSession, name: str, write: Write, tmp_path: Path
+) -> None:
+    """Its processes, which stay, have imported the module as well."""
+
+    def words(function: str) -> set[str]:
+        return {row[0] for row in called(f"{name}:{function}", spark.range(8)).collect()}
+
+    source = TRANSFORM.replace("FUNCTION", "first")
+    write(source.replace("WORD", "'one'"))
+    spark.sparkContext.addPyFile(str(tmp_path / f"{name}.py"))
+    assert words("first") == {"one"}
+    write(source.replace("WORD", "'another'"))
+    with renewed():
+        assert words("first") == {"another"}
+    write(TRANSFORM.replace("FUNCTION", "second").replace("WORD", "helper()") + HELPER)
+    with renewed():
+        assert words("second") == {"help"}
+    with pytest.raises(ConfigError, match="no attribute 'first'"):
+        called(f"{name}:first", spark.range(8))
+
+
+HELPER = """
+def helper():
+    return "help"
+"""
