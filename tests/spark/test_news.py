@@ -68,6 +68,33 @@ def test_every_batch_is_told_once_and_then_the_end(
     assert not other.news
 
 
+class Hard(Told):
+    """Does not take the news of the first batches."""
+
+    def __call__(self, news: News) -> None:
+        if news.progress is not None and news.progress.batchId < 2:
+            raise ValueError("cannot take it")
+        super().__call__(news)
+
+
+def test_news_that_cannot_be_handed_on_keep_nobody_from_the_next(
+    spark: SparkSession, lines: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hard = Hard()
+    listener = Listener(spark, {"hard": hard})
+    listener.start()
+    try:
+        listener._said.add("no json")
+        run(lines, "hard", tmp_path / "hard")
+        assert hard.ended.wait(PATIENCE)
+    finally:
+        listener.stop()
+    told = [each.progress and each.progress.batchId for each in hard.news]
+    assert told == [*range(2, FILES), None]
+    assert caplog.text.count("ValueError: cannot take it") == 2
+    assert "cannot be handed on: no json" in caplog.text
+
+
 def test_a_run_that_fails_ends_too(spark: SparkSession, lines: DataFrame, tmp_path: Path) -> None:
     mine = Told()
     listener = Listener(spark, {"mine": mine})

@@ -74,9 +74,16 @@ class Listener:
     def _run(self) -> None:
         try:
             while (said := self._said.take()) != OVER:
-                self._hand_on(json.loads(said))
+                self._take(said)
         except (Py4JError, OSError) as error:
             log.warning("Spark tells nothing any more: %s", error)
+
+    def _take(self, said: str) -> None:
+        """Hand it on. Whatever is wrong with it, lanes wait for what comes after it."""
+        try:
+            self._hand_on(json.loads(said))
+        except Exception:
+            log.exception("news of a query that cannot be handed on: %.300s", said)
 
     def _hand_on(self, event: Mapping[str, Any]) -> None:
         if "progress" in event:
