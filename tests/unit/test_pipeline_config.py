@@ -74,7 +74,6 @@ def test_actions_bring_a_main_queue_and_their_own() -> None:
     pipeline = config.pipeline()
     assert pipeline is not None
     assert list(pipeline.lanes()) == ["main", "a", "b", "c"]
-    assert [action.name for action in pipeline.direct] == ["d", "e"]
 
 
 @pytest.mark.parametrize("given", ["main: {durability: always}", "queues: {main: {size: 9}}"])

@@ -242,11 +242,6 @@ class PipelineSettings(Part):
         """The actions that have a lane of their own: those with a queue that no join reads."""
         return tuple(action for action in self.queued if action.name not in self.joined)
 
-    @property
-    def direct(self) -> tuple[ActionSettings, ...]:
-        """The actions that the main lane calls itself."""
-        return tuple(action for action in self.actions if action.is_direct)
-
     def lanes(self) -> Iterator[str]:
         """The names of all lanes: the main one, and one for every action that has its own."""
         yield MAIN
