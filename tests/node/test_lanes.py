@@ -26,9 +26,9 @@ from turnlane.node.leftovers import identity
 from turnlane.queues.contract import Outcome
 from turnlane.queues.holding import HoldingQueue
 from turnlane.queues.producer import HoldingProducer
-@@@from turnlane.testing import FaultyDisk
-===from turnlane.queues.stats import Stats
-@@@
+from turnlane.queues.stats import Stats
+from turnlane.testing import FaultyDisk
+
 
 def numbers(count: int) -> list[bytes]:
     return [b"%d" % number for number in range(count)]
