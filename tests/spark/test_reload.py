@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
@@ -15,6 +16,9 @@ from turnlane.formats.parse_settings import ParseSettings
 from turnlane.outputs.file import FileSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
+from turnlane.spark import pipeline as pipelines
+from turnlane.spark.checking import check
+from turnlane.spark.lane import LaneState
 from turnlane.spark.runner import Plan, Runner
 
 PATIENCE = 180.0
@@ -97,3 +101,24 @@ def test_events_that_come_throughout_a_reload_are_in_each_queue_once(
     more = node.values("more")
     assert 0 < len(more) < publisher.count
     assert more == numbers(publisher.count - len(more), publisher.count)
+
+
+def test_a_plan_is_checked_once_and_while_the_one_before_it_runs(
+    node: Served, runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To check it again would find nothing else, and what fails then leaves nothing running."""
+    running = []
+
+    def noted(*given: Any) -> frozenset[str]:
+        running.append([status.state for status in runner.status()])
+        return check(*given)
+
+    monkeypatch.setattr(pipelines, "check", noted)
+    runner.start(plan(node, tmp_path, "held"))
+    wait_until(lambda: _all_run(runner), "the first lanes", PATIENCE)
+    runner.start(plan(node, tmp_path, "more"))
+    assert running == [[], [LaneState.RUNNING] * 2]
+
+
+def _all_run(runner: Runner) -> bool:
+    return all(status.state is LaneState.RUNNING for status in runner.status())

@@ -83,9 +83,13 @@ class Pipeline:
         self._starting = threading.Lock()
         """One lane at a time: Spark's search for data sources and its views are everybody's."""
 
-    def start(self) -> None:
-        """Start every lane. Raises ``ConfigError`` if one of them could never run."""
-        self._remembering = self.check()
+    def start(self, remembering: frozenset[str] | None = None) -> None:
+        """Start every lane. Raises ``ConfigError`` if one of them could never run.
+
+        ``remembering`` is what :meth:`check` has returned, if it was called before: to have Spark
+        look at everything takes a while, and by now nothing else may run.
+        """
+        self._remembering = self.check() if remembering is None else remembering
         held_up = self._held_up(steps_of_main(self._settings))
         self._lanes = [Lane(MAIN, self._one_by_one(self._start_main), held_up=held_up)]
         self._lanes += [self._lane(action) for action in self._settings.with_lane]

@@ -70,10 +70,10 @@ class Runner:
         """
         with self._exchanging:
             pipeline = plan.pipeline(self._spark)
-            pipeline.check()
+            remembering = pipeline.check()
             make_queues(plan)
             self.stop()
-            pipeline.start()
+            pipeline.start(remembering)
             self._plan, self._pipeline = plan, pipeline
 
     def stop(self, timeout: float = 30.0) -> None:
