@@ -32,7 +32,12 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     use_installed_pyspark()
     place = tmp_path_factory.mktemp("spark")
     quiet = _quiet(place)
-    same = ("sql.ansi.enabled", "sql.streaming.checkpointFileManagerClass", "python.daemon.module")
+    same = (
+        "sql.ansi.enabled",
+        "sql.streaming.checkpointFileManagerClass",
+        "sql.streaming.stopTimeout",
+        "python.daemon.module",
+    )
     session = (
         SparkSession.builder.master("local[2]")
         .appName("turnlane-tests")

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]  # has none
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 
 from tests.contract.harness import wait_until
 from turnlane.cli.operation import _about, _said
 from turnlane.spark import lane as lanes
 from turnlane.spark import silence
-from turnlane.spark.lane import PROCESSING, Lane, LaneState, LaneStatus, Watch
+from turnlane.spark.lane import PROCESSING, TIMED_OUT, Lane, LaneState, LaneStatus, Watch
 from turnlane.spark.news import News
 from turnlane.spark.offsets import TAKEN
 from turnlane.spark.silence import Silence
@@ -286,9 +287,54 @@ def test_a_batch_that_is_under_way_may_end_first() -> None:
 def test_one_that_does_not_end_in_time_is_ended() -> None:
     query = Query()
     lane = started(query)
-    lane.stop(timeout=0.0)
+    assert lane.stop(timeout=0.0)
     assert not query.isActive
     assert query.was_at_a_batch
+
+
+class Stuck(Query):
+    """A query at what nothing interrupts: it is not active any more, but it has not ended."""
+
+    def __init__(self, patience: float) -> None:
+        super().__init__()
+        self.batch_ended.set()
+        self.may_end = threading.Event()
+        self.asked_to_stop = 0
+        self._patience = patience
+
+    def stop(self) -> None:
+        self.isActive = False
+        self.asked_to_stop += 1
+        if not self.may_end.wait(self._patience):
+            raise Py4JJavaError("stop: ", Late())
+        self.end()
+
+
+class Late:
+    """Spark's error if a query does not stop in time, as it comes over from Java."""
+
+    _target_id = "o1"
+
+    def getClass(self) -> Late:  # noqa: N802 - as Java has it
+        return self
+
+    def getName(self) -> str:  # noqa: N802
+        return TIMED_OUT
+
+
+@pytest.mark.parametrize("patience", [NEVER, 0.01], ids=["Spark waits", "Spark gives up"])
+def test_one_whose_query_does_not_end_is_not_said_to_have_ended(
+    patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "HURRY_SECONDS", 0.1)
+    query = Stuck(patience)
+    lane = started(query)
+    assert not lane.stop(timeout=0.1)
+    assert (lane.status.state, query.isActive) == (LaneState.STOPPING, False)
+    assert query.asked_to_stop > 1 or patience == NEVER, "it is interrupted again"
+    query.may_end.set()
+    assert lane.stop(timeout=20.0)
+    assert lane.status.state is LaneState.STOPPED
 
 
 def test_what_holds_a_lane_up_is_told_with_the_time_of_the_next_try() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pyspark.sql import SparkSession
 
 from tests.contract.harness import wait_until
 from tests.spark.nodes import Served, numbers, serving
+from turnlane.events import block_of
 from turnlane.formats.parse_settings import ParseSettings
 from turnlane.outputs.file import FileSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
@@ -19,12 +21,14 @@ from turnlane.queues.settings import QueueSettings
 from turnlane.spark import pipeline as pipelines
 from turnlane.spark.checking import check
 from turnlane.spark.lane import LaneState
-from turnlane.spark.runner import Plan, Runner
+from turnlane.spark.runner import LanesLeft, Plan, Runner
+from turnlane.testing import FaultyDisk
 
 PATIENCE = 180.0
 PIECE = 10
 PAUSE = 0.02
 QUEUES = ("main", "held", "more")
+Caplog = pytest.LogCaptureFixture
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -49,10 +53,16 @@ class Publisher:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Served]:
+def disk() -> FaultyDisk:
+    return FaultyDisk()
+
+
+@pytest.fixture
+def node(tmp_path: Path, disk: FaultyDisk) -> Iterator[Served]:
     queues = {name: {"durability": "always"} for name in QUEUES}
-    with serving(tmp_path / "data", queues) as served:
+    with serving(tmp_path / "data", queues, disk=disk) as served:
         yield served
+        disk.clear()
 
 
 @pytest.fixture
@@ -103,11 +113,40 @@ def test_events_that_come_throughout_a_reload_are_in_each_queue_once(
     assert more == numbers(publisher.count - len(more), publisher.count)
 
 
+def test_a_plan_waits_for_lanes_that_cannot_end_and_says_what_they_wait_for(
+    node: Served, runner: Runner, disk: FaultyDisk, tmp_path: Path, caplog: Caplog
+) -> None:
+    """The main lane is at a commit into a queue whose disk is full; nothing interrupts that."""
+    runner.start(plan(node, tmp_path, "held"))
+    wait_until(lambda: _all_run(runner), "the first lanes", PATIENCE)
+    node.publish("main", numbers(0, 100))
+    disk.fail("write", error=errno.ENOSPC, times=None, match=".chunk")
+    wait_until(lambda: "queue held cannot write" in caplog.text, "the full disk", PATIENCE)
+    assert runner.stop(timeout=5.0) == ["main"]
+    states = {each.name: each.state for each in runner.status()}
+    assert states == {"main": LaneState.STOPPING, "held": LaneState.STOPPED}
+    again = plan(node, tmp_path, "held", "more")
+    reason = "lane main of the configuration before has not ended yet; queue held cannot write"
+    with pytest.raises(LanesLeft, match=reason):
+        runner.start(again)
+    assert runner.plan is None
+    assert "lane main: its query is told to stop, and has not ended yet" in caplog.text
+
+    node.queue("main").producer(ack="accepted").publish_block(block_of(numbers(100, 120)))
+    disk.clear()
+    runner.start(again)
+    wait_until(lambda: node.queue("main").low == 120, "all of them", PATIENCE)
+    assert not runner.stop()
+    assert node.values("held") == numbers(0, 120)
+    assert set(node.values("more")) <= {*numbers(0, 120)}
+    assert "already active" not in caplog.text
+
+
 def test_a_plan_is_checked_once_and_while_the_one_before_it_runs(
     node: Served, runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To check it again would find nothing else, and what fails then leaves nothing running."""
-    running = []
+    running: list[list[LaneState]] = []
 
     def noted(*given: Any) -> frozenset[str]:
         running.append([status.state for status in runner.status()])

@@ -23,8 +23,9 @@ class Lanes:
     def status(self) -> list[LaneStatus]:
         return self.now
 
-    def stop(self, timeout: float) -> None:
+    def stop(self, timeout: float) -> list[str]:
         self.now = []
+        return []
 
 
 def lane(state: LaneState, reason: str | None = None, restarts: int = 0) -> LaneStatus:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema_rs
@@ -533,3 +534,106 @@ def test_a_reload_leaves_checkpoints_where_they_are() -> None:
     assert plan is not None
     assert plan.checkpoints == Path("x/checkpoints").absolute()
     assert list(needs_restart(old, new)) == ["node"]
+
+
+class Lanes:
+    """A runner whose lanes do not end before the test says so."""
+
+    def __init__(self, plan: Any) -> None:
+        self.plan = plan
+        self.asked: list[list[str]] = []
+        self.left = ["main"]
+
+    def start(self, plan: Any) -> None:
+        from turnlane.spark.runner import LanesLeft
+
+        self.asked.append(list(plan.settings.lanes()))
+        self.plan = None
+        if self.left:
+            raise LanesLeft(self.left)
+        self.plan = plan
+
+    def stop(self) -> list[str]:
+        return self.left
+
+    def changes(self) -> list[Any]:
+        return []
+
+
+class HungUp:
+    """Signals, the first of which asks for a reload."""
+
+    hung_up = True
+
+
+@pytest.fixture
+def told() -> list[tuple[str, dict[str, Any]]]:
+    return []
+
+
+@pytest.fixture
+def operation(
+    tmp_path: Path, told: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> Operation:
+    """One that runs an action ``a``; its file has changed, and has ``b``."""
+    pytest.importorskip("pyspark.sql")
+    monkeypatch.setattr("turnlane.cli.operation.AGAIN_SECONDS", 0.0)
+    path = tmp_path / "c.yaml"
+    path.write_text(actions(f"{{name: b, queue: disk, {FILE}}}"))
+    session: Any = SimpleNamespace(stop=lambda: None)
+    made = Operation(
+        path,
+        loads(actions(f"{{name: a, queue: disk, {FILE}}}")),
+        Opening(lambda: session),
+        report=lambda event, _, **about: told.append((event, about)),
+        endpoint="turnlane://h:1",
+    )
+    made._runner = Lanes(made._plan(made.config))  # type: ignore[assignment]
+    return made
+
+
+def due(operation: Operation, signals: Any) -> None:
+    """Do what there is to be done."""
+    work = operation._due(signals)
+    assert work is not None
+    work()
+
+
+def test_a_reload_that_waits_for_lanes_to_end_is_tried_again(
+    operation: Operation, told: list[tuple[str, dict[str, Any]]]
+) -> None:
+    """And those before it, which have made room for it, are not started instead."""
+    runner: Any = operation._runner
+    signals: Any = HungUp()
+    due(operation, signals)
+    due(operation, signals)
+    assert [event for event, _ in told] == ["waiting"] * 2
+    why = "lane main of the configuration before has not ended yet"
+    assert told[0][1]["reason"] == why
+    runner.left = []
+    due(operation, signals)
+    assert runner.asked == [["main", "b"]] * 3
+    assert [about["accepted"] for event, about in told if event == "reload"] == [True]
+    assert operation._due(signals) is None
+
+
+def test_if_it_is_rejected_meanwhile_the_lanes_before_it_are_started_again(
+    operation: Operation, told: list[tuple[str, dict[str, Any]]]
+) -> None:
+    runner: Any = operation._runner
+    signals: Any = HungUp()
+    due(operation, signals)
+    operation._path.write_text("actions: 7")
+    due(operation, signals)
+    assert told[-1][1]["accepted"] is False
+    runner.left = []
+    due(operation, signals)
+    assert runner.asked == [["main", "b"], ["main", "a"]]
+    assert operation._due(signals) is None
+
+
+def test_lanes_that_have_not_ended_are_not_said_to_have_stopped(
+    operation: Operation, told: list[tuple[str, dict[str, Any]]]
+) -> None:
+    operation.stop()
+    assert told == [("lanes", {"count": 1, "names": ["main"]})]

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -88,16 +89,24 @@ class Operation:
         while (caught := signals.look(LOOK_SECONDS)) is None:
             self._look_after_node()
             self._opening.check()
-            plan = self._plan(self.config)
-            if plan is not None and plan != self._running and time.monotonic() >= self._again_at:
-                if not signals.wait_or(lambda plan=plan: self._start_lanes(plan)):  # type: ignore[misc]
-                    break
-            elif self._runner is not None and self._running is not None:
-                self._tell_changes()
-                if self._is_changed(signals) and not signals.wait_or(self._reload):
-                    break
+            work = self._due(signals)
+            if work is not None and not signals.wait_or(work):
+                break
         name = "signal" if caught is None else caught.name
         self._report("stopping", f"{name}: stopping; once more to wait for nobody")
+
+    def _due(self, signals: Signals) -> Callable[[], None] | None:
+        """What is to be done about the lanes now, if anything is."""
+        running, plan = self._running, self._plan(self.config)
+        # A reload may have stopped them and wait for their end: not they are wanted then.
+        gave_way = running is None and self._pending
+        is_time = time.monotonic() >= self._again_at
+        if plan is not None and plan != running and is_time and not gave_way:
+            return partial(self._start_lanes, plan)
+        if running is not None:
+            self._tell_changes()
+        wanted = (running is not None or gave_way) and self._is_changed(signals)
+        return self._reload if wanted else None
 
     @property
     def _running(self) -> Plan | None:
@@ -240,8 +249,9 @@ class Operation:
             if self._node is not None:
                 last.callback(self._node.stop, self._patience)
             if self._runner is not None:
-                self._runner.stop()
-                self._report("lanes", "lanes stopped", count=0, names=[])
+                left = self._runner.stop()
+                message = f"not stopped in time: {', '.join(left)}" if left else "stopped"
+                self._report("lanes", f"lanes {message}", count=len(left), names=left)
 
 
 class Opening:

@@ -13,6 +13,7 @@ from enum import StrEnum
 from queue import Empty, SimpleQueue
 from typing import Final
 
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]  # has none
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
 
@@ -35,8 +36,12 @@ NEWS_SECONDS: Final = 5.0
 """How late the news may be that a query has ended; Spark drops news that it cannot get rid of."""
 BATCH_SECONDS: Final = 10.0
 """How long a batch may go on once the lane is to stop: a task stops sending after half of that."""
+HURRY_SECONDS: Final = 1.0
+"""How long a lane may take to end its query once it is to wait for no batch."""
 PROCESSING: Final = "Processing new data"
 """What Spark says of a query that is at a batch."""
+TIMED_OUT: Final = "java.util.concurrent.TimeoutException"
+"""What Spark raises if a query has not stopped in time."""
 
 
 class LaneState(StrEnum):
@@ -46,6 +51,8 @@ class LaneState(StrEnum):
     RUNNING = "running"
     WAITING = "waiting"
     """It failed, and will be started again."""
+    STOPPING = "stopping"
+    """It is to end, and has not ended yet."""
     STOPPED = "stopped"
 
 
@@ -96,6 +103,8 @@ class Lane:
         self._held_up = held_up
         self._suspension: Suspension | None = None
         self._stop = threading.Event()
+        self._hurry = threading.Event()
+        """Set when the batch that is under way is to be waited for no longer."""
         self._news: SimpleQueue[News | None] = SimpleQueue()
         """What is not heard yet; ``None`` says that the lane is to stop."""
         self._query: StreamingQuery | None = None
@@ -122,20 +131,28 @@ class Lane:
         self._stop.set()
         self._news.put(None)
 
-    def stop(self, timeout: float = 30.0) -> None:
-        """End the query; what it has not committed within the time stays in its queue."""
+    def stop(self, timeout: float = 30.0) -> bool:
+        """End the query, and wait so long for it; returns whether the lane has ended.
+
+        After that a batch is no longer waited for. What is not committed stays in its queue. A lane
+        that has not ended does so as soon as it can: until then its query has its name and its
+        checkpoint, and no other may have them.
+        """
         self.ask_to_stop()
+        if self._thread.ident is None:  # it was never started
+            return True
         self._thread.join(timeout)
-        query = self._query
-        if query is not None and query.isActive:
-            query.stop()
+        self._hurry.set()
+        self._thread.join(HURRY_SECONDS)
+        return not self._thread.is_alive()
 
     @property
     def status(self) -> LaneStatus:
         """How it is."""
+        ends = self._stop.is_set() and self._state is not LaneState.STOPPED
         return LaneStatus(
             self.name,
-            self._state,
+            LaneState.STOPPING if ends else self._state,
             self._restarts,
             self._reason,
             self._batches,
@@ -172,12 +189,26 @@ class Lane:
         finally:
             self._suspension = None
             if query.isActive:
-                query.stop()
+                self._end(query)
         if not has_ended:
             self._hear_out(run)
         error = query.exception()
         if error is not None:
             raise error
+
+    def _end(self, query: StreamingQuery) -> None:
+        """Stop a query, however long that takes: it may be at what nothing interrupts.
+
+        Spark gives up after ``spark.sql.streaming.stopTimeout``, and calls the query inactive as
+        soon as it is told to stop, though it runs on.
+        """
+        while True:
+            try:
+                return query.stop()
+            except Py4JJavaError as error:
+                if error.java_exception.getClass().getName() != TIMED_OUT:
+                    raise
+                log.warning("lane %s: its query is told to stop, and has not ended yet", self.name)
 
     def _follow(self, query: StreamingQuery, run: str) -> bool:
         """Go on until the query has ended, or is to end; returns whether its end was told."""
@@ -228,7 +259,8 @@ class Lane:
             if time.monotonic() > deadline:
                 log.warning("lane %s: a batch takes too long and comes again", self.name)
                 return
-            time.sleep(0.01)
+            if self._hurry.wait(0.01):
+                return
 
     def _look(self, query: StreamingQuery) -> None:
         """What is to be done while there is no news."""

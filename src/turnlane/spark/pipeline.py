@@ -109,16 +109,24 @@ class Pipeline:
 
         return started
 
-    def stop(self, timeout: float = 30.0) -> None:
-        """Stop every lane; what is not committed stays in its queue."""
+    def stop(self, timeout: float = 30.0) -> list[str]:
+        """Stop every lane; returns those that have not ended in time: they end when they can.
+
+        What is not committed stays in its queue. Nothing else may run in the place of this
+        pipeline before another call has returned none.
+        """
         for lane in self._lanes:
             lane.ask_to_stop()
         deadline = time.monotonic() + timeout
-        for lane in self._lanes:
-            lane.stop(max(0.0, deadline - time.monotonic()))
-        if self._listener is not None:
+        left = [
+            lane.name
+            for lane in self._lanes
+            if not lane.stop(max(0.0, deadline - time.monotonic()))
+        ]
+        if self._listener is not None and not left:
             self._listener.stop()
             self._listener = None
+        return left
 
     def status(self) -> list[LaneStatus]:
         """How the lanes are."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, Final
 from pyspark.sql import SparkSession
 
 from turnlane.client.remote import RemoteNode
-from turnlane.errors import QueueExists
+from turnlane.errors import QueueExists, RetryLater, TurnlaneError
 from turnlane.pipeline.settings import PipelineSettings
 from turnlane.spark.lane import LaneState, LaneStatus
 from turnlane.spark.nodes import Nodes
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 MAKE_SECONDS: Final = 10.0
 """How long a node may take to make queues before the others go on without it."""
+TROUBLE_SECONDS: Final = 5.0
+"""How long to wait for a node to say what is wrong with it."""
 
 Change = tuple[str, LaneState, str | None, str | None]
 
@@ -45,20 +47,31 @@ class Plan:
         return Pipeline(self.settings, self.access, spark, self.checkpoints, prepare)
 
 
+class LanesLeft(RetryLater):
+    """Lanes that are told to stop have not ended yet."""
+
+    def __init__(self, names: Sequence[str], troubles: Sequence[str] = ()) -> None:
+        lanes = ("lane " if len(names) == 1 else "lanes ") + ", ".join(names)
+        have = "has" if len(names) == 1 else "have"
+        why = "".join(f"; {trouble}" for trouble in troubles)
+        super().__init__(f"{lanes} of the configuration before {have} not ended yet{why}")
+
+
 class Runner:
     """Runs one plan at a time. Safe to be stopped from any thread."""
 
     def __init__(self, spark: SparkSession) -> None:
         self._spark = spark
         self._plan: Plan | None = None
+        self._is_stopping = False
         self._pipeline: Pipeline | None = None
         self._known: dict[str, Change] = {}
         self._exchanging = threading.RLock()
 
     @property
     def plan(self) -> Plan | None:
-        """What runs."""
-        return self._plan
+        """What runs; ``None`` as soon as its lanes are told to stop."""
+        return None if self._is_stopping else self._plan
 
     def start(self, plan: Plan) -> None:
         """Start a plan, in the place of the one that runs.
@@ -67,22 +80,34 @@ class Runner:
         that runs is left alone. Lanes begin where their queues' cursors are, so whatever the lanes
         before had not committed comes again. Nothing is left out, and nothing gets into a queue
         twice; an output may get a batch again.
+
+        Raises ``LanesLeft`` if lanes before it do not end in time. They are told to, and nothing
+        runs in their place: to be tried again.
         """
         with self._exchanging:
             pipeline = plan.pipeline(self._spark)
             remembering = pipeline.check()
             make_queues(plan)
-            self.stop()
+            left = self.stop()
+            if left:
+                raise LanesLeft(left, troubles(self._plan or plan))
             pipeline.start(remembering)
-            self._plan, self._pipeline = plan, pipeline
+            self._plan, self._pipeline, self._is_stopping = plan, pipeline, False
 
-    def stop(self, timeout: float = 30.0) -> None:
-        """Stop all lanes; what is not committed stays in its queue."""
+    def stop(self, timeout: float = 30.0) -> list[str]:
+        """Stop all lanes; returns those that have not ended in time.
+
+        What is not committed stays in its queue.
+        """
         with self._exchanging:
-            if self._pipeline is not None:
-                self._pipeline.stop(timeout)
+            if self._pipeline is None:
+                return []
+            self._is_stopping = True
+            self._known.clear()
+            left = self._pipeline.stop(timeout)
+            if not left:
                 self._pipeline = self._plan = None
-                self._known.clear()
+            return left
 
     def status(self) -> list[LaneStatus]:
         """How the lanes are."""
@@ -130,3 +155,19 @@ def _make_queues(node: RemoteNode, queues: Mapping[str, Mapping[str, Any]]) -> N
             log.warning("%s: queue %s is there with other settings", node.place, name)
         else:
             log.info("%s: queue %s made", node.place, name)
+
+
+def troubles(plan: Plan) -> list[str]:
+    """What is wrong with a plan's queues, as far as their nodes say: lanes may wait for it."""
+    nodes = Nodes.of(WriteOptions.of(plan.access))
+    questions = {n: nodes[n].stats for n in range(nodes.count)}
+    try:
+        answers = nodes.answers("troubles", questions, TROUBLE_SECONDS)
+    except TurnlaneError as error:
+        return [str(error)]
+    return [
+        f"queue {name} cannot write to its disk: {stats['trouble']}"
+        for answer in answers.values()
+        for name, stats in answer.items()
+        if name in plan.queues and stats.get("trouble")
+    ]

@@ -53,6 +53,8 @@ DEFAULTS = {
     "spark.sql.shuffle.partitions": "4",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.streaming.minBatchesToRetain": "10",
+    # Then a lane says that its query has not ended, and interrupts it again.
+    "spark.sql.streaming.stopTimeout": "15s",
     # Spark's own, and the variables that executors get.
     "spark.redaction.regex": "(?i)secret|password|token|access[.]?key|executorEnv",
     "spark.log.level": "WARN",
