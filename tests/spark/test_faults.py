@@ -269,6 +269,9 @@ def test_a_lane_with_state_begins_anew_if_its_checkpoint_is_gone_or_its_query_an
     shutil.rmtree(tmp_path / "checkpoints")
     assert counted(COUNT, "one", 200) == 100, "without its checkpoint, with what waits"
     assert counted(COUNT.replace("'all'", "'these'"), "one", 300) == 100, "another query, too"
+    (left,) = (tmp_path / "checkpoints").glob("taken-*")
+    assert counted(COUNT, "one", 400) == 100, "and one that comes back: it has not seen them all"
+    assert not left.exists()
 
 
 def once_each(events: DataFrame) -> DataFrame:

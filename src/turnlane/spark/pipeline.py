@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamReader, DataStreamWriter
 from pyspark.sql.types import BinaryType, ShortType, StructType
@@ -24,6 +25,7 @@ from turnlane.pipeline.settings import MAIN, ActionSettings, LaneSettings, Pipel
 from turnlane.spark import shape
 from turnlane.spark.answers import answer
 from turnlane.spark.checking import check
+from turnlane.spark.checkpoints import Checkpoints, Retiring
 from turnlane.spark.grouping import FEW_VALUES
 from turnlane.spark.hollows import filled
 from turnlane.spark.lane import Lane, LaneStatus, Start
@@ -199,12 +201,23 @@ class Pipeline:
 
     def _lane(self, action: ActionSettings) -> Lane:
         if isinstance(action.output, SparkSinkSettings) or self._keeps_query(action):
-            settling = Settling(Nodes.of(WriteOptions.of(self._access)), action.name)
-            start = self._one_by_one(partial(self._start_durable, patient(action)))
-            # With several queues Spark does not say which is which: their readers settle, later.
-            return Lane(action.name, start, None if action.with_queues else settling)
+            return self._durable_lane(action)
         start = self._one_by_one(partial(self._start_stateless, action))
-        return Lane(action.name, start, held_up=self._held_up([step_of_lane(action)]))
+        retiring = Retiring(Checkpoints(self._checkpoints, action.name))
+        return Lane(action.name, start, retiring, self._held_up([step_of_lane(action)]))
+
+    def _durable_lane(self, action: ActionSettings) -> Lane:
+        settling = Settling(Nodes.of(WriteOptions.of(self._access)), action.name)
+        retiring = Retiring(Checkpoints(self._checkpoints, action.name))
+        start = self._one_by_one(partial(self._start_durable, patient(action), retiring))
+
+        def watch(progress: StreamingQueryProgress) -> None:
+            # With several queues Spark does not say which is which: their readers settle, later.
+            if not action.with_queues:
+                settling(progress)
+            retiring(progress)
+
+        return Lane(action.name, start, watch)
 
     def _keeps_query(self, action: ActionSettings) -> bool:
         """Whether a checkpoint is of this query and no other.
@@ -236,12 +249,15 @@ class Pipeline:
         rows = _only(shape.storable(with_payload(events, form)), wanted)
         return self._lane_query(rows, action.name, run, action.lane, steps)
 
-    def _start_durable(self, action: ActionSettings, run: str) -> StreamingQuery:
+    def _start_durable(
+        self, action: ActionSettings, retiring: Retiring, run: str
+    ) -> StreamingQuery:
         """Its checkpoint holds state, or makes the sink exactly once: it stays."""
         del run  # it goes on where the one before has ended
         reader = self._read(action.name, action.lane)
         rows = self._action_events(action, reader.option("consume", bool(action.with_queues)))
-        checkpoint = self._checkpoints / f"{action.name}-{self._fingerprint(action)}"
+        writes_files = isinstance(action.output, SparkSinkSettings) and bool(action.output.place)
+        checkpoint = retiring.take(self._fingerprint(action), stays=writes_files)
         if isinstance(action.output, SparkSinkSettings):
             check_sink(self._spark, action.output, checkpoint)
             writer = to_sink(rows, action)
