@@ -102,6 +102,26 @@ class TestBatch:
         assert sorted(node.values("odd")) == [b"1", b"3", b"5", b"7", b"9"]
         assert sorted(node.values("all")) == numbers(0, 10)
 
+    @pytest.mark.parametrize(
+        "queue",
+        [
+            "if(id > 1, null, 'all')",
+            "if(id > 1, null, array('odd', 'all'))",
+            "if(id > 1, array(), array('all'))",
+            "if(id > 1, array(cast(null as string)), array('all', null))",
+        ],
+    )
+    def test_a_row_without_a_queue_is_no_row_to_lose(
+        self, queue: str, spark: SparkSession, node: Served
+    ) -> None:
+        rows = spark.range(0, 10, 1, 1).selectExpr("cast(id as string) value", f"{queue} queue")
+        writer = rows.write.format("turnlane").option("endpoint", node.url).mode("append")
+        with pytest.raises(Exception, match=r"8 of 10 rows name no queue .* leave them out"):
+            writer.save()
+        assert node.values("all") == node.values("odd") == []
+        writer.option("steps", "[]").save()  # as lanes write, where events may go nowhere
+        assert sorted(node.values("all")) == numbers(0, 2)
+
     def test_extra_columns_are_kept(self, spark: SparkSession, node: Served) -> None:
         rows = spark.range(3).selectExpr("cast(id as string) as value", "id * 2 as twice")
         rows.write.format("turnlane").option("endpoint", node.url).mode("append").save("all")

@@ -108,6 +108,12 @@ def by_route(rows: pa.RecordBatch, column: str) -> Sequence[tuple[str, pa.Record
     return [(name, rows.take(_where(names, name, index))) for name in _each(names)]
 
 
+def without_route(rows: pa.RecordBatch, column: str) -> int:
+    """How many rows have no name in a column."""
+    names, index = _routes(rows, column)
+    return int(rows.num_rows - len(pc.unique(index.filter(pc.is_valid(names)))))
+
+
 def routes_of(rows: pa.RecordBatch, column: str) -> dict[str, npt.NDArray[np.bool_]]:
     """The same as masks: which rows have a name in a column."""
     names, index = _routes(rows, column)

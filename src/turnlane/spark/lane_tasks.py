@@ -30,6 +30,8 @@ from turnlane.spark.tasks import Places, Staged, Task, filled, join
 class LaneTask(Task):
     """A task of a lane: outputs are called, too."""
 
+    drops_unrouted = True  # an event that no filter takes goes nowhere, and is settled
+
     def __init__(self, options: LaneWriteOptions, opened: ExitStack) -> None:
         super().__init__(options, opened, of_lane=options.lane is not None)
         self._options = options

@@ -10,9 +10,10 @@ from typing import TypeVar
 import pyarrow as pa
 from pyspark.sql.datasource import WriterCommitMessage
 
+from turnlane.errors import SchemaMismatch
 from turnlane.events import Block
 from turnlane.queues.spans import Span
-from turnlane.spark.columns import by_route
+from turnlane.spark.columns import by_route, without_route
 from turnlane.spark.hollows import emptied
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.options import WriteOptions
@@ -39,6 +40,9 @@ class Staged(WriterCommitMessage):
 class Task:
     """A task of anyone's own query: queues get stages."""
 
+    drops_unrouted = False
+    """Whether a row may go nowhere: in a query of one's own it would be lost in silence."""
+
     def __init__(self, options: WriteOptions, opened: ExitStack, *, of_lane: bool = False) -> None:
         self._queue = options.queue
         self._stages = Stages(Nodes.of(options), opened, of_lane=of_lane)
@@ -53,8 +57,19 @@ class Task:
         if self._queue is not None:
             self._stages.add(self._queue, rows)
             return
+        if not self.drops_unrouted:
+            _check_routes(rows)
         for queue, part in by_route(rows, QUEUE):
             self._stages.add(queue, part)
+
+
+def _check_routes(rows: Block) -> None:
+    lost = without_route(rows, QUEUE)
+    if lost:
+        raise SchemaMismatch(
+            f"{lost} of {rows.num_rows} rows name no queue in the column `queue`: leave them out "
+            "with a filter, or name one; nothing of the batch is written"
+        )
 
 
 def filled(batches: Iterator[pa.RecordBatch]) -> Iterator[Block]:
