@@ -202,6 +202,8 @@ def payload_made(events: DataFrame) -> DataFrame:
 
 OUT = "output: {type: file, path: o}"
 SPARK = "queue: disk, output: {type: spark, format: parquet, path: p"
+FILES = "queue: disk, output: {type: spark, path: p, format"
+ROWS = "output: {type: sql, url: 'sqlite:///x', table: t, columns: {a: value.a.b, b: mesage}}"
 
 
 @pytest.mark.parametrize(
@@ -210,6 +212,25 @@ SPARK = "queue: disk, output: {type: spark, format: parquet, path: p"
         (f"{SPARK}, columns: [nosuch]}}", "", r"actions\[0\].output.columns: .*nosuch"),
         (f"{SPARK}, partition_by: [day]}}", "", r"output.partition_by: there is no column 'day'"),
         ("queue: disk, output: {type: spark, format: parqet}", "", r"output.format: .*parqet"),
+        (f"{FILES}: csv}}", "", r"\[0\].output.format: .*`headers` .*MAP.*; say in `columns`"),
+        (f"{FILES}: text}}", "", r"\[0\].output.format: .*Text .*; say in `columns`"),
+        (f"{FILES}: text, columns: [key, source]}}", "", r"\[0\].output.columns: .*single column"),
+        (f"{FILES}: orc}}", "parse: json", r"\[0\].output.format: .*`data` .*VARIANT"),
+        (f"queue: disk, {ROWS}", "", r"\[0\].output.columns.b: the events have no 'mesage'; they"),
+        (ROWS, "", r"\[0\].output.columns.b: the events have no 'mesage'; they have key, value"),
+        (
+            f"queue: disk, {OUT}, delivery: {{failover: {{{ROWS}}}}}",
+            "",
+            r"\[0\].delivery.failover.output.columns.b: the events have no 'mesage'",
+        ),
+        (
+            (
+                "queue: disk, sql: SELECT key FROM events, "
+                "output: {type: table, url: 'sqlite:///x', table: t, columns: {b: event_id}}"
+            ),
+            "",
+            r"\[0\].output.columns.b: the events have no 'event_id'; they have key",
+        ),
         (OUT, f"transform: '{__name__}:payload_made'", "transform: makes a column 'payload'"),
         (
             f"queue: disk, transform: '{__name__}:payload_made', {OUT}",
@@ -303,6 +324,23 @@ actions:
     output: {type: file, path: o}
   - {name: once, queue: disk, transform: "HERE:once_each", output: {type: file, path: o}}
   - {name: plain, queue: disk, sql: SELECT n FROM events, output: {type: file, path: o}}
+  - {name: parquet, queue: disk, output: {type: spark, format: parquet, path: p0}}
+  - {name: json, queue: disk, output: {type: spark, format: json, path: p1, partition_by: [key]}}
+  - name: text
+    queue: disk
+    output: {type: spark, format: text, path: p2, columns: [key, n], partition_by: [N]}
+  - name: csv
+    queue: disk
+    output: {type: spark, format: csv, path: p3, columns: [n, timestamp], options: {sep: ;}}
+  - {name: console, queue: disk, output: {type: spark, format: console}}
+  - name: rows
+    queue: disk
+    output:
+      type: sql
+      url: sqlite:///x
+      table: t
+      columns: {a: event_id, b: value.a.b, c: n, d: payload, e: headers.h, f: partition}
+  - {name: now, output: {type: sql, url: "sqlite:///x", table: t, columns: {a: event_id, b: n}}}
 """.replace("HERE", __name__)
     )
     remembering = pipeline_of(config, spark).check()

@@ -12,11 +12,12 @@ from turnlane.delivery.columns import DIRECT, PAYLOAD
 from turnlane.events import Block
 from turnlane.pipeline.settings import MAIN
 
-_PLACE: Final = ("partition", "offset")
+PLACE: Final = ("partition", "offset")
+"""The columns without which nobody knows which event it is."""
 _TIME: Final = "timestamp"
 ROW: Final = "turnlane_row"
 """The column that tells the rows which a transform has made of one event apart: 0, 1, …"""
-NOT_OF_EVENTS: Final = ("queue", *_PLACE, DIRECT, PAYLOAD, ROW)
+NOT_OF_EVENTS: Final = ("queue", *PLACE, DIRECT, PAYLOAD, ROW)
 """Columns that say where an event is, or goes, or how it looks there; they are not stored."""
 
 
@@ -27,9 +28,9 @@ def ids_of(block: Block) -> pa.Array[Any] | None:
     event, the second has ``.1`` behind that, and so on.
     """
     names = block.schema.names
-    if not all(name in names for name in _PLACE):
+    if not all(name in names for name in PLACE):
         return None
-    partition, offset = (block.column(name).cast(pa.string()) for name in _PLACE)
+    partition, offset = (block.column(name).cast(pa.string()) for name in PLACE)
     return _joined(_queues(block), partition, _told_apart(offset, block), "/")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from turnlane.errors import Never, RetryLater
 from turnlane.events import Block
-from turnlane.outputs.identity import ROW, ids_of
+from turnlane.outputs.identity import PLACE, ROW, ids_of
 
 EVENT_ID: Final = "event_id"
 """A source that is there without a column: which event it is."""
@@ -46,6 +46,14 @@ def rows_of(block: Block, columns: Mapping[str, str], *, places: bool) -> Rows:
     arrays = [_plain(_source(block, source)) for source in columns.values()]
     batch = pa.RecordBatch.from_arrays(arrays, names=list(columns))
     return Rows(batch, _places(block) if places else {})
+
+
+def has_source(names: Collection[str], source: str) -> bool:
+    """Whether events with columns of these names have what a column is to come from."""
+    if source == EVENT_ID and set(PLACE) <= set(names):
+        return True
+    first, dot, _ = source.partition(".")
+    return source in names or bool(dot and first in names)
 
 
 def _source(block: Block, source: str) -> Any:  # noqa: ANN401

@@ -9,8 +9,12 @@ from pyspark.sql import DataFrame, SparkSession
 
 from turnlane.delivery.columns import OURS, PAYLOAD
 from turnlane.errors import ConfigError, SchemaMismatch
+from turnlane.outputs.contract import OutputSettings
 from turnlane.outputs.queue import QueueOutputSettings
 from turnlane.outputs.spark import SparkSinkSettings
+from turnlane.outputs.sql import SqlSettings
+from turnlane.outputs.sql_rows import has_source
+from turnlane.outputs.table import TableOutputSettings
 from turnlane.pipeline.settings import ActionSettings, PipelineSettings
 from turnlane.spark import shape
 from turnlane.spark.answers import answer, called, check_together
@@ -18,7 +22,7 @@ from turnlane.spark.columns import check_writable
 from turnlane.spark.parsing import parsed
 from turnlane.spark.remembering import check_runs, remembered, stream_of
 from turnlane.spark.sink_files import chosen
-from turnlane.spark.sinks import streams_into
+from turnlane.spark.sinks import check_files_take, streams_into
 from turnlane.spark.tolerant import tolerant
 
 
@@ -42,7 +46,9 @@ def check(session: SparkSession, settings: PipelineSettings) -> frozenset[str]:
         where = f"actions[{at}]"
         if action.filter is not None:
             _checked(f"{where}.filter", partial(events.where, tolerant(action.filter)))
-        if not action.is_direct:
+        if action.is_direct:
+            _check_tables(action, where, events)
+        else:
             rows = _check_lane(action, where, queued, lambda name: queued if name in own else base)
             remembering |= {action.name} if remembered(rows) else set()
     return frozenset(remembering)
@@ -66,7 +72,14 @@ def _check_lane(
         _refuse_ours(last, rows)
     if isinstance(action.output, QueueOutputSettings):
         _check_events(last, rows)
+    _check_tables(action, where, rows)
     return rows
+
+
+def _check_tables(action: ActionSettings, where: str, rows: DataFrame) -> None:
+    _check_sources(f"{where}.output", action.output, rows)
+    if action.delivery.failover is not None:
+        _check_sources(f"{where}.delivery.failover.output", action.delivery.failover.output, rows)
 
 
 def _check_events(place: str, rows: DataFrame) -> None:
@@ -81,6 +94,7 @@ def _check_sink(sink: SparkSinkSettings, where: str, rows: DataFrame) -> None:
     written = _checked(f"{where}.columns", partial(chosen, rows, sink))
     _check_folders(f"{where}.partition_by", written, sink)
     _check_format(f"{where}.format", rows.sparkSession, sink)
+    _check_files(f"{where}.{'columns' if sink.columns else 'format'}", written, sink)
 
 
 def _check_folders(place: str, rows: DataFrame, sink: SparkSinkSettings) -> None:
@@ -95,6 +109,26 @@ def _check_format(place: str, spark: SparkSession, sink: SparkSinkSettings) -> N
         streams_into(spark, sink.format)
     except ConfigError as error:
         raise _placed(error, place) from error
+
+
+def _check_files(place: str, rows: DataFrame, sink: SparkSinkSettings) -> None:
+    """Check that files of the format can have these columns, and so many of them."""
+    try:
+        check_files_take(rows, sink)
+    except Exception as error:
+        advice = "say in `columns` what is written, as in CAST(value AS string) AS value"
+        raise ConfigError(place, f"{_first_words(error)}; {advice}") from error
+
+
+def _check_sources(place: str, output: OutputSettings, rows: DataFrame) -> None:
+    """Check that an output which fills columns of a table has what to fill them with."""
+    if not isinstance(output, SqlSettings | TableOutputSettings):
+        return
+    there = [*shape.storable(rows).columns, PAYLOAD]
+    for name, source in output.columns.items():
+        if not has_source(there, source):
+            message = f"the events have no {source!r}; they have {', '.join(there)}"
+            raise ConfigError(f"{place}.columns.{name}", message)
 
 
 def _refuse_ours(place: str, rows: DataFrame) -> None:

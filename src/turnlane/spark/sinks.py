@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from turnlane.errors import ConfigError, Never
 from turnlane.outputs.spark import SparkSinkSettings
@@ -40,22 +40,63 @@ def streams_into(spark: SparkSession, name: str) -> bool:
 
     Raises ``ConfigError`` if Spark does not find the format.
     """
-    jvm: Any = spark._jvm  # noqa: SLF001 - pyspark does not tell
-    conf = spark._jsparkSession.sessionState().conf()  # noqa: SLF001
-    formats = jvm.org.apache.spark.sql.execution.datasources.DataSource
-    try:
-        found = formats.lookupDataSource(name, conf)
-    except PySparkException as error:
-        raise ConfigError("format", str(error).partition("\n")[0]) from None
-    except Py4JJavaError as error:  # one that pyspark has no name for
-        why = str(error.java_exception.getMessage()).partition("\n")[0]
-        raise ConfigError("format", why) from None
+    jvm, found = _java(spark), _looked_up(spark, name)
     takers = (
         jvm.org.apache.spark.sql.sources.StreamSinkProvider,
         jvm.org.apache.spark.sql.execution.datasources.FileFormat,
         jvm.org.apache.spark.sql.connector.catalog.TableProvider,
     )
-    return any(taker._java_lang_class.isAssignableFrom(found) for taker in takers)  # noqa: SLF001
+    return any(_is_a(taker, found) for taker in takers)
+
+
+def check_files_take(rows: DataFrame, sink: SparkSinkSettings) -> None:
+    """Have a format of files look at the columns, as it does before it writes.
+
+    Nothing is written, nor are tasks needed. Other formats are not asked. Raises what Spark raises,
+    and ``ConfigError`` if it does not find the format.
+    """
+    spark = rows.sparkSession
+    files = _file_format(spark, sink.format)
+    if files is None:
+        return
+    jvm = _java(spark)
+    schema = rows.drop(*sink.partition_by)._jdf.schema()  # noqa: SLF001 - these are folders
+    checks = jvm.org.apache.spark.sql.execution.datasources.DataSourceUtils
+    checks.verifySchema(files, schema, False)  # noqa: FBT003 - for writing, not only for reading
+    # Text has room for one column, which only this tells.
+    job = jvm.org.apache.hadoop.mapreduce.Job.getInstance(spark._jsc.hadoopConfiguration())  # noqa: SLF001
+    options = jvm.PythonUtils.toScalaMap(sink.options)
+    files.prepareWrite(spark._jsparkSession, job, options, schema)  # noqa: SLF001
+
+
+def _file_format(spark: SparkSession, name: str) -> Any:  # noqa: ANN401 - of Java
+    """Spark's way of writing files in a format; ``None`` for what is no format of files."""
+    datasources = _java(spark).org.apache.spark.sql.execution.datasources
+    found = _looked_up(spark, name)
+    if _is_a(datasources.v2.FileDataSourceV2, found):  # streams are written in the older way
+        found = found.newInstance().fallbackFileFormat()
+    return found.newInstance() if _is_a(datasources.FileFormat, found) else None
+
+
+def _looked_up(spark: SparkSession, name: str) -> Any:  # noqa: ANN401 - of Java
+    """The class of a format. Raises ``ConfigError`` if there is none."""
+    conf = spark._jsparkSession.sessionState().conf()  # noqa: SLF001
+    formats = _java(spark).org.apache.spark.sql.execution.datasources.DataSource
+    try:
+        return formats.lookupDataSource(name, conf)
+    except PySparkException as error:
+        raise ConfigError("format", str(error).partition("\n")[0]) from None
+    except Py4JJavaError as error:  # one that pyspark has no name for
+        why = str(error.java_exception.getMessage()).partition("\n")[0]
+        raise ConfigError("format", why) from None
+
+
+def _is_a(kind: Any, found: Any) -> bool:  # noqa: ANN401 - of Java
+    return bool(kind._java_lang_class.isAssignableFrom(found))  # noqa: SLF001
+
+
+def _java(spark: SparkSession) -> Any:  # noqa: ANN401 - of Java
+    return spark._jvm  # noqa: SLF001 - pyspark does not tell what is asked here
 
 
 def _has_begun(checkpoint: Path) -> bool:
