@@ -103,6 +103,8 @@ def test_the_command_prints_or_draws(tmp_path: Path) -> None:
 def test_what_is_shown_of_places_is_short_and_has_no_password() -> None:
     assert without_credentials("https://u:p@host:9/x") == "https://host:9/x"
     assert without_credentials("out/a@b") == "out/a@b"
+    for file in ("sqlite:///x.db", "sqlite:////tmp/a@b.db", "file:///out?x=//u@h#f"):
+        assert without_credentials(file) == file
     assert cut("a  b\nc", 5) == "a b c"
     assert cut("abcdef", 4) == "abc…"
 

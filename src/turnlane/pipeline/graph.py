@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from turnlane.pipeline.settings import MAIN, ActionSettings, PipelineSettings
 
@@ -71,8 +71,9 @@ def without_credentials(place: str) -> str:
     """A url without user and password; anything else as it is."""
     if "://" not in place:
         return place
-    parts = urlsplit(place)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    # Not by urlunsplit, which leaves out the slashes before a host that is empty, as SQLite's is.
+    netloc = urlsplit(place).netloc
+    return place.replace(f"//{netloc}", f"//{netloc.rpartition('@')[2]}", 1)
 
 
 def lane_steps(action: ActionSettings) -> list[str]:
