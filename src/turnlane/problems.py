@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,15 +56,56 @@ class Contradiction(ValueError):
         self.problems = tuple(problems)
 
 
+class ConfigProblems(ConfigError):
+    """Several things are wrong, a line for each; ``problems`` has them all, ``knob`` the first."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        first, *others = problems
+        lines = [first.message, *(f"{knob}: {message}" for knob, message in others)]
+        super().__init__(first.knob, "\n".join(lines))
+        self.problems = tuple(problems)
+
+
+class Findings:
+    """What is found wrong by one check after another, to be told all at once."""
+
+    def __init__(self) -> None:
+        self._problems: list[Problem] = []
+
+    def add(self, knob: str, message: str) -> None:
+        """Note one."""
+        self._problems.append(Problem(knob, message))
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Go on behind this block if it raises ``ConfigError``."""
+        try:
+            yield
+        except ConfigError as error:
+            self._problems += problems_of(error)
+
+    def tell(self) -> None:
+        """Raise ``ConfigProblems`` if there are any."""
+        if self._problems:
+            raise ConfigProblems(self._problems)
+
+
+def problems_of(error: ConfigError) -> Sequence[Problem]:
+    """All that an error tells of."""
+    if isinstance(error, ConfigProblems):
+        return error.problems
+    return [Problem(error.knob, str(error).removeprefix(f"{error.knob}: "))]
+
+
 def config_error(error: ValidationError, knobs: Iterable[str] = ()) -> ConfigError:
     """One ``ConfigError`` for all that pydantic found, a line for each problem.
 
     ``knobs`` are the names that exist, to guess what a misspelt one was meant to be.
     """
     names = list(knobs)
-    first, *others = [problem for detail in error.errors() for problem in _problems(detail, names)]
-    lines = [first.message, *(f"{knob}: {message}" for knob, message in others)]
-    return ConfigError(first.knob, "\n".join(lines))
+    return ConfigProblems(
+        [problem for detail in error.errors() for problem in _problems(detail, names)]
+    )
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

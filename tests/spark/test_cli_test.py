@@ -161,6 +161,48 @@ def test_what_spark_refuses_is_told_with_its_place(
     assert said.stderr.count("\n") == 1
 
 
+def test_all_that_spark_refuses_is_told_at_once(turnlane: Run) -> None:
+    said = turnlane(
+        "validate",
+        """\
+node: {data: d}
+actions:
+  - {name: one, filter: severty = 1, output: {type: file, path: o}}
+  - name: two
+    queue: disk
+    filter: sorce = 's'
+    output:
+      type: spark
+      format: parqet
+      path: p
+      columns: [kye]
+  - name: three
+    queue: disk
+    output: {type: spark, format: csv, path: q, partition_by: [day, hour]}
+  - {name: four, queue: disk, sql: SELECT nothing FROM events, output: {type: file, path: o}}
+  - name: five
+    queue: disk
+    output:
+      {type: sql, url: "sqlite:///x", table: t, columns: {a: nosuch, b: key, c: neither}}
+""",
+        "--spark",
+    )
+    assert said.exit_code == 78, said.output
+    places = [":".join(line.split(":")[:4]) for line in said.stderr.splitlines()]
+    assert places == [
+        "c.yaml:3:25: actions[0].filter",
+        "c.yaml:6:13: actions[1].filter",
+        "c.yaml:9:15: actions[1].output.format",
+        "c.yaml:11:16: actions[1].output.columns",
+        "c.yaml:14:35: actions[2].output.format",
+        "c.yaml:14:63: actions[2].output.partition_by",
+        "c.yaml:14:63: actions[2].output.partition_by",
+        "c.yaml:15:36: actions[3].sql",
+        "c.yaml:19:62: actions[4].output.columns.a",
+        "c.yaml:19:81: actions[4].output.columns.c",
+    ], said.stderr
+
+
 def test_what_spark_accepts_is_valid(turnlane: Run) -> None:
     said = turnlane("validate", CONFIG, "--spark")
     assert said.stdout == "c.yaml: ok, 1 queue, 0 inputs, 7 actions\n", said.output

@@ -42,7 +42,7 @@ from turnlane.pipeline.settings import (
     PipelineSettings,
     SparkSettings,
 )
-from turnlane.problems import Contradiction, Problem
+from turnlane.problems import Contradiction, Problem, problems_of
 from turnlane.quantities import Duration
 from turnlane.queues.settings import QueueSettings
 from turnlane.serving.address import Address, check_exposed
@@ -281,16 +281,17 @@ class Config(Section):
         yield "actions", [each.name for each in self.actions]
 
     def placed(self, error: ConfigError) -> ConfigError:
-        """What was found wrong later, by Spark say, with its place in the file.
+        """What was found wrong later, by Spark say, each thing with its place in the file.
 
-        ``error.knob`` is a dotted path such as ``actions[1].filter``. Settings that came from no
+        Their knobs are dotted paths such as ``actions[1].filter``. Settings that came from no
         file have no place: then it is the same error.
         """
         if self._document is None or isinstance(error, ConfigFaults):
             return error
-        path = undotted(error.knob)
-        fault = Fault(self._document.place(path), dotted(path), _message(error))
-        return ConfigFaults(self._document.file, [fault])
+        found = [(undotted(knob), message) for knob, message in problems_of(error)]
+        place = self._document.place
+        faults = [Fault(place(path), dotted(path), message) for path, message in found]
+        return ConfigFaults(self._document.file, faults)
 
 
 def _free_name(kind: str, taken: set[str | None]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from functools import partial
 
 from pyspark.sql import DataFrame, SparkSession
@@ -16,6 +17,7 @@ from turnlane.outputs.sql import SqlSettings
 from turnlane.outputs.sql_rows import has_source
 from turnlane.outputs.table import TableOutputSettings
 from turnlane.pipeline.settings import ActionSettings, PipelineSettings
+from turnlane.problems import Findings
 from turnlane.spark import shape
 from turnlane.spark.answers import answer, called, check_together
 from turnlane.spark.columns import check_writable
@@ -29,57 +31,81 @@ from turnlane.spark.tolerant import tolerant
 def check(session: SparkSession, settings: PipelineSettings) -> frozenset[str]:
     """Check it all; returns the actions whose queries have to remember things between batches.
 
-    Raises ``ConfigError``, which names the action and the setting.
+    Raises ``ConfigProblems``, which names actions and settings: all that is wrong, but for what
+    only shows once something before it is right.
     """
-    # In a session of its own: views made here are no business of the lanes that run.
-    spark = session.newSession()
-    base = stream_of(spark, shape.nothing(spark).schema)
-    plain = _checked("parse", lambda: parsed(base, settings.parse))
-    events = _checked("transform", lambda: shape.transformed(plain, settings))
-    _refuse_ours("transform", events)
-    _refuse_memory("transform", events)
-    queued = stream_of(spark, shape.stored_schema(spark, settings))
-    queued = shape.restored(queued, settings)
-    own = {action.name for action in settings.queued}
-    remembering = set()
-    for at, action in enumerate(settings.actions):
-        where = f"actions[{at}]"
-        if action.filter is not None:
-            _checked(f"{where}.filter", partial(events.where, tolerant(action.filter)))
-        if action.is_direct:
-            _check_tables(action, where, events)
-        else:
-            rows = _check_lane(action, where, queued, lambda name: queued if name in own else base)
-            remembering |= {action.name} if remembered(rows) else set()
+    findings = Findings()
+    remembering: set[str] = set()
+    with findings.noted():
+        # In a session of its own: views made here are no business of the lanes that run.
+        remembering |= _check_all(session.newSession(), settings, findings)
+    findings.tell()
     return frozenset(remembering)
 
 
-def _check_lane(
+def _check_all(
+    spark: SparkSession, settings: PipelineSettings, findings: Findings
+) -> AbstractSet[str]:
+    base = stream_of(spark, shape.nothing(spark).schema)
+    plain = _checked("parse", lambda: parsed(base, settings.parse))
+    events = _checked("transform", lambda: shape.transformed(plain, settings))
+    with findings.noted():
+        _refuse_ours("transform", events)
+        _refuse_memory("transform", events)
+    queued = stream_of(spark, shape.stored_schema(spark, settings))
+    queued = shape.restored(queued, settings)
+    own = {action.name for action in settings.queued}
+    remembering: set[str] = set()
+    for at, action in enumerate(settings.actions):
+        where = f"actions[{at}]"
+        if action.filter is not None:
+            with findings.noted():
+                _checked(f"{where}.filter", partial(events.where, tolerant(action.filter)))
+        if action.is_direct:
+            _check_tables(action, where, events, findings)
+            continue
+        with findings.noted():
+            rows = _made(action, where, queued, lambda name: queued if name in own else base)
+            remembering |= {action.name} if remembered(rows) else set()
+            _check_output(action, where, rows, findings)
+    return remembering
+
+
+def _made(
     action: ActionSettings, where: str, events: DataFrame, source_of: Callable[[str], DataFrame]
 ) -> DataFrame:
-    rows, last = events, where
+    """What an action's lane makes of events."""
+    rows = events
     if action.transform is not None:
-        last = f"{where}.transform"
         mode = "append" if action.sql is None else None  # else what SQL makes of it has to run
-        rows = _checked(last, partial(called, action.transform, events), mode)
+        rows = _checked(f"{where}.transform", partial(called, action.transform, events), mode)
         check_together(action, rows, where)
     if action.sql is not None:
-        last = f"{where}.sql"
-        rows = _checked(last, partial(answer, action, events, source_of), action.output_mode)
-    if isinstance(action.output, SparkSinkSettings):
-        _check_sink(action.output, f"{where}.output", rows)
-    else:
-        _refuse_ours(last, rows)
-    if isinstance(action.output, QueueOutputSettings):
-        _check_events(last, rows)
-    _check_tables(action, where, rows)
+        make = partial(answer, action, events, source_of)
+        rows = _checked(f"{where}.sql", make, action.output_mode)
     return rows
 
 
-def _check_tables(action: ActionSettings, where: str, rows: DataFrame) -> None:
-    _check_sources(f"{where}.output", action.output, rows)
-    if action.delivery.failover is not None:
-        _check_sources(f"{where}.delivery.failover.output", action.delivery.failover.output, rows)
+def _check_output(action: ActionSettings, where: str, rows: DataFrame, findings: Findings) -> None:
+    """Check that an action's output takes what its lane has made."""
+    steps = [name for name in ("sql", "transform") if getattr(action, name) is not None]
+    last = ".".join([where, *steps[:1]])
+    if isinstance(action.output, SparkSinkSettings):
+        _check_sink(action.output, f"{where}.output", rows, findings)
+        return
+    with findings.noted():
+        _refuse_ours(last, rows)
+    if isinstance(action.output, QueueOutputSettings):
+        with findings.noted():
+            _check_events(last, rows)
+    _check_tables(action, where, rows, findings)
+
+
+def _check_tables(action: ActionSettings, where: str, rows: DataFrame, findings: Findings) -> None:
+    _check_sources(f"{where}.output", action.output, rows, findings)
+    failover = action.delivery.failover
+    if failover is not None:
+        _check_sources(f"{where}.delivery.failover.output", failover.output, rows, findings)
 
 
 def _check_events(place: str, rows: DataFrame) -> None:
@@ -90,18 +116,16 @@ def _check_events(place: str, rows: DataFrame) -> None:
         raise ConfigError(place, f"a queue does not take this: {error}") from error
 
 
-def _check_sink(sink: SparkSinkSettings, where: str, rows: DataFrame) -> None:
+def _check_sink(sink: SparkSinkSettings, where: str, rows: DataFrame, findings: Findings) -> None:
+    with findings.noted():
+        _check_format(f"{where}.format", rows.sparkSession, sink)
     written = _checked(f"{where}.columns", partial(chosen, rows, sink))
-    _check_folders(f"{where}.partition_by", written, sink)
-    _check_format(f"{where}.format", rows.sparkSession, sink)
-    _check_files(f"{where}.{'columns' if sink.columns else 'format'}", written, sink)
-
-
-def _check_folders(place: str, rows: DataFrame, sink: SparkSinkSettings) -> None:
-    there = {name.lower() for name in rows.columns}
+    there = {name.lower() for name in written.columns}
     for name in sink.partition_by:
         if name.lower() not in there:
-            raise ConfigError(place, f"there is no column {name!r} among those that are written")
+            why = f"there is no column {name!r} among those that are written"
+            findings.add(f"{where}.partition_by", why)
+    _check_files(f"{where}.{'columns' if sink.columns else 'format'}", written, sink)
 
 
 def _check_format(place: str, spark: SparkSession, sink: SparkSinkSettings) -> None:
@@ -115,12 +139,14 @@ def _check_files(place: str, rows: DataFrame, sink: SparkSinkSettings) -> None:
     """Check that files of the format can have these columns, and so many of them."""
     try:
         check_files_take(rows, sink)
+    except ConfigError:
+        return  # there is no such format, which was found before
     except Exception as error:
         advice = "say in `columns` what is written, as in CAST(value AS string) AS value"
         raise ConfigError(place, f"{_first_words(error)}; {advice}") from error
 
 
-def _check_sources(place: str, output: OutputSettings, rows: DataFrame) -> None:
+def _check_sources(place: str, output: OutputSettings, rows: DataFrame, findings: Findings) -> None:
     """Check that an output which fills columns of a table has what to fill them with."""
     if not isinstance(output, SqlSettings | TableOutputSettings):
         return
@@ -128,7 +154,7 @@ def _check_sources(place: str, output: OutputSettings, rows: DataFrame) -> None:
     for name, source in output.columns.items():
         if not has_source(there, source):
             message = f"the events have no {source!r}; they have {', '.join(there)}"
-            raise ConfigError(f"{place}.columns.{name}", message)
+            findings.add(f"{place}.columns.{name}", message)
 
 
 def _refuse_ours(place: str, rows: DataFrame) -> None:
