@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import turnlane
 from tests.contract.harness import wait_until
+from tests.ports import free_port
 from turnlane.cli.node_process import NodeProcess, ends_for_good
 
 PATIENCE = 60
@@ -26,7 +28,7 @@ import sys, time
 from pathlib import Path
 from turnlane.cli.node_process import NodeProcess
 
-node = NodeProcess(Path("c.yaml"))
+node = NodeProcess(Path("c.yaml"), Path("c.yaml").read_text())
 node.start()
 while node.ready is None:
     node.look()
@@ -40,7 +42,7 @@ sys.stdin.read()
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeProcess]:
     monkeypatch.chdir(tmp_path)
     Path("c.yaml").write_text(CONFIG)
-    with NodeProcess(Path("c.yaml")) as made:
+    with NodeProcess(Path("c.yaml"), CONFIG) as made:
         yield made
 
 
@@ -79,10 +81,44 @@ def test_a_node_that_dies_is_started_again(node: NodeProcess) -> None:
     assert node.stop(PATIENCE)
 
 
-def test_a_node_that_cannot_start_says_so_by_its_exit_code(node: NodeProcess) -> None:
-    Path("c.yaml").write_text("node: {}")
-    node.start()
-    assert death_of(node) == 78
+@pytest.mark.parametrize(
+    "change",
+    [("parse: json", "parse: jsno"), ("${PLACE}", "elsewhere"), ("'127.0.0.1:", "'127.0.0.2:")],
+    ids=["rejected", "other data", "other address"],
+)
+def test_it_comes_back_as_it_was_whatever_the_file_says_by_then(
+    change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PLACE", "data")
+    text = CONFIG.replace("data: data", "data: '${PLACE}'").replace(":0'", f":{free_port()}'", 1)
+    text += "parse: json\n"
+    with NodeProcess(Path("c.yaml"), text) as node:
+        node.start()
+        wait_until(lambda: is_ready(node), patience=PATIENCE)
+        assert node.ready is not None
+        before = node.ready
+        with turnlane.connect(before["flight"]) as client:
+            client.queue("a").producer(ack="persisted").publish(b"kept")
+        Path("c.yaml").write_text(text.replace(*change))
+        os.kill(before["pid"], signal.SIGKILL)
+        assert death_of(node) == -signal.SIGKILL
+        wait_until(node.start_again, patience=PATIENCE)
+        wait_until(lambda: is_ready(node), patience=PATIENCE)
+        assert node.ready["flight"] == before["flight"]
+        with turnlane.connect(before["flight"]) as client:
+            assert client.stats()["a"]["ledger"]["pending"] == 1
+        assert node.stop(PATIENCE)
+    assert not Path("elsewhere").exists()
+
+
+def test_a_node_that_cannot_start_says_so_by_its_exit_code(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with NodeProcess(tmp_path / "c.yaml", "node: {}") as node:
+        node.start()
+        assert death_of(node) == 78
+    assert f"{tmp_path}/c.yaml:1:" in capfd.readouterr().err
     assert ends_for_good(78)
     assert not ends_for_good(-signal.SIGKILL)
 

@@ -10,10 +10,12 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conftest import skip_or_fail
+from tests.ports import free_port
 from tests.spark.nodes import serving
 from tests.spark.program import PATIENCE, Program, children_of
 
@@ -107,6 +109,37 @@ def test_syslog_comes_out_of_files_the_configuration_changes_and_a_signal_ends_i
     program.wait_for("stopped")
     assert program.ended() == 0, program.errors
     assert "turnlane: stopped" in program.errors  # the node, too
+
+
+def test_a_node_that_dies_comes_back_as_it_was_although_the_file_was_rejected(
+    start: Start, tmp_path: Path
+) -> None:
+    config = tmp_path / "c.yaml"
+    running = CONFIG.replace('tcp: "127.0.0.1:0"', f'tcp: "127.0.0.1:{free_port()}"')
+    config.write_text(running)
+    program = start("run", "c.yaml")
+    ready = program.wait_for("node", state="ready")
+    program.wait_for("lanes")
+
+    def kill_node(pid: int) -> dict[str, Any]:
+        os.kill(pid, signal.SIGKILL)
+        program.wait_for("node", state="died")
+        return program.wait_for("node", state="ready")
+
+    config.write_text(running.replace("parse: syslog", "parse: syslgo"))
+    program.wait_for("reload", accepted=False)
+    again = kill_node(ready["pid"])
+    assert again["inputs"] == ready["inputs"]
+
+    # What only a restart of all of it takes, the death of its node does not.
+    config.write_text(running.replace("data: data", "data: elsewhere"))
+    assert program.wait_for("reload", accepted=True)["needs_restart"] == ["node"]
+    assert kill_node(again["pid"])["inputs"] == ready["inputs"]
+    send(ready["inputs"]["syslog"], 6, text="still")
+    wait_until_file_has(tmp_path / "all.jsonl", ["still 6"], program)
+    assert not (tmp_path / "elsewhere").exists()
+    program.process.send_signal(signal.SIGTERM)
+    assert program.ended() == 0, program.errors
 
 
 def test_only_the_pipeline_runs_against_a_node_elsewhere_and_makes_its_queues(

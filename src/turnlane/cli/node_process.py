@@ -30,15 +30,24 @@ class NodeProcess(Closing):
     The node holds the reading end of a pipe whose other end only this process has: once that is
     closed, be it by a kill, the node stops. (A signal at the parent's death, which the kernel
     offers, may come twice if the parent has threads, and the second one means haste.)
+
+    Every start has the same configuration, that of the first, whatever its file says by then: that
+    may have been rejected meanwhile, or name another data directory. It is handed over in a file
+    without a name, as it is written: nothing can change it or clean it away, and no secret that a
+    variable stands for is in it.
     """
 
-    def __init__(self, config: Path, options: Sequence[str] = ()) -> None:
+    def __init__(self, config: Path, text: str, options: Sequence[str] = ()) -> None:
+        """``text`` is what the file ``config`` said, which is not read: only its place counts."""
+        self._text = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this
+        self._text.write(text.encode())
+        self._text.flush()
         self._place = tempfile.TemporaryDirectory(prefix="turnlane-run-")
         self._ready_file = Path(self._place.name) / "ready.json"
         self._lifeline = [*os.pipe()]
         self._command = [
             *(sys.executable, "-m", __name__, str(self._lifeline[0]), "serve", str(config)),
-            *(f"--ready-file={self._ready_file}", *options),
+            *(f"--ready-file={self._ready_file}", f"--text-fd={self._text.fileno()}", *options),
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
@@ -58,7 +67,10 @@ class NodeProcess(Closing):
         environment = {name: text for name, text in os.environ.items() if name != "NOTIFY_SOCKET"}
         # In a session of its own: Ctrl-C is for this process, which stops the lanes first.
         self._process = subprocess.Popen(  # noqa: S603
-            self._command, start_new_session=True, env=environment, pass_fds=[self._lifeline[0]]
+            self._command,
+            start_new_session=True,
+            env=environment,
+            pass_fds=[self._lifeline[0], self._text.fileno()],
         )
 
     def look(self) -> int | None:
@@ -108,6 +120,7 @@ class NodeProcess(Closing):
                 process.wait()
         while self._lifeline:
             os.close(self._lifeline.pop())
+        self._text.close()
         self._place.cleanup()
 
 

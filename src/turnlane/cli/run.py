@@ -17,7 +17,7 @@ from turnlane.cli.node_process import NodeProcess
 from turnlane.cli.nodes import listening
 from turnlane.cli.operation import NodeFailed, Opening, Operation, Report, reporter
 from turnlane.cli.options import ConfigFile, Endpoint, Form, Level
-from turnlane.cli.serve import faults_printed, leave, leave_if_stuck, loaded, piped
+from turnlane.cli.serve import faults_printed, leave, leave_if_stuck, loaded, piped, written
 from turnlane.cli.signals import Signals
 from turnlane.cli.spark import find_modules_beside, modules_beside, need_spark, session
 from turnlane.cli.supervisor import notify
@@ -51,13 +51,14 @@ def run(
     The node is a process of its own. SIGHUP, or a change of the file, has the pipeline's part of
     the configuration taken anew; one with mistakes is rejected, and the running one goes on.
     """
-    settings = loaded(config)
+    text = written(config)
+    settings = loaded(config, text)
     piped(settings)
     _check_for_run(settings)
     need_spark()
     log_to_stderr(log_level, log_format)
     options = [f"--log-level={log_level}", f"--log-format={log_format}"]
-    with NodeProcess(config, options) as node:
+    with NodeProcess(config, text, options) as node:
         node.start()
         _operate(
             config,

@@ -62,6 +62,7 @@ def serve(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a line of JSON once everything listens.")
     ] = False,
+    text_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
     log_level: Level = LogLevel.INFO,
     log_format: Form = LogFormat.TEXT,
 ) -> None:
@@ -75,7 +76,8 @@ def serve(
     from turnlane.service import Service
 
     flags = {"flight": listen_flight, "http": listen_http}
-    settings = _settings(config, data, queues or [], flags)
+    text = None if text_fd is None else _handed_over(text_fd)
+    settings = _settings(config, data, queues or [], flags, text)
     log_to_stderr(log_level, log_format)
     _lift_file_limit()
     with Signals() as signals:
@@ -153,7 +155,11 @@ def _check_with_spark(path: Path, settings: Config) -> None:
 
 
 def _settings(
-    config: Path | None, data: Path | None, queues: list[str], listen: Mapping[str, str | None]
+    config: Path | None,
+    data: Path | None,
+    queues: list[str],
+    listen: Mapping[str, str | None],
+    text: str | None = None,
 ) -> Config:
     from pydantic import ValidationError
 
@@ -165,7 +171,7 @@ def _settings(
     if config is not None:
         if queues or any(listen.values()):
             raise typer.BadParameter("--queue and --listen-… are for --data; write them in CONFIG")
-        return loaded(config)
+        return loaded(config, text)
     planes = {name: {"listen": place} for name, place in listen.items() if place is not None}
     wanted: dict[str, Any] = {
         "node": {"data": data, **planes},
@@ -177,13 +183,31 @@ def _settings(
         raise config_error(error) from None
 
 
-def loaded(path: Path) -> Config:
-    """The settings; what is wrong is printed as editors and people expect it, a fault a line."""
-    from turnlane.config import load
+def _handed_over(descriptor: int) -> str:
+    """The configuration that ``turnlane run`` has for its node; the file may be another by now."""
+    with open(descriptor, "rb") as file:
+        file.seek(0)  # whoever had it before has read to its end
+        return file.read().decode()
+
+
+def written(path: Path) -> str:
+    """What a configuration says, for :func:`loaded`."""
+    from turnlane.config import text_of
+
+    with faults_printed():
+        return text_of(path)
+
+
+def loaded(path: Path, text: str | None = None) -> Config:
+    """The settings; what is wrong is printed as editors and people expect it, a fault a line.
+
+    With ``text`` the file is not read: that is what it said.
+    """
+    from turnlane.config import load, loads
 
     find_modules_beside(path)  # inputs and outputs may be there, too
     with faults_printed():
-        return load(path)
+        return load(path) if text is None else loads(text, str(path))
 
 
 def piped(config: Config) -> PipelineSettings:

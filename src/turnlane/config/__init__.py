@@ -26,12 +26,13 @@ __all__ = [
     "load_cases",
     "loads",
     "shown",
+    "text_of",
 ]
 
 
 def load(path: Path, environment: Mapping[str, str] | None = None) -> Config:
     """The settings in a file. Raises ``ConfigError``; ``ConfigFaults`` if it can be read at all."""
-    return loads(_text(path), str(path), environment)
+    return loads(text_of(path), str(path), environment)
 
 
 def loads(text: str, file: str = "<text>", environment: Mapping[str, str] | None = None) -> Config:
@@ -41,10 +42,11 @@ def loads(text: str, file: str = "<text>", environment: Mapping[str, str] | None
 
 def load_cases(path: Path, config: Config) -> tuple[Case, ...]:
     """The cases in a file of their own, for a configuration. Raises as :func:`load` does."""
-    return validated_cases(parse(_text(path), str(path), os.environ), config)
+    return validated_cases(parse(text_of(path), str(path), os.environ), config)
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """What a file says, for :func:`loads`. Raises as :func:`load` does."""
     try:
         contents = path.read_bytes()
     except OSError as error:
