@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jsonschema_rs
 import pytest
@@ -477,17 +477,55 @@ def test_a_missing_spark_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.M
     assert said.stderr == "turnlane: Spark is not installed: pip install 'turnlane[spark]'\n"
 
 
+OTHER_DATA = "OTHER"
+MORE = f"  - {{name: c, queue: disk, {FILE}}}\n"
+
+
+def changed_by(change: str) -> str:
+    text = actions(f"{{name: a, {FILE}}}", more=change.removeprefix(OTHER_DATA))
+    return text.replace("data: d", "data: e") if change.startswith(OTHER_DATA) else text
+
+
 def test_what_lanes_alone_cannot_take_is_named() -> None:
     old = loads(with_cases())
-    assert list(needs_restart(old, loads(with_cases()))) == []
+    assert list(needs_restart(old, loads(with_cases()), old.knobs())) == []
     lanes = loads(with_cases().replace("name: a,", "name: a, filter: x,"))
-    assert list(needs_restart(old, lanes)) == []
+    assert list(needs_restart(old, lanes, old.knobs())) == []
     other = with_cases().replace("data: d", "data: e").replace("queue: disk", "queue: memory")
-    assert list(needs_restart(old, loads(other + "spark: {master: m}"))) == [
+    assert list(needs_restart(old, loads(other + "spark: {master: m}"), old.knobs())) == [
         "node",
         "spark",
         "queue b",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "late"),
+    [
+        ([OTHER_DATA, OTHER_DATA + MORE, MORE], [["node"], ["node"], []]),
+        ([MORE, MORE.replace("disk", "memory"), "", MORE], [[], ["queue c"], [], []]),
+    ],
+    ids=["sections", "a queue that a reload has made"],
+)
+def test_a_restart_is_needed_for_what_differs_from_what_runs_not_from_the_last_file(
+    changes: list[str], late: list[list[str]], tmp_path: Path
+) -> None:
+    pytest.importorskip("pyspark.sql")
+    file = tmp_path / "c.yaml"
+    told: list[Any] = []
+    file.write_text(changed_by(""))
+    operation = Operation(
+        file,
+        load(file),
+        Opening(lambda: cast("Any", None)),
+        report=lambda _, __, **about: told.append(about.get("needs_restart")),
+        endpoint="turnlane://h:1",
+    )
+    operation._runner = cast("Any", SimpleNamespace(plan=None, start=lambda _: None))
+    for change in changes:
+        file.write_text(changed_by(change))
+        operation._reload()
+    assert [each for each in told if each is not None] == late
 
 
 # ── names, places, and what only a start takes ───────────────────────────────────────────────────
@@ -533,7 +571,7 @@ def test_a_reload_leaves_checkpoints_where_they_are() -> None:
     plan = operation._plan(new)
     assert plan is not None
     assert plan.checkpoints == Path("x/checkpoints").absolute()
-    assert list(needs_restart(old, new)) == ["node"]
+    assert list(needs_restart(old, new, old.knobs())) == ["node"]
 
 
 class Lanes:

@@ -61,6 +61,10 @@ class Operation:
         reloads: bool = True,
     ) -> None:
         self.config = config
+        self._begun_with = config
+        """What the node and Spark run with, whatever the lanes have taken since."""
+        self._made = config.knobs()
+        """The queues of the start and of every reload: each keeps the knobs it was made with."""
         self._checkpoints = config.checkpoints().absolute()
         """Those of the start: elsewhere, lanes would have no state and sinks another beginning."""
         self._path = path
@@ -136,7 +140,7 @@ class Operation:
 
     @property
     def _patience(self) -> float:
-        return self.config.node.shutdown_timeout + LOCKED_SECONDS
+        return self._begun_with.node.shutdown_timeout + LOCKED_SECONDS
 
     # ── lanes ────────────────────────────────────────────────────────────────────────────────────
 
@@ -227,7 +231,8 @@ class Operation:
                     self._runner.start(plan)
         except ConfigError as error:
             raise config.placed(error) from None
-        late = list(needs_restart(self.config, config))
+        late = list(needs_restart(self._begun_with, config, self._made))
+        self._made = {**config.knobs(), **self._made}
         gone = [name for name in self.config.knobs() if name not in config.knobs()]
         self.config = config
         names = list(plan.settings.lanes())
@@ -293,14 +298,15 @@ class Opening:
             self._made.stop()
 
 
-def needs_restart(old: Config, new: Config) -> Iterator[str]:
-    """What has changed that lanes alone cannot take."""
+def needs_restart(
+    start: Config, new: Config, made: Mapping[str, Mapping[str, Any]]
+) -> Iterator[str]:
+    """What differs from the start, or from a queue as it was made, and lanes alone cannot take."""
     for section in ("node", "inputs", "spark"):
-        if getattr(old, section) != getattr(new, section):
+        if getattr(start, section) != getattr(new, section):
             yield section
-    before, now = old.knobs(), new.knobs()
-    for name in before.keys() & now.keys():
-        if before[name] != now[name]:
+    for name, knobs in new.knobs().items():
+        if name in made and made[name] != knobs:
             yield f"queue {name}"
 
 
