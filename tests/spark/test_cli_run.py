@@ -177,7 +177,18 @@ def test_a_pipeline_whose_spark_is_killed_ends_and_takes_its_node_along(
     assert not Path(f"/proc/{node}").exists()
 
 
-def test_a_signal_ends_it_also_while_spark_is_starting(start: Start, tmp_path: Path) -> None:
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where programs have their temporary files."""
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    return place
+
+
+def test_a_signal_ends_it_also_while_spark_is_starting(
+    start: Start, tmp_path: Path, temporary: Path
+) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG)
     program = start("run", "c.yaml")
     node = program.wait_for("node", state="ready")["pid"]
@@ -185,16 +196,18 @@ def test_a_signal_ends_it_also_while_spark_is_starting(start: Start, tmp_path: P
     program.wait_for("stopped")
     assert program.ended() == 0, program.errors
     assert not Path(f"/proc/{node}").exists()
+    assert not list(temporary.iterdir())
 
 
 def test_a_node_that_can_never_start_ends_it_with_the_nodes_exit_code(
-    start: Start, tmp_path: Path
+    start: Start, tmp_path: Path, temporary: Path
 ) -> None:
     elsewhere = 'insecure: true, tcp: "203.0.113.7:5514"'  # no address of any machine
     (tmp_path / "c.yaml").write_text(CONFIG.replace('tcp: "127.0.0.1:0"', elsewhere))
     program = start("run", "c.yaml")
     assert program.ended() == 78
     assert "turnlane: input syslog" in program.errors
+    assert not list(temporary.iterdir())
 
 
 def test_a_node_whose_address_is_still_taken_is_started_again(start: Start, tmp_path: Path) -> None:

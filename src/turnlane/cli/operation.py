@@ -32,6 +32,8 @@ LOOK_SECONDS: Final = 0.25
 """How often everything is looked after."""
 AGAIN_SECONDS: Final = 1.0
 """How long after a failed attempt to start the lanes the next one is made."""
+SPARK_SECONDS: Final = 30.0
+"""How long a stop waits for a Spark that is still starting: left alone, it would leave files."""
 LOCKED_SECONDS: Final = 10.0
 """How much longer than a stop may take a directory may be held by the node of an earlier run."""
 
@@ -293,7 +295,8 @@ class Opening:
             raise SparkMissing("Spark's own process has ended; start turnlane again")
 
     def stop(self) -> None:
-        """End the session, if there is one by now."""
+        """End the session, if there is one or comes soon."""
+        self._thread.join(SPARK_SECONDS)
         if self._made is not None:
             self._made.stop()
 

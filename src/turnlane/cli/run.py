@@ -137,6 +137,8 @@ def _operate(
         except NodeFailed as failed:
             assert node is not None
             node.close()
+            with contextlib.suppress(Exception):
+                signals.wait_or(operation.stop)
             leave(failed.code)  # the node has said itself why
         except BaseException:
             with contextlib.suppress(Exception):  # what went wrong before is what counts

@@ -24,6 +24,7 @@ from turnlane.cli.signals import Signals
 from turnlane.cli.spark import find_modules_beside, need_spark, session
 from turnlane.cli.supervisor import notify
 from turnlane.errors import ConfigError
+from turnlane.scratch import clear
 
 if TYPE_CHECKING:
     from turnlane.config import Config
@@ -296,4 +297,5 @@ def leave(code: int) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
+    clear()
     os._exit(code)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +17,7 @@ from pyspark.sql import SparkSession
 
 from turnlane.errors import Never
 from turnlane.pipeline.settings import SparkSettings
+from turnlane.scratch import scratch
 
 JAVA_OPTIONS: Final = "spark.driver.defaultJavaOptions"
 """Spark puts ``extraJavaOptions`` behind them; of two that contradict each other Java takes the
@@ -141,8 +140,7 @@ def use_installed_pyspark() -> None:
     installed = Path(pyspark.__file__).parent
     if "SPARK_HOME" in os.environ or not (installed / "jars").is_dir():
         return
-    home = Path(tempfile.mkdtemp(prefix="turnlane-spark-"))
-    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    home = scratch("turnlane-spark-")
     for name in ("bin", "jars"):
         (home / name).symlink_to(installed / name)
     os.environ["SPARK_HOME"] = str(home)

@@ -1,0 +1,30 @@
+"""Directories of a process: are they gone after it, however it ends?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+from turnlane.cli.serve import leave
+from turnlane.scratch import scratch
+
+assert scratch("turnlane-").is_dir()
+(scratch("turnlane-") / "file").touch()
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["raise SystemExit(3)", "leave(3)"])
+def test_a_process_leaves_no_directories_behind(end: str, tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(end=end)],
+        check=False,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert ended.returncode == 3
+    assert not list(tmp_path.iterdir())
