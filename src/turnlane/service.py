@@ -85,6 +85,19 @@ class Service(Closing):
             started.pop_all()
         return self
 
+    def tell_without_action(self) -> None:
+        """Warn of events that wait for an action which is no longer in the configuration.
+
+        Only where there are actions: the pipeline of a node without them has another file.
+        """
+        for name, pending in self.node.without_action() if self.config.actions else ():
+            log.warning(
+                "queue %s holds %d events and belongs to no action of the configuration any more; "
+                "add the action again to have them delivered, or drop the queue",
+                name,
+                pending,
+            )
+
     def _start_input(self, settings: InputSettings) -> None:
         try:
             self.node.queue(settings.queue)

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+import turnlane
+from turnlane.config import loads
 from turnlane.events import block_of
 from turnlane.node.node import Node
+from turnlane.service import Service
 
 Knobs = dict[str, dict[str, Any]]
 
@@ -62,3 +65,30 @@ def test_a_directory_that_is_no_queue_keeps_no_node_from_starting(
     (tmp_path / "queues" / "notes").mkdir(parents=True)
     with Node(tmp_path, {"orders": {}}):
         assert "cannot tell whether events wait in" in caplog.text
+
+
+ACTIONS = "actions: [{name: a, output: {type: discard}}]\n"
+WITH_LATER = ACTIONS + "queues: {later: {}}\n"
+
+
+@pytest.mark.parametrize(
+    ("by_pipeline", "more", "told"),
+    [(True, ACTIONS, True), (True, WITH_LATER, False), (True, "", False), (False, ACTIONS, False)],
+    ids=["gone", "configured", "pipeline elsewhere", "made by somebody else"],
+)
+def test_the_queue_of_an_action_that_came_by_a_reload_and_is_gone_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, more: str, *, by_pipeline: bool, told: bool
+) -> None:
+    planes = "flight: {listen: '127.0.0.1:0'}, http: {enabled: false}"
+    head = f"node: {{data: '{tmp_path}', {planes}}}\n"
+    with Service(loads(head + ACTIONS)).start() as service:
+        with turnlane.connect(service.url("flight")) as client:
+            node = client.node
+            (node.create_for_action if by_pipeline else node.create)("later")
+            client.queue("later").producer(ack="persisted").publish(b"waits")
+        service.node.create("other")  # what is known of the queue is written down once more
+    for _ in range(2):  # and read again
+        caplog.clear()
+        with Service(loads(head + more)).start() as service:
+            service.tell_without_action()
+        assert ("queue later holds 1 events" in caplog.text) == told

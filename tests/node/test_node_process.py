@@ -16,6 +16,7 @@ import turnlane
 from tests.contract.harness import wait_until
 from tests.ports import free_port
 from turnlane.cli.node_process import NodeProcess, ends_for_good
+from turnlane.node.node import Node
 
 PATIENCE = 60
 CONFIG = (
@@ -110,6 +111,26 @@ def test_it_comes_back_as_it_was_whatever_the_file_says_by_then(
             assert client.stats()["a"]["ledger"]["pending"] == 1
         assert node.stop(PATIENCE)
     assert not Path("elsewhere").exists()
+
+
+def test_events_of_an_action_that_is_gone_are_told_of_at_the_first_start_only(
+    node: NodeProcess, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Later its pipeline runs, with actions that may have come since."""
+    warning = "queue later holds 1 events and belongs to no action"
+    with Node(Path("data")) as before:
+        queue = before.create_for_action("later")
+        queue.producer(ack="persisted").publish(b"waits")
+    node.start()
+    wait_until(lambda: is_ready(node), patience=PATIENCE)
+    assert warning in capfd.readouterr().err
+    assert node.ready is not None
+    os.kill(node.ready["pid"], signal.SIGKILL)
+    death_of(node)
+    wait_until(node.start_again, patience=PATIENCE)
+    wait_until(lambda: is_ready(node), patience=PATIENCE)
+    assert warning not in capfd.readouterr().err
+    assert node.stop(PATIENCE)
 
 
 def test_a_node_that_cannot_start_says_so_by_its_exit_code(

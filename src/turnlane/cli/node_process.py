@@ -67,7 +67,7 @@ class NodeProcess(Closing):
         environment = {name: text for name, text in os.environ.items() if name != "NOTIFY_SOCKET"}
         # In a session of its own: Ctrl-C is for this process, which stops the lanes first.
         self._process = subprocess.Popen(  # noqa: S603
-            self._command,
+            [*self._command, *(["--again"] if self.starts > 1 else [])],
             start_new_session=True,
             env=environment,
             pass_fds=[self._lifeline[0], self._text.fileno()],

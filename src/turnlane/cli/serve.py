@@ -64,6 +64,7 @@ def serve(
         bool, typer.Option("--json", help="Print a line of JSON once everything listens.")
     ] = False,
     text_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
+    again: Annotated[bool, typer.Option("--again", hidden=True)] = False,
     log_level: Level = LogLevel.INFO,
     log_format: Form = LogFormat.TEXT,
 ) -> None:
@@ -84,6 +85,8 @@ def serve(
     with Signals() as signals:
         service = Service(settings).start()
         try:
+            if not again:  # else its pipeline runs, with actions that it may have taken since
+                service.tell_without_action()
             _announce(service, ready_file, as_json=as_json)
             why = _reason_to_stop(service, signals)
             if ready_file is not None:

@@ -154,6 +154,11 @@ class RemoteNode(Closing):
         """Make a queue; false if it is there with the same settings."""
         return bool(self.act("create", queue=queue, knobs=_plain(knobs))["created"])
 
+    def create_for_action(self, queue: str, **knobs: Any) -> bool:
+        """The same for a pipeline: once the action is gone, the node warns of what is left."""
+        answer = self.act("create", queue=queue, knobs=_plain(knobs), by_pipeline=True)
+        return bool(answer["created"])
+
     def drop(self, queue: str) -> None:
         """Delete a queue with everything in it."""
         self.act("drop", queue=queue)

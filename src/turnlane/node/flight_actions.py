@@ -123,7 +123,8 @@ class Actions:
     def create(self, command: Create, _: Caller) -> Answer:
         """Make a queue."""
         known = command.queue in self._node.queues()
-        self._node.create(command.queue, **command.knobs)
+        create = self._node.create_for_action if command.by_pipeline else self._node.create
+        create(command.queue, **command.knobs)
         return {"created": not known}
 
     def drop(self, command: OfQueue, _: Caller) -> Answer:

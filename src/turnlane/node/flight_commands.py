@@ -132,10 +132,11 @@ class OfQueues(Command):
 
 
 class Create(Command):
-    """A new queue with these knobs."""
+    """A new queue with these knobs; for an action, if a pipeline asks."""
 
     queue: Text
     knobs: dict[str, Any] = {}
+    by_pipeline: bool = False
 
 
 class WaitBeyond(Command):

@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ REGISTRY = "queues.json"
 """The queues made at run time, so that they are there again after a restart."""
 DROPPED = "dropped"
 """In place of a queue's knobs: it is to go, and this is its identity."""
+BY_PIPELINE = "by_pipeline"
+"""Beside a queue's knobs: it was made for an action, and nobody else is known to read it."""
 
 
 class Node(Closing):
@@ -79,6 +81,7 @@ class Node(Closing):
         self._lock = threading.RLock()
         self._queues: dict[str, HoldingQueue] = {}
         self._configured = frozenset(queues or ())
+        self._by_pipeline: set[str] = set()
         self._dropped = Dropped(data / "queues", self._disk)
         with contextlib.ExitStack() as opened:
             opened.callback(self._disk.close, self._held(data))
@@ -116,6 +119,12 @@ class Node(Closing):
                 path.name,
             )
 
+    def without_action(self) -> Iterator[tuple[str, int]]:
+        """The queues with events that pipelines have made and the configuration does not name."""
+        for name in sorted(self._by_pipeline - self._configured):
+            if name in self._queues and (pending := self._queues[name].stats().ledger.pending):
+                yield name, pending
+
     def _held(self, data: Path) -> int:
         try:
             data.mkdir(parents=True, exist_ok=True)
@@ -143,6 +152,13 @@ class Node(Closing):
 
         Raises ``QueueExists``, ``ConfigError``, ``StorageFailed``.
         """
+        return self._create(name, knobs, by_pipeline=False)
+
+    def create_for_action(self, name: str, **knobs: Any) -> HoldingQueue:
+        """The same for a pipeline, whose action may be gone one day while events still wait."""
+        return self._create(name, knobs, by_pipeline=True)
+
+    def _create(self, name: str, knobs: Mapping[str, Any], *, by_pipeline: bool) -> HoldingQueue:
         settings = self._placed(name, knobs)
         away = None
         with self._lock:
@@ -152,6 +168,7 @@ class Node(Closing):
             if queue is None:
                 away = self._dropped.put_away(name)
                 queue = self._open(settings)
+                (self._by_pipeline.add if by_pipeline else self._by_pipeline.discard)(name)
                 try:
                     self._remember()
                 except StorageFailed:
@@ -245,13 +262,16 @@ class Node(Closing):
         self._dropped.ids.update(gone)
         for name in gone:
             self._dropped.put_away(name)
-        return {name: entry for name, entry in entries.items() if name not in gone}
+        found = {name: entry for name, entry in entries.items() if name not in gone}
+        self._by_pipeline = {name for name, entry in found.items() if entry.pop(BY_PIPELINE, False)}
+        return found
 
     def _remember(self) -> None:
         entries = {
             name: queue.settings.model_dump(
                 mode="json", exclude_unset=True, exclude={"path", "name"}
             )
+            | ({BY_PIPELINE: True} if name in self._by_pipeline else {})
             for name, queue in self._queues.items()
             if name not in self._configured
         }

@@ -150,7 +150,7 @@ def _make_queues(node: RemoteNode, queues: Mapping[str, Mapping[str, Any]]) -> N
         if name in there:
             continue
         try:
-            node.create(name, **knobs)
+            node.create_for_action(name, **knobs)
         except QueueExists:  # made by another pipeline just now, or hidden from this token
             log.warning("%s: queue %s is there with other settings", node.place, name)
         else:
