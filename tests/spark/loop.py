@@ -63,7 +63,7 @@ class Loop:
         change: Change,
         *,
         reads: Collection[str] = (),
-        copies: Sequence[str] = (),
+        copies: Sequence[str] | None = None,
         into: Sequence[str] = (),
     ) -> None:
         """``reads`` are the columns that tasks read by themselves; see ``LaneWriteOptions``."""
@@ -81,7 +81,9 @@ class Loop:
         knobs |= {"byPlace": str(bool(reads)), **reading(lane, run, settings, steps, into)}
         options = LaneReadOptions.of({**access, **knobs})
         self.reader = LaneReader(options, SHARES if reads else SCHEMA)
-        more = {"reads": in_json(sorted(reads)), "copies": in_json(list(copies))}
+        more = {"reads": in_json(sorted(reads))}
+        if copies is not None:
+            more["copies"] = in_json(copies)
         self.writer = StreamWriter(
             LaneWriteOptions.of({**access, **writing(lane, run, steps), **more})
         )
