@@ -60,9 +60,7 @@ class ConfigProblems(ConfigError):
     """Several things are wrong, a line for each; ``problems`` has them all, ``knob`` the first."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        first, *others = problems
-        lines = [first.message, *(f"{knob}: {message}" for knob, message in others)]
-        super().__init__(first.knob, "\n".join(lines))
+        super().__init__(*_told(problems))
         self.problems = tuple(problems)
 
 
@@ -103,9 +101,14 @@ def config_error(error: ValidationError, knobs: Iterable[str] = ()) -> ConfigErr
     ``knobs`` are the names that exist, to guess what a misspelt one was meant to be.
     """
     names = list(knobs)
-    return ConfigProblems(
-        [problem for detail in error.errors() for problem in _problems(detail, names)]
-    )
+    found = [problem for detail in error.errors() for problem in _problems(detail, names)]
+    return ConfigError(*_told(found))  # of no other class: clients know errors by its name
+
+
+def _told(problems: Sequence[Problem]) -> tuple[str, str]:
+    """The first one's knob, and a line for each of them."""
+    first, *others = problems
+    return first.knob, "\n".join([first.message, *(f"{knob}: {text}" for knob, text in others)])
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
