@@ -146,9 +146,8 @@ def test_a_run_that_is_over_can_commit_no_more(node: RemoteNode) -> None:
 
 
 def test_a_lane_is_told_of_no_more_than_its_queues_have_room_for(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
+    serve: Serve,
 ) -> None:
-    monkeypatch.setattr(flight_actions, "EMPTY_SECONDS", 0.01)
     queues = {
         "disk": {},
         "few": {"kind": "memory", "size": 5},
@@ -208,7 +207,6 @@ class TestCommitUnderWay:
 
     def check_waits(self, node: RemoteNode, monkeypatch: pytest.MonkeyPatch) -> None:
         """A new run is told of nothing, and cannot plan what the commit has passed on."""
-        monkeypatch.setattr(flight_actions, "EMPTY_SECONDS", 0.01)
         monkeypatch.setattr(flight_actions, "PLAN_SECONDS", 0.01)
         assert node.unsettled("disk", 100, lane="l")[:2] == ([], 0)
         with pytest.raises(RetryLater, match="'disk' is not through"):

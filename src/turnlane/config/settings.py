@@ -128,7 +128,7 @@ class NodeSettings(Section):
                         insecure=self.insecure,
                     )
             except ConfigError as error:
-                yield Problem(f"{name}.listen", _message(error))
+                yield from (each._replace(knob=f"{name}.listen") for each in problems_of(error))
 
     def _tokens_twice(self) -> Iterator[Problem]:
         counts = Counter(token.name for token in self.tokens)
@@ -301,7 +301,3 @@ def _free_name(kind: str, taken: set[str | None]) -> str:
         number += 1
         name = f"{kind}-{number}"
     return name
-
-
-def _message(error: ConfigError) -> str:
-    return str(error).removeprefix(f"{error.knob}: ")

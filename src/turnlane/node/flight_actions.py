@@ -49,8 +49,8 @@ log = logging.getLogger(__name__)
 
 EMPTY_SECONDS: Final = 0.5
 PLAN_SECONDS: Final = 3.0
-"""How long a lane that asks what waits, and one that plans a batch, wait for an earlier commit; the
-first waits as long for room."""
+"""How long a lane that asks what waits, and one that plans a batch, wait at most for an earlier
+commit; the first waits as long for room."""
 
 Answer = dict[str, Any]
 
@@ -151,16 +151,18 @@ class Actions:
         room = command.events
         if command.lane is not None:
             self._node.commits.await_filled(queue)
-            room = min(room, self._room(command, caller))
-            if not (room and self._node.commits.await_emptied(queue, EMPTY_SECONDS)):
+            # No longer than asked for: other nodes may have something meanwhile.
+            seconds = min(EMPTY_SECONDS, command.timeout)
+            room = min(room, self._room(command, caller, seconds))
+            if not (room and self._node.commits.await_emptied(queue, seconds)):
                 return {"spans": [], "pending": 0, "end": queue.end, "low": queue.low, "kept": 0}
         newest = command.newest * room // command.events
         found = queue.unsettled(room, newest, command.first)
         kept = 0 if command.lane is None else self._node.lanes.kept(command.lane)
         return {**found._asdict(), "low": queue.low, "kept": kept}
 
-    def _room(self, command: Unsettled, caller: Caller) -> int:
-        """How many events a lane can commit; waits a while for room.
+    def _room(self, command: Unsettled, caller: Caller, seconds: float) -> int:
+        """How many events a lane can commit; waits so long for room.
 
         A batch that no queue takes would be sent to other outputs for nothing, again and again.
         """
@@ -168,7 +170,7 @@ class Actions:
             caller.check(Right.PUBLISH, name)
         room = self._room_now(command)
         if not room:
-            time.sleep(EMPTY_SECONDS)
+            time.sleep(seconds)
             room = self._room_now(command)
         return room
 
