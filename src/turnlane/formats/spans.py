@@ -35,5 +35,6 @@ def trimmed(data: Octets, starts: Places, ends: Places) -> Places:
     """The ends of the spans without one NUL and, after that, without one newline."""
     for octet in _ENDINGS:
         final = data.take(ends - 1, mode="clip") == octet
-        ends = ends - (final & (ends > starts))
+        if final.any():  # hardly ever
+            ends = ends - (final & (ends > starts))
     return ends

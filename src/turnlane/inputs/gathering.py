@@ -77,13 +77,18 @@ class Gathering:
         if not self._starts:
             return None
         values = column(self._memory, np.concatenate(self._starts), np.concatenate(self._ends))
-        which = np.repeat(np.arange(len(self._counts), dtype=np.int32), self._counts)
         arrays = [
             values,
             pa.array(np.full(len(values), time.time_ns() // 1000)).view(_SCHEMA.field(1).type),
             self._severities(values),
-            pa.array(self._sources, pa.string()).take(which),
+            self._source_of_each(),
         ]
         self._at = 0
         self._starts, self._ends, self._sources, self._counts = [], [], [], []
         return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
+
+    def _source_of_each(self) -> pa.StringArray:
+        sources = pa.array(self._sources, pa.string())
+        if len(sources) == 1:
+            return pa.repeat(sources[0], self._counts[0])
+        return sources.take(np.repeat(np.arange(len(sources), dtype=np.int32), self._counts))
