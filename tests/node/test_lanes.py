@@ -168,9 +168,11 @@ def test_a_lane_is_told_of_no_more_than_its_queues_have_room_for(
         served.node.queue(name).producer().publish(event)
         assert told(name) == room, name
     assert told(*queues) == 4
+    assert node.full([*queues]) == []
     for _ in range(4):
         served.node.queue("few").producer().publish(b"x")
     assert told("few") == 0
+    assert node.full([*queues, "never made"]) == ["few"]
     assert node.unsettled("disk", 10).pending == 10, "others are"
 
 

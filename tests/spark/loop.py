@@ -26,7 +26,8 @@ from pyspark.sql.types import (
 
 from turnlane.delivery.columns import DIRECT, ROUTES
 from turnlane.pipeline.settings import MAIN, ActionSettings, LaneSettings, PipelineSettings
-from turnlane.spark.lane_nodes import Gates, GatesSeen, HeldUp
+from turnlane.spark.held_up import GatesSeen, HeldUp, Rooms
+from turnlane.spark.lane_nodes import Gates
 from turnlane.spark.lane_options import LaneReadOptions, LaneWriteOptions, in_json, reading, writing
 from turnlane.spark.lane_reading import LaneReader
 from turnlane.spark.needs import delivers_by_place, goes_by_place, wanted_by_tasks
@@ -87,7 +88,8 @@ class Loop:
         self.writer = StreamWriter(
             LaneWriteOptions.of({**access, **writing(lane, run, steps), **more})
         )
-        self._held_up = HeldUp(GatesSeen(Gates(Nodes.of(options))), ways_of(steps))
+        nodes = Nodes.of(options)
+        self._held_up = HeldUp(GatesSeen(Gates(nodes)), ways_of(steps), Rooms(nodes, into))
         self.change = change
         self._offset = self.reader.initialOffset()
 

@@ -17,7 +17,7 @@ from tests.contract.harness import wait_until
 from tests.outputs.web_servers import Reply, served
 from tests.ports import free_port
 from tests.spark.destinations import Destination
-from tests.spark.loop import Pipe
+from tests.spark.loop import Loop, Pipe
 from tests.spark.nodes import Served, serving
 from turnlane.client.remote import RemoteNode
 from turnlane.delivery.columns import DIRECT
@@ -29,8 +29,9 @@ from turnlane.outputs.http import Form, HttpSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings
 from turnlane.queues.settings import QueueSettings
 from turnlane.serving.rights import Authority
-from turnlane.spark import lane_nodes
-from turnlane.spark.lane_nodes import Gates, GatesSeen, HeldUp
+from turnlane.spark import held_up
+from turnlane.spark.held_up import GatesSeen, HeldUp
+from turnlane.spark.lane_nodes import Gates
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.options import WriteOptions
 from turnlane.spark.suspension import Way
@@ -199,7 +200,7 @@ def test_what_holds_lanes_up_is_asked_for_all_of_them_at_once(
     asked: list[tuple[str, dict[str, Any]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lane_nodes, "LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr(held_up, "LOOK_SECONDS", 3600.0)
     gates = GatesSeen(Gates(Nodes.of(WriteOptions.of({"endpoint": world.node.url}))))
     lanes = [HeldUp(gates, ways) for ways in ([[Way(action="a")]], [[Way(action="b")]], [])]
     assert [lane() for lane in lanes] == [None] * 3
@@ -413,11 +414,18 @@ def test_a_queue_without_room_makes_nobody_deliver_anything_twice(tmp_path: Path
             wait_until(lambda: sum(main.batches) >= 50, "the queue to be full", PATIENCE)
             wait_until(lambda: pipe.lanes["b"].suspension() is not None, "it to be away", PATIENCE)
             assert len(set(world.file("a"))) == len(world.file("a")) == 50
+            wait_until(lambda: why(main) == "queue 'b' is full", "it to be said", PATIENCE)
             away.back()
             world.drained("b")
+            wait_until(lambda: why(main) is None, "it to be said no more", PATIENCE)
         each_once(world.file("a"), values)
         each_once(away.taken, values)
         assert not pipe.errors
+
+
+def why(lane: Loop) -> str | None:
+    found = lane.suspension()
+    return None if found is None else found.why
 
 
 def test_a_slow_destination_makes_small_batches(world: World) -> None:

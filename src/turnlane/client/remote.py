@@ -326,6 +326,11 @@ class RemoteNode(Closing):
         """Throw events away, which the node writes down; returns how many there were."""
         return int(self.act("purge", body={"queue": queue, "spans": spans, "why": why})["events"])
 
+    def full(self, queues: Sequence[str]) -> list[str]:
+        """Which of these queues have no room for what a lane commits."""
+        full: list[str] = self.act("full", queues=list(queues))["queues"]
+        return full
+
     # ── breakers ─────────────────────────────────────────────────────────────────────────────────
 
     def breakers(self, actions: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:

@@ -29,6 +29,7 @@ from turnlane.node.flight_commands import (
     OfLease,
     OfQueue,
     OfQueues,
+    OfRoom,
     OfRun,
     OfWriter,
     Plan,
@@ -177,6 +178,12 @@ class Actions:
     def _room_now(self, command: Unsettled) -> int:
         rooms = (room_of(self._node.queue(name)) for name in command.into)
         return min((each for each in rooms if each is not None), default=command.events)
+
+    def full(self, command: OfRoom, caller: Caller) -> Answer:
+        """Which of these queues have no room for what a lane commits."""
+        queues = self._node.queues()
+        mine = [name for name in command.queues if caller.may(Right.PUBLISH, name)]
+        return {"queues": [name for name in mine if name in queues and room_of(queues[name]) == 0]}
 
     def settle(self, command: SettleSpan, _: Caller) -> Answer:
         """Settle offsets that were read, unless it was from another queue of that name."""
@@ -369,6 +376,7 @@ ACTIONS: Final = {
     "drop": _Action(OfQueue, Actions.drop, Right.ADMIN),
     "wait": _Action(WaitBeyond, Actions.wait, Right.READ),
     "unsettled": _Action(Unsettled, Actions.unsettled, Right.READ),
+    "full": _Action(OfRoom, Actions.full),
     "settle": _Action(SettleSpan, Actions.settle, Right.READ),
     "done": _Action(OfLease, Actions.done),
     "dead": _Action(OfLease, Actions.dead),

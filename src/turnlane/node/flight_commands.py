@@ -231,6 +231,12 @@ class Purge(OfQueue):
     why: Annotated[str, Field(max_length=4096)] = ""
 
 
+class OfRoom(Command):
+    """A question about the room in queues."""
+
+    queues: list[Text]
+
+
 class OfBreakers(Command):
     """A question about the breakers of these actions, or of all."""
 

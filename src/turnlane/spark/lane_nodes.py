@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from turnlane.client.gate import Doing, RemoteGate
 from turnlane.client.remote import RemoteNode, Spans, Unsettled
-from turnlane.errors import LaneTaken, RetryLater, TransportDown
+from turnlane.errors import LaneTaken, TransportDown
 from turnlane.queues.spans import Span
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.shares import Waiting
 from turnlane.spark.steps import Step
-from turnlane.spark.suspension import Breakers, Suspension, Ways, suspension
+from turnlane.spark.suspension import Breakers
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +27,6 @@ ALONE_SECONDS: Final = 300.0
 """How long the commit of a batch may take where there is one node, for which all has to wait."""
 COMMIT_SECONDS: Final = 60.0
 """The same where there are others, whose events go on without it."""
-LOOK_SECONDS: Final = 1.0
-"""How often to see whether lanes are held up, for people."""
 
 
 class LaneNodes:
@@ -185,58 +181,6 @@ class Gates:
         questions = {node: partial(call, self._nodes[node]) for node in nodes}
         found = self._nodes.answers(about, questions, 0.0)
         return found[min(found)]
-
-
-class GatesSeen:
-    """The breakers of all lanes of a pipeline, asked for in one question once in a while.
-
-    Safe from any thread; whoever comes while another one asks gets what was known before.
-    """
-
-    def __init__(self, gates: Gates) -> None:
-        self._gates = gates
-        self._actions: set[str] = set()
-        self._asking = threading.Lock()
-        self._asked = -LOOK_SECONDS
-        self._known: Breakers = {}
-
-    def include(self, actions: Iterable[str]) -> None:
-        """Ask for the breakers of these, too."""
-        self._actions |= set(actions)
-
-    def status(self) -> Breakers:
-        """How the breakers are, or were a moment ago."""
-        if self._asking.acquire(blocking=False):
-            try:
-                self._look()
-            finally:
-                self._asking.release()
-        return self._known
-
-    def _look(self) -> None:
-        if time.monotonic() - self._asked < LOOK_SECONDS:
-            return
-        try:
-            self._known = self._gates.status(sorted(self._actions))
-        except RetryLater as error:
-            log.info("no word of breakers: %s", error)
-        self._asked = time.monotonic()
-
-
-class HeldUp:
-    """What keeps a lane from sending, for people."""
-
-    def __init__(self, gates: GatesSeen, lane: Sequence[Ways]) -> None:
-        self._gates = gates
-        self._lane = lane
-        gates.include(way.action for ways in lane for way in ways)
-
-    def __call__(self) -> Suspension | None:
-        """What is known."""
-        if not self._lane:
-            return None
-        found = suspension(self._lane, self._gates.status())
-        return found if found.why is not None else None
 
 
 def _answering(node: RemoteNode) -> RemoteNode:

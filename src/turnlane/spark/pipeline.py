@@ -27,9 +27,10 @@ from turnlane.spark.answers import answer
 from turnlane.spark.checking import check
 from turnlane.spark.checkpoints import Checkpoints, Retiring
 from turnlane.spark.grouping import FEW_VALUES
+from turnlane.spark.held_up import GatesSeen, HeldUp, Rooms
 from turnlane.spark.hollows import filled
 from turnlane.spark.lane import Lane, LaneStatus, Start
-from turnlane.spark.lane_nodes import Gates, GatesSeen, HeldUp
+from turnlane.spark.lane_nodes import Gates
 from turnlane.spark.lane_options import in_json, reading, writing
 from turnlane.spark.needs import (
     PLACE,
@@ -92,8 +93,7 @@ class Pipeline:
         look at everything takes a while, and by now nothing else may run.
         """
         self._remembering = self.check() if remembering is None else remembering
-        held_up = self._held_up(steps_of_main(self._settings))
-        self._lanes = [Lane(MAIN, self._one_by_one(self._start_main), held_up=held_up)]
+        self._lanes = [Lane(MAIN, self._one_by_one(self._start_main), held_up=self._main_held_up())]
         self._lanes += [self._lane(action) for action in self._settings.with_lane]
         self._listener = Listener(self._spark, {lane.name: lane.tell for lane in self._lanes})
         self._listener.start()
@@ -151,8 +151,7 @@ class Pipeline:
 
     def _start_main(self, run: str) -> StreamingQuery:
         steps = steps_of_main(self._settings)
-        into = [action.name for action in self._settings.queued]
-        reader = self._read_lane(MAIN, run, self._settings.lane, steps, into)
+        reader = self._read_lane(MAIN, run, self._settings.lane, steps, self._filled)
         wanted = wanted_by_main(self._settings)
         if wanted is not None and not steps and goes_by_place(self._settings):
             return self._start_copying(reader, wanted, run)
@@ -196,6 +195,16 @@ class Pipeline:
         source = reader.option("grouped", grouped).schema(_columns(every, {*looks, *kept}))
         events = shape.seen(source.load(), self._settings, wanted_by_main(self._settings))
         return numbered(events, routes).select(*kept, ROUTES)
+
+    @property
+    def _filled(self) -> list[str]:
+        """The queues that it fills."""
+        return [action.name for action in self._settings.queued]
+
+    def _main_held_up(self) -> HeldUp:
+        nodes = Nodes.of(WriteOptions.of(self._access))
+        rooms = Rooms(nodes, self._filled)
+        return HeldUp(self._gates, ways_of(steps_of_main(self._settings)), rooms)
 
     # ── the others ───────────────────────────────────────────────────────────────────────────────
 
