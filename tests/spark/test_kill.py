@@ -2,8 +2,9 @@
 
 ``turnlane run`` is a process, Spark a second one, the node a third. A producer publishes numbered
 events all the time and remembers how many were persisted. In the end, from queue to queue every
-event has come exactly once; into a file at least once; into Parquet exactly once. A server that
-has a request and has not answered it gets those events again, and no others.
+event has come exactly once; into a file at least once; into Parquet exactly once; and a query that
+counts has counted each once. A server that has a request and has not answered it gets those events
+again, and no others.
 """
 
 from __future__ import annotations
@@ -68,6 +69,14 @@ actions:
     queue: disk
     lane: {min_events: 1}
     output: {type: spark, format: parquet, path: archive, columns: [cast(data:n as int) as n]}
+  - name: counts      # remembers what it has seen
+    queue: disk
+    sql: SELECT data:n::int % 3 AS rest, count(*) AS events FROM events GROUP BY 1
+    output_mode: complete
+    output: {type: file, path: counts.jsonl}
+  - name: direct      # called by the main lane itself
+    filter: data:n::int % 2 = 1
+    output: {type: file, path: direct.jsonl}
 spark: {master: "local[2]"}
 """
 
@@ -219,7 +228,7 @@ def test_every_event_comes_once_whatever_is_killed(
     publisher.end()
     assert publisher.failure is None
     assert publisher.told == publisher.sent
-    for queue in ("main", "files", "archive"):
+    for queue in ("main", "files", "archive", "counts"):
         wait_until(lambda q=queue: is_empty(victim.client, q), f"{queue} to drain", PATIENCE)  # type: ignore[misc]
     check(victim, publisher.sent)
     assert victim.stop() == 0, victim.lives[-1].errors
@@ -270,13 +279,22 @@ def check(victim: Victim, sent: int) -> None:
     assert sorted(broken) == sorted(value(number) for number in filter(is_broken, range(sent)))
 
     even = [number for number in whole if number % 2 == 0]
-    lines = whole_lines(victim.place / "files.jsonl")
-    assert {json.loads(json.loads(line)["value"])["n"] for line in lines} == set(even)
+    assert numbers(victim.place / "files.jsonl") == set(even)
+    assert numbers(victim.place / "direct.jsonl") == set(whole) - set(even)
     assert in_and_out(ledgers["files"]) == len(even), "into its queue each came once"
+
+    lines = whole_lines(victim.place / "counts.jsonl")
+    counts = {row["rest"]: row["events"] for row in map(json.loads, lines)}
+    assert counts == Counter(number % 3 for number in whole), "the last of each are all"
+    assert in_and_out(ledgers["counts"]) == len(whole)
 
     assert sorted(archived(victim.place / "archive")) == whole
     assert in_and_out(ledgers["archive"]) == len(whole)
     assert in_and_out(ledgers["main"]) == sent
+
+
+def numbers(path: Path) -> set[int]:
+    return {json.loads(json.loads(line)["value"])["n"] for line in whole_lines(path)}
 
 
 def whole_lines(path: Path) -> list[str]:
