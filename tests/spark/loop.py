@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -66,8 +67,12 @@ class Loop:
         reads: Collection[str] = (),
         copies: Sequence[str] | None = None,
         into: Sequence[str] = (),
+        cut: int | None = None,
     ) -> None:
-        """``reads`` are the columns that tasks read by themselves; see ``LaneWriteOptions``."""
+        """``reads`` are the columns that tasks read by themselves; see ``LaneWriteOptions``.
+
+        ``cut`` is how many rows a block has that tasks get; without, as many as there happen to be.
+        """
         self.lane = lane
         self.batches: list[int] = []
         """How many events each has had."""
@@ -91,6 +96,7 @@ class Loop:
         nodes = Nodes.of(options)
         self._held_up = HeldUp(GatesSeen(Gates(nodes)), ways_of(steps), Rooms(nodes, into))
         self.change = change
+        self._cut = cut
         self._offset = self.reader.initialOffset()
 
     def turn(self) -> bool:
@@ -107,7 +113,12 @@ class Loop:
         return True
 
     def _task(self, part: Any) -> Any:
-        return self.writer.write(map(self.change, self.reader.read(part)))
+        changed = map(self.change, self.reader.read(part))
+        return self.writer.write(chain.from_iterable(map(self._blocks, changed)))
+
+    def _blocks(self, rows: pa.RecordBatch) -> list[pa.RecordBatch]:
+        size = self._cut or max(1, rows.num_rows)
+        return [rows.slice(first, size) for first in range(0, rows.num_rows, size)]
 
     def suspension(self) -> Suspension | None:
         """What people are told."""

@@ -17,7 +17,7 @@ from tests.contract.harness import wait_until
 from tests.outputs.web_servers import Reply, served
 from tests.ports import free_port
 from tests.spark.destinations import Destination
-from tests.spark.loop import Loop, Pipe
+from tests.spark.loop import Change, Loop, Pipe, with_payload
 from tests.spark.nodes import Served, serving
 from turnlane.client.remote import RemoteNode
 from turnlane.delivery.columns import DIRECT
@@ -26,7 +26,7 @@ from turnlane.errors import LaneTaken
 from turnlane.node.flight import FlightPlane
 from turnlane.outputs.file import FileSettings
 from turnlane.outputs.http import Form, HttpSettings
-from turnlane.pipeline.settings import ActionSettings, LaneSettings
+from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
 from turnlane.serving.rights import Authority
 from turnlane.spark import held_up
@@ -34,6 +34,7 @@ from turnlane.spark.held_up import GatesSeen, HeldUp
 from turnlane.spark.lane_nodes import Gates
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.options import WriteOptions
+from turnlane.spark.steps import step_of_lane, steps_of_main
 from turnlane.spark.suspension import Way
 
 PATIENCE = 60.0
@@ -393,6 +394,66 @@ def test_a_direct_action_holds_up_what_it_cannot_deliver_and_nothing_else(world:
     each_once(world.file("b"), values)
     assert world.node.values("a.dead") == [b"a 7"]
     assert world.ledger("main").dead == 1
+
+
+def thrice(**routes: list[list[str]]) -> Change:
+    """Three rows of each event, as a transform makes them, routed as these columns say."""
+
+    def change(rows: pa.RecordBatch) -> pa.RecordBatch:
+        events = rows.num_rows
+        rows = rows.take(pa.array([at for at in range(events) for _ in range(3)]))
+        values = [b"%s.%d" % (v, at % 3) for at, v in enumerate(rows.column("value").to_pylist())]
+        rows = rows.set_column(rows.schema.get_field_index("value"), "value", pa.array(values))
+        for name, three in routes.items():
+            rows = rows.drop_columns([name] if name in rows.schema.names else [])
+            rows = rows.append_column(name, pa.array(three * events, pa.list_(pa.string())))
+        return with_payload(rows)
+
+    return change
+
+
+@pytest.mark.parametrize("cut", [None, 1, 2, 5])
+def test_rows_of_one_event_go_into_a_queue_once_however_often_another_of_them_waits(
+    world: World, cut: int | None
+) -> None:
+    """Wherever Spark cuts between them."""
+    blocking = world.destination()
+    blocking.away()
+    world.node.publish("main", [b"x", b"y"])
+    actions = (http("a", blocking, queued=False, delivery=BRIEFLY), file(world, "b", queued=True))
+    steps = steps_of_main(PipelineSettings(actions=actions))
+    change = thrice(queue=[["b"], [], ["b"]], **{DIRECT: [[], ["a"], []]})
+    lane = Loop(world.node.url, "main", LaneSettings(), steps, change, into=["b"], cut=cut)
+    wait_until(lambda: lane.turn() and len(lane.batches) >= 3, "several batches", PATIENCE)
+    assert (world.node.queue("main").low, world.node.queue("b").end) == (0, 0)
+    blocking.back()
+    wait_until(lambda: lane.turn() and world.node.queue("main").low == 2, "the rest", PATIENCE)
+    each_once(world.node.values("b"), [b"x.0", b"x.2", b"y.0", b"y.2"])
+    assert set(blocking.taken) == {b"x.1", b"y.1"}
+
+
+@pytest.mark.parametrize("cut", [None, 1, 2])
+def test_a_row_that_is_refused_for_ever_is_buried_once_however_often_another_one_waits(
+    world: World, cut: int | None
+) -> None:
+    back = threading.Event()
+    picky = world.destination()
+
+    def refuse(given: list[bytes]) -> Reply | None:
+        if b"x.1" in given:
+            return Reply(400)
+        return None if back.is_set() else Reply(503)
+
+    picky.refuse = refuse
+    world.node.publish("a", [b"x"])
+    step = step_of_lane(http("a", picky, delivery={"batch_events": 1, **BRIEFLY}))
+    lane = Loop(world.node.url, "a", LaneSettings(), [step], thrice(), cut=cut)
+    wait_until(lambda: lane.turn() and len(lane.batches) >= 3, "several batches", PATIENCE)
+    assert world.node.values("a.dead") == []
+    back.set()
+    wait_until(lambda: lane.turn() and world.node.queue("a").low == 1, "the rest", PATIENCE)
+    assert len(world.node.values("a.dead")) == 1
+    assert set(picky.taken) == {b"x.0", b"x.2"}
 
 
 def test_a_queue_without_room_makes_nobody_deliver_anything_twice(tmp_path: Path) -> None:

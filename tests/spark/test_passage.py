@@ -9,10 +9,14 @@ import pyarrow as pa
 
 from turnlane.delivery.outcome import DeadLetter, Outcome
 from turnlane.events import Block
-from turnlane.spark.passage import Mask, Passed, passed
+from turnlane.spark.passage import Passed, passed
+from turnlane.spark.siblings import Mask
 from turnlane.spark.steps import Step
 
 ROWS = pa.RecordBatch.from_pydict({"number": list(range(6))})
+OF_THREE_EVENTS = pa.RecordBatch.from_pydict(
+    {"number": list(range(6)), "partition": [0] * 6, "offset": [7, 7, 8, 8, 9, 9]}
+)
 
 
 class Destinations:
@@ -48,18 +52,19 @@ def step(
 
 def sent(
     *steps: Step,
+    rows: Block = ROWS,
     routes: dict[str, set[int]] | None = None,
     away: dict[str, set[int]] | None = None,
     dead: dict[str, set[int]] | None = None,
 ) -> tuple[Passed, dict[str, list[int]]]:
     """Send all rows through the steps; returns what became of them, and who was asked."""
-    everything = set(range(ROWS.num_rows))
+    everything = set(range(rows.num_rows))
     masks = {
         each.action: np.isin(np.arange(6), list((routes or {}).get(each.action, everything)))
         for each in steps
     }
     destinations = Destinations(away=away or {}, dead=dead or {})
-    return passed(ROWS, steps, masks, destinations.deliver), destinations.asked
+    return passed(rows, steps, masks, destinations.deliver), destinations.asked
 
 
 def where(mask: Mask) -> list[int]:
@@ -120,3 +125,28 @@ def test_the_dead_are_known_by_their_rows_unless_they_come_again() -> None:
     (buried,) = result.buried
     assert buried.rows.tolist() == [3, 5]
     assert where(result.dead) == [3]
+
+
+def test_all_rows_of_an_event_wait_for_the_one_that_cannot_be_delivered_now() -> None:
+    """Whatever they were routed to: later actions are not asked, and no queue gets them."""
+    steps = [step("a", queue="a"), step("b"), step("c")]
+    routes = {"a": {2, 4}, "b": {1, 3}, "c": {0, 2, 5}}
+    away = {"a": {2, 4}, "b": {3}}
+    result, asked = sent(*steps, rows=OF_THREE_EVENTS, routes=routes, away=away)
+    assert where(result.held) == [2, 3]
+    assert asked["c"] == [0, 5]
+    assert where(result.queued["a"] & ~result.held) == [4]
+
+
+def test_a_dead_row_is_not_given_up_while_another_of_its_event_waits() -> None:
+    routes = {"a": {0, 2}, "b": {1, 5}}
+    result, _ = sent(
+        step("a"),
+        step("b"),
+        rows=OF_THREE_EVENTS,
+        routes=routes,
+        dead={"a": {0, 2}},
+        away={"b": {1}},
+    )
+    assert where(result.held) == [0, 1]
+    assert where(result.dead) == [2]

@@ -19,10 +19,11 @@ from turnlane.spark.delivering import Delivery
 from turnlane.spark.lane_nodes import Gates
 from turnlane.spark.lane_options import LaneWriteOptions
 from turnlane.spark.nodes import Nodes, by_partition
-from turnlane.spark.passage import Buried, Mask, Passed, passed
+from turnlane.spark.passage import Buried, Passed, passed
 from turnlane.spark.routing import QUEUE
 from turnlane.spark.row_numbers import RowNumbers
 from turnlane.spark.share_reading import share_events, shares_in
+from turnlane.spark.siblings import Mask, together, with_siblings
 from turnlane.spark.steps import Step
 from turnlane.spark.tasks import Places, Staged, Task, filled, join
 
@@ -49,7 +50,7 @@ class LaneTask(Task):
         if self._options.reads:
             self._deliver_all(self._read(batches))
             return self._finished()
-        numbered = map(RowNumbers().on, filled(batches))
+        numbered = map(RowNumbers().on, filled(together(batches)))
         if self._options.routed:
             for rows in numbered:
                 self._pass_on(rows)
@@ -92,7 +93,7 @@ class LaneTask(Task):
                 held = np.zeros(rows.num_rows, dtype=np.bool_)
                 held[outcome.kept] = True
                 buried = [Buried(step, letter, letter.numbers) for letter in outcome.dead]
-                self._note(rows, Passed(held, buried=buried))
+                self._note(rows, Passed(with_siblings(rows, held), buried=buried))
 
     # ── both ─────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,7 +1,8 @@
 """A block of rows on its way through the steps of a lane: who gets which rows. No I/O.
 
 An event is through if all its actions have it, or a queue has what they could not deliver now.
-Otherwise it is held back as a whole: nothing of it is staged, and it comes again.
+Otherwise it is held back as a whole, all the rows that a transform has made of it: nothing of it is
+staged, and it comes again.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from turnlane.delivery.outcome import DeadLetter, Outcome
+from turnlane.spark.siblings import Mask, with_siblings
 from turnlane.spark.steps import Step
 
-Mask = npt.NDArray[np.bool_]
 Deliver = Callable[[Step, pa.RecordBatch], Outcome]
 
 
@@ -80,7 +81,7 @@ class _Passage:
     def close_group(self) -> None:
         """No other step stands in for those before: what is left waits, here or in a queue."""
         if self._queue is None:
-            self.result.held |= self._left
+            self.result.held |= with_siblings(self._rows, self._left)
         elif self._left.any():
             self._into_queue(self._queue, self._left)
         self._left = np.zeros_like(self._left)

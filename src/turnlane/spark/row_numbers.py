@@ -6,8 +6,6 @@ row. One that spreads an event's rows over tasks, by ``repartition``, gives them
 
 from __future__ import annotations
 
-from typing import Any, Final
-
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -15,10 +13,9 @@ import pyarrow as pa
 from turnlane.events import Block
 from turnlane.outputs.identity import ROW
 from turnlane.repeats import repeats
+from turnlane.spark.siblings import have_places
 
 Numbers = npt.NDArray[np.int64]
-
-_PLACE: Final = ("partition", "offset")
 
 
 class RowNumbers:
@@ -31,7 +28,7 @@ class RowNumbers:
 
     def on(self, rows: Block) -> Block:
         """The rows, with a column of numbers if there are several of one event."""
-        if not _have_places(rows):
+        if not have_places(rows):
             return rows
         partitions = np.asarray(rows.column("partition"))
         offsets = np.asarray(rows.column("offset"))
@@ -45,13 +42,6 @@ class RowNumbers:
         if numbers is None or not numbers.any():
             return rows
         return rows.append_column(ROW, pa.array(numbers, pa.int32()))
-
-
-def _have_places(rows: Block) -> bool:
-    """Whether rows say where they come from; those that SQL has made of many do not."""
-    columns: list[Any] = [rows.column(name) for name in _PLACE if name in rows.schema.names]
-    whole = all(pa.types.is_integer(each.type) and not each.null_count for each in columns)
-    return whole and len(columns) == len(_PLACE) and bool(rows.num_rows)
 
 
 def _numbers(partitions: Numbers, offsets: Numbers) -> Numbers | None:
