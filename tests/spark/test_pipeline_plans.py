@@ -10,18 +10,15 @@ from typing import Any
 
 import pytest
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.functions import expr, lit
+from pyspark.sql.functions import lit
 
 from tests.contract.harness import wait_until
 from tests.spark.nodes import Served, serving
 from turnlane.config import Config, loads
-from turnlane.delivery.columns import ROUTES
 from turnlane.errors import ConfigError
 from turnlane.formats.parse_settings import Format, ParseSettings
-from turnlane.queues.spans import MOST_COPIES
 from turnlane.spark.parsing import parsed
 from turnlane.spark.pipeline import Pipeline
-from turnlane.spark.routing import numbered
 
 PATIENCE = 180.0
 
@@ -100,14 +97,6 @@ def test_events_go_where_filters_say_if_spark_sees_only_what_these_read(
     main = next(each for each in spark.streams.active if each.name == "main")
     assert pipeline.status()[0].rows == 300
     assert (sum(each.numInputRows for each in main.recentProgress) < 300) == may_group
-
-
-def test_every_route_has_a_bit(spark: SparkSession) -> None:
-    routes = {f"a{at}": expr(f"id >= {at}") for at in range(MOST_COPIES)}
-    rows = numbered(spark.range(-1, MOST_COPIES), routes).select("id", ROUTES).collect()
-    assert {row[0]: row[1] for row in rows} == {
-        at: (1 << (at + 1)) - 1 for at in range(MOST_COPIES)
-    }
 
 
 def has_lines_of(path: Path, expected: list[bytes]) -> bool:

@@ -5,24 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from turnlane.delivery.columns import DIRECT
+from turnlane.delivery.columns import DIRECT, ROUTES
 from turnlane.outputs.contract import OutputSettings
 from turnlane.outputs.file import FileSettings
 from turnlane.pipeline.settings import ActionSettings
-from turnlane.spark.routing import routed
+from turnlane.queues.settings import QueueSettings
+from turnlane.queues.spans import MOST_COPIES
+from turnlane.spark.hollows import filled
+from turnlane.spark.routing import QUEUE, numbered, routed
 
 DISCARDS = 30
+EVENTS = 1000
+HALF = "rand() < 0.5"
+
+
+def taking(name: str, condition: str | None = None, *, queued: bool = False) -> ActionSettings:
+    queue = QueueSettings.of(kind="disk", name=name, path=Path(name)) if queued else None
+    output = FileSettings(type="file", path=Path("o"))
+    return ActionSettings(name=name, filter=condition, queue=queue, output=output)
+
+
+def discard(name: str, condition: str) -> ActionSettings:
+    return ActionSettings(name=name, filter=condition, output=OutputSettings(type="discard"))
 
 
 def routes(spark: SparkSession, discards: int) -> DataFrame:
     """Numbers, of which each discard takes one out; what is left is taken."""
-    actions = [
-        ActionSettings(name=f"d{at}", filter=f"id = {at}", output=OutputSettings(type="discard"))
-        for at in range(discards)
-    ]
-    taken = ActionSettings(name="taken", output=FileSettings(type="file", path=Path("o")))
-    return routed(spark.range(discards + 2), [*actions, taken])
+    actions = [discard(f"d{at}", f"id = {at}") for at in range(discards)]
+    return routed(spark.range(discards + 2), [*actions, taking("taken")])
 
 
 def plan_size(rows: DataFrame) -> int:
@@ -37,3 +49,57 @@ def test_discards_add_to_a_plan_and_do_not_multiply_it(spark: SparkSession) -> N
 def test_what_many_discards_leave_is_taken(spark: SparkSession) -> None:
     rows = routes(spark, DISCARDS).select("id", DIRECT).collect()
     assert {(row[0], *row[1]) for row in rows} == {(DISCARDS, "taken"), (DISCARDS + 1, "taken")}
+
+
+def test_every_queue_has_a_bit(spark: SparkSession) -> None:
+    actions = [taking(f"a{at}", f"id >= {at}", queued=True) for at in range(MOST_COPIES)]
+    rows = numbered(spark.range(-1, MOST_COPIES), actions).select("id", ROUTES).collect()
+    assert {row[0]: row[1] for row in rows} == {
+        at: (1 << (at + 1)) - 1 for at in range(MOST_COPIES)
+    }
+
+
+def test_what_a_discard_takes_by_chance_no_action_after_it_gets(spark: SparkSession) -> None:
+    """And no action before it misses: these are not asked."""
+    before, after = taking("first", queued=True), [taking("a"), taking("b", queued=True)]
+    rows = routed(spark.range(EVENTS), [before, discard("d", HALF), *after, taking("c")])
+    assert rows.columns == ["id", QUEUE, DIRECT]
+    found = [(*row[QUEUE], *row[DIRECT]) for row in rows.collect()]
+    assert set(found) == {("first",), ("first", "b", "a", "c")}
+    assert len(found) == EVENTS
+
+
+def test_neither_does_an_action_that_has_a_bit(spark: SparkSession) -> None:
+    after = [taking(name, queued=True) for name in "abc"]
+    rows = numbered(spark.range(EVENTS), [discard("d", HALF), *after])
+    assert rows.columns == ["id", ROUTES]
+    numbers = [row[ROUTES] for row in rows.collect()]
+    assert set(numbers) == {0b111}
+    assert 0 < len(numbers) < EVENTS
+
+
+def test_discards_leave_to_chance_only_what_each_is_asked(spark: SparkSession) -> None:
+    """A half of a half is left, and nothing that a discard takes for sure."""
+    sure = discard("sure", "id % 2 = 0")
+    actions = [discard("one", HALF), sure, discard("two", HALF), taking("a"), taking("b")]
+    rows = routed(spark.range(EVENTS), actions).collect()
+    assert {tuple(row[DIRECT]) for row in rows} == {("a", "b")}
+    assert all(row.id % 2 for row in rows)
+    assert EVENTS / 16 < len(rows) < EVENTS / 4
+
+
+def test_chance_decides_once_whether_an_action_takes_an_event(spark: SparkSession) -> None:
+    """However often its route is looked at afterwards."""
+    actions = [taking("a", HALF), taking("b", HALF, queued=True)]
+    rows = filled(routed(spark.range(EVENTS), actions))
+    looked = rows.select(QUEUE, DIRECT, (F.size(QUEUE) + F.size(DIRECT)).alias("count")).collect()
+    assert all(row["count"] == len(row[QUEUE]) + len(row[DIRECT]) > 0 for row in looked)
+    assert 0 < len(looked) < EVENTS
+
+
+def test_nothing_is_decided_apart_that_is_the_same_for_equal_events(spark: SparkSession) -> None:
+    """Even if chance has made the events: the plan is that of the conditions alone."""
+    events = spark.range(EVENTS).withColumn("drawn", F.rand())
+    rows = routed(events, [discard("d", "drawn < 0.5"), taking("a"), taking("b")])
+    assert "discarded" not in str(rows._jdf.queryExecution().analyzed())
+    assert {tuple(row[DIRECT]) for row in rows.collect()} == {("a", "b")}

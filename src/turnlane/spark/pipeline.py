@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamReader, DataStreamWriter
@@ -173,28 +173,24 @@ class Pipeline:
         looks = looked_at(settings.parse, wanted) | (wanted & {"queue"})
         routes = Routes.of(settings.actions, joined=settings.joined).queued
         may_group = looks <= FEW_VALUES and "offset" not in wanted
-        rows = self._numbered(reader, looks, routes, grouped=may_group)
+        rows = self._numbered(reader, looks, grouped=may_group)
         if may_group and not is_deterministic(rows):
-            rows = self._numbered(reader, looks, routes, grouped=False)
+            rows = self._numbered(reader, looks, grouped=False)
         copies = in_json(list(routes))
         with set_to(self._spark, UNMEASURED):
             return self._lane_query(rows, MAIN, run, settings.lane, (), copies=copies)
 
     def _numbered(
-        self,
-        reader: DataStreamReader,
-        looks: AbstractSet[str],
-        routes: Mapping[str, Column | None],
-        *,
-        grouped: bool,
+        self, reader: DataStreamReader, looks: AbstractSet[str], *, grouped: bool
     ) -> DataFrame:
         """The places of events, or of groups of them, with their routes as bits."""
         kept = [*sorted(PLACE), PLACES] if grouped else sorted(PLACE)
         every = shape.nothing(self._spark).schema
         every = every.add(PRIORITY, ShortType()).add(PLACES, BinaryType())
         source = reader.option("grouped", grouped).schema(_columns(every, {*looks, *kept}))
-        events = shape.seen(source.load(), self._settings, wanted_by_main(self._settings))
-        return numbered(events, routes).select(*kept, ROUTES)
+        settings = self._settings
+        events = shape.seen(source.load(), settings, wanted_by_main(settings))
+        return numbered(events, settings.actions, settings.joined).select(*kept, ROUTES)
 
     @property
     def _filled(self) -> list[str]:

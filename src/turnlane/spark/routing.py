@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from turnlane.delivery.columns import DIRECT, ROUTES
+from turnlane.delivery.columns import DIRECT, DISCARDED, ROUTES
 from turnlane.formats.parse_settings import PARSE_ERROR
 from turnlane.pipeline.settings import ActionSettings
 from turnlane.spark.tolerant import tolerant
@@ -55,6 +55,39 @@ class Routes(NamedTuple):
         return cls(queued, direct)
 
 
+class Drawn(NamedTuple):
+    """Events of which chance has decided what discards take: once, for all actions after them.
+
+    The condition of a discard is a part of each of theirs. One that is left to chance would be
+    tossed for anew in each: it is in a column of its own instead, which is all that they read.
+    """
+
+    events: DataFrame
+    actions: Sequence[ActionSettings]
+    columns: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, events: DataFrame, actions: Sequence[ActionSettings]) -> Self:
+        """The same events and actions if nothing is left to chance."""
+        names = {f"{DISCARDED}{at}": action for at, action in enumerate(actions)}
+        discards = {
+            name: condition
+            for name, action in names.items()
+            if action.discards and action.is_direct
+            if (condition := _condition(action)) is not None
+        }
+        columns = _by_chance(events, discards)
+        reading = [
+            action.model_copy(update={"filter": name}) if name in columns else action
+            for name, action in names.items()
+        ]
+        return cls(events.withColumns(columns) if columns else events, reading, list(columns))
+
+    def without(self, routed: DataFrame) -> DataFrame:
+        """The events with their routes: how those came about is of no more use."""
+        return routed.drop(*self.columns) if self.columns else routed
+
+
 def routed(
     events: DataFrame,
     actions: Sequence[ActionSettings],
@@ -62,25 +95,49 @@ def routed(
     joined: Collection[str] = (),
 ) -> DataFrame:
     """Events with the names of their routes, those that go nowhere left out."""
-    routes = Routes.of(actions, dead_letters, joined)
+    drawn = Drawn.of(events, actions)
+    routes = Routes.of(drawn.actions, dead_letters, joined)
     columns = {QUEUE: _present(routes.queued), DIRECT: _present(routes.direct)}
-    return events.withColumns(columns).where((F.size(QUEUE) > 0) | (F.size(DIRECT) > 0))
+    going = drawn.without(drawn.events.withColumns(columns))
+    return going.where((F.size(QUEUE) > 0) | (F.size(DIRECT) > 0))
 
 
-def numbered(events: DataFrame, routes: Mapping[str, Column | None]) -> DataFrame:
-    """Events with their routes as a number in which each has a bit, in this order."""
+def numbered(
+    events: DataFrame, actions: Sequence[ActionSettings], joined: Collection[str] = ()
+) -> DataFrame:
+    """Events with their routes as a number in which each queue has a bit, in the order of actions.
+
+    Of actions that all have a queue, but for those that discard.
+    """
+    drawn = Drawn.of(events, actions)
+    routes = Routes.of(drawn.actions, joined=joined).queued
     bits = [
         F.lit(1 << at) if matches is None else F.when(matches, F.lit(1 << at)).otherwise(F.lit(0))
         for at, matches in enumerate(routes.values())
     ]
     none = F.lit(0).cast("bigint")
-    return events.withColumn(ROUTES, reduce(Column.bitwiseOR, bits, none)).where(F.col(ROUTES) != 0)
+    number = reduce(Column.bitwiseOR, bits, none)
+    going = drawn.without(drawn.events.withColumn(ROUTES, number))
+    return going.where(F.col(ROUTES) != 0)
 
 
 def is_deterministic(rows: DataFrame) -> bool:
     """Whether all that is made of equal rows is equal. ``rand() < 0.1`` is not."""
     plan = rows._jdf.queryExecution().analyzed()  # noqa: SLF001 - nothing else tells
     return bool(plan.deterministic())
+
+
+def _by_chance(events: DataFrame, conditions: Mapping[str, Column]) -> dict[str, Column]:
+    """Those that may come out differently for equal events, however the events were made."""
+    if not conditions:
+        return {}
+    plan = events.select(*conditions.values())._jdf.queryExecution().analyzed()  # noqa: SLF001
+    made = plan.expressions()
+    return {
+        name: condition
+        for at, (name, condition) in enumerate(conditions.items())
+        if not made.apply(at).deterministic()
+    }
 
 
 def _condition(action: ActionSettings) -> Column | None:
