@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from turnlane.events import Block
 from turnlane.outputs.identity import ids_of
 from turnlane.spark.columns import as_block
-from turnlane.spark.row_numbers import RowNumbers
+from turnlane.spark.row_numbers import with_numbers
+from turnlane.spark.siblings import together
 
 
 def rows(*offsets: int, partition: int = 0) -> Block:
@@ -24,51 +25,50 @@ def rows(*offsets: int, partition: int = 0) -> Block:
     )
 
 
-def ids(numbers: RowNumbers, *blocks: Block) -> list[str]:
+def ids(*blocks: Block) -> list[str]:
     found = []
-    for block in blocks:
-        texts = ids_of(numbers.on(block))
+    for block in together(iter(blocks)):
+        texts = ids_of(with_numbers(block))
         assert texts is not None
         found += texts.to_pylist()
     return [str(text).removeprefix("orders/") for text in found]
 
 
 def test_the_first_row_has_the_events_id_and_the_others_a_number() -> None:
-    found = ids(RowNumbers(), rows(5, 6, 6, 6, 7, 8, 8))
+    found = ids(rows(5, 6, 6, 6, 7, 8, 8))
     assert found == ["0/5", "0/6", "0/6.1", "0/6.2", "0/7", "0/8", "0/8.1"]
 
 
 def test_an_events_rows_may_be_in_several_blocks() -> None:
-    found = ids(RowNumbers(), rows(5, 6), rows(6), rows(6, 7), rows(8))
+    found = ids(rows(5, 6), rows(6), rows(6, 7), rows(8))
     assert found == ["0/5", "0/6", "0/6.1", "0/6.2", "0/7", "0/8"]
 
 
 def test_the_same_offset_on_another_node_is_another_event() -> None:
-    found = ids(RowNumbers(), rows(5, 5), rows(5, 5, partition=1))
+    found = ids(rows(5, 5), rows(5, 5, partition=1))
     assert found == ["0/5", "0/5.1", "1/5", "1/5.1"]
 
 
 def test_rows_that_are_events_stay_as_they_are() -> None:
-    numbers = RowNumbers()
     for block in (rows(5, 6), rows(9), rows(2, 3), rows(1, 0), rows()):
-        assert numbers.on(block) is block
+        assert with_numbers(block) is block
 
 
 def test_rows_without_a_whole_place_stay_as_they_are() -> None:
     block = rows(1, 1)
     odd = block.set_column(3, "offset", pa.array([1, None], pa.int64()))
     for each in (block.drop_columns(["offset"]), odd):
-        assert RowNumbers().on(each) is each
+        assert with_numbers(each) is each
 
 
 def test_a_queue_does_not_store_the_numbers() -> None:
-    assert "turnlane_row" not in as_block(RowNumbers().on(rows(1, 1))).schema.names
+    assert "turnlane_row" not in as_block(with_numbers(rows(1, 1))).schema.names
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=30), st.sets(st.integers(1, 29)))
 def test_ids_are_distinct_however_the_rows_are_cut(counts: list[int], cuts: set[int]) -> None:
     offsets = np.repeat(np.arange(len(counts)), counts)
     blocks = [rows(*part.tolist()) for part in np.split(offsets, sorted(cuts))]
-    found = ids(RowNumbers(), *blocks)
-    assert found == ids(RowNumbers(), rows(*offsets.tolist()))
+    found = ids(*blocks)
+    assert found == ids(rows(*offsets.tolist()))
     assert len(set(found)) == len(offsets)

@@ -21,7 +21,7 @@ from turnlane.spark.lane_options import LaneWriteOptions
 from turnlane.spark.nodes import Nodes, by_partition
 from turnlane.spark.passage import Buried, Passed, passed
 from turnlane.spark.routing import QUEUE
-from turnlane.spark.row_numbers import RowNumbers
+from turnlane.spark.row_numbers import with_numbers
 from turnlane.spark.share_reading import share_events, shares_in
 from turnlane.spark.siblings import Mask, together, with_siblings
 from turnlane.spark.steps import Step
@@ -50,7 +50,7 @@ class LaneTask(Task):
         if self._options.reads:
             self._deliver_all(self._read(batches))
             return self._finished()
-        numbered = map(RowNumbers().on, filled(together(batches)))
+        numbered = map(with_numbers, filled(together(batches)))
         if self._options.routed:
             for rows in numbered:
                 self._pass_on(rows)
