@@ -7,6 +7,7 @@ import json
 import pytest
 
 from turnlane.config import loads, shown
+from turnlane.config.masking import MASK
 
 SECRET = "hunter2"
 FILE = "actions: [{name: k, output: {type: file, path: o}}]"
@@ -43,6 +44,26 @@ def test_values_of_variables_are_shown_as_they_are_written() -> None:
     assert found["node"]["data"] == "d/${P}"
     assert found["actions"][0]["output"]["url"] == "https://h/${P}"
     assert config.actions[0].output.model_dump()["url"] == f"https://h/{SECRET}"
+
+
+@pytest.mark.parametrize("url", ["sqlite:///x.db", "sqlite:////tmp/a@b.db", "postgresql://me@h/db"])
+def test_the_address_of_a_database_is_shown_as_it_is(url: str) -> None:
+    columns = "table: t, columns: {a: value}"
+    found = shown(loads(f"node: {{data: d}}\n{output(f'type: sql, url: {url!r}, {columns}')}"))
+    assert found["actions"][0]["output"]["url"] == url
+
+
+@pytest.mark.parametrize(
+    ("path", "seen"),
+    [
+        (f"s3://me:{SECRET}@bucket/x", f"s3://me:{MASK}@bucket/x"),
+        (f"jdbc:x://me:{SECRET}@h/db?p={SECRET}#f", f"jdbc:x://me:{MASK}@h/db?p={MASK}#f"),
+        (f"http://[me:{SECRET}@h", f"http://[me:{MASK}@h"),
+    ],
+)
+def test_the_password_of_an_address_is_masked_and_the_rest_is_shown(path: str, seen: str) -> None:
+    found = shown(loads(f"node: {{data: d}}\n{output(f'type: spark, format: x, path: {path!r}')}"))
+    assert found["actions"][0]["output"]["path"] == seen
 
 
 def test_what_is_harmless_is_shown() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import pytest
 from typer.testing import CliRunner
 
 from turnlane.cli.app import app
 from turnlane.cli.graph import topology_of
 from turnlane.config import loads
 from turnlane.pipeline.cases import Case, differences
-from turnlane.pipeline.graph import Topology, cut, text_lines, without_credentials
+from turnlane.pipeline.graph import Topology, cut, text_lines
 from turnlane.pipeline.picture import svg
 
 CONFIG = """\
@@ -33,8 +35,13 @@ actions:
 """
 
 
-def topology(text: str = CONFIG) -> Topology:
-    return topology_of(loads(text))
+def topology(text: str = CONFIG, **environment: str) -> Topology:
+    return topology_of(loads(text, environment=environment))
+
+
+def leading_to(**output: str) -> str:
+    """A configuration with one action."""
+    return f"node: {{data: d}}\nactions: [{{name: a, queue: disk, output: {json.dumps(output)}}}]"
 
 
 def test_the_text_shows_the_way_from_inputs_to_outputs() -> None:
@@ -53,7 +60,7 @@ queue main (disk)
   ├─ noise   severity = 7                       ──▶ discard: goes no further
   ├─ alerts  severity <= 3 AND app_name = '<b>' ──▶ queue (disk) ══▶ file out/alerts
   ├─ counts  every event                        ──▶ queue (disk_assisted) ══▶ transform m:f \
-══▶ sql ══▶ spark parquet s3://bucket/x
+══▶ sql ══▶ spark parquet s3://me:**********@bucket/x
   └─ all     every event                        ──▶ file out/all
 
 lanes: 1 + 2 = 3 (main, alerts, counts)"""
@@ -100,11 +107,37 @@ def test_the_command_prints_or_draws(tmp_path: Path) -> None:
     assert drawn.stdout == picture.read_text()
 
 
-def test_what_is_shown_of_places_is_short_and_has_no_password() -> None:
-    assert without_credentials("https://u:p@host:9/x") == "https://host:9/x"
-    assert without_credentials("out/a@b") == "out/a@b"
-    for file in ("sqlite:///x.db", "sqlite:////tmp/a@b.db", "file:///out?x=//u@h#f"):
-        assert without_credentials(file) == file
+@pytest.mark.parametrize(
+    ("url", "seen"),
+    [
+        ("https://h/x?token=${HUSH}", "https://h/x?token=${HUSH}"),
+        ("https://h/${HUSH}", "https://h/${HUSH}"),
+        ("https://h/x?a=hunter2&token=hunter2&b", "https://h/x?a=**********&token=**********&b"),
+    ],
+)
+def test_neither_text_nor_picture_shows_a_secret_of_an_address(url: str, seen: str) -> None:
+    found = topology(leading_to(type="http", url=url), HUSH="hunter2")
+    assert any(line.endswith(f"http {seen}") for line in text_lines(found, 200))
+    for drawn in (*text_lines(found, 200), svg(found)):
+        assert "hunter2" not in drawn
+
+
+def test_a_filter_is_shown_as_it_is_written() -> None:
+    actions = "[{name: a, filter: \"key = '${HUSH}'\", output: {type: discard}}]"
+    found = topology(f"node: {{data: d}}\nactions: {actions}", HUSH="hunter2")
+    assert any("key = '${HUSH}'" in line for line in text_lines(found))
+    assert "hunter2" not in svg(found)
+
+
+@pytest.mark.parametrize(
+    "path", ["sqlite:///x.db", "sqlite:////tmp/a@b.db", "out/a@b", "file:///o"]
+)
+def test_a_place_without_secrets_is_shown_as_it_is(path: str) -> None:
+    found = topology(leading_to(type="spark", format="parquet", path=path))
+    assert any(line.endswith(f"parquet {path}") for line in text_lines(found))
+
+
+def test_what_is_too_long_is_cut() -> None:
     assert cut("a  b\nc", 5) == "a b c"
     assert cut("abcdef", 4) == "abc…"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from turnlane.config import Config
     from turnlane.inputs.contract import InputSettings
     from turnlane.pipeline.graph import Topology
+    from turnlane.pipeline.settings import ActionSettings
 
 
 @reported
@@ -45,6 +46,7 @@ def graph(
 
 def topology_of(config: Config) -> Topology:
     """What there is to be drawn. Raises ``ConfigError`` if that is no pipeline."""
+    from turnlane.config import shown
     from turnlane.pipeline.graph import Source, Topology
 
     pipeline = config.pipeline()
@@ -52,7 +54,17 @@ def topology_of(config: Config) -> Topology:
         raise config.placed(ConfigError("actions", "there are none, so there is nothing to draw"))
     inputs = tuple(Source(each.label, _where(each), each.queue) for each in config.inputs)
     kinds = {name: str(knobs.get("kind", "disk")) for name, knobs in config.knobs().items()}
-    return Topology(inputs, pipeline, kinds)
+    actions = tuple(map(_as_shown, pipeline.actions, shown(config)["actions"]))
+    return Topology(inputs, pipeline.model_copy(update={"actions": actions}), kinds)
+
+
+def _as_shown(action: ActionSettings, shown: dict[str, Any]) -> ActionSettings:
+    """An action that says what ``turnlane validate --show`` does: no secrets, no variables."""
+    from turnlane.pipeline.graph import PLACES
+
+    places = {name: shown["output"][name] for name in PLACES if name in shown["output"]}
+    output = action.output.model_copy(update=places)
+    return action.model_copy(update={"filter": shown["filter"], "output": output})
 
 
 def _where(settings: InputSettings) -> str:

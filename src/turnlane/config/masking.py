@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from typing import Final
-from urllib.parse import urlsplit, urlunsplit
 
 from turnlane.config.document import Path
 
@@ -27,6 +26,8 @@ _HARMLESS_NAMES: Final = frozenset(
 )
 _SHORT: Final = re.compile(r"(?i)(?:^|[._-])(?:key|pwd|pass|auth)(?:$|[._-])")
 """What makes a number secret, too, where names are free."""
+_PASSWORD: Final = re.compile(r"(//[^/@:]*:)[^/]*@")
+_VALUE: Final = re.compile(r"=[^&#]+")
 
 
 def is_secret_name(path: Path) -> bool:
@@ -58,13 +59,9 @@ def _name(path: Path) -> str:
 
 
 def _without_secrets(url: str) -> str:
-    """An address without its password, and without the values of its query."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # whatever it is, it may have a password in it
-        return MASK
-    user, at, host = parts.netloc.rpartition("@")
-    if ":" in user:
-        user = f"{user.partition(':')[0]}:{MASK}"
-    query = re.sub(r"=[^&]+", f"={MASK}", parts.query)
-    return urlunsplit(parts._replace(netloc=f"{user}{at}{host}", query=query))
+    """An address without its password, and without the values of its query.
+
+    Not by urlunsplit, which leaves out the slashes before a host that is empty, as SQLite's is.
+    """
+    place, mark, query = url.partition("?")
+    return _PASSWORD.sub(rf"\1{MASK}@", place) + mark + _VALUE.sub(f"={MASK}", query)

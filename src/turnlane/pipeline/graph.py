@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
-from urllib.parse import urlsplit
 
 from turnlane.pipeline.settings import MAIN, ActionSettings, PipelineSettings
 
 EVERY: Final = "every event"
 ENDS: Final = "discard: goes no further"
-_PLACES: Final = ("path", "url", "address", "endpoint", "queue", "table")
+PLACES: Final = ("path", "url", "address", "endpoint", "queue", "table")
 """The settings of an output that may say where it leads to."""
 
 
@@ -29,6 +28,7 @@ class Topology:
 
     inputs: tuple[Source, ...]
     pipeline: PipelineSettings
+    """With filters and places as they may be shown: all of them are."""
     queues: Mapping[str, str]
     """The kinds of all queues, by name."""
 
@@ -49,7 +49,7 @@ class Topology:
 
 
 def destination(action: ActionSettings, pipeline: PipelineSettings) -> str:
-    """Where an action leads to, in a few words and without secrets."""
+    """Where an action leads to, in a few words."""
     output = action.output
     joiner = pipeline.joiner(action.name)
     if joiner is not None:
@@ -59,21 +59,12 @@ def destination(action: ActionSettings, pipeline: PipelineSettings) -> str:
     words = [str(output.type)]
     if output.type == "spark":
         words.append(str(output.format))
-    for name in _PLACES:
+    for name in PLACES:
         value = getattr(output, name, None)
         if value is not None:
-            words.append(without_credentials(str(value)))
+            words.append(str(value))
             break
     return " ".join(words)
-
-
-def without_credentials(place: str) -> str:
-    """A url without user and password; anything else as it is."""
-    if "://" not in place:
-        return place
-    # Not by urlunsplit, which leaves out the slashes before a host that is empty, as SQLite's is.
-    netloc = urlsplit(place).netloc
-    return place.replace(f"//{netloc}", f"//{netloc.rpartition('@')[2]}", 1)
 
 
 def lane_steps(action: ActionSettings) -> list[str]:
