@@ -510,6 +510,12 @@ def test_of_a_header_given_twice_the_last_counts() -> None:
     assert found.columns.column("team").to_pylist() == ["b"]
 
 
+def test_bytes_in_lists_are_base64() -> None:
+    parts: Any = pa.array([[b"\xff\xfe", None], None], pa.list_(pa.binary()))
+    found = rows_of(handed([b"x", b"y"], parts=parts), {"parts": "parts"}, places=False)
+    assert found.columns.column("parts").to_pylist() == ['["//4=", null]', None]
+
+
 def test_json_that_is_none_never_gets_better() -> None:
     output = Bench("sqlite:///a.db").output(columns={"id": "offset", "note": "value.a"})
     with pytest.raises(Never, match="not JSON"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -120,7 +121,12 @@ def _plain(column: Any) -> Any:  # noqa: ANN401
 
 
 def _json(value: Any, kind: pa.DataType) -> str:  # noqa: ANN401
-    return json.dumps(dict(value) if pa.types.is_map(kind) else value, default=str)
+    return json.dumps(dict(value) if pa.types.is_map(kind) else value, default=_in_json)
+
+
+def _in_json(value: Any) -> str:  # noqa: ANN401
+    """What JSON has no form for; bytes as in payloads."""
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
 def _places(block: Block) -> dict[Stream, tuple[Offsets, Offsets]]:
