@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -162,6 +163,31 @@ def test_outputs_that_take_values_get_them_by_any_filter(
         lines = (tmp_path / name).read_bytes().splitlines()
         assert sorted(lines) == sorted(each for at, each in enumerate(sent) if at % 8 <= most)
     assert "app_name" not in node.queue("archive").types
+
+
+def test_bytes_that_are_no_text_are_whole_in_files_of_json(
+    node: Served, make: Make, tmp_path: Path
+) -> None:
+    """From the main lane, and from a lane of its own."""
+    sent = [b"\xff\xfe\x00abc", b"plain", bytes(range(256))]
+    pipeline = make(
+        ActionSettings(name="all", output=to_file(tmp_path / "all")),
+        ActionSettings(name="alerts", queue=queue("alerts"), output=to_file(tmp_path / "alerts")),
+        parse="none",
+    )
+    node.publish("main", sent)
+    pipeline.start()
+    wait_until(drained(node, "main", "alerts"), "all lanes", PATIENCE)
+    pipeline.stop()
+    for name in ("all", "alerts"):
+        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        assert sorted(map(value_of, rows)) == sorted(sent)
+        assert [row["value"] for row in rows if "value" in row] == ["plain"]
+
+
+def value_of(row: dict[str, str]) -> bytes:
+    text = row.get("value")
+    return b64decode(row["value_base64"]) if text is None else text.encode()
 
 
 @pytest.mark.parametrize("condition", [None, "severity = 7"])

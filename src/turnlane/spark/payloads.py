@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
@@ -21,13 +23,27 @@ def _raw(events: DataFrame) -> Column:
 
 
 def _json(events: DataFrame) -> Column:
-    """A JSON object with every column; bytes as the text that they nearly always are."""
-    columns = []
+    """A JSON object with every column."""
+    columns: list[Column] = []
     for field in events.schema.fields:
         if field.name in (PAYLOAD, QUEUE, DIRECT, *_PLACE):
             continue
-        column = F.col(f"`{field.name}`")
         if field.dataType.typeName() == "binary":
-            column = column.cast("string").alias(field.name)
-        columns.append(column)
+            columns += _bytes(field.name, events.columns)
+        else:
+            columns.append(F.col(f"`{field.name}`"))
     return F.to_json(F.struct(*columns)).cast("binary")
+
+
+def _bytes(name: str, taken: Sequence[str]) -> tuple[Column, Column]:
+    """Bytes as the text that they nearly always are; under another name where they are none.
+
+    One of the two is null, and left out. Bytes within others, and these, are base64 in JSON.
+    """
+    column = F.col(f"`{name}`")
+    text = column.cast("string")
+    is_text = F.is_valid_utf8(text)
+    other = f"{name}_base64"
+    while other in taken:
+        other += "_"
+    return F.when(is_text, text).alias(name), F.when(~is_text, column).alias(other)

@@ -1,0 +1,70 @@
+"""Is everything of an event in its payload, also bytes that are no text?"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+from turnlane.spark.payloads import with_payload
+
+NO_TEXT = [b"\xff\xfe\x00abc", b"\xc3", b"\xed\xa0\x80", b"\xc0\xaf", b"\xff" * 100]
+
+
+def events(spark: SparkSession, *values: bytes | None) -> DataFrame:
+    rows = [(None if value is None else bytearray(value), "k") for value in values]
+    return spark.createDataFrame(rows, "value binary, key string")
+
+
+def payloads(rows: DataFrame) -> list[dict[str, Any]]:
+    return [json.loads(row.payload) for row in with_payload(rows, "json").collect()]
+
+
+@pytest.mark.parametrize("value", [b"", b"plain", "Zoë €\x00🙂".encode(), b'{"a": "\\"\n"}'])
+def test_bytes_that_are_text_are_text(spark: SparkSession, value: bytes) -> None:
+    assert payloads(events(spark, value)) == [{"value": value.decode(), "key": "k"}]
+
+
+@pytest.mark.parametrize("value", NO_TEXT, ids=lambda value: value[:6].hex())
+def test_bytes_that_are_no_text_are_base64_under_another_name(
+    spark: SparkSession, value: bytes
+) -> None:
+    encoded = base64.b64encode(value).decode()
+    assert payloads(events(spark, value)) == [{"value_base64": encoded, "key": "k"}]
+
+
+def test_no_value_is_left_out(spark: SparkSession) -> None:
+    assert payloads(events(spark, None)) == [{"key": "k"}]
+
+
+def test_a_column_of_bytes_that_a_transform_has_made_is_told_of_likewise(
+    spark: SparkSession,
+) -> None:
+    rows = events(spark, b"text").withColumn("a.b", F.unhex(F.lit("fffe")))
+    rows = rows.withColumn("within", F.array("`a.b`", "value"))
+    found = {"value": "text", "key": "k", "a.b_base64": "//4=", "within": ["//4=", "dGV4dA=="]}
+    assert payloads(rows) == [found]
+
+
+def test_a_name_that_is_taken_is_left_to_its_column(spark: SparkSession) -> None:
+    rows = events(spark, b"\xff", b"text").withColumn("value_base64", F.lit("mine"))
+    assert payloads(rows) == [
+        {"value_base64_": "/w==", "key": "k", "value_base64": "mine"},
+        {"value": "text", "key": "k", "value_base64": "mine"},
+    ]
+
+
+def test_raw_payloads_are_the_bytes(spark: SparkSession) -> None:
+    rows = with_payload(events(spark, *NO_TEXT), "raw").collect()
+    assert [bytes(row.payload) for row in rows] == NO_TEXT
+
+
+def test_no_python_is_called_for_it(spark: SparkSession) -> None:
+    made = with_payload(spark.range(1).selectExpr("CAST(id AS string)::binary AS value"), "json")
+    plan = made._jdf.queryExecution().executedPlan().toString()
+    assert "Python" not in plan
+    assert "*(1) Project" in plan
