@@ -41,6 +41,7 @@ LANGUAGES = {"", "console", "json", "output", "python", "sh", "sql", "text", "to
 SETUP_COMMANDS = ("git clone ", "cd ", "make ", "pip install ", "python3 -m venv ", ". ")
 FENCE = re.compile(r"(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`]*)")
 TITLED = re.compile(r'yaml title="([\w.-]+\.yaml)"')
+ON_SPARK = re.compile(r"\bSparkSession\b|\bturnlane test ")
 NO_RUN = re.compile(r'(python|console) title="no-run: [^"]{8,}"')
 
 SESSION = """
@@ -173,7 +174,7 @@ def node_for(page: Path, data: Path) -> Iterator[dict[str, str]]:
 def test_programs_print_what_the_page_says(
     page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    if "SparkSession" in page.read_text():
+    if any(ON_SPARK.search(step.code) for step in steps_of(page)):
         pytest.importorskip("pyspark.sql")
         if not (shutil.which("java") or "JAVA_HOME" in os.environ):
             skip_or_fail("Spark needs Java 17 or later")
