@@ -23,8 +23,10 @@ from turnlane.outputs.file import FileOutput, FileSettings
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
+from turnlane.spark.checkpoints import located
 from turnlane.spark.lane import LaneState
 from turnlane.spark.pipeline import Pipeline
+from turnlane.spark.session import set_to
 
 PATIENCE = 180.0
 LANES = ("main", "main.dead", "alerts", "archive", "counts", "broken")
@@ -206,6 +208,56 @@ def test_a_pipeline_that_only_discards_settles_everything(
     ledger = node.queue("main").stats().ledger
     assert ledger.adds_up
     assert (ledger.accepted, ledger.delivered, ledger.pending) == (100, 100, 0)
+
+
+def archive(path: Path) -> ActionSettings:
+    """Files that are only written with the checkpoint that they were begun with."""
+    return ActionSettings(
+        name="archive",
+        queue=queue("archive"),
+        lane=LaneSettings(min_events=1),
+        output=SparkSinkSettings(type="spark", format="parquet", path=path.as_uri()),
+    )
+
+
+def test_a_checkpoint_is_found_that_spark_was_given_as_a_path(
+    spark: SparkSession,
+    node: Served,
+    make: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it was before, and in a directory with a name that means something else in addresses."""
+    odd = tmp_path / "checkpoints of ü#1?50%20"
+    settings = make(archive(tmp_path / "archive"))._settings
+    for at, given in enumerate((str, located)):
+        monkeypatch.setattr("turnlane.spark.pipeline.located", given)
+        pipeline = Pipeline(settings, {"endpoint": node.url}, spark, odd)
+        node.publish("main", messages(8 * at, 8 * at + 8))
+        pipeline.start()
+        wait_until(lambda: settled(node, "archive", 8 * at + 8), f"run {at}", PATIENCE)  # noqa: B023
+        pipeline.stop()
+    rows = spark.read.parquet(str(tmp_path / "archive")).collect()
+    assert sorted(int(row.message.split()[1]) for row in rows) == list(range(16))
+    [checkpoint] = (each for each in odd.iterdir() if each.name.startswith("archive-"))
+    assert len(list((checkpoint / "commits").glob("[0-9]*"))) == 2
+    assert [each.name for each in tmp_path.glob("checkpoints*")] == [odd.name]
+
+
+def settled(node: Served, name: str, count: int) -> bool:
+    return node.queue(name).low >= count
+
+
+def test_checkpoints_are_files_here_whatever_file_system_is_hadoops_own(
+    spark: SparkSession, node: Served, make: Make, tmp_path: Path
+) -> None:
+    pipeline = make(archive(tmp_path / "archive"))
+    node.publish("main", messages(0, 8))
+    with set_to(spark, {"fs.defaultFS": "nowhere://far/"}):
+        pipeline.start()
+        wait_until(drained(node, "main", "archive"), "all lanes", PATIENCE)
+        pipeline.stop()
+    assert any((tmp_path / "checkpoints").glob("archive-*/commits/0"))
 
 
 def test_what_does_not_parse_is_kept_apart_and_json_is_known_in_lanes(

@@ -62,4 +62,4 @@ def test_a_writer_is_known_by_its_checkpoints_query(tmp_path: Path) -> None:
     place.mkdir()
     (place / "metadata").write_text('{"id": "q1"}')
     assert writer_of(None, str(place)) == f"{place}#q1"
-    assert writer_of(None, place.as_uri()) == f"{place.as_uri()}#q1"
+    assert writer_of(None, f"file://{place}") == f"{place}#q1", "which is the same place"

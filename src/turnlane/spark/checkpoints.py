@@ -26,6 +26,14 @@ _GONE: Final = ".gone"
 """The end of the name of one that is being removed: what is left of it is of no use."""
 
 
+def located(checkpoint: Path) -> str:
+    """Where that is, as Spark takes it: a path alone may be one on Hadoop's own file system.
+
+    Not by ``as_uri``: Hadoop reads nothing back that is escaped, and would look elsewhere.
+    """
+    return f"file://{checkpoint.absolute()}"
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """What is written down of a checkpoint when its query starts for the first time."""

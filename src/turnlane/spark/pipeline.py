@@ -25,7 +25,7 @@ from turnlane.pipeline.settings import MAIN, ActionSettings, LaneSettings, Pipel
 from turnlane.spark import shape
 from turnlane.spark.answers import answer
 from turnlane.spark.checking import check
-from turnlane.spark.checkpoints import Checkpoints, Retiring
+from turnlane.spark.checkpoints import Checkpoints, Retiring, located
 from turnlane.spark.grouping import FEW_VALUES
 from turnlane.spark.held_up import GatesSeen, HeldUp, Rooms
 from turnlane.spark.hollows import filled
@@ -373,7 +373,7 @@ class Pipeline:
         trigger = f"{settings.trigger} seconds"
         return (
             writer.queryName(name)
-            .option("checkpointLocation", str(checkpoint))
+            .option("checkpointLocation", located(checkpoint))
             .trigger(processingTime=trigger)
             .start()
         )

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from typing import Final
+
+_LOCAL: Final = re.compile(r"^file:(?://[^/]*)?(?=/)")
+"""What may stand before a path that is here. Nothing in the path is escaped: Hadoop says so."""
+_SCHEME: Final = re.compile(r"[A-Za-z][\w+.-]*:")
 
 
 def writer_of(writer_id: str | None, checkpoint: str | None) -> str | None:
@@ -15,18 +20,15 @@ def writer_of(writer_id: str | None, checkpoint: str | None) -> str | None:
     """
     if writer_id is not None or checkpoint is None:
         return writer_id
-    query = _query_of(checkpoint)
-    return checkpoint if query is None else f"{checkpoint}#{query}"
+    place = _LOCAL.sub("", checkpoint)  # the same writer, however the place is written
+    query = None if _SCHEME.match(place) else _query_of(Path(place))
+    return place if query is None else f"{place}#{query}"
 
 
-def _query_of(checkpoint: str) -> str | None:
+def _query_of(checkpoint: Path) -> str | None:
     """The id that Spark has given to a query, or nothing if it is kept on another file system."""
-    place = urlsplit(checkpoint)
-    if place.scheme not in ("", "file"):
-        return None
-    path = Path(unquote(place.path) if place.scheme else checkpoint)
     try:
-        found = json.loads((path / "metadata").read_bytes())
+        found = json.loads((checkpoint / "metadata").read_bytes())
     except FileNotFoundError:  # a path without a scheme may mean Hadoop's own file system
         return None
     return str(found["id"])
