@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any, Final
+from typing import Final
 
 from turnlane.config.delivering import wrong_deliveries
 from turnlane.config.document import Path
 from turnlane.config.joins import wrong_joins
 from turnlane.config.listeners import listeners_twice
 from turnlane.config.outputs import wrong_outputs
+from turnlane.config.values import Values, mapping, mappings
 from turnlane.pipeline.settings import DEAD_LETTERS, DISCARD, MAIN
 from turnlane.problems import did_you_mean
 from turnlane.queues.kinds import ON_DISK, Kind
@@ -50,12 +51,11 @@ _ONE_STDIN: Final = (
 
 Found = tuple[Path, str, bool]
 """Where something is wrong, what, and whether it is the key that is."""
-Values = dict[str, Any]
 
 
 def across_sections(data: Values) -> Iterator[Found]:
     """All that is wrong together."""
-    queues = _mapping(data.get("queues"))
+    queues = mapping(data.get("queues"))
     for name, knobs in queues.items():
         yield from _queue_of_others(("queues", name), knobs, NOT_FOR_QUEUES)
     yield from _queue_of_others(("main",), data.get("main"), _NOT_FOR_MAIN)
@@ -63,8 +63,8 @@ def across_sections(data: Values) -> Iterator[Found]:
         yield ("main",), "stands in queues too; keep one of them", True
     known = [*queues, *_queues_of_pipeline(data)]
     yield from _lost_inputs(data.get("inputs"), known)
-    yield from _lost_rights(_mapping(data.get("node")).get("tokens"), known)
-    actions = _mappings(data.get("actions"))
+    yield from _lost_rights(mapping(data.get("node")).get("tokens"), known)
+    actions = mappings(data.get("actions"))
     wrong = (wrong_deliveries(actions, is_direct), wrong_outputs(actions, is_direct))
     for path, message in chain(listeners_twice(data), *wrong, wrong_joins(actions, known)):
         yield path, message, False
@@ -87,12 +87,12 @@ def is_direct(action: Values) -> bool:
 def _queues_of_pipeline(data: Values) -> Iterator[str]:
     if data.get("actions") or "main" in data:
         yield MAIN
-    for _, action in _mappings(data.get("actions")):
+    for _, action in mappings(data.get("actions")):
         if isinstance(action.get("name"), str) and not is_direct(action):
             yield action["name"]
         if isinstance(action.get("name"), str):
             yield f"{action['name']}.dead"
-    if data.get("actions") and _mapping(data.get("parse")).get("on_error") == "dead":
+    if data.get("actions") and mapping(data.get("parse")).get("on_error") == "dead":
         yield DEAD_LETTERS
 
 
@@ -108,15 +108,15 @@ def _queue_of_others(path: Path, knobs: object, refused: dict[str, str]) -> Iter
 
 def _lost_inputs(inputs: object, queues: list[str]) -> Iterator[Found]:
     """Inputs whose queue there is not, or whose name is another one's."""
-    for at, each in _mappings(inputs):
+    for at, each in mappings(inputs):
         yield from _lost(("inputs", at, "queue"), each.get("queue"), queues)
-        for pattern, queue in _mapping(each.get("routes")).items():
+        for pattern, queue in mapping(each.get("routes")).items():
             yield from _lost(("inputs", at, "routes", pattern), queue, queues)
-    yield from _names_twice("inputs", "input", _mappings(inputs))
-    nameless = [at for at, each in _mappings(inputs) if _is_nameless(each)]
+    yield from _names_twice("inputs", "input", mappings(inputs))
+    nameless = [at for at, each in mappings(inputs) if _is_nameless(each)]
     for at in nameless[1:]:
         yield ("inputs", at), _NEEDS_NAME, False
-    standard = [at for at, each in _mappings(inputs) if each.get("type") == "stdin"]
+    standard = [at for at, each in mappings(inputs) if each.get("type") == "stdin"]
     for at in standard[1:]:
         yield ("inputs", at, "type"), _ONE_STDIN, False
 
@@ -127,7 +127,7 @@ def _is_nameless(given: Values) -> bool:
 
 def _lost_rights(tokens: object, queues: list[str]) -> Iterator[Found]:
     """Rights on queues that there are not, and that nobody may make while the node runs."""
-    rights = [(at, _mapping(each.get("rights"))) for at, each in _mappings(tokens)]
+    rights = [(at, mapping(each.get("rights"))) for at, each in mappings(tokens)]
     made = [name for _, given in rights for name, words in given.items() if _may_make(words)]
     for at, given in rights:
         for name in given:
@@ -197,9 +197,9 @@ def _direct(path: Path, action: Values) -> Iterator[Found]:
 
 def lost_cases(tests: object, actions: dict[str, Values]) -> Iterator[Found]:
     """Cases that expect something of actions that there are not, or that give nothing out."""
-    for at, case in _mappings(tests):
-        for name in _mapping(case.get("expect")):
-            message = _unexpected(name, list(actions), _mapping(actions.get(name)).get("output"))
+    for at, case in mappings(tests):
+        for name in mapping(case.get("expect")):
+            message = _unexpected(name, list(actions), mapping(actions.get(name)).get("output"))
             if message is not None:
                 yield ("tests", at, "expect", name), message, True
 
@@ -212,12 +212,3 @@ def _unexpected(name: str, actions: list[str], output: object) -> str | None:
     if kind == DISCARD:
         return "what is discarded goes nowhere; say of the actions behind it what they get"
     return None
-
-
-def _mapping(value: object) -> Values:
-    return value if isinstance(value, dict) else {}
-
-
-def _mappings(values: object) -> list[tuple[int, Values]]:
-    parts = enumerate(values) if isinstance(values, list) else ()
-    return [(at, each) for at, each in parts if isinstance(each, dict)]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 from turnlane.config.document import Path
+from turnlane.config.values import Values, Wrong, mapping
 from turnlane.delivery.settings import Ordering
 from turnlane.pipeline.settings import DEAD_LETTERS, DISCARD, FAILOVER, SPARK
-
-Values = dict[str, Any]
-Wrong = tuple[Path, str]
 
 _BY_SPARK: Final = "means nothing here: Spark itself writes this output"
 _NO_QUEUE: Final = (
@@ -51,8 +49,7 @@ def wrong_deliveries(
 def _of_output(path: Path, action: Values, delivery: Values) -> Iterator[Wrong]:
     if _type(action.get("output")) == SPARK:
         yield path, _BY_SPARK
-    failover = delivery.get("failover")
-    if isinstance(failover, dict) and _type(failover.get("output")) == SPARK:
+    if _type(mapping(delivery.get("failover")).get("output")) == SPARK:
         message = "Spark writes this only in a lane of its own: name another output"
         yield (*path, "failover", "output", "type"), message
 
@@ -76,11 +73,10 @@ def _stands_in(
     if before is None or _type(before.get("output")) == DISCARD:
         yield where, _FIRST
         return
-    given = before.get("delivery")
-    mode = given.get("mode") if isinstance(given, dict) else None
+    mode = mapping(before.get("delivery")).get("mode")
     if not is_direct(before) and mode != "try_direct":
         yield where, _ALWAYS_QUEUED
 
 
 def _type(output: object) -> object:
-    return output.get("type") if isinstance(output, dict) else None
+    return mapping(output).get("type")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
-from turnlane.config.document import Path
+from turnlane.config.values import Values, Wrong, mapping
 from turnlane.pipeline.settings import DEAD_LETTERS, DISCARD, EVENTS, MAIN
 from turnlane.problems import did_you_mean
-
-Values = dict[str, Any]
-Wrong = tuple[Path, str]
 
 _INSTEAD: Final = (
     "and a join would take its events away; join with one that nobody else reads: a queue of "
@@ -61,6 +58,5 @@ def _why_not(
 
 def _only_keeps(action: Values) -> bool:
     """Whether nothing is done with what is in the action's queue."""
-    output = action.get("output")
-    discards = isinstance(output, dict) and output.get("type") == DISCARD
+    discards = mapping(action.get("output")).get("type") == DISCARD
     return discards and action.get("sql") is None and action.get("transform") is None

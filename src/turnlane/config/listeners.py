@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from turnlane.config.document import Path, dotted
 from turnlane.config.settings import FLIGHT, HTTP
+from turnlane.config.values import Values, Wrong
 from turnlane.serving.address import LOOPBACK, Address
 
 TCP: Final = "tcp"
@@ -37,7 +38,7 @@ class Listener(NamedTuple):
         return len(hosts) == 1 or not hosts.isdisjoint(_EVERYWHERE)
 
 
-def listeners_twice(data: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+def listeners_twice(data: Values) -> Iterator[Wrong]:
     """The listeners whose place another one has, and which."""
     taken: list[Listener] = []
     # Defaults first: what can be pointed at is what stands in the file.
@@ -49,7 +50,7 @@ def listeners_twice(data: dict[str, Any]) -> Iterator[tuple[Path, str]]:
         taken.append(each)
 
 
-def _listeners(data: dict[str, Any]) -> Iterator[Listener]:
+def _listeners(data: Values) -> Iterator[Listener]:
     for plane, default in _PLANES.items():
         path: Path = ("node", plane, "listen")
         if _at(("node", plane, "enabled"), data) is not False:

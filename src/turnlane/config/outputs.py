@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 from turnlane.config.document import Path
+from turnlane.config.values import Values, Wrong, mapping
 from turnlane.delivery.settings import Ordering
 from turnlane.pipeline.settings import SPARK
-
-Values = dict[str, Any]
-Wrong = tuple[Path, str]
 
 _OWN_QUEUE: Final = (
     "notes which offsets were delivered, of which the main queue has many that go elsewhere: give "
@@ -55,9 +53,9 @@ def wrong_outputs(
 
 def _outputs(path: Path, action: Values) -> Iterator[tuple[Path, Values]]:
     """An action's output, and the one that may stand in for it, with their places."""
-    failover = _mapping(_delivery(action).get("failover"))
-    yield (*path, "output"), _mapping(action.get("output"))
-    yield (*path, "delivery", "failover", "output"), _mapping(failover.get("output"))
+    failover = mapping(_delivery(action).get("failover"))
+    yield (*path, "output"), mapping(action.get("output"))
+    yield (*path, "delivery", "failover", "output"), mapping(failover.get("output"))
 
 
 def _mistaken(actions: Sequence[tuple[int, Values]]) -> Iterator[Wrong]:
@@ -74,7 +72,7 @@ def _mistaken(actions: Sequence[tuple[int, Values]]) -> Iterator[Wrong]:
 def _place_of(output: Values) -> tuple[object, str, str]:
     """What only one action may have, the knob that says it, and why; ``None`` if there is none."""
     if output.get("type") == SPARK and output.get("format") in _WITH_LOG:
-        path = output.get("path") or _mapping(output.get("options")).get("path")
+        path = output.get("path") or mapping(output.get("options")).get("path")
         return path and posixpath.normpath(str(path)), "path", _SAME_FILES
     if output.get("type") == "queue" and output.get("producer") is not None:
         place = tuple(str(output.get(knob)) for knob in ("endpoint", "queue", "producer"))
@@ -99,8 +97,4 @@ def _numbered(path: Path, action: Values) -> Iterator[Wrong]:
 
 
 def _delivery(action: Values) -> Values:
-    return _mapping(action.get("delivery"))
-
-
-def _mapping(value: object) -> Values:
-    return value if isinstance(value, dict) else {}
+    return mapping(action.get("delivery"))
