@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -105,30 +106,44 @@ class LaneCommit:
         Also on one that got nothing: its cursor moves all the same. If it does not hear of that,
         what it had comes again.
         """
-
-        def commit(node: int, batch: int | None, seconds: float) -> bool:
-            return self._nodes[node].commit(
-                stages.get(node, ()),
-                lane=self._lane,
-                run=self._run,
-                kept=kept.get(node, ()),
-                dead=dead.get(node, ()),
-                batch=batch,
-                timeout=seconds,
-            )
-
+        commit = partial(self._commit, stages, kept, dead)
         if self._nodes.count == 1:
-            commit(0, None, ALONE_SECONDS)
-            return
+            commit(0, batch=None, timeout=ALONE_SECONDS)
+        else:
+            self._commit_on_each(stages.keys(), commit)
+
+    def _commit(
+        self,
+        stages: Mapping[int, list[str]],
+        kept: Mapping[int, Spans],
+        dead: Mapping[int, Spans],
+        node: int,
+        *,
+        batch: int | None,
+        timeout: float,
+    ) -> bool:
+        """The part of one node."""
+        return self._nodes[node].commit(
+            stages.get(node, ()),
+            lane=self._lane,
+            run=self._run,
+            kept=kept.get(node, ()),
+            dead=dead.get(node, ()),
+            batch=batch,
+            timeout=timeout,
+        )
+
+    def _commit_on_each(self, stages: AbstractSet[int], commit: Callable[..., bool]) -> None:
+        """On those that have stages, which have to answer, and on those told of the batch."""
         heard = self._heard()
         batch = max(heard.values())
         if batch < 0:
             if stages:
                 raise TransportDown(f"no node that answers knows this batch of {self._lane!r}")
             return  # Spark's first batch is empty where nothing waits: nobody was told of it
-        told = {node for node, number in heard.items() if number == batch} | stages.keys()
+        told = {node for node, number in heard.items() if number == batch} | stages
         asked = {
-            node: self._nodes.ask(node, partial(commit, node, batch, COMMIT_SECONDS))
+            node: self._nodes.ask(node, partial(commit, node, batch=batch, timeout=COMMIT_SECONDS))
             for node in told
         }
         self._let_settle({node: each for node, each in asked.items() if node not in stages})
