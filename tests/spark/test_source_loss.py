@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql.datasource import InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
+from tests.spark.loop import SCHEMA
 from tests.spark.nodes import Served, numbers, serving
 from tests.spark.streams import both, positions, reader, rows_of, run, stream
 from turnlane.events import block_of
@@ -17,7 +19,7 @@ from turnlane.spark.nodes import Nodes
 from turnlane.spark.offsets import Place
 from turnlane.spark.options import ReadOptions
 from turnlane.spark.ranges import Extent
-from turnlane.spark.reading import DataLost
+from turnlane.spark.reading import BatchReader, DataLost
 from turnlane.spark.settling import Settling
 from turnlane.spark.stream_reading import StreamReader
 
@@ -53,6 +55,20 @@ def drained(query: StreamReader, start: Offset) -> tuple[Offset, int]:
         start, rows = found
         total += rows
     return start, total
+
+
+def values_in(query: StreamReader, parts: Sequence[InputPartition]) -> list[bytes]:
+    """What tasks read."""
+    rows = [each for part in parts for each in query.read(part)]
+    return [value for each in rows for value in each.column("value").to_pylist()]
+
+
+def damage(place: Path, content: bytes) -> None:
+    """Change a byte of what a queue has on disk."""
+    (chunk,) = place.rglob("*.chunk")
+    found = bytearray(chunk.read_bytes())
+    found[found.index(content)] ^= 1
+    chunk.write_bytes(found)
 
 
 class TestSettling:
@@ -151,6 +167,60 @@ class TestLoss:
         for _ in range(3):
             query.latestOffset({"0": 2}, ReadAllAvailable())
         assert sum("2 to 4" in record.getMessage() for record in caplog.records) == 1
+
+    def test_what_is_settled_between_planning_and_reading_is_lost(self, node: Served) -> None:
+        node.publish("main", numbers(0, 10))
+        query = reader(node.url)
+        start = query.initialOffset()
+        (part,) = query.partitions(start, query.latestOffset(start, ReadAllAvailable()))
+        node.queue("main").settle(0, 5)
+        rows = query.read(part)
+        assert next(rows).column("value").to_pylist() == numbers(5, 10)
+        with pytest.raises(DataLost, match=r"queue 'main': on node 0 .* 0 to 4 .*failOnDataLoss"):
+            next(rows)
+
+    def test_or_told_and_the_others_are_read(
+        self, node: Served, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        node.publish("main", numbers(0, 10))
+        query = reader(node.url, failOnDataLoss="false")
+        start = query.initialOffset()
+        parts = query.partitions(start, query.latestOffset(start, ReadAllAvailable()))
+        node.queue("main").settle(0, 5)
+        assert values_in(query, parts) == numbers(5, 10)
+        assert sum("0 to 4 are gone" in record.getMessage() for record in caplog.records) == 1
+
+    def test_what_is_damaged_is_lost(self, tmp_path: Path) -> None:
+        with serving(tmp_path / "damaged", QUEUES) as node:
+            for first in (0, 10, 20):
+                node.publish("main", numbers(first, first + 10))
+        damage(tmp_path / "damaged", b"".join(numbers(10, 20)))
+        with serving(tmp_path / "damaged", QUEUES) as node:
+            query = reader(node.url)
+            with pytest.raises(DataLost, match="10 to 19 are gone"):
+                drained(query, query.initialOffset())
+            query = reader(node.url, failOnDataLoss="false")
+            assert drained(query, query.initialOffset())[1] == 20
+
+    def test_a_batch_query_fails_too(self, node: Served) -> None:
+        node.publish("main", numbers(0, 10))
+        query = BatchReader(ReadOptions.of({"endpoint": node.url, "queue": "main"}), SCHEMA)
+        (part,) = query.partitions()
+        node.queue("main").settle(0, 5)
+        with pytest.raises(DataLost, match="0 to 4 are gone"):
+            list(query.read(part))
+
+    def test_a_message_names_some_of_what_lies_scattered(self, tmp_path: Path) -> None:
+        values = [b"value %d." % number for number in range(16)]
+        with serving(tmp_path / "damaged", QUEUES) as node:
+            for value in values:
+                node.publish("main", [value])
+        for value in values[1::2]:
+            damage(tmp_path / "damaged", value)
+        with serving(tmp_path / "damaged", QUEUES) as node:
+            query = reader(node.url)
+            with pytest.raises(DataLost, match=r"offsets 1 to 1, .*, 9 to 9 and 3 more spans"):
+                drained(query, query.initialOffset())
 
     def test_a_batch_that_is_planned_again_is_looked_at_too(self, node: Served) -> None:
         node.publish("main", numbers(0, 10))

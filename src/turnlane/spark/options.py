@@ -211,8 +211,8 @@ class ReadOptions(SourceOptions):
     )
     fail_on_data_loss: bool = Field(
         default=True,
-        description="Fail if events that were to be read are gone, settled by somebody else or "
-        "with a queue that was made anew; else warn, and go on with what there is.",
+        description="Fail if events that were to be read are gone, settled by somebody else, "
+        "damaged, or with a queue that was made anew; else warn, and go on with what there is.",
     )
     include_headers: bool = Field(
         default=False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
@@ -13,6 +13,7 @@ from pyspark.sql.types import StructType
 
 from turnlane.errors import Never
 from turnlane.events import gathered
+from turnlane.queues.ranges import Ranges
 from turnlane.spark.columns import RowMaker
 from turnlane.spark.lasting import lasting
 from turnlane.spark.nodes import Nodes
@@ -22,6 +23,9 @@ from turnlane.spark.pruning import Bounds, bounds_of
 from turnlane.spark.ranges import Extent, Positions, Slice, sliced
 
 log = logging.getLogger(__name__)
+
+MOST_TOLD: Final = 5
+"""So many spans of offsets that are gone are named in a message."""
 
 
 class DataLost(Never):
@@ -61,11 +65,21 @@ class QueueReading:
 
     def _rows(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         maker = RowMaker(self._arrow_schema(), self._options.queue, piece.node)
-        span = piece.first, piece.end
-        blocks = self._nodes().read(piece.node, self._options.queue, *span, maker.stored)
         with lasting("read"):
-            for first, block in gathered(blocks, self._options.rows_per_batch):
-                yield maker.rows(block, first)
+            yield from self._all(piece, maker)
+
+    def _all(self, piece: Slice, maker: RowMaker) -> Iterator[pa.RecordBatch]:
+        """Every event of a slice: one that does not come is lost."""
+        span = piece.first, piece.end
+        missing = Ranges([span])
+        blocks = self._nodes().read(piece.node, self._options.queue, *span, maker.stored)
+        for first, block in gathered(blocks, self._options.rows_per_batch):
+            missing.remove(first, first + block.num_rows)
+            yield maker.rows(block, first)
+        if missing:
+            # Only now: whoever goes on without them has all the others.
+            why = "settled by somebody else, in a consumer's hands, or damaged"
+            self._lost(f"on node {piece.node} the offsets {_told(missing)} are gone: {why}")
 
     def _arrow_schema(self) -> pa.Schema:
         return to_arrow_schema(self._schema, timezone="UTC")
@@ -105,6 +119,13 @@ class QueueReading:
         if text not in self._told:
             log.warning("%s; going on without", text)
         self._told.add(text)
+
+
+def _told(missing: Ranges) -> str:
+    """Offsets as a message names them: some of them, if they lie scattered."""
+    spans = [f"{first} to {end - 1}" for first, end in missing]
+    more = len(spans) - MOST_TOLD
+    return ", ".join(spans[:MOST_TOLD]) + (f" and {more} more spans" if more > 0 else "")
 
 
 def _within(knob: str, node: int, offset: int, extent: Extent) -> int:
