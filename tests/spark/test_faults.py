@@ -246,6 +246,26 @@ def test_a_lane_with_a_checkpoint_reads_all_of_a_queue_that_was_made_anew(
     assert found == sorted(numbers(0, 250))
 
 
+@pytest.mark.parametrize("sql", [None, "SELECT value FROM events"])
+def test_a_lane_that_gets_a_checkpoint_reads_nothing_that_is_settled(
+    spark: SparkSession, node: Served, make: Make, tmp_path: Path, sql: str | None
+) -> None:
+    """A lane without one was there before it, which settles in any order."""
+    sink = SparkSinkSettings(type="spark", format="parquet", path=str(tmp_path / "files"))
+    output = sink if sql is None else to_file(tmp_path / "taken.json")
+    node.publish("taken", numbers(0, 100))
+    node.queue("taken").settle(20, 80)
+    pipeline = make(action("taken", output, sql=sql, lane=LaneSettings(min_events=1)))
+    pipeline.start()
+    wait_until(drained(node, "taken"), "the lane", PATIENCE)
+    pipeline.stop()
+    if sql is None:
+        found = [bytes(row.value) for row in spark.read.parquet(str(tmp_path / "files")).collect()]
+    else:
+        found = values(tmp_path / "taken.json")
+    assert sorted(found) == sorted([*numbers(0, 20), *numbers(80, 100)])
+
+
 COUNT = "SELECT 'all' AS what, count(*) AS events FROM events"
 
 

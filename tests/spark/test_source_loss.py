@@ -14,7 +14,10 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from tests.spark.loop import SCHEMA
 from tests.spark.nodes import Served, numbers, serving
 from tests.spark.streams import both, positions, reader, rows_of, run, stream
+from turnlane.client.remote import RemoteNode, Unsettled
+from turnlane.errors import RetryLater
 from turnlane.events import block_of
+from turnlane.queues.holding import MAX_SPANS
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.offsets import Place
 from turnlane.spark.options import ReadOptions
@@ -257,6 +260,76 @@ class TestLoss:
         offset, rows = drained(anew, start)
         anew.commit(offset)
         assert (positions(offset), rows, second.queue("main").low) == ({"0": 50}, 50, 50)
+
+
+class TestSkippingWhatIsSettled:
+    def test_only_what_is_not_settled_is_read(self, node: Served) -> None:
+        node.publish("main", numbers(0, 30))
+        for span in ((0, 3), (5, 8), (12, 18), (29, 30)):
+            node.queue("main").settle(*span)
+        assert pending_of(node) == [*numbers(3, 5), *numbers(8, 12), *numbers(18, 29)]
+
+    def test_what_lies_widely_scattered_too(self, node: Served) -> None:
+        count = 2 * MAX_SPANS + 100
+        node.node.create("late", kind="memory")
+        node.queue("late").producer().publish_block(block_of(numbers(0, count)))
+        for offset in range(1, count, 2):
+            node.queue("late").settle(offset, offset + 1)
+        assert pending_of(node, "late") == numbers(0, count)[::2]
+
+    def test_a_task_asks_once(self, node: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        node.publish("main", numbers(0, 30))
+        node.queue("main").settle(5, 8)
+        asked = []
+        ask = RemoteNode.unsettled
+
+        def counted(*args: Any, **more: Any) -> Unsettled:
+            asked.append(args)
+            return ask(*args, **more)
+
+        monkeypatch.setattr(RemoteNode, "unsettled", counted)
+        assert len(pending_of(node, minPartitions="3")) == 27
+        assert len(asked) == 3
+
+    def test_a_batch_that_is_done_again_has_the_same_rows(self, node: Served) -> None:
+        node.publish("main", numbers(0, 10))
+        node.queue("main").settle(2, 4)
+        query = reader(node.url, skipSettled="true")
+        start = query.initialOffset()
+        end = query.latestOffset(start, ReadAllAvailable())
+        expected = values_in(query, query.partitions(start, end))
+        again = reader(node.url, skipSettled="true")
+        assert values_in(again, again.partitions(start, end)) == expected
+
+    def test_what_somebody_else_settles_meanwhile_is_no_loss(
+        self, node: Served, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        node.publish("main", numbers(0, 10))
+        query = reader(node.url, skipSettled="true")
+        start = query.initialOffset()
+        node.queue("main").settle(0, 2)
+        parts = query.partitions(start, query.latestOffset(start, ReadAllAvailable()))
+        node.queue("main").settle(0, 5)
+        assert values_in(query, parts) == numbers(5, 10)
+        node.queue("main").settle(0, 10)
+        assert values_in(query, parts) == []
+        assert "gone" not in caplog.text
+
+    def test_what_cannot_be_read_yet_is_tried_again(self, node: Served) -> None:
+        """It would be settled with the batch, though nobody has read it."""
+        node.node.create("late", kind="memory")
+        node.queue("late").producer().publish_block(block_of(numbers(0, 10)))
+        node.queue("late").get(max_events=5)
+        with pytest.raises(RetryLater, match="an event at 0 that cannot be read"):
+            pending_of(node, "late")
+
+
+def pending_of(node: Served, queue: str = "main", **options: str) -> list[bytes]:
+    """What a new query reads that skips what is settled."""
+    query = reader(node.url, queue, skipSettled="true", **options)
+    start = query.initialOffset()
+    end = query.latestOffset(start, ReadAllAvailable())
+    return values_in(query, query.partitions(start, end))
 
 
 def made_anew(node: Served, first: int, end: int, **knobs: str) -> None:

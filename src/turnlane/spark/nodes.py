@@ -21,6 +21,7 @@ from turnlane.client.remote import Credentials, Ends, RemoteNode
 from turnlane.client.url import Url
 from turnlane.errors import TransportDown, WriterAhead
 from turnlane.events import Block
+from turnlane.queues.spans import Span
 from turnlane.spark.options import SourceOptions
 from turnlane.spark.ranges import Extent, Positions
 
@@ -172,6 +173,17 @@ class Nodes:
     ) -> Iterator[tuple[int, Block]]:
         """Blocks of a range, with their first offsets; of these columns, by default of all."""
         return self._nodes[node].read(queue, first, end, columns)
+
+    def unsettled(self, node: int, queue: str, first: int, end: int) -> list[Span]:
+        """What of a range is not settled; one question, unless that lies widely scattered."""
+        spans: list[Span] = []
+        while first < end:
+            found = self._nodes[node].unsettled(queue, end - first, first=first).spans
+            if not found:
+                break
+            spans += [(start, min(stop, end)) for start, stop in found if start < end]
+            first = found[-1][1]
+        return spans
 
     def offset_at(self, node: int, queue: str, milliseconds: int) -> int:
         """On a node, the offset of the first event of a time or later.

@@ -214,6 +214,12 @@ class ReadOptions(SourceOptions):
         description="Fail if events that were to be read are gone, settled by somebody else, "
         "damaged, or with a queue that was made anew; else warn, and go on with what there is.",
     )
+    skip_settled: bool = Field(
+        default=False,
+        description="Leave out events that are settled, also those that lie between others that "
+        "are not. What somebody else settles is then no loss, nor what the node gives up because "
+        "it is damaged.",
+    )
     include_headers: bool = Field(
         default=False,
         description="Whether there is a column `headers`.",

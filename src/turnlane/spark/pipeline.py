@@ -259,8 +259,8 @@ class Pipeline:
     ) -> StreamingQuery:
         """Its checkpoint holds state, or makes the sink exactly once: it stays."""
         del run  # it goes on where the one before has ended
-        reader = self._read(action.name, action.lane)
-        rows = self._action_events(action, reader.option("consume", bool(action.with_queues)))
+        reader = self._read_durable(action.name, action.lane, consume=bool(action.with_queues))
+        rows = self._action_events(action, reader)
         writes_files = isinstance(action.output, SparkSinkSettings) and bool(action.output.place)
         checkpoint = retiring.take(self._fingerprint(action), stays=writes_files)
         if isinstance(action.output, SparkSinkSettings):
@@ -296,7 +296,7 @@ class Pipeline:
 
     def _joined(self, action: ActionSettings, name: str) -> DataFrame:
         """A queue that an action's SQL joins with. Nobody else reads it: it is settled here."""
-        reader = self._read(name, action.lane).option("consume", value=True)
+        reader = self._read_durable(name, action.lane, consume=True)
         if all(name != each.name for each in self._settings.queued):
             return reader.load()
         schema = shape.stored_schema(self._spark, self._settings)
@@ -328,6 +328,16 @@ class Pipeline:
         into: Sequence[str] = (),
     ) -> DataStreamReader:
         return self._read(lane, settings).options(**reading(lane, run, settings, steps, into))
+
+    def _read_durable(
+        self, queue: str, settings: LaneSettings, *, consume: bool
+    ) -> DataStreamReader:
+        # A stateless lane that was here before has settled out of order, and nothing that is
+        # settled may come back. A batch that is done again, after the driver died in the middle of
+        # it, has the same rows all the same, as state and sinks need it: it is settled only once
+        # Spark has noted that it is done, and nobody else settles events of a lane's queue, but to
+        # be rid of them.
+        return self._read(queue, settings).options(skipSettled=True, consume=consume)
 
     def _read(self, queue: str, settings: LaneSettings) -> DataStreamReader:
         options = {

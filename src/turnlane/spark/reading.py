@@ -21,6 +21,8 @@ from turnlane.spark.offsets import UNHEARD
 from turnlane.spark.options import EARLIEST, FROM_EARLIEST, FROM_LATEST, Offsets, ReadOptions
 from turnlane.spark.pruning import Bounds, bounds_of
 from turnlane.spark.ranges import Extent, Positions, Slice, sliced
+from turnlane.spark.share_reading import share_events
+from turnlane.spark.shares import Share
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +67,9 @@ class QueueReading:
 
     def _rows(self, piece: Slice) -> Iterator[pa.RecordBatch]:
         maker = RowMaker(self._arrow_schema(), self._options.queue, piece.node)
+        rows = self._unsettled if self._options.skip_settled else self._all
         with lasting("read"):
-            yield from self._all(piece, maker)
+            yield from rows(piece, maker)
 
     def _all(self, piece: Slice, maker: RowMaker) -> Iterator[pa.RecordBatch]:
         """Every event of a slice: one that does not come is lost."""
@@ -80,6 +83,18 @@ class QueueReading:
             # Only now: whoever goes on without them has all the others.
             why = "settled by somebody else, in a consumer's hands, or damaged"
             self._lost(f"on node {piece.node} the offsets {_told(missing)} are gone: {why}")
+
+    def _unsettled(self, piece: Slice, maker: RowMaker) -> Iterator[pa.RecordBatch]:
+        """The events of a slice that are not settled, of which none may be missing.
+
+        A query settles a batch once it will never ask for it again, so that one that is done again
+        has the same rows as before, but for those that somebody else has settled meanwhile.
+        """
+        nodes, queue = self._nodes(), self._options.queue
+        spans = nodes.unsettled(piece.node, queue, piece.first, piece.end)
+        if spans:
+            share = Share(piece.node, tuple(spans))
+            yield from share_events(nodes, queue, share, maker, self._options.rows_per_batch)
 
     def _arrow_schema(self) -> pa.Schema:
         return to_arrow_schema(self._schema, timezone="UTC")
@@ -108,6 +123,8 @@ class QueueReading:
 
     def _check_gone(self, at: Positions, extents: Mapping[int, Extent]) -> None:
         """Complain of events that were to be read, and that somebody else has settled."""
+        if self._options.skip_settled:
+            return
         for node, extent in extents.items():
             if 0 <= at.get(node, UNHEARD) < extent.low:
                 self._lost(f"on node {node} the offsets {at[node]} to {extent.low - 1} are gone")

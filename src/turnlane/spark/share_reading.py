@@ -15,7 +15,6 @@ import pyarrow as pa
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from turnlane.client.keys import nodes_of
-from turnlane.client.remote import RemoteNode
 from turnlane.errors import RetryLater
 from turnlane.events import Block, gathered
 from turnlane.queues.ranges import Ranges
@@ -56,15 +55,14 @@ def share_events(
                 chosen &= _of_part(block, first, share)
             rows = maker.rows(block, first)
             yield rows if chosen.all() else rows.filter(pa.array(chosen))
-    _check_settled(nodes[share.node], queue, missing)
+    _check_settled(nodes, share.node, queue, missing)
 
 
-def _check_settled(node: RemoteNode, queue: str, missing: Ranges) -> None:
+def _check_settled(nodes: Nodes, node: int, queue: str, missing: Ranges) -> None:
     spans = list(missing)
     if not spans:
         return
-    first, end = spans[0][0], spans[-1][1]
-    unsettled = Ranges(node.unsettled(queue, end - first, first=first).spans)
+    unsettled = Ranges(nodes.unsettled(node, queue, spans[0][0], spans[-1][1]))
     left = [part for span in spans for part in unsettled.within(*span)]
     if left:
         raise RetryLater(f"queue {queue!r} has an event at {left[0][0]} that cannot be read")
