@@ -65,3 +65,11 @@ def serving(
 def numbers(first: int, end: int) -> list[bytes]:
     """Values that tell their place."""
     return [b"%d" % number for number in range(first, end)]
+
+
+def damage(place: Path, content: bytes) -> None:
+    """Change a byte of what a queue has on disk."""
+    (chunk,) = place.rglob("*.chunk")
+    found = bytearray(chunk.read_bytes())
+    found[found.index(content)] ^= 1
+    chunk.write_bytes(found)

@@ -12,7 +12,7 @@ from pyspark.sql.datasource import InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from tests.spark.loop import SCHEMA
-from tests.spark.nodes import Served, numbers, serving
+from tests.spark.nodes import Served, damage, numbers, serving
 from tests.spark.streams import both, positions, reader, rows_of, run, stream
 from turnlane.client.remote import RemoteNode, Unsettled
 from turnlane.errors import RetryLater
@@ -64,14 +64,6 @@ def values_in(query: StreamReader, parts: Sequence[InputPartition]) -> list[byte
     """What tasks read."""
     rows = [each for part in parts for each in query.read(part)]
     return [value for each in rows for value in each.column("value").to_pylist()]
-
-
-def damage(place: Path, content: bytes) -> None:
-    """Change a byte of what a queue has on disk."""
-    (chunk,) = place.rglob("*.chunk")
-    found = bytearray(chunk.read_bytes())
-    found[found.index(content)] ^= 1
-    chunk.write_bytes(found)
 
 
 class TestSettling:

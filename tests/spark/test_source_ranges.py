@@ -9,8 +9,10 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-from tests.spark.nodes import Served, numbers, serving
+from tests.spark.nodes import Served, damage, numbers, serving
 from tests.spark.streams import both, positions, read, reader
+from turnlane.spark.nodes import Nodes
+from turnlane.spark.options import ReadOptions
 
 QUEUES = {"main": {"durability": "always"}}
 
@@ -67,6 +69,21 @@ def test_offsets_that_are_not_there_are_told(
     node.queue("main").settle(0, 2)
     with pytest.raises(Exception, match=message):
         read(spark, node, **options).count()
+
+
+def test_a_time_is_found_around_what_cannot_be_read(tmp_path: Path) -> None:
+    place = tmp_path / "damaged"
+    with serving(place, QUEUES) as node:
+        for span in ((0, 40), (40, 60), (60, 100)):
+            stamps = [1_000_000 * number for number in range(*span)]
+            node.publish("main", numbers(*span), timestamps=stamps)
+    damage(place, b"".join(numbers(40, 60)))
+    with serving(place, QUEUES) as node:
+        nodes = Nodes.of(ReadOptions.of({"endpoint": node.url, "queue": "main"}))
+        found = [nodes.offset_at(0, "main", 1000 * second) for second in (0, 10, 39, 61, 99, 100)]
+        assert found == [0, 10, 39, 61, 99, 100]
+        # What is not there may have been of that time: it is for the reader to say that it is lost.
+        assert [nodes.offset_at(0, "main", 1000 * second) for second in (40, 50, 60)] == [40] * 3
 
 
 def test_the_smaller_of_both_limits_is_kept(node: Served) -> None:

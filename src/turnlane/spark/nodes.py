@@ -188,18 +188,21 @@ class Nodes:
     def offset_at(self, node: int, queue: str, milliseconds: int) -> int:
         """On a node, the offset of the first event of a time or later.
 
-        By bisection, for which events are taken to have come in the order of their timestamps.
+        By bisection, for which events are taken to have come in the order of their timestamps. What
+        cannot be read in front of it may be of that time, too: then it is the first of that.
         """
         remote, microseconds = self._nodes[node], milliseconds * 1000
         ends = remote.wait(queue, -1, 0.0)
         low, high = ends.low, ends.end
         while low < high:
             middle = (low + high) // 2
-            stamp = _first_timestamp(remote.read(queue, middle, middle + 1))
-            if stamp is not None and stamp >= microseconds:
+            found = _stamped(remote, queue, middle, middle + 1)
+            # In a hole, such as events that were settled leave, the next one says where to look.
+            found = found or _stamped(remote, queue, middle + 1, high)
+            if found is None or found[1] >= microseconds:
                 high = middle
             else:
-                low = middle + 1
+                low = found[0] + 1
         return low
 
     def settle(
@@ -242,10 +245,11 @@ def _nodes(endpoint: str, credentials: Credentials) -> Nodes:
     return Nodes(endpoint, credentials)
 
 
-def _first_timestamp(blocks: Iterator[tuple[int, Block]]) -> int | None:
-    for _, block in blocks:
+def _stamped(remote: RemoteNode, queue: str, first: int, end: int) -> tuple[int, int] | None:
+    """The offset and the timestamp of the first event of a range that can be read."""
+    for offset, block in remote.read(queue, first, end, {"timestamp"}):
         stamps = block.column("timestamp").cast(pa.int64())
-        return int(np.asarray(stamps)[0])
+        return offset, int(np.asarray(stamps)[0])
     return None
 
 

@@ -178,7 +178,8 @@ class ReadOptions(SourceOptions):
     starting_timestamp: int | None = Field(
         default=None,
         description="Begin at the first event of this time or later, in milliseconds since the "
-        "epoch; before `startingOffsets`.",
+        "epoch; before `startingOffsets`. It is looked for as if events had come in the order of "
+        "their timestamps: where they have not, older ones may be read, and newer ones left out.",
     )
     max_offsets_per_trigger: int | None = Field(
         default=None, ge=1, description="The most events a batch."
