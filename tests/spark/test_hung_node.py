@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -50,6 +51,41 @@ def both(hung: Victim, healthy: Served, monkeypatch: pytest.MonkeyPatch) -> Node
     for node in range(2):
         publish(made, node, 10)
     return made
+
+
+class Late(Future[int]):
+    """An answer that another lane looks at, too, just before this one does."""
+
+    look: Callable[[], object] | None = None
+
+    def done(self) -> bool:
+        look, self.look = self.look, None
+        if look is not None:
+            look()
+        return super().done()
+
+
+class Away(set[int]):
+    """Nodes that another lane finds to be back once this one has looked."""
+
+    def __contains__(self, node: object) -> bool:
+        found = super().__contains__(node)
+        self.clear()
+        return found
+
+
+def test_lanes_may_find_at_once_that_a_node_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes_module, "GRACE_SECONDS", 0.0)
+    nodes, late = Nodes("turnlane://127.0.0.1:1,127.0.0.1:2", Credentials()), Late()
+    with pytest.raises(TransportDown):
+        nodes.heard({0: late}, 0.0)
+    answer: Future[int] = Future()
+    answer.set_result(7)
+    late.set_result(1)
+    late.look = partial(nodes.heard, {0: answer}, 0.0)
+    assert nodes.heard({0: answer}, 0.0) == {0: 7}
+    monkeypatch.setattr(nodes, "_away", Away({0}))
+    assert nodes.heard({0: answer}, 0.0) == {0: 7}
 
 
 def publish(nodes: Nodes, node: int, count: int) -> None:

@@ -143,9 +143,11 @@ class Nodes:
         return found
 
     def _hangs(self, node: int) -> bool:
-        if node in self._late and self._late[node].done():
-            del self._late[node]
-        return node in self._late
+        late = self._late.get(node)
+        if late is None or not late.done():
+            return late is not None
+        self._late.pop(node, None)  # another lane may have seen it, too
+        return False
 
     def _is_away(self, node: int, why: object) -> None:
         if node not in self._away:
@@ -154,7 +156,7 @@ class Nodes:
 
     def _is_back(self, node: int) -> None:
         if node in self._away:
-            self._away.remove(node)
+            self._away.discard(node)  # another lane may have seen it, too
             log.warning("node %d is back", node)
 
     def bytes_per_event(self, queue: str) -> float:
