@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from pyspark.sql.types import StructType
 from turnlane.errors import ConfigError
 from turnlane.spark.columns import read_schema
 from turnlane.spark.lane_options import read_options, write_options
-from turnlane.spark.options import Options, ReadOptions, SourceOptions, WriteOptions
+from turnlane.spark.options import Options, ReadOptions, SourceOptions, WriteOptions, with_path
 from turnlane.spark.reading import BatchReader
 from turnlane.spark.source import TurnlaneSource
 
@@ -61,6 +62,17 @@ def test_where_to_end_is_nothing_for_a_stream() -> None:
     with pytest.raises(ConfigError, match="endingOffsets: is for batch queries"):
         source.streamReader(StructType())
     assert isinstance(source.reader(StructType()), BatchReader)
+
+
+@pytest.mark.parametrize("option", ["queue", "QUEUE"])
+def test_a_path_is_the_queue_and_contradicts_no_other(option: str) -> None:
+    schema = StructType().add("value", "binary")
+    assert with_path({"path": "main"}, "queue") == {"queue": "main"}
+    assert with_path({option: "main", "path": "main"}, "queue") == {option: "main"}
+    source = TurnlaneSource({**NODE, option: "main", "path": "other"})
+    for ask in (source.reader, source.streamReader, partial(source.writer, overwrite=False)):
+        with pytest.raises(ConfigError, match=r"^queue: is 'main', but 'other' is loaded or saved"):
+            ask(schema)
 
 
 def test_what_is_required_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,11 +77,18 @@ Ending = Annotated[Beginning, AfterValidator(_end)]
 
 
 def with_path(options: Mapping[str, str], name: str) -> dict[str, str]:
-    """Options in which the path, as in ``load("orders")`` or ``save("orders")``, is ``name``."""
+    """Options in which the path, as in ``load("orders")`` or ``save("orders")``, is ``name``.
+
+    Raises ``ConfigError`` if the option ``name`` is given as well, and says something else.
+    """
     given = dict(options)
     path = given.pop("path", None)
-    if path is not None:
-        given.setdefault(name, path)
+    if path is None:
+        return given
+    named = next((each for each in given if each.lower() == name), name)
+    value = given.setdefault(named, path)
+    if value != path:
+        raise ConfigError(name, f"is {value!r}, but {path!r} is loaded or saved: give one of them")
     return given
 
 
