@@ -79,7 +79,9 @@ def test_what_is_required_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TURNLANE_URL", raising=False)
     with pytest.raises(ConfigError, match="queue: is required"):
         ReadOptions.of(NODE)
-    with pytest.raises(ConfigError, match="endpoint: is required, as in turnlane://"):
+    with pytest.raises(
+        ConfigError, match=r"endpoint: is required, as in turnlane://127\.0\.0\.1:8815"
+    ):
         ReadOptions.of({"queue": "main"})
     monkeypatch.setenv("TURNLANE_URL", "turnlane://elsewhere:1")
     assert ReadOptions.of({"queue": "main"}).endpoint == "turnlane://elsewhere:1"

@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic.alias_generators import to_camel
 
-from turnlane.client.url import Url
+from turnlane.client.url import DEFAULT_PORT, Url
 from turnlane.errors import ConfigError
 from turnlane.problems import Contradiction, Problem, config_error, did_you_mean
 from turnlane.quantities import Duration, Size
@@ -141,9 +141,8 @@ class SourceOptions(Options):
     @model_validator(mode="after")
     def _can_be_reached(self) -> Self:
         if not self.endpoint:
-            raise Contradiction(
-                [Problem("endpoint", "is required, as in turnlane://127.0.0.1:7171")]
-            )
+            example = f"turnlane://127.0.0.1:{DEFAULT_PORT}"
+            raise Contradiction([Problem("endpoint", f"is required, as in {example}")])
         try:
             Url.parse(self.endpoint)
         except ConfigError as error:
