@@ -162,6 +162,27 @@ def test_only_the_pipeline_runs_against_a_node_elsewhere_and_makes_its_queues(
         assert program.ended() == 0, program.errors
 
 
+def test_a_pipeline_whose_nodes_have_become_others_reads_from_those(
+    start: Start, tmp_path: Path
+) -> None:
+    config, out = tmp_path / "c.yaml", tmp_path / "all.jsonl"
+    message = "<14>1 2026-01-01T12:00:00Z web shop 1 - - {}"
+    with (
+        serving(tmp_path / "one", {"main": {}}) as one,
+        serving(tmp_path / "two", {"main": {}}) as two,
+    ):
+        for served, text in ((one, "of one"), (two, "of two")):
+            served.publish("main", [message.format(text).encode()])
+        config.write_text(f"{CONFIG}nodes: {{endpoint: '{one.url}'}}\n")
+        program = start("pipeline", "c.yaml")
+        wait_until_file_has(out, ["of one"], program)
+        config.write_text(f"{CONFIG}nodes: {{endpoint: '{two.url}'}}\n")
+        assert program.wait_for("reload", accepted=True)["needs_restart"] == []
+        wait_until_file_has(out, ["of one", "of two"], program)
+        program.process.send_signal(signal.SIGTERM)
+        assert program.ended() == 0, program.errors
+
+
 def test_a_pipeline_whose_spark_is_killed_ends_and_takes_its_node_along(
     start: Start, tmp_path: Path
 ) -> None:

@@ -500,6 +500,23 @@ def test_what_lanes_alone_cannot_take_is_named() -> None:
 
 
 @pytest.mark.parametrize(
+    ("more", "late", "on_cluster"),
+    [
+        ("tables: {t: {url: 'sqlite:///t.db'}}", ["tables"], []),
+        ("nodes: {token_env: T}", [], ["nodes.token_env"]),
+        ("nodes: {token_file: f, endpoint: 'turnlane://h:1'}", [], []),
+    ],
+)
+def test_so_is_what_neither_the_node_nor_executors_take(
+    more: str, late: list[str], on_cluster: list[str]
+) -> None:
+    old, new = loads(with_cases()), loads(with_cases() + more)
+    assert list(needs_restart(old, new, old.knobs())) == late
+    told = list(needs_restart(old, new, old.knobs(), on_cluster=True))
+    assert told == late + on_cluster
+
+
+@pytest.mark.parametrize(
     ("changes", "late"),
     [
         ([OTHER_DATA, OTHER_DATA + MORE, MORE], [["node"], ["node"], []]),
@@ -572,6 +589,48 @@ def test_a_reload_leaves_checkpoints_where_they_are() -> None:
     assert plan is not None
     assert plan.checkpoints == Path("x/checkpoints").absolute()
     assert list(needs_restart(old, new, old.knobs())) == ["node"]
+
+
+def access_after(old: str, new: str, **knobs: Any) -> dict[str, str]:
+    """How a pipeline that began with one `nodes` reaches its nodes once it has another."""
+    pytest.importorskip("pyspark.sql")
+    begun, taken = (
+        loads(actions(f"{{name: a, {FILE}}}", more=f"nodes: {{{nodes}}}\n")) for nodes in (old, new)
+    )
+    opening = Opening(lambda: cast("Any", None))
+    made = Operation(Path("c.yaml"), begun, opening, report=lambda *_, **__: None, **knobs)
+    plan = made._plan(taken)
+    assert plan is not None
+    return dict(plan.access)
+
+
+A_NODE, B_NODE = "turnlane://a:1", "turnlane://b:1"
+
+
+def test_a_reload_takes_the_nodes_that_the_file_names_by_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TURNLANE_URL", raising=False)
+    old, new = (f"endpoint: '{url}'" for url in (A_NODE, B_NODE))
+    assert access_after(old, new) == {"endpoint": B_NODE}
+    assert access_after(old, "") == {"endpoint": "turnlane://127.0.0.1:8815"}
+    monkeypatch.setenv("TURNLANE_URL", "turnlane://c:1")
+    assert access_after(old, "") == {"endpoint": "turnlane://c:1"}
+
+
+def test_nodes_that_an_option_names_are_those_whatever_the_file_says() -> None:
+    access = access_after(f"endpoint: '{A_NODE}'", f"endpoint: '{B_NODE}'", endpoint=A_NODE)
+    assert access == {"endpoint": A_NODE}
+
+
+def test_executors_of_a_cluster_have_the_token_of_the_start() -> None:
+    """Their variables were given to them then; those of a local Spark are this process's."""
+    known = {"endpoint": A_NODE, "on_cluster": True}
+    assert access_after("token_env: A", "token_env: B", endpoint=A_NODE)["tokenEnv"] == "B"
+    assert access_after("token_env: A", "token_env: B", **known)["tokenEnv"] == "A"
+    assert "tokenEnv" not in access_after("token_file: f", "token_env: B", **known)
+    assert access_after("token_file: f", "token_env: B", **known)["tokenFile"] == "f"
+    assert access_after("token_env: A", "token_file: f", **known)["tokenFile"] == "f"
 
 
 class Lanes:

@@ -62,6 +62,11 @@ def _secret(variable: str | None, file: Path | None) -> str | None:
     return None if file is None else file.read_text(encoding="utf-8").strip()
 
 
+def default_endpoint(settings: Config) -> str:
+    """Where a pipeline's nodes are if neither an option nor the configuration's `nodes` say so."""
+    return os.environ.get("TURNLANE_URL") or listening(settings)
+
+
 def listening(settings: Config) -> str:
     """Where a configuration's own node is reached."""
     flight = settings.node.flight

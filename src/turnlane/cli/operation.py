@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from turnlane.cli import output
 from turnlane.cli.failure import ExitCode
 from turnlane.cli.node_process import NodeProcess, ends_for_good
+from turnlane.cli.nodes import default_endpoint
 from turnlane.cli.signals import Signals
 from turnlane.cli.spark import SparkMissing
 from turnlane.cli.supervisor import notify
@@ -22,6 +23,7 @@ from turnlane.errors import ConfigError, Never, RetryLater, TurnlaneError
 
 if TYPE_CHECKING:
     from turnlane.config import Config
+    from turnlane.pipeline.settings import NodesSettings
     from turnlane.spark.lane import LaneStatus
     from turnlane.spark.process import Session
     from turnlane.spark.runner import Plan, Runner
@@ -60,8 +62,10 @@ class Operation:
         report: Report,
         node: NodeProcess | None = None,
         endpoint: str | None = None,
+        on_cluster: bool = False,
         reloads: bool = True,
     ) -> None:
+        """``endpoint`` is where the nodes are whatever the configuration says, now or later."""
         self.config = config
         self._begun_with = config
         """What the node and Spark run with, whatever the lanes have taken since."""
@@ -74,6 +78,7 @@ class Operation:
         self._report = report
         self._node = node
         self._endpoint = endpoint
+        self._on_cluster = on_cluster
         self._reloads = reloads
         self._seen = _stamp(path)
         self._runner: Runner | None = None
@@ -152,14 +157,26 @@ class Operation:
 
         pipeline = config.pipeline()
         assert pipeline is not None
-        access = config.nodes.access()
-        if self._node is not None:
-            if self._node.ready is None:
-                return None
-            access = {"endpoint": self._node.ready["flight"], **access}
-        if self._endpoint is not None:
-            access["endpoint"] = self._endpoint
-        return Plan(pipeline, config.knobs(), access, self._checkpoints)
+        if self._node is not None and self._node.ready is None:
+            return None
+        return Plan(pipeline, config.knobs(), self._access(config), self._checkpoints)
+
+    def _access(self, config: Config) -> dict[str, str]:
+        """How the nodes are reached: with the token of the start, if executors have no other."""
+        start, nodes = self._begun_with.nodes, config.nodes
+        if self._on_cluster and is_of_another_variable(start, nodes):
+            kept = {"token_env": start.token_env, "token_file": start.token_file}
+            nodes = nodes.model_copy(update=kept)
+        return {**nodes.access(), "endpoint": self._where(config)}
+
+    def _where(self, config: Config) -> str:
+        given = self._endpoint or config.nodes.endpoint
+        if given is not None:
+            return given
+        if self._node is None:
+            return default_endpoint(config)
+        assert self._node.ready is not None
+        return str(self._node.ready["flight"])
 
     def _start_lanes(self, plan: Plan) -> None:
         from turnlane.spark.runner import Runner
@@ -233,7 +250,9 @@ class Operation:
                     self._runner.start(plan)
         except ConfigError as error:
             raise config.placed(error) from None
-        late = list(needs_restart(self._begun_with, config, self._made))
+        late = list(
+            needs_restart(self._begun_with, config, self._made, on_cluster=self._on_cluster)
+        )
         self._made = {**config.knobs(), **self._made}
         gone = [name for name in self.config.knobs() if name not in config.knobs()]
         self.config = config
@@ -302,15 +321,26 @@ class Opening:
 
 
 def needs_restart(
-    start: Config, new: Config, made: Mapping[str, Mapping[str, Any]]
+    start: Config,
+    new: Config,
+    made: Mapping[str, Mapping[str, Any]],
+    *,
+    on_cluster: bool = False,
 ) -> Iterator[str]:
     """What differs from the start, or from a queue as it was made, and lanes alone cannot take."""
-    for section in ("node", "inputs", "spark"):
+    for section in ("node", "inputs", "tables", "spark"):
         if getattr(start, section) != getattr(new, section):
             yield section
+    if on_cluster and is_of_another_variable(start.nodes, new.nodes):
+        yield "nodes.token_env"
     for name, knobs in new.knobs().items():
         if name in made and made[name] != knobs:
             yield f"queue {name}"
+
+
+def is_of_another_variable(start: NodesSettings, new: NodesSettings) -> bool:
+    """Whether the token is in a variable that was not handed to executors when they started."""
+    return new.token_env not in (None, start.token_env)
 
 
 def _said(status: LaneStatus) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ import typer
 from turnlane.cli.failure import ExitCode, reported
 from turnlane.cli.logs import LogFormat, LogLevel, log_to_stderr
 from turnlane.cli.node_process import NodeProcess
-from turnlane.cli.nodes import listening
 from turnlane.cli.operation import NodeFailed, Opening, Operation, Report, reporter
 from turnlane.cli.options import ConfigFile, Endpoint, Form, Level
 from turnlane.cli.serve import faults_printed, leave, leave_if_stuck, loaded, piped, written
@@ -66,6 +64,7 @@ def run(
             _session(config, settings, master, log_level),
             reporter(as_json=as_json),
             node=node,
+            on_cluster=_on_cluster(settings, master),
             reload=reload,
         )
 
@@ -89,14 +88,13 @@ def pipeline(
     piped(settings)
     need_spark()
     log_to_stderr(log_level, log_format)
-    given = endpoint or settings.nodes.endpoint or os.environ.get("TURNLANE_URL")
-    where = given or listening(settings)
     _operate(
         config,
         settings,
         _session(config, settings, master, log_level),
         reporter(as_json=as_json),
-        endpoint=where,
+        endpoint=endpoint,
+        on_cluster=_on_cluster(settings, master),
         reload=reload,
     )
 
@@ -114,6 +112,10 @@ def _session(
     )
 
 
+def _on_cluster(settings: Config, master: str | None) -> bool:
+    return not (master or settings.spark.master).startswith("local")
+
+
 def _operate(
     path: Path,
     settings: Config,
@@ -122,13 +124,21 @@ def _operate(
     *,
     node: NodeProcess | None = None,
     endpoint: str | None = None,
+    on_cluster: bool,
     reload: bool,
 ) -> None:
     find_modules_beside(path)
     report("spark", "starting Spark")
     opening = Opening(make)
     operation = Operation(
-        path, settings, opening, report=report, node=node, endpoint=endpoint, reloads=reload
+        path,
+        settings,
+        opening,
+        report=report,
+        node=node,
+        endpoint=endpoint,
+        on_cluster=on_cluster,
+        reloads=reload,
     )
     with Signals(hangup=True) as signals:
         try:
