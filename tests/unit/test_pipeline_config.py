@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,10 @@ from typer.testing import CliRunner
 
 from scripts import config_schema
 from tests.acceptance.test_docs import blocks_of
+from turnlane.cli import run
 from turnlane.cli.app import app
 from turnlane.cli.init import example
-from turnlane.cli.operation import Opening, Operation, needs_restart
+from turnlane.cli.operation import Opening, Operation, needs_restart, stamp
 from turnlane.config import Config, ConfigFaults, load, load_cases, loads, shown
 from turnlane.config.document import dotted, parse, undotted
 from turnlane.errors import ConfigError
@@ -536,6 +538,7 @@ def test_a_restart_is_needed_for_what_differs_from_what_runs_not_from_the_last_f
         load(file),
         Opening(lambda: cast("Any", None)),
         report=lambda _, __, **about: told.append(about.get("needs_restart")),
+        seen=stamp(file),
         endpoint="turnlane://h:1",
     )
     operation._runner = cast("Any", SimpleNamespace(plan=None, start=lambda _: None))
@@ -583,6 +586,7 @@ def test_a_reload_leaves_checkpoints_where_they_are() -> None:
         old,
         Opening(no_session),
         report=lambda *_, **__: None,
+        seen=None,
         endpoint="turnlane://h:1",
     )
     plan = operation._plan(new)
@@ -598,7 +602,9 @@ def access_after(old: str, new: str, **knobs: Any) -> dict[str, str]:
         loads(actions(f"{{name: a, {FILE}}}", more=f"nodes: {{{nodes}}}\n")) for nodes in (old, new)
     )
     opening = Opening(lambda: cast("Any", None))
-    made = Operation(Path("c.yaml"), begun, opening, report=lambda *_, **__: None, **knobs)
+    made = Operation(
+        Path("c.yaml"), begun, opening, report=lambda *_, **__: None, seen=None, **knobs
+    )
     plan = made._plan(taken)
     assert plan is not None
     return dict(plan.access)
@@ -683,6 +689,7 @@ def operation(
         loads(actions(f"{{name: a, queue: disk, {FILE}}}")),
         Opening(lambda: session),
         report=lambda event, _, **about: told.append((event, about)),
+        seen=stamp(path),
         endpoint="turnlane://h:1",
     )
     made._runner = Lanes(made._plan(made.config))  # type: ignore[assignment]
@@ -734,3 +741,44 @@ def test_lanes_that_have_not_ended_are_not_said_to_have_stopped(
 ) -> None:
     operation.stop()
     assert told == [("lanes", {"count": 1, "names": ["main"]})]
+
+
+class NoNode(contextlib.nullcontext[Any]):
+    """In the place of a node's process."""
+
+    def __init__(self, *_about: Any) -> None:
+        super().__init__(self)
+
+    def start(self) -> None:
+        """Nothing is."""
+
+    def stop(self, _patience: float) -> None:
+        """Nor stopped."""
+
+    def close(self) -> None:
+        """Nor closed."""
+
+
+@pytest.mark.parametrize("command", ["run", "pipeline"])
+def test_a_file_that_changes_while_its_pipeline_starts_is_news(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the reading of it and the first look at it Java is looked for, and a node started."""
+    file = tmp_path / "c.yaml"
+    file.write_text(actions(f"{{name: a, {FILE}}}"))
+    news: list[bool] = []
+
+    def edit() -> None:
+        file.write_text(actions(f"{{name: b, {FILE}}}"))
+
+    class Looking(Operation):
+        def run(self, _signals: Any) -> None:
+            news.append(self._is_changed(cast("Any", SimpleNamespace(hung_up=False))))
+
+    monkeypatch.setattr(run, "need_spark", edit)
+    monkeypatch.setattr(run, "session", lambda *_, **__: SimpleNamespace(stop=lambda: None))
+    monkeypatch.setattr(run, "NodeProcess", NoNode)
+    monkeypatch.setattr(run, "Operation", Looking)
+    said = CliRunner().invoke(app, [command, str(file)])
+    assert said.exit_code == 0, said.output
+    assert news == [True]

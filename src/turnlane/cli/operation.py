@@ -40,6 +40,7 @@ LOCKED_SECONDS: Final = 10.0
 """How much longer than a stop may take a directory may be held by the node of an earlier run."""
 
 Report = Callable[..., None]
+Stamp = tuple[int, int, int]
 
 
 class NodeFailed(Never):
@@ -60,12 +61,16 @@ class Operation:
         opened: Opening,
         *,
         report: Report,
+        seen: Stamp | None,
         node: NodeProcess | None = None,
         endpoint: str | None = None,
         on_cluster: bool = False,
         reloads: bool = True,
     ) -> None:
-        """``endpoint`` is where the nodes are whatever the configuration says, now or later."""
+        """``endpoint`` is where the nodes are whatever the configuration says, now or later.
+
+        ``seen`` is the file's stamp from before it was read: what changes after that is news.
+        """
         self.config = config
         self._begun_with = config
         """What the node and Spark run with, whatever the lanes have taken since."""
@@ -80,7 +85,7 @@ class Operation:
         self._endpoint = endpoint
         self._on_cluster = on_cluster
         self._reloads = reloads
-        self._seen = _stamp(path)
+        self._seen = seen
         self._runner: Runner | None = None
         self._again_at = 0.0
         self._begun = time.monotonic()
@@ -208,7 +213,7 @@ class Operation:
 
     def _is_changed(self, signals: Signals) -> bool:
         """Whether the file is to be read again: it has changed, or somebody asked for it."""
-        now = _stamp(self._path)
+        now = stamp(self._path)
         if signals.hung_up or (self._reloads and now is not None and now != self._seen):
             signals.hung_up = False
             self._seen = now
@@ -365,7 +370,7 @@ def _about(status: LaneStatus) -> Mapping[str, Any]:
     }
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def stamp(path: Path) -> Stamp | None:
     """Tells one state of a file from another; ``None`` while there is none."""
     try:
         found = os.stat(path)  # noqa: PTH116 - follows links, as editors replace files

@@ -13,7 +13,15 @@ import typer
 from turnlane.cli.failure import ExitCode, reported
 from turnlane.cli.logs import LogFormat, LogLevel, log_to_stderr
 from turnlane.cli.node_process import NodeProcess
-from turnlane.cli.operation import NodeFailed, Opening, Operation, Report, reporter
+from turnlane.cli.operation import (
+    NodeFailed,
+    Opening,
+    Operation,
+    Report,
+    Stamp,
+    reporter,
+    stamp,
+)
 from turnlane.cli.options import ConfigFile, Endpoint, Form, Level
 from turnlane.cli.serve import faults_printed, leave, leave_if_stuck, loaded, piped, written
 from turnlane.cli.signals import Signals
@@ -49,6 +57,7 @@ def run(
     The node is a process of its own. SIGHUP, or a change of the file, has the pipeline's part of
     the configuration taken anew; one with mistakes is rejected, and the running one goes on.
     """
+    seen = stamp(config)
     text = written(config)
     settings = loaded(config, text)
     piped(settings)
@@ -63,6 +72,7 @@ def run(
             settings,
             _session(config, settings, master, log_level),
             reporter(as_json=as_json),
+            seen=seen,
             node=node,
             on_cluster=_on_cluster(settings, master),
             reload=reload,
@@ -84,6 +94,7 @@ def pipeline(
 
     Queues that the nodes lack are made there; that takes a token with the right to.
     """
+    seen = stamp(config)
     settings = loaded(config)
     piped(settings)
     need_spark()
@@ -93,6 +104,7 @@ def pipeline(
         settings,
         _session(config, settings, master, log_level),
         reporter(as_json=as_json),
+        seen=seen,
         endpoint=endpoint,
         on_cluster=_on_cluster(settings, master),
         reload=reload,
@@ -122,6 +134,7 @@ def _operate(
     make: Callable[[], Session],
     report: Report,
     *,
+    seen: Stamp | None,
     node: NodeProcess | None = None,
     endpoint: str | None = None,
     on_cluster: bool,
@@ -135,6 +148,7 @@ def _operate(
         settings,
         opening,
         report=report,
+        seen=seen,
         node=node,
         endpoint=endpoint,
         on_cluster=on_cluster,
