@@ -20,11 +20,13 @@ from turnlane.cli.init import example
 from turnlane.cli.operation import Opening, Operation, needs_restart, stamp
 from turnlane.config import Config, ConfigFaults, load, load_cases, loads, shown
 from turnlane.config.document import dotted, parse, undotted
+from turnlane.config.nodes import of_the_file
 from turnlane.errors import ConfigError
 from turnlane.formats.parse_settings import Format
 from turnlane.outputs.file import FileSettings
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.queues.kinds import Kind
+from turnlane.service import check
 
 ROOT = Path(__file__).parents[2]
 
@@ -457,6 +459,70 @@ def test_a_pipeline_needs_a_token_where_the_node_wants_one(tmp_path: Path) -> No
     assert said.exit_code == 78
     assert f"{file}:1:" in said.stderr
     assert "nodes.token_env" in said.stderr
+
+
+@pytest.mark.parametrize(
+    ("nodes", "fault"),
+    [
+        ("endpoint: 'http://nope'", "4:19: nodes.endpoint: 'http://nope' is not a node's; write"),
+        ("endpoint: 'turnlane://a,a'", "4:19: nodes.endpoint: 'turnlane://a,a' names a node twice"),
+        ("tls_cert: c.pem", "4:19: nodes.tls_cert: and tls_key belong together: give both or"),
+        ("tls_key: c.key", "4:18: nodes.tls_key: and tls_cert belong together: give both or"),
+    ],
+)
+def test_nodes_that_cannot_be_reached_so_are_refused_with_their_place(
+    nodes: str, fault: str
+) -> None:
+    said = only_fault_of(actions(f"{{name: a, {FILE}}}", more=f"nodes: {{{nodes}}}\n"))
+    assert said.startswith(f"c.yaml:{fault}")
+
+
+@pytest.mark.parametrize("command", ["validate", "run", "pipeline", "dlq list"])
+@pytest.mark.parametrize(
+    ("nodes", "fault"),
+    [
+        ("token_env: NOT_SET", "4:20: nodes.token_env: the variable NOT_SET is empty or not set"),
+        ("token_file: none", "4:21: nodes.token_file: cannot be read: "),
+    ],
+)
+def test_a_token_that_is_not_there_is_told_before_anything_is_started(
+    command: str, nodes: str, fault: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(actions(f"{{name: a, {FILE}}}", more=f"nodes: {{{nodes}}}\n"))
+    said = CliRunner().invoke(app, [*command.split(), str(file)])
+    assert said.exit_code == 78, said.output
+    assert said.stderr.startswith(f"{file}:{fault}")
+    assert said.stderr.count("\n") == 1
+
+
+def test_a_node_needs_no_token_of_the_pipeline_that_reads_from_it() -> None:
+    """It may run elsewhere, with the same file."""
+    text = actions(f"{{name: a, {FILE}}}", more="nodes: {token_env: NOT_SET}\n")
+    assert not check(loads(text)).has_tokens
+
+
+@pytest.mark.parametrize("given", ["option", "variable"])
+def test_nodes_that_are_none_are_told_before_spark_is_started(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(actions(f"{{name: a, {FILE}}}"))
+    if given == "variable":
+        monkeypatch.setenv("TURNLANE_URL", "http://nope")
+    option = ["--endpoint", "http://nope"] if given == "option" else []
+    said = CliRunner().invoke(app, ["pipeline", str(file), *option])
+    assert said.exit_code == 78, said.output
+    assert said.stderr.startswith("turnlane: url: 'http://nope' is not a node's; write")
+
+
+def test_what_lanes_find_wrong_with_their_nodes_is_told_by_its_name_in_the_file() -> None:
+    """Spark's options have other names."""
+    text = actions(f"{{name: a, {FILE}}}", more="nodes: {token_file: gone}\n")
+    error = of_the_file(ConfigError("tokenFile", "gone: no such file"))
+    told = loads(text, "c.yaml").placed(error)
+    assert str(told) == "c.yaml:4:21: nodes.token_file: gone: no such file"
+    assert str(of_the_file(ConfigError("actions[0].filter", "no"))) == "actions[0].filter: no"
 
 
 def test_a_missing_java_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

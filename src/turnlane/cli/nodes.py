@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from turnlane.cli.serve import loaded
+from turnlane.cli.serve import faults_printed, loaded
 
 if TYPE_CHECKING:
     from turnlane.client.remote import Credentials, RemoteNode
@@ -43,23 +43,22 @@ def _given(
         where = endpoint or os.environ.get("TURNLANE_URL")
         if where is None:
             raise typer.BadParameter("give a CONFIG, or --endpoint turnlane://host:port")
-        return where, Credentials(_secret(token_env, None), tls_ca)
+        return where, Credentials(_secret(token_env), tls_ca)
     if token_env is not None or tls_ca is not None:
         raise typer.BadParameter("--token-env and --tls-ca are for --endpoint without a CONFIG")
     settings = loaded(config)
     nodes = settings.nodes
-    token = _secret(nodes.token_env, nodes.token_file)
+    with faults_printed(settings):
+        token = nodes.token()
     credentials = Credentials(token, nodes.tls_ca, nodes.tls_cert, nodes.tls_key)
     return endpoint or nodes.endpoint or listening(settings), credentials
 
 
-def _secret(variable: str | None, file: Path | None) -> str | None:
-    if variable is not None:
-        found = os.environ.get(variable)
-        if not found:
-            raise typer.BadParameter(f"the environment variable {variable} is not set")
-        return found
-    return None if file is None else file.read_text(encoding="utf-8").strip()
+def _secret(variable: str | None) -> str | None:
+    found = None if variable is None else os.environ.get(variable)
+    if variable is not None and not found:
+        raise typer.BadParameter(f"the environment variable {variable} is not set")
+    return found
 
 
 def default_endpoint(settings: Config) -> str:

@@ -23,7 +23,7 @@ from turnlane.errors import ConfigError, Never, RetryLater, TurnlaneError
 
 if TYPE_CHECKING:
     from turnlane.config import Config
-    from turnlane.pipeline.settings import NodesSettings
+    from turnlane.config.nodes import NodesSettings
     from turnlane.spark.lane import LaneStatus
     from turnlane.spark.process import Session
     from turnlane.spark.runner import Plan, Runner
@@ -184,6 +184,7 @@ class Operation:
         return str(self._node.ready["flight"])
 
     def _start_lanes(self, plan: Plan) -> None:
+        from turnlane.config.nodes import of_the_file
         from turnlane.spark.runner import Runner
 
         session = self._opening.session()
@@ -197,7 +198,7 @@ class Operation:
             self._again_at = time.monotonic() + AGAIN_SECONDS
             self._report("waiting", f"lanes wait: {error}", reason=str(error))
         except ConfigError as error:
-            raise self.config.placed(error) from None
+            raise self.config.placed(of_the_file(error)) from None
         else:
             names = list(plan.settings.lanes())
             message = f"lanes: 1 + {len(names) - 1}: {', '.join(names)}"
@@ -241,6 +242,7 @@ class Operation:
             self._report("reload", text, accepted=False, faults=faults)
 
     def _take(self, config: Config) -> None:
+        from turnlane.config.nodes import of_the_file
         from turnlane.spark.user_code import changed, renewed
 
         assert self._runner is not None
@@ -250,11 +252,12 @@ class Operation:
         if plan is None:
             raise RetryLater("the node is not ready")
         try:
+            config.nodes.token()
             if plan != self._running or changed():
                 with renewed():
                     self._runner.start(plan)
         except ConfigError as error:
-            raise config.placed(error) from None
+            raise config.placed(of_the_file(error)) from None
         late = list(
             needs_restart(self._begun_with, config, self._made, on_cluster=self._on_cluster)
         )

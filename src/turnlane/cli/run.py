@@ -13,6 +13,7 @@ import typer
 from turnlane.cli.failure import ExitCode, reported
 from turnlane.cli.logs import LogFormat, LogLevel, log_to_stderr
 from turnlane.cli.node_process import NodeProcess
+from turnlane.cli.nodes import default_endpoint
 from turnlane.cli.operation import (
     NodeFailed,
     Opening,
@@ -97,6 +98,7 @@ def pipeline(
     seen = stamp(config)
     settings = loaded(config)
     piped(settings)
+    _check_for_pipeline(settings, endpoint)
     need_spark()
     log_to_stderr(log_level, log_format)
     _operate(
@@ -181,6 +183,16 @@ def _operate(
     leave_if_stuck(0)
 
 
+def _check_for_pipeline(settings: Config, endpoint: str | None) -> None:
+    """That the nodes may be reached, before Spark is started for it."""
+    from turnlane.client.url import Url
+
+    with faults_printed(settings):
+        settings.nodes.token()
+    if endpoint is not None or settings.nodes.endpoint is None:
+        Url.parse(endpoint or default_endpoint(settings))
+
+
 def _check_for_run(settings: Config) -> None:
     """What a node may be without, and its own pipeline not."""
     from turnlane.service import check
@@ -189,7 +201,6 @@ def _check_for_run(settings: Config) -> None:
     with faults_printed(settings):
         if not settings.node.flight.enabled:
             raise ConfigError("node.flight.enabled", "must be true: the pipeline reads over Flight")
-        access = settings.nodes.access()
-        if settings.node.tokens and not {"tokenEnv", "tokenFile"} & access.keys():
+        if settings.nodes.token() is None and settings.node.tokens:
             message = "need one for the pipeline: name it in nodes.token_env or nodes.token_file"
             raise ConfigError("node.tokens", message)

@@ -120,6 +120,8 @@ def validate(
 
     settings = loaded(config)
     check(settings)
+    with faults_printed(settings):
+        settings.nodes.token()
     if with_spark:
         _check_with_spark(config, settings)
     answered = check_outputs(settings) if connect else None

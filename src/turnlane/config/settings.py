@@ -25,6 +25,7 @@ from pydantic import (
 
 from turnlane.config.document import Document, dotted, undotted
 from turnlane.config.faults import ConfigFaults, Fault
+from turnlane.config.nodes import NodesSettings
 from turnlane.config.pipeline import ActionSection, queue_knobs, with_queue
 from turnlane.config.plugged import Plugged
 from turnlane.errors import ConfigError
@@ -38,7 +39,6 @@ from turnlane.pipeline.settings import (
     MAIN,
     FunctionName,
     LaneSettings,
-    NodesSettings,
     PipelineSettings,
     SparkSettings,
 )

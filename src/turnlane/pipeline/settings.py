@@ -79,35 +79,6 @@ class SparkSettings(Part):
         return place
 
 
-class NodesSettings(Part):
-    """How the pipeline reaches its nodes."""
-
-    endpoint: str | None = Field(
-        default=None,
-        description="The nodes. Default: the node of this configuration.",
-        examples=["turnlane://host-1:8815,host-2:8815"],
-    )
-    token_env: str | None = Field(
-        default=None, description="The environment variable that has the token."
-    )
-    token_file: Path | None = Field(default=None, description="The file that has the token.")
-    tls_ca: Path | None = Field(default=None, description="The certificates to trust.")
-    tls_cert: Path | None = Field(default=None, description="The pipeline's own certificate.")
-    tls_key: Path | None = Field(default=None, description="Its key.")
-
-    def access(self) -> dict[str, str]:
-        """As the options of ``format("turnlane")``."""
-        options = {
-            "endpoint": self.endpoint,
-            "tokenEnv": self.token_env,
-            "tokenFile": self.token_file,
-            "tlsCa": self.tls_ca,
-            "tlsCert": self.tls_cert,
-            "tlsKey": self.tls_key,
-        }
-        return {name: str(value) for name, value in options.items() if value is not None}
-
-
 class LaneSettings(Part):
     """How much a lane takes at a time."""
 
