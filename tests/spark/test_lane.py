@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]  # has none
+from pyspark.errors import StreamingQueryException
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 
 from tests.contract.harness import wait_until
@@ -166,13 +167,13 @@ class TestNews:
     ) -> None:
         monkeypatch.setattr(lanes, "FIRST_PAUSE", 0.0)
         first, second = Query(), Query()
-        first.error = RuntimeError("ValueError: of the query")
+        first.error = StreamingQueryException(message="of the query")
         first.late = [first.news(0, 4)]
         lane = made(first, second)
         lane.start()
         first.end()
         runs(lane, second)
-        assert lane.status.reason == "ValueError: of the query"
+        assert lane.status.reason == "of the query"
         lane.tell(first.news(1, 1000))
         second.did(0, 4)
         wait_until(lambda: lane.status.batches == 2)
@@ -224,7 +225,7 @@ class TestWithoutNews:
         monkeypatch.setattr(lanes, "LOOK_SECONDS", 0.001)
         monkeypatch.setattr(lanes, "NEWS_SECONDS", 0.0)
         query = Query()
-        query.error = RuntimeError("unheard of")
+        query.error = StreamingQueryException(message="unheard of")
         lane = started(query)
         query.did(0, 1)
         wait_until(lambda: lane.status.state is LaneState.RUNNING)

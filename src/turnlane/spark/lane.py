@@ -20,6 +20,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from turnlane.backoff import doubled
 from turnlane.spark.news import News
 from turnlane.spark.offsets import TAKEN
+from turnlane.spark.reasons import reason_of
 from turnlane.spark.silence import Silence
 from turnlane.spark.suspension import Suspension
 
@@ -296,28 +297,3 @@ def _events(progress: StreamingQueryProgress) -> int:
 def _offset(text: str) -> dict[str, int]:
     """An offset as Spark tells of it; there is none before the first batch."""
     return json.loads(text) if text.startswith("{") else {}
-
-
-def reason_of(error: BaseException) -> str:
-    """The one line of a Spark error that says what is wrong.
-
-    Of a Python traceback the last, of everything else the first.
-    """
-    text = str(error)
-    lines = [line.strip().removeprefix(": ") for line in text.splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith("An error occurred while calling")]
-    named = [line for line in lines if line.startswith("turnlane.errors.")]
-    if named:
-        return named[-1].removeprefix("turnlane.errors.")
-    raised = [line for line in lines if _looks_raised(line)]
-    return (raised or lines or [type(error).__name__])[-1 if raised else 0][:500]
-
-
-def _looks_raised(line: str) -> bool:
-    """Whether a line is the end of a Python traceback: ``ValueError: …``."""
-    head, colon, _ = line.partition(": ")
-    return (
-        bool(colon)
-        and head.replace(".", "").replace("_", "").isalnum()
-        and (head.endswith(("Error", "Exception", "Warning")))
-    )

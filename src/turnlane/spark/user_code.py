@@ -31,6 +31,12 @@ def module_of(name: str) -> ModuleType:
     return found
 
 
+def files() -> set[str]:
+    """Where the modules imported here are."""
+    found = (getattr(sys.modules.get(name), "__file__", None) for name in _seen)
+    return {file for file in found if file is not None}
+
+
 def changed() -> list[str]:
     """The modules whose files are no longer what was imported."""
     return [
