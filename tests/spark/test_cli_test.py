@@ -148,7 +148,12 @@ def test_a_transform_beside_the_configuration_is_found(turnlane: Run) -> None:
         ("FROM events GROUP", "FROM evnts GROUP", "9:10: actions[2].sql", "`evnts`"),
         ("output_mode: update", "", "9:10: actions[2].sql", "without watermark"),
         ("actions:", "transform: no_such:f\nactions:", "4:12: transform", "No module named"),
-        ("actions:", "transform: os:sep\nactions:", "4:12: transform", "not callable"),
+        (
+            "actions:",
+            "transform: os:sep\nactions:",
+            "4:12: transform",
+            "TypeError: 'str' object is not callable",
+        ),
     ],
 )
 def test_what_spark_refuses_is_told_with_its_place(
@@ -159,6 +164,44 @@ def test_what_spark_refuses_is_told_with_its_place(
     assert said.stderr.startswith(f"c.yaml:{place}: "), said.stderr
     assert words in said.stderr
     assert said.stderr.count("\n") == 1
+
+
+TEAMS = """\
+def key(events):
+    return {}["team"]
+
+def bare(events):
+    assert "team" in events.columns
+    return events
+
+def own(events):
+    raise BadOrder("order 17 has no total")
+
+def column(events):
+    return events.team
+
+class BadOrder(Exception):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("key", "KeyError: 'team' (shop_teams.py:2)"),
+        ("bare", "AssertionError (shop_teams.py:5)"),
+        ("own", "BadOrder: order 17 has no total (shop_teams.py:9)"),
+        ("column", "[ATTRIBUTE_NOT_SUPPORTED] Attribute `team` is not supported."),
+    ],
+)
+def test_a_transform_that_raises_is_told_with_what_and_where(
+    turnlane: Run, function: str, reason: str
+) -> None:
+    Path("shop_teams.py").write_text(TEAMS)
+    text = CONFIG.replace("actions:", f"transform: shop_teams:{function}\nactions:")
+    said = turnlane("validate", text, "--spark")
+    assert said.exit_code == 78, said.output
+    assert said.stderr == f"c.yaml:4:12: transform: {reason}\n"
 
 
 def test_all_that_spark_refuses_is_told_at_once(turnlane: Run) -> None:

@@ -1,4 +1,4 @@
-"""What is the one line of an error that says what is wrong? Asked of texts as Spark 4.2 has them."""
+"""What is the one line of an error that says what is wrong? Asked of texts as Spark has them."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from turnlane.spark import shape
 from turnlane.spark.answers import answer, called, check_together
 from turnlane.spark.columns import check_writable
 from turnlane.spark.parsing import parsed
+from turnlane.spark.reasons import reason_of
 from turnlane.spark.remembering import check_runs, remembered, stream_of
 from turnlane.spark.sink_files import chosen
 from turnlane.spark.sinks import check_files_take, streams_into
@@ -143,7 +144,7 @@ def _check_files(place: str, rows: DataFrame, sink: SparkSinkSettings) -> None:
         return  # there is no such format, which was found before
     except Exception as error:
         advice = "say in `columns` what is written, as in CAST(value AS string) AS value"
-        raise ConfigError(place, f"{_first_words(error)}; {advice}") from error
+        raise ConfigError(place, f"{reason_of(error)}; {advice}") from error
 
 
 def _check_sources(place: str, output: OutputSettings, rows: DataFrame, findings: Findings) -> None:
@@ -182,13 +183,9 @@ def _checked(place: str, make: Callable[[], DataFrame], mode: str | None = "appe
     except ConfigError as error:  # it knows what is wrong, not where
         raise _placed(error, place) from error
     except Exception as error:
-        raise ConfigError(place, _first_words(error)) from error
+        raise ConfigError(place, reason_of(error)) from error
     return made
 
 
 def _placed(error: ConfigError, place: str) -> ConfigError:
     return ConfigError(place, str(error).removeprefix(f"{error.knob}: "))
-
-
-def _first_words(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
