@@ -120,6 +120,49 @@ def test_cases_of_other_files_and_for_programs(turnlane: Run) -> None:
     assert said.exit_code == 1
 
 
+RAISES = """\
+from pyspark.sql.functions import udf
+
+def checked(events):
+    @udf(returnType="boolean", useArrow=False)
+    def has_total(value):
+        if b"total" not in value:
+            raise LookupError("order 17 has no total")
+        return True
+
+    return events.where(has_total("value"))
+"""
+
+ORDERS = """\
+node: {data: d}
+transform: shop_totals:checked
+actions: [{name: all, output: {type: file, path: all}}]
+tests:
+  - {name: without, events: [order 17], expect: {all: 1}}
+  - {name: with, events: [total 17], expect: {all: 1}}
+"""
+
+
+def test_a_case_whose_transform_raises_fails_with_the_reason_and_others_are_tried(
+    turnlane: Run,
+) -> None:
+    Path("shop_totals.py").write_text(RAISES)
+    said = turnlane("test", ORDERS)
+    assert said.exit_code == 1, said.output
+    assert said.stdout.splitlines() == [
+        "FAILED without",
+        "       LookupError: order 17 has no total",
+        "ok     with",
+        "2 cases, 1 failed",
+    ]
+    said = turnlane("test", ORDERS, "--json")
+    reason = "LookupError: order 17 has no total"
+    assert [json.loads(line) for line in said.stdout.splitlines()] == [
+        {"case": "without", "passed": False, "differences": [reason]},
+        {"case": "with", "passed": True, "differences": []},
+    ]
+
+
 def test_the_example_passes_its_own_cases(turnlane: Run) -> None:
     said = turnlane("test", example())
     assert said.stdout.endswith("1 case, 0 failed\n"), said.output

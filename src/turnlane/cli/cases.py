@@ -12,13 +12,14 @@ from turnlane.cli import output
 from turnlane.cli.failure import ExitCode, reported
 from turnlane.cli.options import ConfigFile
 from turnlane.cli.serve import faults_printed, loaded, piped
-from turnlane.cli.spark import find_modules_beside, need_spark, session
+from turnlane.cli.spark import SparkMissing, find_modules_beside, need_spark, session
 from turnlane.errors import ConfigError
 
 if TYPE_CHECKING:
     from turnlane.config import Config
     from turnlane.pipeline.cases import Case
     from turnlane.pipeline.settings import PipelineSettings
+    from turnlane.spark.process import Session
 
 
 @reported
@@ -62,8 +63,6 @@ def _tried(
     settings: Config, pipeline: PipelineSettings, cases: list[Case], *, as_json: bool
 ) -> int:
     """Try all of them; how many failed."""
-    from turnlane.pipeline.cases import differences
-    from turnlane.spark.cases import Trial
     from turnlane.spark.pipeline import Pipeline
 
     spark = session(pipeline.spark, master="local[2]")
@@ -72,14 +71,33 @@ def _tried(
         with faults_printed(settings):
             Pipeline(pipeline, {}, spark, Path()).check()
         for case in cases:
-            found = list(differences(case, dict(Trial(spark, pipeline, case).results())))
+            found = _found(spark, pipeline, case)
             failed += bool(found)
-            if as_json:
-                output.say_json({"case": case.name, "passed": not found, "differences": found})
-            else:
-                output.say(f"{'FAILED' if found else 'ok    '} {case.name}")
-                for line in found:
-                    output.say(f"       {line}")
+            _tell(case, found, as_json=as_json)
     finally:
         spark.stop()
     return failed
+
+
+def _found(spark: Session, pipeline: PipelineSettings, case: Case) -> list[str]:
+    """What is not as the case expects; if it cannot be tried to its end, why."""
+    from turnlane.pipeline.cases import differences
+    from turnlane.spark.cases import Trial
+    from turnlane.spark.process import is_alive
+    from turnlane.spark.reasons import reason_of
+
+    try:
+        return list(differences(case, dict(Trial(spark, pipeline, case).results())))
+    except Exception as error:
+        if not is_alive():
+            raise SparkMissing("Spark's own process has ended") from error
+        return [reason_of(error)]
+
+
+def _tell(case: Case, found: list[str], *, as_json: bool) -> None:
+    if as_json:
+        output.say_json({"case": case.name, "passed": not found, "differences": found})
+        return
+    output.say(f"{'FAILED' if found else 'ok    '} {case.name}")
+    for line in found:
+        output.say(f"       {line}")
