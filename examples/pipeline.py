@@ -37,6 +37,8 @@ OVER_HTTP = 1_000
 PATIENCE = 240.0
 QUEUES = ("main", "alerts", "archive", "counts", "flaky")
 
+Process = subprocess.Popen[str]
+
 console = Console()
 
 
@@ -161,10 +163,14 @@ class Watch:
         self._client.close()
 
 
-def wait(live: Live, watch: Watch, note: str, condition: Callable[[], bool]) -> None:
+def wait(
+    live: Live, watch: Watch, process: Process, note: str, condition: Callable[[], bool]
+) -> None:
     """Show how it goes until the condition holds."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
+        if (code := process.poll()) is not None:
+            raise SystemExit(f"turnlane run has ended with exit code {code}: {note}")
         if time.monotonic() > deadline:
             raise SystemExit(f"gave up waiting: {note}")
         live.update(watch.table(note))
@@ -172,7 +178,7 @@ def wait(live: Live, watch: Watch, note: str, condition: Callable[[], bool]) -> 
 
 
 @contextmanager
-def running(config: Path) -> Iterator[subprocess.Popen[str]]:
+def running(config: Path) -> Iterator[Process]:
     """``turnlane run``, stopped at the end as Ctrl-C stops it."""
     command = [sys.executable, "-m", "turnlane", "run", str(config), "--json"]
     log = config.with_name("run.log")
@@ -240,15 +246,15 @@ def demonstrate(place: Path, events: int) -> bool:
     with running(config) as process, Live(console=console, refresh_per_second=4) as live:
         assert process.stdout is not None
         threading.Thread(target=watch.listen, args=(process.stdout,), daemon=True).start()
-        wait(live, watch, "Starting a node and Spark", watch.ready.is_set)
+        wait(live, watch, process, "Starting a node and Spark", watch.ready.is_set)
         split = events - OVER_HTTP
         send_syslog(ports["syslog"], 0, split)
         send_http(ports["web"], split, events)
         healthy = ("main", "alerts", "archive", "counts")
         note = f"{events:,} events sent; the destination of flaky is dead"
-        wait(live, watch, note, lambda: drained(*healthy) and "flaky" in watch.reasons)
+        wait(live, watch, process, note, lambda: drained(*healthy) and "flaky" in watch.reasons)
         blocked.unlink()
-        wait(live, watch, "The destination of flaky is back", lambda: drained("flaky"))
+        wait(live, watch, process, "The destination of flaky is back", lambda: drained("flaky"))
         live.update(watch.table("All delivered"))
         ledgers = watch.ledgers()
     console.print()
