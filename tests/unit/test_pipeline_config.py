@@ -802,6 +802,32 @@ def test_if_it_is_rejected_meanwhile_the_lanes_before_it_are_started_again(
     assert operation._due(signals) is None
 
 
+def test_a_pipeline_alone_needs_no_secrets_of_its_node_for_a_reload(
+    operation: Operation, told: list[tuple[str, dict[str, Any]]]
+) -> None:
+    """Nor did it for its start: they are where the node is."""
+    runner: Any = operation._runner
+    runner.left = []
+    tokens = "tokens: [{name: t, secret_env: NOT_SET, rights: {'*': [read]}}]"
+    text = operation._path.read_text().replace("data: d", f"data: d, {tokens}")
+    operation._path.write_text(text)
+    due(operation, HungUp())
+    assert [about["accepted"] for event, about in told if event == "reload"] == [True]
+
+
+@pytest.mark.parametrize("nodes", ["token_env: NOT_SET", "endpoint: 'http://nope'"])
+def test_a_reload_with_nodes_that_cannot_be_reached_so_is_rejected(
+    nodes: str, operation: Operation, told: list[tuple[str, dict[str, Any]]]
+) -> None:
+    lines = operation._path.read_text().count("\n")
+    with operation._path.open("a") as file:
+        file.write(f"nodes: {{{nodes}}}\n")
+    due(operation, HungUp())
+    (fault,) = told[-1][1]["faults"]
+    knob = nodes.partition(":")[0]
+    assert fault.startswith(f"{operation._path}:{lines + 1}:{11 + len(knob)}: nodes.{knob}: ")
+
+
 def test_lanes_that_have_not_ended_are_not_said_to_have_stopped(
     operation: Operation, told: list[tuple[str, dict[str, Any]]]
 ) -> None:

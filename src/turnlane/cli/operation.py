@@ -229,7 +229,8 @@ class Operation:
         self._pending = False
         try:
             config = load(self._path)
-            check(config)
+            if self._node is not None:  # secrets and certificates of nodes elsewhere are there
+                check(config)
             self._take(config)
         except RetryLater as error:
             self._pending = True
