@@ -1,0 +1,325 @@
+"""A pipeline and its file: what does a reload take, what needs a restart, what is rejected?"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.unit.test_pipeline_config import FILE, actions, with_cases
+from turnlane.cli import run
+from turnlane.cli.app import app
+from turnlane.cli.operation import Opening, Operation, needs_restart, stamp
+from turnlane.config import load, loads
+
+OTHER_DATA = "OTHER"
+MORE = f"  - {{name: c, queue: disk, {FILE}}}\n"
+
+
+def changed_by(change: str) -> str:
+    text = actions(f"{{name: a, {FILE}}}", more=change.removeprefix(OTHER_DATA))
+    return text.replace("data: d", "data: e") if change.startswith(OTHER_DATA) else text
+
+
+def test_what_lanes_alone_cannot_take_is_named() -> None:
+    old = loads(with_cases())
+    assert list(needs_restart(old, loads(with_cases()), old.knobs())) == []
+    lanes = loads(with_cases().replace("name: a,", "name: a, filter: x,"))
+    assert list(needs_restart(old, lanes, old.knobs())) == []
+    other = with_cases().replace("data: d", "data: e").replace("queue: disk", "queue: memory")
+    assert list(needs_restart(old, loads(other + "spark: {master: m}"), old.knobs())) == [
+        "node",
+        "spark",
+        "queue b",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "late", "on_cluster"),
+    [
+        ("tables: {t: {url: 'sqlite:///t.db'}}", ["tables"], []),
+        ("nodes: {token_env: T}", [], ["nodes.token_env"]),
+        ("nodes: {token_file: f, endpoint: 'turnlane://h:1'}", [], []),
+    ],
+)
+def test_so_is_what_neither_the_node_nor_executors_take(
+    more: str, late: list[str], on_cluster: list[str]
+) -> None:
+    old, new = loads(with_cases()), loads(with_cases() + more)
+    assert list(needs_restart(old, new, old.knobs())) == late
+    told = list(needs_restart(old, new, old.knobs(), on_cluster=True))
+    assert told == late + on_cluster
+
+
+@pytest.mark.parametrize(
+    ("changes", "late"),
+    [
+        ([OTHER_DATA, OTHER_DATA + MORE, MORE], [["node"], ["node"], []]),
+        ([MORE, MORE.replace("disk", "memory"), "", MORE], [[], ["queue c"], [], []]),
+    ],
+    ids=["sections", "a queue that a reload has made"],
+)
+def test_a_restart_is_needed_for_what_differs_from_what_runs_not_from_the_last_file(
+    changes: list[str], late: list[list[str]], tmp_path: Path
+) -> None:
+    pytest.importorskip("pyspark.sql")
+    file = tmp_path / "c.yaml"
+    told: list[Any] = []
+    file.write_text(changed_by(""))
+    operation = Operation(
+        file,
+        load(file),
+        Opening(lambda: cast("Any", None)),
+        report=lambda _, __, **about: told.append(about.get("needs_restart")),
+        seen=stamp(file),
+        endpoint="turnlane://h:1",
+    )
+    operation._runner = cast("Any", SimpleNamespace(plan=None, start=lambda _: None))
+    for change in changes:
+        file.write_text(changed_by(change))
+        operation._reload()
+    assert [each for each in told if each is not None] == late
+
+
+# ── a reload ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_reload_leaves_checkpoints_where_they_are() -> None:
+    """State would begin anew, and sinks of files would refuse the new place."""
+    pytest.importorskip("pyspark.sql")
+    old, new = (loads(actions(f"{{name: a, {FILE}}}").replace("d}", f"{at}}}")) for at in "xy")
+
+    def no_session() -> Any:
+        return None
+
+    operation = Operation(
+        Path("c.yaml"),
+        old,
+        Opening(no_session),
+        report=lambda *_, **__: None,
+        seen=None,
+        endpoint="turnlane://h:1",
+    )
+    plan = operation._plan(new)
+    assert plan is not None
+    assert plan.checkpoints == Path("x/checkpoints").absolute()
+    assert list(needs_restart(old, new, old.knobs())) == ["node"]
+
+
+def access_after(old: str, new: str, **knobs: Any) -> dict[str, str]:
+    """How a pipeline that began with one `nodes` reaches its nodes once it has another."""
+    pytest.importorskip("pyspark.sql")
+    begun, taken = (
+        loads(actions(f"{{name: a, {FILE}}}", more=f"nodes: {{{nodes}}}\n")) for nodes in (old, new)
+    )
+    opening = Opening(lambda: cast("Any", None))
+    made = Operation(
+        Path("c.yaml"), begun, opening, report=lambda *_, **__: None, seen=None, **knobs
+    )
+    plan = made._plan(taken)
+    assert plan is not None
+    return dict(plan.access)
+
+
+A_NODE, B_NODE = "turnlane://a:1", "turnlane://b:1"
+
+
+def test_a_reload_takes_the_nodes_that_the_file_names_by_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TURNLANE_URL", raising=False)
+    old, new = (f"endpoint: '{url}'" for url in (A_NODE, B_NODE))
+    assert access_after(old, new) == {"endpoint": B_NODE}
+    assert access_after(old, "") == {"endpoint": "turnlane://127.0.0.1:8815"}
+    monkeypatch.setenv("TURNLANE_URL", "turnlane://c:1")
+    assert access_after(old, "") == {"endpoint": "turnlane://c:1"}
+
+
+def test_nodes_that_an_option_names_are_those_whatever_the_file_says() -> None:
+    access = access_after(f"endpoint: '{A_NODE}'", f"endpoint: '{B_NODE}'", endpoint=A_NODE)
+    assert access == {"endpoint": A_NODE}
+
+
+def test_executors_of_a_cluster_have_the_token_of_the_start() -> None:
+    """Their variables were given to them then; those of a local Spark are this process's."""
+    known = {"endpoint": A_NODE, "on_cluster": True}
+    assert access_after("token_env: A", "token_env: B", endpoint=A_NODE)["tokenEnv"] == "B"
+    assert access_after("token_env: A", "token_env: B", **known)["tokenEnv"] == "A"
+    assert "tokenEnv" not in access_after("token_file: f", "token_env: B", **known)
+    assert access_after("token_file: f", "token_env: B", **known)["tokenFile"] == "f"
+    assert access_after("token_env: A", "token_file: f", **known)["tokenFile"] == "f"
+
+
+class Lanes:
+    """A runner whose lanes do not end before the test says so."""
+
+    def __init__(self, plan: Any) -> None:
+        self.plan = plan
+        self.asked: list[list[str]] = []
+        self.left = ["main"]
+
+    def start(self, plan: Any) -> None:
+        from turnlane.spark.runner import LanesLeft
+
+        self.asked.append(list(plan.settings.lanes()))
+        self.plan = None
+        if self.left:
+            raise LanesLeft(self.left)
+        self.plan = plan
+
+    def stop(self) -> list[str]:
+        return self.left
+
+    def changes(self) -> list[Any]:
+        return []
+
+
+class HungUp:
+    """Signals, the first of which asks for a reload."""
+
+    hung_up = True
+
+
+@pytest.fixture
+def told() -> list[tuple[str, dict[str, Any]]]:
+    return []
+
+
+@pytest.fixture
+def operation(
+    tmp_path: Path, told: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> Operation:
+    """One that runs an action ``a``; its file has changed, and has ``b``."""
+    pytest.importorskip("pyspark.sql")
+    monkeypatch.setattr("turnlane.cli.operation.AGAIN_SECONDS", 0.0)
+    path = tmp_path / "c.yaml"
+    path.write_text(actions(f"{{name: b, queue: disk, {FILE}}}"))
+    session: Any = SimpleNamespace(stop=lambda: None)
+    made = Operation(
+        path,
+        loads(actions(f"{{name: a, queue: disk, {FILE}}}")),
+        Opening(lambda: session),
+        report=lambda event, _, **about: told.append((event, about)),
+        seen=stamp(path),
+        endpoint="turnlane://h:1",
+    )
+    made._runner = Lanes(made._plan(made.config))  # type: ignore[assignment]
+    return made
+
+
+def due(operation: Operation, signals: Any) -> None:
+    """Do what there is to be done."""
+    work = operation._due(signals)
+    assert work is not None
+    work()
+
+
+def test_a_reload_that_waits_for_lanes_to_end_is_tried_again(
+    operation: Operation, told: list[tuple[str, dict[str, Any]]]
+) -> None:
+    """And those before it, which have made room for it, are not started instead."""
+    runner: Any = operation._runner
+    signals: Any = HungUp()
+    due(operation, signals)
+    due(operation, signals)
+    assert [event for event, _ in told] == ["waiting"] * 2
+    why = "lane main of the configuration before has not ended yet"
+    assert told[0][1]["reason"] == why
+    runner.left = []
+    due(operation, signals)
+    assert runner.asked == [["main", "b"]] * 3
+    assert [about["accepted"] for event, about in told if event == "reload"] == [True]
+    assert operation._due(signals) is None
+
+
+def test_if_it_is_rejected_meanwhile_the_lanes_before_it_are_started_again(
+    operation: Operation, told: list[tuple[str, dict[str, Any]]]
+) -> None:
+    runner: Any = operation._runner
+    signals: Any = HungUp()
+    due(operation, signals)
+    operation._path.write_text("actions: 7")
+    due(operation, signals)
+    assert told[-1][1]["accepted"] is False
+    runner.left = []
+    due(operation, signals)
+    assert runner.asked == [["main", "b"], ["main", "a"]]
+    assert operation._due(signals) is None
+
+
+def test_a_pipeline_alone_needs_no_secrets_of_its_node_for_a_reload(
+    operation: Operation, told: list[tuple[str, dict[str, Any]]]
+) -> None:
+    """Nor did it for its start: they are where the node is."""
+    runner: Any = operation._runner
+    runner.left = []
+    tokens = "tokens: [{name: t, secret_env: NOT_SET, rights: {'*': [read]}}]"
+    text = operation._path.read_text().replace("data: d", f"data: d, {tokens}")
+    operation._path.write_text(text)
+    due(operation, HungUp())
+    assert [about["accepted"] for event, about in told if event == "reload"] == [True]
+
+
+@pytest.mark.parametrize("nodes", ["token_env: NOT_SET", "endpoint: 'http://nope'"])
+def test_a_reload_with_nodes_that_cannot_be_reached_so_is_rejected(
+    nodes: str, operation: Operation, told: list[tuple[str, dict[str, Any]]]
+) -> None:
+    lines = operation._path.read_text().count("\n")
+    with operation._path.open("a") as file:
+        file.write(f"nodes: {{{nodes}}}\n")
+    due(operation, HungUp())
+    (fault,) = told[-1][1]["faults"]
+    knob = nodes.partition(":")[0]
+    assert fault.startswith(f"{operation._path}:{lines + 1}:{11 + len(knob)}: nodes.{knob}: ")
+
+
+def test_lanes_that_have_not_ended_are_not_said_to_have_stopped(
+    operation: Operation, told: list[tuple[str, dict[str, Any]]]
+) -> None:
+    operation.stop()
+    assert told == [("lanes", {"count": 1, "names": ["main"]})]
+
+
+class NoNode(contextlib.nullcontext[Any]):
+    """In the place of a node's process."""
+
+    def __init__(self, *_about: Any) -> None:
+        super().__init__(self)
+
+    def start(self) -> None:
+        """Nothing is."""
+
+    def stop(self, _patience: float) -> None:
+        """Nor stopped."""
+
+    def close(self) -> None:
+        """Nor closed."""
+
+
+@pytest.mark.parametrize("command", ["run", "pipeline"])
+def test_a_file_that_changes_while_its_pipeline_starts_is_news(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the reading of it and the first look at it Java is looked for, and a node started."""
+    file = tmp_path / "c.yaml"
+    file.write_text(actions(f"{{name: a, {FILE}}}"))
+    news: list[bool] = []
+
+    def edit() -> None:
+        file.write_text(actions(f"{{name: b, {FILE}}}"))
+
+    class Looking(Operation):
+        def run(self, _signals: Any) -> None:
+            news.append(self._is_changed(cast("Any", SimpleNamespace(hung_up=False))))
+
+    monkeypatch.setattr(run, "need_spark", edit)
+    monkeypatch.setattr(run, "session", lambda *_, **__: SimpleNamespace(stop=lambda: None))
+    monkeypatch.setattr(run, "NodeProcess", NoNode)
+    monkeypatch.setattr(run, "Operation", Looking)
+    said = CliRunner().invoke(app, [command, str(file)])
+    assert said.exit_code == 0, said.output
+    assert news == [True]
