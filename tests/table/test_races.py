@@ -299,6 +299,8 @@ def test_what_a_long_transaction_committed_fires_within_seconds(
     queue = site.queue(retention="1h")
     an_hour_ago = site.now() - 3600 * 10**9
     with queue.receive() as receiver:
+        site.fill(queue, 1)  # so that the manager leads, and misses ids from here on
+        settle(receiver, take(receiver, 1))
         with site.transaction() as connection:
             slow = [{"user_id": at, "fire_at": an_hour_ago} for at in range(count)]
             queue.enqueue_many(connection, slow)

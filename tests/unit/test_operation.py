@@ -320,6 +320,7 @@ def test_a_file_that_changes_while_its_pipeline_starts_is_news(
     monkeypatch.setattr(run, "session", lambda *_, **__: SimpleNamespace(stop=lambda: None))
     monkeypatch.setattr(run, "NodeProcess", NoNode)
     monkeypatch.setattr(run, "Operation", Looking)
+    monkeypatch.setattr(run, "leave_if_stuck", lambda _: None)  # threads here are of other tests
     said = CliRunner().invoke(app, [command, str(file)])
     assert said.exit_code == 0, said.output
     assert news == [True]
