@@ -92,7 +92,12 @@ def problems_of(error: ConfigError) -> Sequence[Problem]:
     """All that an error tells of."""
     if isinstance(error, ConfigProblems):
         return error.problems
-    return [Problem(error.knob, str(error).removeprefix(f"{error.knob}: "))]
+    return [Problem(error.knob, message_of(error))]
+
+
+def message_of(error: ConfigError) -> str:
+    """What an error says, without the knob that it says it of."""
+    return str(error).removeprefix(f"{error.knob}: ")
 
 
 def config_error(error: ValidationError, knobs: Iterable[str] = ()) -> ConfigError:

@@ -55,8 +55,10 @@ def _given(
 
 
 def _secret(variable: str | None) -> str | None:
-    found = None if variable is None else os.environ.get(variable)
-    if variable is not None and not found:
+    if variable is None:
+        return None
+    found = os.environ.get(variable)
+    if not found:
         raise typer.BadParameter(f"the environment variable {variable} is not set")
     return found
 

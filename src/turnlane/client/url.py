@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from turnlane.errors import ConfigError
+from turnlane.problems import message_of
 
 DEFAULT_PORT: Final = 8815
 SCHEMES: Final = {"turnlane": False, "turnlanes": True}
@@ -32,6 +33,14 @@ class Url:
         if len(set(places)) < len(places):
             raise ConfigError("url", f"{url!r} names a node twice")
         return cls(places, SCHEMES[scheme])
+
+    @classmethod
+    def of_setting(cls, url: str) -> Self:
+        """The same for a setting. Raises ``ValueError``, of which pydantic says whose it is."""
+        try:
+            return cls.parse(url)
+        except ConfigError as error:
+            raise ValueError(message_of(error)) from None
 
     def locations(self) -> list[str]:
         """The places as Flight writes them."""

@@ -18,10 +18,7 @@ SECTION: Final = "nodes"
 
 
 def _endpoint(url: str) -> str:
-    try:
-        Url.parse(url)
-    except ConfigError as error:
-        raise ValueError(str(error).removeprefix(f"{error.knob}: ")) from None
+    Url.of_setting(url)
     return url
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticKnownError
 
 from turnlane.errors import ConfigError
-from turnlane.problems import Contradiction, Problem
+from turnlane.problems import Contradiction, Problem, message_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,7 @@ class Plugged:
         try:
             model = self.model(str(kind))
         except ConfigError as error:
-            message = str(error).removeprefix(f"{error.knob}: ")
-            raise Contradiction([Problem("type", message)]) from None
+            raise Contradiction([Problem("type", message_of(error))]) from None
         return model.model_validate(value)
 
     def model_of(self, value: object) -> type[BaseModel] | None:

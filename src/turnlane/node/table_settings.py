@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
 from turnlane.errors import ConfigError
-from turnlane.problems import Contradiction, Problem
+from turnlane.problems import Contradiction, Problem, message_of
 from turnlane.table.shards import ShardMap
 from turnlane.table.url import EXAMPLES
 
@@ -47,8 +47,7 @@ class ServedTableSettings(BaseModel):
         try:
             self.map()
         except ConfigError as error:
-            message = str(error).removeprefix(f"{error.knob}: ")
-            raise Contradiction([Problem("shards", message)]) from None
+            raise Contradiction([Problem("shards", message_of(error))]) from None
         return self
 
     def map(self) -> ShardMap:

@@ -17,7 +17,6 @@ from turnlane.client.failures import understood
 from turnlane.client.remote import Credentials, RemoteNode, said
 from turnlane.client.url import Url
 from turnlane.errors import (
-    ConfigError,
     EventTooLarge,
     Never,
     NoSuchQueue,
@@ -37,10 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def _one_node(endpoint: str) -> str:
-    try:
-        places = Url.parse(endpoint).places
-    except ConfigError as error:
-        raise ValueError(str(error).removeprefix(f"{error.knob}: ")) from None
+    places = Url.of_setting(endpoint).places
     if len(places) > 1:
         raise ValueError(f"names {len(places)} nodes; an action sends to one")
     return endpoint

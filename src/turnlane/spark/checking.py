@@ -17,7 +17,7 @@ from turnlane.outputs.sql import SqlSettings
 from turnlane.outputs.sql_rows import has_source
 from turnlane.outputs.table import TableOutputSettings
 from turnlane.pipeline.settings import ActionSettings, PipelineSettings
-from turnlane.problems import Findings
+from turnlane.problems import Findings, message_of
 from turnlane.spark import shape
 from turnlane.spark.answers import answer, called, check_together
 from turnlane.spark.columns import check_writable
@@ -188,4 +188,4 @@ def _checked(place: str, make: Callable[[], DataFrame], mode: str | None = "appe
 
 
 def _placed(error: ConfigError, place: str) -> ConfigError:
-    return ConfigError(place, str(error).removeprefix(f"{error.knob}: "))
+    return ConfigError(place, message_of(error))

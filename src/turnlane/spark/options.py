@@ -24,7 +24,7 @@ from pydantic.alias_generators import to_camel
 
 from turnlane.client.url import DEFAULT_PORT, Url
 from turnlane.errors import ConfigError
-from turnlane.problems import Contradiction, Problem, config_error, did_you_mean
+from turnlane.problems import Contradiction, Problem, config_error, did_you_mean, message_of
 from turnlane.quantities import Duration, Size
 
 EARLIEST: Final = "earliest"
@@ -146,8 +146,7 @@ class SourceOptions(Options):
         try:
             Url.parse(self.endpoint)
         except ConfigError as error:
-            message = str(error).removeprefix(f"{error.knob}: ")
-            raise Contradiction([Problem("endpoint", message)]) from None
+            raise Contradiction([Problem("endpoint", message_of(error))]) from None
         if (self.tls_cert is None) != (self.tls_key is None):
             problem = Problem("tlsCert", "and tlsKey belong together: give both or neither")
             raise Contradiction([problem])
