@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +23,7 @@ from turnlane.events import block_of
 from turnlane.node import by_offset, flight_publish
 from turnlane.node.flight_limits import FlightLimits
 from turnlane.node.routes import MAX_PAIRS, Route
+from turnlane.outputs.hanging_up import hang_up_on
 from turnlane.queues.memory import MemoryQueue
 from turnlane.queues.settings import QueueSettings
 from turnlane.serving.sockets import cut_connections
@@ -372,6 +375,28 @@ def test_cutting_connections_leaves_no_files_open(served: Served) -> None:
     for _ in range(5):
         assert cut_connections(0) == 0
     assert len(os.listdir("/proc/self/fd")) <= before + 2  # others may open some, not all twice
+
+
+def test_a_look_at_connections_keeps_the_locks_on_files(served: Served, tmp_path: Path) -> None:
+    """A process that closes any descriptor of a file loses its locks; SQLite relies on them."""
+    address = served.plane.address
+    with (
+        (tmp_path / "locked").open("w") as file,
+        socket.create_connection((address.host, address.port), PATIENCE) as client,
+    ):
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        wait_until(lambda: cut_connections(address.port) > 0)
+        while client.recv(4096):  # HTTP/2 begins with settings
+            pass
+        hang_up_on(file.fileno())
+        attempt = "lockf(open(sys.argv[1], 'w'), LOCK_EX | LOCK_NB)"
+        other = subprocess.run(
+            [sys.executable, "-c", f"import sys; from fcntl import *; {attempt}", file.name],
+            capture_output=True,
+            check=False,
+            text=True,
+        )
+        assert "BlockingIOError" in other.stderr
 
 
 def test_a_hundred_calls_that_wait_do_not_hold_up_publishing(served: Served) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
+
+from turnlane.serving.sockets import borrow
 
 
 def hang_up(connection: socket.socket) -> None:
@@ -16,5 +17,5 @@ def hang_up(connection: socket.socket) -> None:
 
 def hang_up_on(descriptor: int) -> None:
     """The same for a connection that a library has: its descriptor must be open."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as twin:
-        hang_up(twin)
+    with contextlib.suppress(OSError), borrow(descriptor) as connection:
+        hang_up(connection)

@@ -1,10 +1,25 @@
-"""Connections of servers that say nothing of them: gRPC, which Flight is made of."""
+"""The connections of a server that does not list them: gRPC, on which Flight is built.
+
+The list of the open descriptors of this process is the only way to find these connections. All
+other descriptors of the process are in that list too, the files of SQLite among them. POSIX makes
+them dangerous: if a process closes *any* descriptor of a file, it loses *all* ``fcntl`` locks that
+it holds on that file. SQLite relies on these locks. Without them another process takes itself for
+the last user of the database and deletes the write-ahead log, and committed rows are lost.
+
+So this module never duplicates and never closes a descriptor: :func:`borrow` uses the number
+itself. The owner can close it at any moment, and the system can give the number to something else.
+If that is a file, nothing happens to it, because the calls that follow work on sockets only. If it
+is a socket, ``cut`` can end the wrong connection, but only if the number changes hands within
+microseconds; the owner sees a broken connection and connects again. A duplicate would avoid this,
+but the duplicate itself can be a file, and to close it drops the locks.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,18 +34,33 @@ _LAST_RECEIVED: Final = 52
 
 
 def connections(port: int) -> Iterator[socket.socket]:
-    """Every connection of this process to its own ``port``, for as long as it is looked at.
+    """Yield every connection of this process to its own ``port``.
 
-    Where the system does not list open files there are none.
+    The caller borrows a connection until it asks for the next one. The owner can close it before
+    that, and then its methods raise ``OSError``. If the system does not list open files, there are
+    no connections.
     """
     numbers = [int(name) for name in os.listdir(_OPEN_FILES)] if _OPEN_FILES.is_dir() else []
     for number in numbers:
-        with (
-            contextlib.suppress(OSError),  # closed meanwhile, or no socket
-            _copied(number) as connection,
-        ):
-            if _is_connected(connection, port):
-                yield connection
+        with contextlib.suppress(OSError):  # closed since it was listed
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with borrow(number) as connection:
+                if _is_connected(connection, port):
+                    yield connection
+
+
+@contextlib.contextmanager
+def borrow(number: int) -> Iterator[socket.socket]:
+    """Use the socket with this descriptor, which another owner keeps open, and do not close it.
+
+    Raises ``OSError`` if the descriptor is closed or is not a socket.
+    """
+    connection = socket.socket(fileno=number)
+    try:
+        yield connection
+    finally:
+        connection.detach()
 
 
 def cut(connection: socket.socket) -> bool:
@@ -57,15 +87,6 @@ def idle_seconds(connection: socket.socket) -> float:
         struct.unpack_from("=I", info, place) for place in (_LAST_SENT, _LAST_RECEIVED)
     )
     return float(min(sent, received)) / 1000
-
-
-def _copied(number: int) -> socket.socket:
-    copy = os.dup(number)
-    try:
-        return socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
 
 
 def _is_connected(connection: socket.socket, port: int) -> bool:

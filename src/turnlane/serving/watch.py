@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -60,10 +61,11 @@ class ConnectionWatch(Closing):
         found: list[int] = []
         idle = 0
         for connection in connections(self._port):
-            if idle_seconds(connection) >= self._idle_timeout:
-                idle += cut(connection)
-            else:
-                found.append(_number(connection))
+            with contextlib.suppress(OSError):  # the server has closed it since
+                if idle_seconds(connection) >= self._idle_timeout:
+                    idle += cut(connection)
+                else:
+                    found.append(_number(connection))
         crowded = self._cut_newest(found)
         if idle or crowded:
             log.info(
@@ -80,9 +82,12 @@ class ConnectionWatch(Closing):
         self._known = {*known, *come[: self._most - len(known)]}
         if len(found) <= self._most:
             return 0
-        return sum(
-            cut(each) for each in connections(self._port) if _number(each) not in self._known
-        )
+        crowded = 0
+        for connection in connections(self._port):
+            with contextlib.suppress(OSError):  # the server has closed it since
+                if _number(connection) not in self._known:
+                    crowded += cut(connection)
+        return crowded
 
 
 def _number(connection: socket.socket) -> int:
