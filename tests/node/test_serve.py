@@ -209,6 +209,27 @@ def test_whoever_started_it_can_wait_for_it(serve: Serve, tmp_path: Path) -> Non
     assert any(record["logger"] == "turnlane.node.node" for record in records)
 
 
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_log_event_of_a_command_is_written_in_the_chosen_form(
+    form: str, serve: Serve, tmp_path: Path
+) -> None:
+    flags = [*on_loopback(tmp_path / "data"), f"--log-format={form}"]
+    served = serve(*flags, NOTIFY_SOCKET=str(tmp_path / "missing"))
+    served.ready()
+    served.tell(signal.SIGTERM)
+    code, errors = served.ended()
+    assert code == 0, errors
+    lines = [line for line in errors.splitlines() if "systemd.notify_failed" in line]
+    assert len(lines) == 2, errors
+    if form == "json":
+        fields = [json.loads(line)["fields"] for line in lines]
+        assert [each["state"] for each in fields] == ["READY=1", "STOPPING=1"]
+        assert all(each["error"].startswith("FileNotFoundError: ") for each in fields)
+    else:
+        start = ' WARNING systemd.notify_failed state="READY=1" error="FileNotFoundError: '
+        assert start in lines[0]
+
+
 # ── ending ───────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from turnlane.spark.lane import LaneStatus
     from turnlane.spark.process import Session
     from turnlane.spark.runner import Plan, Runner
-
-log = logging.getLogger(__name__)
 
 LOOK_SECONDS: Final = 0.25
 """How often everything is looked after."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 
-log = logging.getLogger(__name__)
+from turnlane.logs import get_logger
+
+log = get_logger(__name__)
 
 
 def notify(state: str) -> None:
@@ -20,4 +21,4 @@ def notify(state: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
             sender.sendto(state.encode(), path)
     except OSError as error:
-        log.warning("cannot tell the service manager %s: %s", state, error.strerror or error)
+        log.warning("systemd.notify_failed", state=state, error=error)
