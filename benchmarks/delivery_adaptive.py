@@ -22,8 +22,8 @@ from benchmarks.effort import Effort
 from benchmarks.http_server import AT_ONCE, HttpServer
 from benchmarks.measure import Series, alternate
 from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
+from turnlane.delivery.destination import LocalGate
 from turnlane.delivery.engine import Engine
-from turnlane.delivery.gate import LocalGate
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.events import Block
 

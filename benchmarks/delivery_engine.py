@@ -22,12 +22,11 @@ from benchmarks.http_server import AT_ONCE, AT_WORK, HttpServer
 from benchmarks.lines import log_lines
 from benchmarks.measure import Series, alternate, undisturbed
 from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
+from turnlane.delivery.destination import LocalGate
 from turnlane.delivery.engine import Engine
-from turnlane.delivery.gate import LocalGate
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.events import Block
-from turnlane.outputs.contract import Output, OutputSettings
-from turnlane.outputs.discard import DiscardOutput
+from turnlane.outputs.api import DiscardOutput, Output, OutputSettings
 from turnlane.outputs.http import Form, HttpOutput, HttpSettings
 
 SIZE = 200

@@ -25,7 +25,7 @@ from benchmarks.sender import CONNECTIONS, Sender
 from turnlane.errors import QueueClosed
 from turnlane.inputs.syslog import SyslogInput, SyslogSettings
 from turnlane.node.node import Node
-from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.consumer import HoldingQueue
 
 SIZE = 100
 OURS = "turnlane disk, always"

@@ -14,7 +14,7 @@ from typing import Any
 from pyspark.sql import SparkSession
 
 from benchmarks.served import CONFIG, Served, served
-from turnlane.cli.spark import session
+from turnlane.cli.spark_session import session
 from turnlane.config import load
 from turnlane.pipeline.settings import SparkSettings
 from turnlane.spark.runner import Plan, Runner

@@ -18,7 +18,7 @@ from benchmarks.measure import SHORT_TURNS, Series, alternate, undisturbed
 from benchmarks.outcome import Cell, Outcome, Table, figure
 from benchmarks.publishing import BLOCK, SIZES
 from turnlane.events import Block
-from turnlane.queues.log.files import Buffers, Disk
+from turnlane.storage.disk_io import Buffers, Disk
 
 SYNC = -1
 """Stands in a trace for a sync; other numbers are the bytes of a write."""

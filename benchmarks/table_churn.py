@@ -11,7 +11,7 @@ from benchmarks.measure import Series, alternate
 from benchmarks.outcome import Cell, Outcome, Table, figure
 from benchmarks.table_contestant import Done, Turnlane
 from benchmarks.table_producer import Job, Producer
-from turnlane.closing import Closing
+from turnlane.runtime import Closing
 
 PARTS = 10
 """Of the time, one beside the other."""

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from turnlane import table
-from turnlane.closing import Closing
+from turnlane.runtime import Closing
 
 BATCH = 1_000
 """Events to a transaction, where a user would batch by hand."""

@@ -11,7 +11,7 @@ from multiprocessing.synchronize import Event
 from typing import NamedTuple
 
 from benchmarks.table_contestant import BATCH, TableContestant
-from turnlane.closing import Closing
+from turnlane.runtime import Closing
 
 AHEAD = 20_000
 """The most events that wait: a queue that lives is short."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from turnlane.events import block_of, values_of
-from turnlane.queues.log.compression import Compression, Mode
-from turnlane.queues.log.files import Disk
-from turnlane.queues.log.log import Fault, Found, Log
-from turnlane.queues.log.position import Position
+from turnlane.storage.disk_io import Disk
+from turnlane.storage.frames import Compression, Mode, Position
+from turnlane.storage.log import Fault, Found, Log
 
 QUEUE_ID = "ab" * 16
 CHUNK_0 = "0000000000000000.chunk"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from turnlane import memory as _memory  # noqa: F401 - before anything that imports Arrow
+from turnlane import runtime as _memory  # noqa: F401 - before anything that imports Arrow
 from turnlane.errors import (
     ConfigError,
     EventTooLarge,
@@ -17,8 +17,9 @@ from turnlane.errors import (
     TurnlaneError,
 )
 from turnlane.events import Event, block_of
+from turnlane.ledger import Ledger
 from turnlane.queues import open_queue
-from turnlane.queues.contract import (
+from turnlane.queues.api import (
     Ack,
     AckLevel,
     Batch,
@@ -28,15 +29,14 @@ from turnlane.queues.contract import (
     Producer,
     Published,
     Queue,
+    Stats,
 )
-from turnlane.queues.ledger import Ledger
 from turnlane.queues.settings import QueueSettings
-from turnlane.queues.stats import Stats
-from turnlane.queues.workers import WorkerPool
+from turnlane.queues.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from turnlane.client import Client, connect
-    from turnlane.client.handler import TurnlaneHandler
+    from turnlane.client.logging_handler import TurnlaneHandler
 
 __version__ = "0.1.0"
 
@@ -72,7 +72,7 @@ __all__ = [
 
 _LATER = {
     "Client": "turnlane.client",
-    "TurnlaneHandler": "turnlane.client.handler",
+    "TurnlaneHandler": "turnlane.client.logging_handler",
     "connect": "turnlane.client",
 }
 """Imported when they are first asked for: local queues start without Flight."""

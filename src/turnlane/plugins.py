@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
 from turnlane.errors import ConfigError
-from turnlane.problems import did_you_mean
+from turnlane.validation import did_you_mean
 
 Plugin = TypeVar("Plugin")
 

@@ -13,17 +13,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, Self
 
-from turnlane.closing import Closing
 from turnlane.config import Config
 from turnlane.errors import AddressTaken, ConfigError, NoSuchQueue
-from turnlane.inputs import registry
-from turnlane.inputs.contract import Input, InputSettings
-from turnlane.node.flight import FlightPlane
+from turnlane.inputs import api
+from turnlane.inputs.api import Input, InputSettings
+from turnlane.node.flight.server import FlightPlane
 from turnlane.node.http import HttpPlane
 from turnlane.node.node import Node
 from turnlane.node.tables import Tables
-from turnlane.serving.rights import Authority
-from turnlane.serving.tls import TlsSettings
+from turnlane.runtime import Closing
+from turnlane.serving.auth import Authority, TlsSettings
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ class Service(Closing):
             self.node.queue(settings.queue)
         except NoSuchQueue as error:
             raise ConfigError("queue", str(error)) from None
-        made = registry.load(settings.type)(settings, self.node)
+        made = api.load(settings.type)(settings, self.node)
         made.start()
         self.inputs[settings.label] = made
         self._counted.append(made)

@@ -12,9 +12,9 @@ from typing import Any
 import turnlane
 from tests.nursery import run_command
 from turnlane.events import block_of, values_of
-from turnlane.queues.log.chunks import Whole, scan
-from turnlane.queues.log.files import Disk
-from turnlane.queues.log.frames import HEADER_SIZE
+from turnlane.storage.disk_io import Disk
+from turnlane.storage.frames import HEADER_SIZE
+from turnlane.storage.segments import Whole, scan
 
 CHUNK_0 = "0000000000000000.chunk"
 

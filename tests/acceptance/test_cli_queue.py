@@ -33,7 +33,7 @@ from tests.acceptance.queue_commands import (
 )
 from turnlane.cli.app import app
 from turnlane.events import block_of
-from turnlane.queues.log.frames import HEADER_SIZE
+from turnlane.storage.frames import HEADER_SIZE
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("peek", "verify", "repair", "export", "ledger")
@@ -266,7 +266,7 @@ def test_a_reader_that_has_seen_enough(stopped: Path) -> None:
 def test_an_interrupted_export_leaves_nothing_behind(stopped: Path, tmp_path: Path) -> None:
     """The first block is interrupted as Ctrl-C would do it, at a moment that is always the same."""
     interrupt = (
-        "import os, signal, turnlane.queues.inspection.export as export\n"
+        "import os, signal, turnlane.storage.export as export\n"
         # A shell's background job, as CI may be, has Ctrl-C ignored from the start.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "export.rows = lambda piece: os.kill(os.getpid(), signal.SIGINT)\n"

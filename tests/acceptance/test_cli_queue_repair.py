@@ -30,7 +30,7 @@ from tests.acceptance.queue_commands import (
     succeeded,
     turnlane_queue,
 )
-from turnlane.queues.log.frames import HEADER_SIZE
+from turnlane.storage.frames import HEADER_SIZE
 
 Harm = Callable[[Path], int]
 

@@ -24,7 +24,7 @@ from tests.acceptance.queue_commands import (
     succeeded,
     turnlane_queue,
 )
-from turnlane.queues.log.frames import HEADER_SIZE
+from turnlane.storage.frames import HEADER_SIZE
 
 
 def test_a_sound_queue_verifies_as_clean(stopped: Path) -> None:

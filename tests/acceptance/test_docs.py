@@ -31,7 +31,7 @@ from turnlane import errors
 from turnlane.node.http import HttpPlane
 from turnlane.node.node import Node
 from turnlane.serving.address import Address
-from turnlane.serving.rights import Authority
+from turnlane.serving.auth import Authority
 from turnlane.serving.web import WebSettings
 
 ROOT = Path(__file__).parents[2]

@@ -18,17 +18,16 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 from turnlane.client import connect
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.events import EVENT_OVERHEAD
-from turnlane.node.flight import FlightPlane
+from turnlane.node.flight.server import FlightPlane
 from turnlane.node.node import Node
 from turnlane.queues import open_queue
-from turnlane.queues.contract import Ack, AckLevel, Batch, Consumer, Producer, Queue
-from turnlane.queues.kinds import Kind
+from turnlane.queues.api import Ack, AckLevel, Batch, Consumer, Producer, Queue, Stats
+from turnlane.queues.knobs import Kind
 from turnlane.queues.memory import MemoryQueue
 from turnlane.queues.proxy import ProxyQueue
 from turnlane.queues.settings import QueueSettings
-from turnlane.queues.stats import Stats
 from turnlane.serving.address import LOOPBACK, Address
-from turnlane.serving.rights import Authority
+from turnlane.serving.auth import Authority
 from turnlane.testing import FaultyDisk, LoopbackTransport
 
 PATIENCE = 20.0

@@ -25,10 +25,11 @@ from tests.contract.harness import (
 )
 from turnlane.errors import QueueClosed, QueueEmpty
 from turnlane.events import block_of
-from turnlane.queues.contract import Ack, AckLevel, Batch, Outcome, Queue
-from turnlane.queues.holding import HoldingQueue
-from turnlane.queues.kinds import ON_DISK, Kind
-from turnlane.queues.portion import Portion
+from turnlane.ledger import Outcome
+from turnlane.queues.api import Ack, AckLevel, Batch, Queue
+from turnlane.queues.buffer import Portion
+from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.knobs import ON_DISK, Kind
 
 PUBLISHERS = 50
 

@@ -20,7 +20,7 @@ from tests.contract.harness import (
 )
 from turnlane.errors import BatchFreed, NotSupported, QueueClosed, QueueEmpty
 from turnlane.events import BASE_SCHEMA, block_of
-from turnlane.queues.contract import Batch
+from turnlane.queues.api import Batch
 
 
 def test_get_on_an_empty_queue_times_out(buffering: Harness) -> None:

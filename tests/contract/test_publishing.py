@@ -10,7 +10,7 @@ import pytest
 from tests.contract.harness import Acks, Harness, Task, follow, numbered, publish_all
 from turnlane.errors import ConfigError, EventTooLarge, NotSupported, QueueClosed, RetryLater
 from turnlane.events import EVENT_OVERHEAD, Event, block_of
-from turnlane.queues.contract import AckLevel, Batch
+from turnlane.queues.api import AckLevel, Batch
 from turnlane.testing import ManualClock
 
 

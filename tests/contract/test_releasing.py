@@ -15,7 +15,7 @@ from tests.contract.harness import (
 )
 from turnlane.errors import BatchFreed
 from turnlane.events import block_of
-from turnlane.queues.contract import Batch
+from turnlane.queues.api import Batch
 
 
 def test_a_released_batch_comes_again_with_its_attempt_counted(buffering: Harness) -> None:

@@ -23,7 +23,7 @@ from tests.contract.harness import (
 from turnlane.errors import EventsLost
 from turnlane.events import block_of
 from turnlane.queues import open_queue
-from turnlane.queues.contract import AckLevel, Batch, Published, Queue
+from turnlane.queues.api import AckLevel, Batch, Published, Queue
 from turnlane.testing import FaultyDisk
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from tests.contract.harness import PATIENCE, Harness, Task, follow, numbered, values_of
 from turnlane.errors import QueueEmpty
 from turnlane.events import block_of
-from turnlane.queues.contract import Outcome
-from turnlane.queues.holding import HoldingQueue
+from turnlane.ledger import Outcome
+from turnlane.queues.consumer import HoldingQueue
 
 if TYPE_CHECKING:
     import pytest
 
-    from turnlane.queues.portion import Portion
+    from turnlane.queues.buffer import Portion
 
 
 def opened(harness: Harness, count: int, **knobs: Any) -> HoldingQueue:

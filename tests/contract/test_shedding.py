@@ -22,8 +22,8 @@ from tests.contract.harness import (
 )
 from turnlane.errors import AckPending, QueueClosed, QueueFull
 from turnlane.events import block_of
-from turnlane.queues.contract import FlowControl
-from turnlane.queues.kinds import Kind
+from turnlane.queues.api import FlowControl
+from turnlane.queues.knobs import Kind
 
 DELAYING: dict[str, Any] = {
     "size": 10,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.contract.harness import DiskHarness, Harness, numbered
 from turnlane.events import block_of
-from turnlane.queues.holding import MAX_SPANS, HoldingQueue
-from turnlane.queues.spans import count_of, newest_of, oldest_of
+from turnlane.intervals import count_of, newest_of, oldest_of
+from turnlane.queues.consumer import MAX_SPANS, HoldingQueue
 
 
 def opened(harness: Harness, count: int) -> HoldingQueue:

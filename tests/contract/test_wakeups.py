@@ -9,9 +9,9 @@ import pytest
 
 from tests.contract.harness import PATIENCE, Acks, Harness, Task, wait_until
 from turnlane.errors import QueueClosed
-from turnlane.queues.contract import Ack, AckLevel
-from turnlane.queues.holding import HoldingQueue
-from turnlane.queues.kinds import Kind
+from turnlane.queues.api import Ack, AckLevel
+from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.knobs import Kind
 
 
 def _open(harness: Harness, **knobs: object) -> HoldingQueue:

@@ -28,17 +28,17 @@ from tests.contract.harness import (
 )
 from turnlane.errors import Never, RetryLater
 from turnlane.events import block_of
-from turnlane.queues import workers
-from turnlane.queues.contract import Batch, Consumer
-from turnlane.queues.holding import HoldingQueue
-from turnlane.queues.workers import FIRST_PAUSE, Cancelled, DeadLetters, WorkerPool
+from turnlane.queues import worker_pool
+from turnlane.queues.api import Batch, Consumer
+from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.worker_pool import FIRST_PAUSE, Cancelled, DeadLetters, WorkerPool
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _attentive() -> Iterator[None]:
     """Let supervisors look often."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "LOOK_SECONDS", 0.005)
+        patch.setattr(worker_pool, "LOOK_SECONDS", 0.005)
         yield
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from turnlane.delivery.destination import Gate, LocalGate
 from turnlane.delivery.engine import Engine
-from turnlane.delivery.gate import Gate, LocalGate
 from turnlane.delivery.outcome import Outcome
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.events import Block

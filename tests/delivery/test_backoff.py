@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlane.delivery.backoff import LONGEST_SAID, Backoff
+from turnlane.delivery.breaker import LONGEST_SAID, Backoff
 
 chances = st.floats(0, 1)
 jitters = st.floats(0, 1)

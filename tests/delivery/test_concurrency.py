@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlane.delivery.concurrency import ENOUGH, Adaptive, Fixed, concurrency_of
+from turnlane.delivery.limits import ENOUGH, Adaptive, Fixed, concurrency_of
 from turnlane.delivery.settings import DeliverySettings
 
 

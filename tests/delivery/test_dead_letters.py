@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 
 from tests.delivery.harness import block_of_offsets, offsets_of, run, settings_of
-from turnlane.delivery.dead_letters import COLUMNS, dead_letter_block
+from turnlane.delivery.outcome import COLUMNS, dead_letter_block
 from turnlane.errors import Never
 from turnlane.events import Block
 from turnlane.testing import FaultyOutput

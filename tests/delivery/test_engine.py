@@ -19,10 +19,9 @@ from tests.delivery.harness import (
     taken,
 )
 from turnlane.delivery.breaker import Allowed, State
+from turnlane.delivery.destination import Liaison, LocalGate, Permit, Report
 from turnlane.delivery.engine import Engine
-from turnlane.delivery.gate import LocalGate, Permit, Report
-from turnlane.delivery.in_flight import IN_FLIGHT
-from turnlane.delivery.liaison import Liaison
+from turnlane.delivery.workers import IN_FLIGHT
 from turnlane.errors import (
     Bug,
     Never,

@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from tests.delivery.harness import PATIENCE
-from turnlane.delivery import gate as gates
+from turnlane.delivery import destination as gates
 from turnlane.delivery.breaker import LEASE, Allowed, State
-from turnlane.delivery.gate import LocalGate, Permit, Report
+from turnlane.delivery.destination import LocalGate, Permit, Report
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.testing import ManualClock
 

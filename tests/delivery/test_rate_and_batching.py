@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.delivery.harness import block_of_offsets, run, settings_of
 from turnlane.delivery.batching import batches, event_sizes
-from turnlane.delivery.gate import LocalGate
-from turnlane.delivery.rate import Bucket
+from turnlane.delivery.destination import LocalGate
+from turnlane.delivery.limits import Bucket
 from turnlane.events import Block, block_of
 from turnlane.testing import FaultyOutput
 

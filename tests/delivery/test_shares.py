@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from turnlane.delivery.shares import LATELY, Shares
+from turnlane.node.breakers import LATELY, Shares
 
 LIMIT = 7
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlane.delivery.splitting import Search
+from turnlane.delivery.batching import Search
 
 COUNT = 1000
 

@@ -11,8 +11,8 @@ from typing import Any
 from tests.contract.harness import wait_until
 from turnlane.inputs.files import FilesInput, FilesSettings
 from turnlane.queues import open_queue
-from turnlane.queues.holding import HoldingQueue
-from turnlane.queues.log.files import Disk
+from turnlane.queues.consumer import HoldingQueue
+from turnlane.storage.disk_io import Disk
 
 QUICK = {"scan_interval": 0.02, "rotate_wait": 0.1}
 

@@ -10,7 +10,7 @@ from typing import Any
 from tests.inputs.files_harness import Home, settings
 from turnlane.inputs.files import FilesInput
 from turnlane.queues import open_queue
-from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.consumer import HoldingQueue
 from turnlane.testing import FaultyDisk
 
 

@@ -17,7 +17,7 @@ from tests.contract.harness import wait_until
 from turnlane.events import Event, events_of
 from turnlane.inputs.syslog import SyslogInput, SyslogSettings
 from turnlane.node.node import Node
-from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.consumer import HoldingQueue
 
 ANYWHERE = "127.0.0.1:0"
 

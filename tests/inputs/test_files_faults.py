@@ -10,8 +10,8 @@ import pytest
 
 from tests.contract.harness import assert_never
 from tests.inputs.files_harness import append, eventually, following, names, numbered, opened
-from turnlane.inputs.files.progress import Progress
-from turnlane.queues.contract import Ack, AckLevel, Durability
+from turnlane.inputs.files.state import Progress
+from turnlane.queues.api import Ack, AckLevel, Durability
 from turnlane.testing import FaultyDisk
 
 

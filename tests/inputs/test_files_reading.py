@@ -23,9 +23,9 @@ from tests.inputs.files_harness import (
 )
 from turnlane.errors import NoSuchQueue
 from turnlane.formats.lines import cut
+from turnlane.inputs.api import load
 from turnlane.inputs.files import FilesInput
 from turnlane.inputs.files import input as files_input
-from turnlane.inputs.registry import load
 
 
 def plainly_cut(data: bytes, longest: int, *, whole: bool) -> tuple[list[bytes], int]:

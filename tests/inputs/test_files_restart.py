@@ -193,7 +193,7 @@ def test_more_files_than_the_queue_remembers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the queue forgets how far a file has come, the positions file knows it."""
-    for module in ("turnlane.queues.intake", "turnlane.inputs.files.input"):
+    for module in ("turnlane.queues.core", "turnlane.inputs.files.input"):
         monkeypatch.setattr(f"{module}.MAX_SEQUENCES", 20)
     data = tmp_path / "data"
     for number in range(100):

@@ -16,13 +16,13 @@ from tests.contract.harness import assert_never, publish_all, wait_until
 from tests.inputs.syslog_harness import ANYWHERE, say, send, send_datagrams
 from turnlane.errors import AckPending
 from turnlane.events import block_of
-from turnlane.inputs import registry
-from turnlane.inputs.answering import AnsweringPublisher
-from turnlane.inputs.contract import Input
+from turnlane.inputs import api
+from turnlane.inputs.api import Input
+from turnlane.inputs.publishers import AnsweringPublisher
 from turnlane.inputs.stdin import StdinInput, StdinSettings
 from turnlane.inputs.syslog import SyslogInput
 from turnlane.node.node import Node
-from turnlane.queues.contract import FlowControl
+from turnlane.queues.api import FlowControl
 
 LIGHT_MARK, FULL_MARK = 2, 4
 
@@ -44,7 +44,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 def settings(kind: str, **knobs: Any) -> Any:
     given = {"type": kind, "queue": "main", "ack": "accepted", **knobs}
-    return registry.load(kind).settings_type.model_validate(given)
+    return api.load(kind).settings_type.model_validate(given)
 
 
 @contextlib.contextmanager
@@ -64,7 +64,7 @@ def syslog(node: Node, _place: Path, **flow: Any) -> Iterator[Send]:
 @contextlib.contextmanager
 def unix(node: Node, place: Path, **flow: Any) -> Iterator[Send]:
     door = place / "log"
-    with started(registry.load("unix")(settings("unix", path=door, **flow), node)):
+    with started(api.load("unix")(settings("unix", path=door, **flow), node)):
         yield lambda line: say(door, line)
 
 
@@ -80,7 +80,7 @@ def stdin(node: Node, _place: Path, **flow: Any) -> Iterator[Send]:
 @contextlib.contextmanager
 def files(node: Node, place: Path, **flow: Any) -> Iterator[Send]:
     knobs = {"paths": str(place / "*.log"), "scan_interval": 0.01, **flow}
-    with started(registry.load("files")(settings("files", **knobs), node)):
+    with started(api.load("files")(settings("files", **knobs), node)):
         yield (place / "app.log").write_bytes
 
 
@@ -89,7 +89,7 @@ def http(node: Node, _place: Path, **flow: Any) -> Iterator[Send]:
     knobs = settings("http", listen=ANYWHERE, timeout=20, **flow)
     sending: list[threading.Thread] = []
 
-    with started(registry.load("http")(knobs, node)) as source:
+    with started(api.load("http")(knobs, node)) as source:
 
         def post(line: bytes) -> None:
             url = f"http://{source.address}"
@@ -131,7 +131,7 @@ def test_an_input_waits_from_its_own_mark_on(
     ],
 )  # fmt: skip
 def test_who_cannot_wait_does_not_and_who_can_does(kind: str, flow: str) -> None:
-    fields = registry.load(kind).settings_type.model_fields
+    fields = api.load(kind).settings_type.model_fields
     assert fields["flow"].default == flow
 
 

@@ -35,9 +35,8 @@ from tests.inputs.web_inputs import (
     values,
 )
 from turnlane.errors import AddressTaken, ConfigError
-from turnlane.inputs.answering import THREADS
-from turnlane.inputs.http import Split, split_of
-from turnlane.inputs.web import source_of
+from turnlane.inputs.http import Split, source_of, split_of
+from turnlane.inputs.publishers import THREADS
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
 

@@ -48,8 +48,8 @@ from tests.inputs.web_inputs import (
 )
 from turnlane.errors import AddressTaken, ConfigError
 from turnlane.inputs import otlp_grpc
-from turnlane.inputs.answering import THREADS
 from turnlane.inputs.otlp_grpc import PATIENT, _source
+from turnlane.inputs.publishers import THREADS
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
 
@@ -362,7 +362,7 @@ def test_a_port_in_use_is_said_at_the_start(node: Node, address: str) -> None:
 WITHOUT_EXTRAS = """
 import sys
 from turnlane.errors import ConfigError
-from turnlane.inputs.registry import load
+from turnlane.inputs.api import load
 for kind, gone in (("otlp", "opentelemetry.proto"), ("otlp_grpc", "grpc")):
     sys.modules[gone] = None
     try:

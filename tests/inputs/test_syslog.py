@@ -40,15 +40,15 @@ from tests.inputs.syslog_harness import (
 )
 from turnlane.errors import AddressTaken, ConfigError, StorageFailed
 from turnlane.formats import framing
-from turnlane.inputs import streams
+from turnlane.inputs import stream_server
+from turnlane.inputs.api import load
 from turnlane.inputs.datagrams import DatagramReader
-from turnlane.inputs.one_way import OneWayPublisher
-from turnlane.inputs.registry import load
+from turnlane.inputs.publishers import OneWayPublisher
 from turnlane.inputs.syslog import SyslogInput, SyslogSettings, udp_receiver
 from turnlane.node.node import Node
-from turnlane.queues.contract import FlowControl
+from turnlane.queues.api import FlowControl
+from turnlane.queues.disk import StoredQueue
 from turnlane.queues.producer import HoldingProducer
-from turnlane.queues.stored import StoredQueue
 from turnlane.testing import FaultyDisk
 
 DOGGED = 'type="omfwd" target="127.0.0.1" protocol="tcp"'
@@ -223,7 +223,7 @@ def test_bytes_that_cannot_be_cut_up_cost_their_connection_only(
             raise IndexError("planned")
         return framing.find(buffer, *given, **knobs)
 
-    monkeypatch.setattr(streams, "find", find)
+    monkeypatch.setattr(stream_server, "find", find)
     with listening(host, tcp=ANYWHERE) as source, connected(source) as good:
         with connected(source) as bad:
             bad.sendall(b"<13>bad\n")
@@ -303,7 +303,7 @@ def test_a_client_that_could_not_be_read_for_want_of_room_is_not_silent(
     host: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the queue is full nobody is read; what was sent meanwhile is there all the same."""
-    monkeypatch.setattr("turnlane.inputs.connections.SWEEP_SECONDS", 0.01)
+    monkeypatch.setattr("turnlane.inputs.stream_server.SWEEP_SECONDS", 0.01)
     queue = host.queue("narrow")
     with (
         listening(host, queue="narrow", tcp=ANYWHERE, idle_timeout=0.5) as source,
@@ -389,8 +389,8 @@ def test_what_tls_has_unpacked_is_published_when_it_is_stopped(
     host: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The operating system knows nothing of it any more."""
-    monkeypatch.setattr("turnlane.inputs.streams.READ_BYTES", 1)
-    monkeypatch.setattr("turnlane.inputs.streams.LEAST_READ", 6)
+    monkeypatch.setattr("turnlane.inputs.stream_server.READ_BYTES", 1)
+    monkeypatch.setattr("turnlane.inputs.stream_server.LEAST_READ", 6)
     files = Certificates(tmp_path)
     queue = host.queue("narrow")
     with (
@@ -428,7 +428,7 @@ def test_a_client_without_the_right_certificate_is_refused(
 def test_a_stuck_handshake_holds_nobody_up_and_ends(
     host: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("turnlane.inputs.connections.HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr("turnlane.inputs.stream_server.HANDSHAKE_SECONDS", 0.1)
     files = Certificates(tmp_path)
     with listening(host, tls=secured(files, mutual=False)) as source:
         there = ("127.0.0.1", port(source, "tls"))
@@ -589,7 +589,7 @@ def test_a_queue_closed_underneath_ends_the_input_with_a_count(
 def test_a_queue_in_trouble_is_tried_again_without_a_flood_of_warnings(
     host: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("turnlane.inputs.one_way.PAUSE", 0.0)
+    monkeypatch.setattr("turnlane.inputs.publishers.PAUSE", 0.0)
     real, tries = HoldingProducer.publish_block, list[int]()
 
     def publish_block(self: HoldingProducer, block: Any, **knobs: Any) -> Any:

@@ -18,7 +18,7 @@ from turnlane.events import Block, Event
 from turnlane.inputs import table
 from turnlane.inputs.table import TableInput, TableInputSettings
 from turnlane.node.node import Node
-from turnlane.queues.contract import Published
+from turnlane.queues.api import Published
 from turnlane.queues.producer import HoldingProducer
 from turnlane.table import Database, TableQueue, connect
 from turnlane.table.sharded import connect_shards

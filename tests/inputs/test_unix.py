@@ -14,7 +14,7 @@ import pytest
 from tests.contract.harness import wait_until
 from tests.inputs.syslog_harness import arrived, logger, say, values_in
 from turnlane.errors import AddressTaken, ConfigError
-from turnlane.inputs.unix import UnixInput, UnixSettings
+from turnlane.inputs.datagrams import UnixInput, UnixSettings
 from turnlane.node.node import Node
 
 

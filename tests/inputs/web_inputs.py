@@ -12,8 +12,7 @@ import httpx
 
 from tests.contract.harness import PATIENCE, wait_until
 from turnlane.events import Event, events_of
-from turnlane.inputs.contract import Input
-from turnlane.inputs.registry import load
+from turnlane.inputs.api import Input, load
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
 

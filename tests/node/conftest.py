@@ -19,12 +19,11 @@ from tests.node.http_harness import served as served_over_http
 from tests.ports import free_port
 from turnlane.client import Client, connect
 from turnlane.events import Block, block_of, values_of
-from turnlane.node.flight import FlightPlane
+from turnlane.node.flight.server import FlightPlane
 from turnlane.node.node import Node
-from turnlane.queues.log.files import Disk
 from turnlane.serving.address import LOOPBACK, Address
-from turnlane.serving.rights import Authority
-from turnlane.serving.tls import TlsSettings
+from turnlane.serving.auth import Authority, TlsSettings
+from turnlane.storage.disk_io import Disk
 
 QUEUES: Mapping[str, Mapping[str, Any]] = {
     "disk": {"durability": "always"},

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from turnlane.node.flight import FlightPlane
+from turnlane.node.flight.server import FlightPlane
 from turnlane.node.node import Node
 from turnlane.serving.address import LOOPBACK, Address
-from turnlane.serving.rights import Authority
+from turnlane.serving.auth import Authority
 
 QUEUES = {"main": {"sync_interval": "20ms", "shutdown_timeout": "1s"}}
 

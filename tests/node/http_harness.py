@@ -12,8 +12,8 @@ import httpx
 
 from turnlane.node.http import HttpPlane
 from turnlane.node.node import Node
-from turnlane.queues.holding import HoldingQueue
-from turnlane.serving.rights import Authority, TokenSettings
+from turnlane.queues.consumer import HoldingQueue
+from turnlane.serving.auth import Authority, TokenSettings
 from turnlane.serving.web import WebSettings
 from turnlane.testing import FaultyDisk
 

@@ -11,11 +11,11 @@ from typing import Any
 import pyarrow as pa
 
 from turnlane.events import Block, block_of, values_of
-from turnlane.node.commit import Commit, Range
+from turnlane.intervals import COPIED
+from turnlane.node.commit_record import Commit, Range
 from turnlane.node.node import Node
-from turnlane.queues.holding import HoldingQueue
-from turnlane.queues.log.files import Disk
-from turnlane.queues.spans import COPIED
+from turnlane.queues.consumer import HoldingQueue
+from turnlane.storage.disk_io import Disk
 from turnlane.testing import FaultyDisk
 
 EVENTS = 30

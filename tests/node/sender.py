@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.delivery.harness import PATIENCE, block_of_offsets
 from turnlane import connect
-from turnlane.client.gate import RemoteGate
+from turnlane.client.destination import RemoteGate
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.outputs.http import Form, HttpOutput, HttpSettings
-from turnlane.spark.delivering import Counted
+from turnlane.spark.lane_task import Counted
 
 EVENTS = 50
 LIMIT = 4

@@ -24,19 +24,19 @@ from tests.node.sender import EVENTS, LIMIT, deliver
 from tests.outputs.web_servers import served as web_served
 from tests.spark.destinations import Destination
 from turnlane.cli.app import app
-from turnlane.client import gate as client_gate
-from turnlane.client.gate import RemoteGate
+from turnlane.client import destination as client_gate
+from turnlane.client.destination import RemoteGate
 from turnlane.delivery import breaker
 from turnlane.delivery.breaker import Allowed, State
+from turnlane.delivery.destination import Permit, Report
 from turnlane.delivery.engine import Engine
-from turnlane.delivery.gate import Permit, Report
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import NoSuchBreaker, NotAllowed, RetryLater
 from turnlane.events import Block
-from turnlane.node.action_metrics import metrics_of_actions
 from turnlane.node.breakers import Asker
-from turnlane.serving.rights import Authority, TokenSettings
-from turnlane.spark.delivering import Counted
+from turnlane.node.metrics import metrics_of_actions
+from turnlane.serving.auth import Authority, TokenSettings
+from turnlane.spark.lane_task import Counted
 from turnlane.testing import FaultyOutput
 
 AT_ONCE = DeliverySettings(

@@ -21,7 +21,7 @@ from tests.contract.harness import PATIENCE, Acks, Task, assert_never, wait_unti
 from tests.node.conftest import Serve, Served, values
 from tests.node.flight_victim import QUEUES, victim
 from tests.recovery.proxy_harness import impatience
-from turnlane.client import connect, remote, transport
+from turnlane.client import connect, node_client, transport
 from turnlane.client.transport import FlightConnection
 from turnlane.errors import (
     ConfigError,
@@ -234,7 +234,7 @@ def test_a_node_that_does_not_answer_is_given_up_in_time(
     monkeypatch: pytest.MonkeyPatch, silent_port: int
 ) -> None:
     """Something listens there and says nothing."""
-    monkeypatch.setattr(remote, "OPTIONS", [("grpc.min_reconnect_backoff_ms", 200)])
+    monkeypatch.setattr(node_client, "OPTIONS", [("grpc.min_reconnect_backoff_ms", 200)])
     with connect(f"turnlane://127.0.0.1:{silent_port}") as client:
         with pytest.raises(TransportDown):
             transport.FlightConnection(client.nodes[0], "disk", "p")

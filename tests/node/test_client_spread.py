@@ -15,7 +15,6 @@ from tests.contract.harness import PATIENCE, Acks, Task, assert_never, wait_unti
 from tests.node.conftest import Serve, Served, values
 from tests.recovery.proxy_harness import impatience
 from turnlane.client import connect
-from turnlane.client.keys import node_of, nodes_of
 from turnlane.client.spread import SpreadQueue
 from turnlane.errors import (
     NoSuchQueue,
@@ -24,7 +23,8 @@ from turnlane.errors import (
     QueueEmpty,
 )
 from turnlane.events import block_of
-from turnlane.queues.contract import AckLevel
+from turnlane.key_hash import node_of, nodes_of
+from turnlane.queues.api import AckLevel
 
 
 @pytest.fixture(autouse=True, scope="module")

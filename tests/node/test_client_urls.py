@@ -15,8 +15,8 @@ from tests.contract.harness import PATIENCE
 from tests.node.conftest import Served, values
 from tests.recovery.proxy_harness import impatience
 from turnlane.client import connect
-from turnlane.client.remote import Credentials
-from turnlane.client.url import Url
+from turnlane.client.address import Url
+from turnlane.client.node_client import Credentials
 from turnlane.errors import (
     ConfigError,
     LaneTaken,

@@ -15,10 +15,10 @@ from tests.node.lane import contents, staged
 from tests.recovery.hooked_disk import HookedDisk, take
 from turnlane.errors import NoSuchStage, QueueClosed, RetryLater
 from turnlane.events import Block, block_of, values_of
-from turnlane.node.commit import Commit, Range
+from turnlane.node.commit_record import Commit, Range
 from turnlane.node.node import Node
 from turnlane.node.staging import Contents
-from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.consumer import HoldingQueue
 
 KNOBS: dict[str, Any] = {"durability": "always", "shutdown_timeout": "1s"}
 

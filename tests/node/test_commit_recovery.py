@@ -17,10 +17,10 @@ from tests.node.test_commit_order import KNOBS, await_blocked, fill, some, steps
 from tests.recovery.hooked_disk import take
 from turnlane.errors import ConfigError, NoSuchStage, QueueClosed, RetryLater, StorageFailed
 from turnlane.events import block_of
-from turnlane.node import writers
-from turnlane.node.commit import Commit, Range
+from turnlane.node import commit_record
+from turnlane.node.commit_apply import Pending
+from turnlane.node.commit_record import Commit, Range
 from turnlane.node.node import Node
-from turnlane.node.pending import Pending
 from turnlane.testing import FaultyDisk
 
 Queues = Mapping[str, Mapping[str, Any]]
@@ -399,7 +399,7 @@ class TestWriters:
     def test_the_longest_silent_is_forgotten(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(writers, "MAX_WRITERS", 3)
+        monkeypatch.setattr(commit_record, "MAX_WRITERS", 3)
         for life in range(2):  # one that was not there before counts what it finds
             with Node(tmp_path, QUEUES) as node:
                 for number in range(life * 3, life * 3 + 3):

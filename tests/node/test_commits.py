@@ -24,7 +24,7 @@ from turnlane.errors import (
     StorageFailed,
 )
 from turnlane.events import Block, block_of, values_of
-from turnlane.node.commit import Commit, Range
+from turnlane.node.commit_record import Commit, Range
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
 

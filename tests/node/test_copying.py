@@ -12,11 +12,11 @@ from pyarrow import flight
 from tests.contract.harness import wait_until
 from tests.node.conftest import Serve, Served
 from tests.spark.nodes import numbers
-from turnlane.client.stage_writer import StageWriter
+from turnlane.client.node_client import StageWriter
 from turnlane.errors import NoSuchQueue, RetryLater, SchemaMismatch, StorageFailed
 from turnlane.events import block_of
-from turnlane.node import places as places_module
-from turnlane.queues.spans import COPIED
+from turnlane.intervals import COPIED
+from turnlane.node import event_refs as places_module
 from turnlane.testing import FaultyDisk
 
 

@@ -22,10 +22,8 @@ from tests.contract.harness import wait_until
 from tests.node.conftest import Serve, Served, values
 from turnlane.cli.app import app
 from turnlane.client import dead_letters
-from turnlane.client.dead_letters import Chosen, DeadLetters
-from turnlane.client.letters import Choice
-from turnlane.delivery.dead_letters import dead_letter_block
-from turnlane.delivery.outcome import DeadLetter
+from turnlane.client.dead_letters import Choice, Chosen, DeadLetters
+from turnlane.delivery.outcome import DeadLetter, dead_letter_block
 from turnlane.errors import ConfigError, RetryLater
 from turnlane.events import Block, block_of
 

@@ -19,9 +19,9 @@ from tests.contract.harness import wait_until
 from tests.node.conftest import Served, Stream, values
 from turnlane.errors import StorageFailed
 from turnlane.events import block_of
-from turnlane.node.flight_actions import ACTIONS, Actions
-from turnlane.node.flight_commands import MAX_COMMAND
-from turnlane.node.flight_errors import MAX_MESSAGE, flight_error
+from turnlane.node.flight.actions import ACTIONS, Actions
+from turnlane.node.flight.commands import MAX_COMMAND
+from turnlane.node.flight.errors import MAX_MESSAGE, flight_error
 
 REFUSALS = (flight.FlightError, pa.ArrowException)
 

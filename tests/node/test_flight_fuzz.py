@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from tests.contract.harness import PATIENCE, wait_until
 from tests.node.raw_flight import PUT, Message, flight_data, messages_of
 from turnlane.events import block_of, events_of
-from turnlane.node.flight import FlightPlane
-from turnlane.node.flight_limits import FlightLimits
+from turnlane.node.flight.errors import FlightLimits
+from turnlane.node.flight.server import FlightPlane
 from turnlane.node.node import Node
 from turnlane.serving.address import LOOPBACK, Address
-from turnlane.serving.rights import Authority
+from turnlane.serving.auth import Authority
 
 COMMANDS = (b'{"publish": "logs"}', b'{"stage": "logs"}')
 DOCUMENTED = {

@@ -18,13 +18,13 @@ from pydantic import SecretStr, ValidationError
 from tests.contract.harness import PATIENCE, wait_until
 from tests.node.conftest import Serve, Served, values
 from tests.node.raw_flight import EXCHANGE, PUT, flight_data, messages_of
-from turnlane.client import pieces
+from turnlane.client import node_client
 from turnlane.errors import ConfigError, EventTooLarge, TransportDown
 from turnlane.events import block_of
-from turnlane.node import flight as flight_plane
-from turnlane.node.flight_commands import MAX_COMMAND, Numbered, parsed
-from turnlane.node.flight_limits import FlightLimits
-from turnlane.serving.rights import Authority, TokenSettings
+from turnlane.node.flight import server as flight_plane
+from turnlane.node.flight.commands import MAX_COMMAND, Numbered, parsed
+from turnlane.node.flight.errors import FlightLimits
+from turnlane.serving.auth import Authority, TokenSettings
 
 QUEUES = {"orders": {"kind": "memory"}}
 TOKEN = TokenSettings(name="shop", secret=SecretStr("secret"), rights={"*": ["publish"]})  # type: ignore[dict-item]
@@ -216,7 +216,7 @@ def test_a_stage_takes_no_bomb_either(serve: Serve) -> None:
 def test_our_own_client_sends_large_blocks_in_pieces(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "SEND_BYTES", 1 << 19)
+    monkeypatch.setattr(node_client, "SEND_BYTES", 1 << 19)
     served = serve({"orders": {}, "staged": {}}, limits=FlightLimits(max_block_bytes=1 << 20))
     expected = [b"%d" % number * 10_000 for number in range(100, 200)]
     block = block_of(expected)

@@ -20,13 +20,14 @@ from pyarrow import flight
 from tests.contract.harness import NOTICEABLE, PATIENCE, Task, assert_never, wait_until
 from tests.node.conftest import QUEUES, Serve, Served, Stream, values
 from turnlane.events import block_of
-from turnlane.node import by_offset, flight_publish
-from turnlane.node.flight_limits import FlightLimits
-from turnlane.node.routes import MAX_PAIRS, Route
-from turnlane.outputs.hanging_up import hang_up_on
+from turnlane.node import event_refs
+from turnlane.node.flight import publish
+from turnlane.node.flight.errors import FlightLimits
+from turnlane.node.flight.publish import MAX_PAIRS, Route
+from turnlane.outputs.http_connections import hang_up_on
 from turnlane.queues.memory import MemoryQueue
 from turnlane.queues.settings import QueueSettings
-from turnlane.serving.sockets import cut_connections
+from turnlane.serving.address import cut_connections
 from turnlane.testing import FaultyDisk
 
 
@@ -78,7 +79,7 @@ def test_a_lot_is_synced_before_its_time(served: Served) -> None:
     """A client keeps what is not persisted, and cannot keep everything for an hour."""
     stream = served.stream("slow", "p", ack="accepted")
     stream.greet()
-    stream.write(bytes(flight_publish.URGE_BYTES), sequence=0)
+    stream.write(bytes(publish.URGE_BYTES), sequence=0)
     stream.await_news(accepted=1, persisted=1)
     stream.finish()
 
@@ -324,10 +325,10 @@ def test_a_stop_ends_streams_that_are_idle_or_wait_for_room(serve: Serve) -> Non
 LEAVING = """
 import sys
 from pathlib import Path
-from turnlane.node.flight import FlightPlane
+from turnlane.node.flight.server import FlightPlane
 from turnlane.node.node import Node
 from turnlane.serving.address import Address
-from turnlane.serving.rights import Authority
+from turnlane.serving.auth import Authority
 
 plane = FlightPlane(Node(Path(sys.argv[1]), {"q": {}}), Authority(), Address("127.0.0.1", 0))
 plane.start()
@@ -426,7 +427,7 @@ def test_more_calls_than_allowed_are_told_to_come_back(serve: Serve) -> None:
 def test_streams_that_are_read_count_as_calls_to_their_end(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(by_offset, "READ_EVENTS", 10)
+    monkeypatch.setattr(event_refs, "READ_EVENTS", 10)
     served = serve(limits=FlightLimits(max_calls=2))
     served.node.queue("disk").producer().publish_block(block_of([bytes(100_000)] * 500))
     ticket = flight.Ticket(b'{"read": "disk"}')

@@ -12,8 +12,8 @@ from pyarrow import flight
 from tests.contract.harness import Task, wait_until
 from tests.node.conftest import Serve, Served
 from turnlane.events import BASE_SCHEMA, Block, block_of
-from turnlane.node import by_offset
-from turnlane.queues.contract import AckLevel
+from turnlane.node import event_refs
+from turnlane.queues.api import AckLevel
 
 
 def _publish(served: Served, block: Block, queue: str = "disk") -> None:
@@ -37,7 +37,7 @@ def test_a_range_is_read_and_left_in_place(served: Served) -> None:
 
 
 def test_every_block_says_where_it_begins(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_offset, "READ_EVENTS", 30)
+    monkeypatch.setattr(event_refs, "READ_EVENTS", 30)
     _publish(served, block_of(_numbers(0, 100)))
     firsts = [
         json.loads(bytes(chunk.app_metadata or b""))["first"]
@@ -107,7 +107,7 @@ def test_a_column_that_comes_while_reading_is_read_by_asking_again(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client of ours does that by itself."""
-    monkeypatch.setattr(by_offset, "READ_EVENTS", 2)
+    monkeypatch.setattr(event_refs, "READ_EVENTS", 2)
     _publish(served, block_of([b"a"] * 4))
     reading = served.client().read("disk", 0, 5)
     first, _ = next(reading)

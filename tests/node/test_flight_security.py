@@ -20,11 +20,10 @@ from tests.node.conftest import Serve, Served
 from turnlane.client import Client, connect
 from turnlane.errors import AddressTaken, ConfigError, NotAllowed, TransportDown
 from turnlane.events import block_of
-from turnlane.node.flight import FlightPlane
+from turnlane.node.flight.server import FlightPlane
 from turnlane.node.node import Node
 from turnlane.serving.address import LOOPBACK, Address
-from turnlane.serving.rights import Authority, TokenSettings
-from turnlane.serving.tls import TlsSettings
+from turnlane.serving.auth import Authority, TlsSettings, TokenSettings
 
 QUEUES = {"orders": {"kind": "memory"}, "logs": {"kind": "memory"}}
 

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from turnlane import ConfigError, Event, Queue, QueueClosed, open_queue
-from turnlane.client import relay
-from turnlane.client.handler import JsonFormatter, TurnlaneHandler, severity_of
+from turnlane.client import fork_relay
+from turnlane.client.logging_handler import JsonFormatter, TurnlaneHandler, severity_of
 from turnlane.config import loads
 from turnlane.service import Service
 
@@ -433,7 +433,7 @@ def test_the_relay_publishes_until_its_pipe_ends(
     large = "x" * (65 << 20)
     frames = [about, ["one", "app", event], PATIENCE, [large, "app", event], ["two", None, event]]
     answers = io.BytesIO()
-    relay.serve(io.BytesIO("\n".join(map(json.dumps, frames)).encode()), answers)
+    fork_relay.serve(io.BytesIO("\n".join(map(json.dumps, frames)).encode()), answers)
     assert answers.getvalue() == b"."
     assert "a record of logger 'app' is lost: 1 events of 68" in capsys.readouterr().err
     one, two = events_in(node.node.queue("logs"), 2)
@@ -447,7 +447,7 @@ def test_a_record_that_no_queue_takes_does_not_end_the_relay(
     about = {"url": url_of(node), "name": "logs", "options": {}, "exit_timeout": PATIENCE}
     wrong = [{"headers": {"a": 1}}, {"headers": "a"}, {"severity": 9}, {"timestamp": 1 << 80}]
     frames = [about, *(["bad", "app", each] for each in wrong), ["good", "app", {}]]
-    relay.serve(io.BytesIO("\n".join(map(json.dumps, frames)).encode()), io.BytesIO())
+    fork_relay.serve(io.BytesIO("\n".join(map(json.dumps, frames)).encode()), io.BytesIO())
     assert capsys.readouterr().err.count("a record of logger 'app' is lost") == len(wrong)
     assert values_in(node.node.queue("logs"), 1) == [b"good"]
 
@@ -459,7 +459,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(
     slow.write_text("#!/bin/sh\nread about; read one; read two; echo . ; sleep 60\n")
     slow.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(slow))
-    sending = relay.Relay(url_of(node), "logs", {}, 0.1)
+    sending = fork_relay.Relay(url_of(node), "logs", {}, 0.1)
     assert not sending.flush(0.01)
     assert not sending.flush(0.5), "the answer was to the first"
     sending._process.kill()
@@ -470,7 +470,7 @@ def test_a_relay_that_ended_refuses_and_breaks_nothing(
     node: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    sending = relay.Relay(url_of(node), "logs", {}, 0.1)
+    sending = fork_relay.Relay(url_of(node), "logs", {}, 0.1)
     assert sending._process.wait(PATIENCE) == 1
     assert not sending.flush(0.1)
 

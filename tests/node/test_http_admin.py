@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.contract.harness import wait_until
 from tests.node.http_harness import Served, served
-from turnlane.inputs.contract import Counters
+from turnlane.inputs.api import Counters
 from turnlane.node.metrics import NodeCollector
 from turnlane.node.node import Node
 from turnlane.node.openapi import document

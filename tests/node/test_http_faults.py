@@ -22,7 +22,7 @@ from tests.contract.harness import wait_until
 from tests.node.http_harness import Served, served
 from turnlane.events import values_of
 from turnlane.node.node import Node
-from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.consumer import HoldingQueue
 
 DURABLE = {"orders": {"durability": "always"}, "other": {"kind": "memory"}}
 
@@ -154,7 +154,7 @@ import sys, time
 from pathlib import Path
 from turnlane.node.http import HttpPlane
 from turnlane.node.node import Node
-from turnlane.serving.rights import Authority
+from turnlane.serving.auth import Authority
 from turnlane.serving.web import WebSettings
 
 node = Node(Path(sys.argv[1]), {"orders": {"durability": "always"}})

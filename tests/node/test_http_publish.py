@@ -25,8 +25,8 @@ from turnlane.events import Event, block_of, events_of
 from turnlane.node.http_events import iso, of_json, of_ndjson, timestamp_of, to_json
 from turnlane.node.http_publishing import _Follower, _publish
 from turnlane.node.node import Node
-from turnlane.queues.contract import Ack, AckLevel, Durability
-from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.api import Ack, AckLevel, Durability
+from turnlane.queues.consumer import HoldingQueue
 
 
 def stored(at: Served) -> list[Event]:

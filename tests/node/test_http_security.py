@@ -12,8 +12,7 @@ import pytest
 
 from tests.certificates import Certificates
 from tests.node.http_harness import Served, served
-from turnlane.serving.rights import TokenSettings
-from turnlane.serving.tls import TlsSettings
+from turnlane.serving.auth import TlsSettings, TokenSettings
 
 QUEUES: dict[str, dict[str, Any]] = {"web-1": {}, "db": {}}
 

@@ -13,20 +13,20 @@ import pytest
 
 from tests.contract.harness import PATIENCE, Task, wait_until
 from tests.node.conftest import Serve, Served, values
-from turnlane.client.remote import RemoteNode
+from turnlane.client.node_client import RemoteNode
 from turnlane.errors import ConfigError, LaneTaken, RetryLater
 from turnlane.events import block_of
-from turnlane.node import commits, flight_actions, flight_read
+from turnlane.ledger import Outcome
+from turnlane.node import commits
 from turnlane.node import lanes as lane_module
-from turnlane.node.commit import Plan, Range
-from turnlane.node.commits import Commits
-from turnlane.node.keys import Claim, Keys
+from turnlane.node.commit_record import Plan, Range
+from turnlane.node.commit_recovery import identity
+from turnlane.node.commits import Claim, Commits, Keys
+from turnlane.node.flight import actions, read
 from turnlane.node.lanes import RETIRED, Lanes, Planned
-from turnlane.node.leftovers import identity
-from turnlane.queues.contract import Outcome
-from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.api import Stats
+from turnlane.queues.consumer import HoldingQueue
 from turnlane.queues.producer import HoldingProducer
-from turnlane.queues.stats import Stats
 from turnlane.testing import FaultyDisk
 
 
@@ -209,7 +209,7 @@ class TestCommitUnderWay:
 
     def check_waits(self, node: RemoteNode, monkeypatch: pytest.MonkeyPatch) -> None:
         """A new run is told of nothing, and cannot plan what the commit has passed on."""
-        monkeypatch.setattr(flight_actions, "PLAN_SECONDS", 0.01)
+        monkeypatch.setattr(actions, "PLAN_SECONDS", 0.01)
         assert node.unsettled("disk", 100, lane="l")[:2] == ([], 0)
         with pytest.raises(RetryLater, match="'disk' is not through"):
             node.plan("l", "2", "disk", [(0, 12)])
@@ -335,7 +335,7 @@ def test_an_event_that_comes_while_one_looks_is_not_waited_past(
         return found
 
     monkeypatch.setattr(type(queue), "stats", stats)
-    monkeypatch.setattr(flight_read, "LOOK_SECONDS", PATIENCE)
+    monkeypatch.setattr(read, "LOOK_SECONDS", PATIENCE)
     began = time.monotonic()
     found = served.client().nodes[0].unsettled("disk", 10, timeout=PATIENCE)
     assert found.spans == [(0, 1)]

@@ -16,13 +16,13 @@ from pyarrow import flight
 
 from tests.contract.harness import NOTICEABLE, Task, wait_until
 from tests.node.conftest import Serve, Served
-from turnlane.client.leased import LeasedBatch
+from turnlane.client.leased_batch import LeasedBatch
 from turnlane.errors import NoSuchLease, QueueClosed, QueueEmpty, TransportDown
 from turnlane.events import block_of
-from turnlane.node import flight_read
-from turnlane.node.flight import FlightPlane
-from turnlane.node.flight_actions import Caller
-from turnlane.node.flight_commands import Consume
+from turnlane.node.flight import read
+from turnlane.node.flight.actions import Caller
+from turnlane.node.flight.commands import Consume
+from turnlane.node.flight.server import FlightPlane
 from turnlane.node.leases import Leases
 from turnlane.queues.memory import MemoryQueue
 from turnlane.queues.settings import QueueSettings
@@ -152,7 +152,7 @@ def test_a_client_that_has_left_while_it_waited_gets_no_lease(
 
     caller = FlightPlane.caller
     monkeypatch.setattr(FlightPlane, "caller", noted)
-    monkeypatch.setattr(flight_read, "LOOK_SECONDS", 60.0)  # it does not notice by itself
+    monkeypatch.setattr(read, "LOOK_SECONDS", 60.0)  # it does not notice by itself
     queue = served.node.queue("disk")
     node = served.client().nodes[0]
     with pytest.raises(flight.FlightTimedOutError):
@@ -170,11 +170,11 @@ def test_a_batch_that_nobody_reads_is_given_back(served: Served) -> None:
     ended: list[str] = []
     with contextlib.ExitStack() as call:
         call.callback(ended.append, "the call")
-        stream = flight_read.consume_stream(
+        stream = read.consume_stream(
             served.node.leases,
             served.node.queue("disk"),
             command,
-            flight_read.Patience(0.0, lambda: False),
+            read.Patience(0.0, lambda: False),
             call,
         )
     assert len(served.node.leases) == 1

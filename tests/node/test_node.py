@@ -20,10 +20,10 @@ from turnlane.errors import (
     StorageFailed,
 )
 from turnlane.events import BASE_SCHEMA, block_of
-from turnlane.node import housekeeping
+from turnlane.node import node as node_module
 from turnlane.node.node import Node
 from turnlane.node.staging import Staging
-from turnlane.queues.contract import Durability
+from turnlane.queues.api import Durability
 from turnlane.testing import FaultyDisk
 
 
@@ -173,8 +173,8 @@ def test_what_a_queue_could_never_take_is_not_staged(tmp_path: Path) -> None:
 def test_stages_of_tasks_that_died_are_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(housekeeping, "STAGE_SECONDS", 0.0)
-    monkeypatch.setattr(housekeeping, "INTERVAL", 0.01)
+    monkeypatch.setattr(node_module, "STAGE_SECONDS", 0.0)
+    monkeypatch.setattr(node_module, "INTERVAL", 0.01)
     with Node(tmp_path, {"orders": {}}) as node:
         with node.stage("orders", BASE_SCHEMA) as stage:
             stage.add(block_of([b"never committed"]))
@@ -189,15 +189,15 @@ def test_a_stage_waits_for_the_slowest_task_of_its_batch(tmp_path: Path) -> None
             stage_id = stage.finish()
         contents, since = node.staging._finished[stage_id]
         node.staging._finished[stage_id] = contents, since - 12 * 3600.0
-        node.staging.discard_older(housekeeping.STAGE_SECONDS)
+        node.staging.discard_older(node_module.STAGE_SECONDS)
         assert node.staging.contents(stage_id) == contents
 
 
 def test_tidying_up_goes_on_when_the_disk_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(housekeeping, "STAGE_SECONDS", 0.0)
-    monkeypatch.setattr(housekeeping, "INTERVAL", 0.01)
+    monkeypatch.setattr(node_module, "STAGE_SECONDS", 0.0)
+    monkeypatch.setattr(node_module, "INTERVAL", 0.01)
     disk = FaultyDisk()
     disk.fail("unlink", match=".stage", times=1)
     with Node(tmp_path, {"orders": {}}, disk=disk) as node:
@@ -211,7 +211,7 @@ def test_tidying_up_survives_a_bug(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A thread that ends in silence would let memory and stages grow for ever."""
-    monkeypatch.setattr(housekeeping, "INTERVAL", 0.01)
+    monkeypatch.setattr(node_module, "INTERVAL", 0.01)
     tries: list[float] = []
 
     def discard_older(_: object, seconds: float) -> int:

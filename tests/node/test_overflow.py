@@ -9,13 +9,13 @@ import pytest
 
 from tests.contract.harness import wait_until
 from tests.node.conftest import Serve, Served, values
-from turnlane.client.remote import RemoteNode
+from turnlane.client.node_client import RemoteNode
 from turnlane.errors import QueueFull, StorageFailed
 from turnlane.events import block_of
 from turnlane.node import staging
-from turnlane.node.housekeeping import DRAIN_SECONDS, Housekeeping
 from turnlane.node.metrics import NodeCollector
-from turnlane.node.overflow import Overflow
+from turnlane.node.node import DRAIN_SECONDS, Housekeeping
+from turnlane.node.staging import Overflow
 from turnlane.testing import FaultyDisk, ManualClock
 
 QUEUES: dict[str, dict[str, Any]] = {"alerts": {}, "alerts.dead": {"size": 10}}

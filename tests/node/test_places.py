@@ -21,15 +21,14 @@ from tests.node.lane import EVENTS, QUEUES, contents, copied, opened, staged, st
 from tests.node.test_commit_order import KNOBS, await_blocked, some, steps
 from turnlane.errors import NoSuchStage, QueueClosed
 from turnlane.events import Block, block_of, values_of
-from turnlane.node import places
-from turnlane.node.by_offset import read
-from turnlane.node.commit import Commit, Part, Range
-from turnlane.node.copying import CopyingEvents, CopyingPlaces
-from turnlane.node.loading import MOST_TOGETHER, READ_PAUSE, kept, loads, pieces
+from turnlane.intervals import COPIED
+from turnlane.node import event_refs
+from turnlane.node.commit_apply import MOST_TOGETHER, READ_PAUSE, kept, loads, pieces
+from turnlane.node.commit_record import Commit, Part, Range
+from turnlane.node.copy import CopyingEvents, CopyingPlaces
+from turnlane.node.event_refs import packed, read, unpacked
 from turnlane.node.node import Node
-from turnlane.node.places import packed, unpacked
-from turnlane.queues.holding import HoldingQueue
-from turnlane.queues.spans import COPIED
+from turnlane.queues.consumer import HoldingQueue
 from turnlane.testing import FaultyDisk
 
 Queues = Mapping[str, Mapping[str, Any]]
@@ -65,7 +64,7 @@ def test_a_copy_of_few_events_does_not_keep_the_others() -> None:
     """Nor if a column of theirs has nulls only."""
     before = pa.total_allocated_bytes()
     block = _received(1000)
-    chosen = places._only(block.slice(100, 800), np.array([7, 9]))
+    chosen = event_refs._only(block.slice(100, 800), np.array([7, 9]))
     assert chosen.schema == block.schema
     del block
     assert pa.total_allocated_bytes() - before < 10_000
@@ -180,7 +179,7 @@ def test_events_beyond_a_gap_are_kept_under_their_own_numbers(
     with opened(tmp_path) as node:
         part = Part(copied(node, 0, EVENTS)[0], "all", 7, None, "main", EVENTS)
         node.queue("main").settle(10, 20)
-        monkeypatch.setattr(places, "read", with_gap)
+        monkeypatch.setattr(event_refs, "read", with_gap)
         found = kept(part, node.staging, {"main": node.queue("main")})
         assert [each[1:] for each in found] == [(0, 10), (20, 10)]
         second = Part(found[1].stage, "all", 27)
@@ -218,7 +217,7 @@ def test_an_event_that_cannot_be_read_is_waited_for(
 
     with opened(tmp_path) as node:
         stages = copied(node, 0, EVENTS)
-        monkeypatch.setattr(places, "read", later)
+        monkeypatch.setattr(event_refs, "read", later)
         node.commits.commit(Commit(stages, WHOLE))
         assert tries == [0, 0, 0]
         check_all(node)

@@ -14,8 +14,8 @@ from turnlane.errors import (
     ConfigError,
     NotAllowed,
 )
-from turnlane.problems import config_error
-from turnlane.serving.rights import Authority, Right, TokenSettings, bearer_of
+from turnlane.serving.auth import Authority, Right, TokenSettings, bearer_of
+from turnlane.validation import config_error
 
 
 def token(**fields: Any) -> TokenSettings:

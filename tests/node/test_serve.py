@@ -21,13 +21,13 @@ import pytest
 from typer.testing import CliRunner
 
 import turnlane
+from turnlane.cli import process
 from turnlane.cli import serve as command
-from turnlane.cli import signals
 from turnlane.cli.app import app
 from turnlane.config import Config, loads
 from turnlane.errors import ConfigError, DirectoryLocked
-from turnlane.inputs import registry
-from turnlane.inputs.contract import Input
+from turnlane.inputs import api
+from turnlane.inputs.api import Input
 from turnlane.node.node import Node
 from turnlane.plugins import Plugins
 from turnlane.service import Service
@@ -37,7 +37,7 @@ LOCAL = "127.0.0.1:0"
 
 PROBE_INPUT = """
 import threading
-from turnlane.inputs.contract import Input
+from turnlane.inputs.api import Input
 
 class ProbeInput(Input):
     def start(self):
@@ -329,16 +329,16 @@ def test_a_signal_that_comes_just_before_the_main_thread_sleeps_wakes_it(
         def __getattr__(self, name: str) -> Any:
             return getattr(os, name)
 
-    monkeypatch.setattr(signals, "os", Late())
+    monkeypatch.setattr(process, "os", Late())
     before = signal.getsignal(signal.SIGTERM)
-    with signals.Signals() as caught:
+    with process.Signals() as caught:
         assert caught.wait() is signal.SIGTERM
         assert not caught.wait_or(threading.Event().wait)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_what_goes_wrong_while_stopping_is_raised() -> None:
-    with signals.Signals() as caught:
+    with process.Signals() as caught:
         assert caught.wait_or(lambda: None)
         with pytest.raises(ZeroDivisionError):
             caught.wait_or(lambda: 1 / 0)
@@ -500,7 +500,7 @@ def test_work_that_ends_after_the_signals_rings_for_nobody(tmp_path: Path) -> No
     """The number of the closed pipe may be somebody else's by then."""
     go_on = threading.Event()
     before = set(threading.enumerate())
-    with signals.Signals() as caught:
+    with process.Signals() as caught:
         signal.raise_signal(signal.SIGTERM)
         assert not caught.wait_or(go_on.wait)
         (work,) = [each for each in threading.enumerate() if each not in before]
@@ -523,7 +523,7 @@ def test_whatever_fails_everything_opened_before_is_closed(
 ) -> None:
     monkeypatch.syspath_prepend(probes)
     fresh = Plugins("turnlane.inputs", Input, "input")  # type: ignore[type-abstract]
-    monkeypatch.setattr(registry, "load", fresh.load)
+    monkeypatch.setattr(api, "load", fresh.load)
     text = "inputs: [{type: probe, queue: main, name: broken}]"
     service = Service(settings(tmp_path / "data", text))
     with pytest.raises(RuntimeError, match="does not start"):

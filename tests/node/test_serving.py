@@ -34,8 +34,8 @@ from turnlane.errors import (
     SchemaMismatch,
     StorageFailed,
 )
-from turnlane.serving.body import PROBLEM_HANDLERS, BodyTooLarge, problem, read_body, unpacked
-from turnlane.serving.tls import TlsSettings
+from turnlane.serving.auth import TlsSettings
+from turnlane.serving.http_body import PROBLEM_HANDLERS, BodyTooLarge, problem, read_body, unpacked
 from turnlane.serving.web import WebServer, WebSettings
 
 # ── TLS ─────────────────────────────────────────────────────────────────────────────────────────

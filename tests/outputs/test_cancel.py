@@ -12,11 +12,11 @@ import pytest
 from tests.contract.harness import wait_until
 from tests.outputs.web_blocks import events, output
 from tests.outputs.web_servers import PATIENCE, Handler, served
+from turnlane.delivery.destination import LocalGate
 from turnlane.delivery.engine import Engine
-from turnlane.delivery.gate import LocalGate
-from turnlane.delivery.in_flight import IN_FLIGHT
 from turnlane.delivery.settings import DeliverySettings
-from turnlane.outputs.contract import Output
+from turnlane.delivery.workers import IN_FLIGHT
+from turnlane.outputs.api import Output
 
 DELIVERY = DeliverySettings(concurrency=2, batch_events=5, max_time=0.2)
 LONGER = "10m"

@@ -16,7 +16,7 @@ from tests.outputs.web_blocks import delivered, events, output, with_column
 from tests.outputs.web_servers import Reply, Server, served, unused_url
 from turnlane.errors import Never, PartlyDelivered, PayloadTooLarge, RetryLater, TurnlaneError
 from turnlane.events import Block
-from turnlane.formats.bulk import Item, items_of
+from turnlane.formats.http_bodies import Item, items_of
 from turnlane.node.node import Node
 
 

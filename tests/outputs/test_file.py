@@ -20,8 +20,7 @@ from pydantic import ValidationError
 from tests.contract.harness import Task, wait_until
 from tests.outputs.blocks import handed, numbered
 from turnlane.errors import StorageFailed
-from turnlane.outputs.file import FileOutput, FileSettings
-from turnlane.outputs.uncached import LARGE
+from turnlane.outputs.file import LARGE, FileOutput, FileSettings
 from turnlane.testing import ManualClock
 
 NOON = 1_795_003_200_000_000_000  # 2026-11-18T12:00:00Z

@@ -18,7 +18,7 @@ from tests.outputs.web_blocks import delivered, events, output, with_column
 from tests.outputs.web_servers import Reply, Server, served
 from turnlane.config import loads, shown
 from turnlane.errors import Never, PartlyDelivered, PayloadTooLarge, RetryLater
-from turnlane.outputs.web import WebOutput
+from turnlane.outputs.http_requests import WebOutput
 
 SECRET = "correct horse battery staple"  # the tests' own
 

@@ -93,7 +93,7 @@ def test_without_the_option_nobody_is_asked(server: Server, tmp_path: Path) -> N
 
 def test_an_output_of_ones_own_may_raise_anything(tmp_path: Path) -> None:
     (tmp_path / "odd_output.py").write_text(
-        "from turnlane.outputs.contract import Output\n"
+        "from turnlane.outputs.api import Output\n"
         "class Odd(Output):\n"
         "    def send(self, prepared): pass\n"
         "    def check(self): raise LookupError('nothing there')\n"

@@ -13,9 +13,9 @@ import pytest
 
 from tests.outputs.web_blocks import events, output
 from tests.outputs.web_servers import PATIENCE, Handler, Reply, Server, served
-from turnlane.delivery.backoff import Backoff
+from turnlane.delivery.breaker import Backoff
+from turnlane.delivery.destination import LocalGate
 from turnlane.delivery.engine import Engine
-from turnlane.delivery.gate import LocalGate
 from turnlane.delivery.outcome import Outcome
 from turnlane.delivery.settings import DeliverySettings
 

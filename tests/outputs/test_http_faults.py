@@ -22,9 +22,9 @@ from tests.outputs.web_servers import (
     served,
     unused_url,
 )
-from turnlane.delivery.verdict import error_type
+from turnlane.delivery.error_policy import error_type
 from turnlane.errors import Never, PayloadTooLarge, RetryLater, TurnlaneError
-from turnlane.outputs.web_answers import LONGEST_WAIT, Answer, error_of, quoted, retry_after
+from turnlane.outputs.http_connections import LONGEST_WAIT, Answer, error_of, quoted, retry_after
 
 HASTY = {"timeout": "500ms", "connect_timeout": "500ms"}
 """For servers that never answer: the test waits as long."""

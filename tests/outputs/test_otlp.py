@@ -20,8 +20,8 @@ from tests.inputs.otlp_senders import log_records, logs_request, measurements, s
 from tests.inputs.web_inputs import SECRET, TOKENS, held, node_of, serving
 from tests.outputs.web_blocks import NOON, delivered, events, output, with_column
 from tests.outputs.web_servers import Handler, Reply, Server, served, unused_url
+from turnlane.delivery.destination import LocalGate
 from turnlane.delivery.engine import Engine
-from turnlane.delivery.gate import LocalGate
 from turnlane.delivery.outcome import Outcome
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import Never, PartlyDelivered, PayloadTooLarge, RetryLater
@@ -37,7 +37,7 @@ from turnlane.formats.otlp import (
     decode,
     joined,
 )
-from turnlane.formats.otlp_logs import logs_request as made_request
+from turnlane.formats.otlp import logs_request as made_request
 from turnlane.node.node import Node
 
 SDK: dict[Signal, Any] = {

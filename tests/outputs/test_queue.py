@@ -20,12 +20,11 @@ from tests.ports import free_port
 from tests.spark.nodes import Served, serving
 from turnlane.errors import PayloadTooLarge, RetryLater, TransportDown
 from turnlane.events import Block
-from turnlane.node.flight import FlightPlane
+from turnlane.node.flight.server import FlightPlane
 from turnlane.node.node import Node
 from turnlane.outputs.queue import QueueOutput, QueueOutputSettings
 from turnlane.serving.address import Address
-from turnlane.serving.rights import Authority, TokenSettings
-from turnlane.serving.tls import TlsSettings
+from turnlane.serving.auth import Authority, TlsSettings, TokenSettings
 
 QUEUES: dict[str, dict[str, Any]] = {
     "orders": {"durability": "always"},

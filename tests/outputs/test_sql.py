@@ -24,16 +24,16 @@ from tests.contract.harness import wait_until
 from tests.databases import mariadb_server, postgres_server
 from tests.outputs.blocks import handed, numbered
 from tests.outputs.sql_bench import Bench
+from turnlane.delivery.destination import LocalGate
 from turnlane.delivery.engine import Engine
-from turnlane.delivery.gate import LocalGate
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import Never, RetryLater
 from turnlane.events import Block, block_of
+from turnlane.intervals import Ranges
 from turnlane.outputs import sql_mysql, sql_postgres
 from turnlane.outputs.sql import SqlOutput, SqlSettings
 from turnlane.outputs.sql_delivered import not_in, runs_of
 from turnlane.outputs.sql_rows import rows_of
-from turnlane.queues.ranges import Ranges
 
 WRITTEN = datetime(2026, 11, 18, 11, 6, 40, 123456, tzinfo=UTC)
 

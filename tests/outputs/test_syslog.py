@@ -22,8 +22,8 @@ from tests.outputs.blocks import handed, numbered
 from tests.outputs.syslog_receivers import rsyslogd_receiving
 from tests.ports import free_port
 from turnlane.errors import Never, PartlyDelivered, RetryLater
-from turnlane.formats.syslog_writing import newline_ended, octet_counted
-from turnlane.formats.texts import large, strung
+from turnlane.formats.lines import large, strung
+from turnlane.formats.syslog import newline_ended, octet_counted
 from turnlane.node.node import Node
 from turnlane.outputs.syslog import SyslogOutput, SyslogOutputSettings
 

@@ -21,8 +21,8 @@ from turnlane.errors import Never, RetryLater
 from turnlane.events import Block
 from turnlane.outputs.table import TableOutput, TableOutputSettings
 from turnlane.table import Database, TableQueue, connect
-from turnlane.table.inserts import Inserts
-from turnlane.table.selection import Selection
+from turnlane.table.fenced_writes import Inserts
+from turnlane.table.queue import Selection
 from turnlane.table.sharded import connect_shards
 
 COLUMNS = "customer BIGINT, note VARCHAR(20) NOT NULL, raw BLOB, seen TIMESTAMP"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from turnlane.outputs import registry
+from turnlane.outputs import api
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "file": {"path": "out/%Y", "rotate_size": "1Mi", "compress": "zstd", "keep": 3},
@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_settings_travel(kind: str) -> None:
-    model = registry.load(kind).settings_type
+    model = api.load(kind).settings_type
     given = model.model_validate({"type": kind, **SETTINGS[kind]})
     arrived = model.model_validate(json.loads(json.dumps(given.model_dump(mode="json"))))
     assert arrived == given

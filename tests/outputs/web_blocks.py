@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from turnlane.events import Block, block_of
-from turnlane.outputs.contract import Output
-from turnlane.outputs.registry import load
+from turnlane.outputs.api import Output, load
 
 NOON = 1_700_000_000_000_000
 """Microseconds: 2023-11-14, 22:13:20."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import cramjam
 
 from turnlane.events import BASE_SCHEMA
-from turnlane.queues.log.fastqueue import FastQueueDirectory, Fault
+from turnlane.storage.fastqueue import FastQueueDirectory, Fault
 
 Block = tuple[int, bytes]
 

@@ -12,9 +12,9 @@ from tests.contract.harness import PATIENCE
 from turnlane.errors import EventsLost, QueueClosed
 from turnlane.events import Block
 from turnlane.queues import open_queue
+from turnlane.queues.consumer import HoldingQueue
 from turnlane.queues.disk import DiskQueue
 from turnlane.queues.disk_assisted import DiskAssistedQueue
-from turnlane.queues.holding import HoldingQueue
 from turnlane.testing import FaultyDisk
 
 Stored = DiskQueue | DiskAssistedQueue

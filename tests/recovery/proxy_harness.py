@@ -11,10 +11,9 @@ import pytest
 
 from tests.contract.harness import PATIENCE
 from turnlane.queues import proxy
-from turnlane.queues.contract import Ack, AckLevel, Queue
+from turnlane.queues.api import Ack, AckLevel, Queue, Transport
 from turnlane.queues.proxy import ProxyQueue
 from turnlane.queues.settings import QueueSettings
-from turnlane.queues.transport import Transport
 from turnlane.testing import ModelNode
 
 Values = Callable[[AckLevel], Sequence[bytes]]

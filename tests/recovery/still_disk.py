@@ -6,7 +6,7 @@ import shutil
 import threading
 from pathlib import Path
 
-from turnlane.queues.log.files import Buffers, Disk
+from turnlane.storage.disk_io import Buffers, Disk
 
 
 class StillDisk(Disk):

@@ -13,8 +13,8 @@ from tests.contract.harness import PATIENCE, Task, line_up, numbered, wait_until
 from tests.recovery.hooked_disk import Opener, Stored, drained, take
 from turnlane.errors import ConfigError, SchemaMismatch
 from turnlane.events import Block
-from turnlane.queues.holding import HoldingQueue
-from turnlane.queues.open_block import OpenBlock
+from turnlane.queues.buffer import OpenBlock
+from turnlane.queues.consumer import HoldingQueue
 
 both_kinds = pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
 keeping_kinds = pytest.mark.parametrize("kind", ["memory", "disk", "disk_assisted"])

@@ -28,7 +28,7 @@ from turnlane.errors import (
 )
 from turnlane.events import block_of
 from turnlane.queues import open_queue
-from turnlane.queues.log.files import Disk
+from turnlane.storage.disk_io import Disk
 from turnlane.testing import FaultyDisk, ManualClock
 
 

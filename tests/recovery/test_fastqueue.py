@@ -10,9 +10,9 @@ import pytest
 
 from tests.recovery.fastqueue_writer import Writer, faults, read, the_fault
 from turnlane.errors import NotAQueue
-from turnlane.queues.log import fastqueue
-from turnlane.queues.log.fastqueue import FastQueueDirectory, FastQueueMetadata
-from turnlane.queues.log.files import Disk
+from turnlane.storage import fastqueue
+from turnlane.storage.disk_io import Disk
+from turnlane.storage.fastqueue import FastQueueDirectory, FastQueueMetadata
 
 # What a sound directory gives.
 

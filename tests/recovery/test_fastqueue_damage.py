@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.recovery.fastqueue_writer import Writer, faults, framed, read, the_fault
-from turnlane.queues.log import fastqueue_chunk
-from turnlane.queues.log.fastqueue import FastQueueDirectory, Fault
+from turnlane.storage import fastqueue
+from turnlane.storage.fastqueue import FastQueueDirectory, Fault
 
 # Damage in the chunks.
 
@@ -98,7 +98,7 @@ def test_the_best_that_snappy_can_do_is_believed(writer: Writer) -> None:
 def test_a_block_larger_than_an_event_is_told_and_passed_over(
     writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fastqueue_chunk, "MAX_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(fastqueue, "MAX_BLOCK_BYTES", 1000)
     writer.put_raw(framed(b"x" * 1001, snappy=False))
     writer.put(b"after", snappy=False)
     writer.metadata()

@@ -21,11 +21,11 @@ import google_crc32c
 import pyarrow as pa
 import pytest
 
-from turnlane.queues.contract import Outcome
-from turnlane.queues.log.files import Buffers, Disk
-from turnlane.queues.log.journal import NAMES, Journal
-from turnlane.queues.log.journal_state import JournalState
-from turnlane.queues.log.position import Position, Stamp
+from turnlane.ledger import Outcome
+from turnlane.storage.disk_io import Buffers, Disk
+from turnlane.storage.frames import Position, Stamp
+from turnlane.storage.journal import NAMES, Journal
+from turnlane.storage.journal_records import JournalState
 from turnlane.testing import FaultyDisk
 
 ID = "0123456789abcdef" * 2
@@ -509,8 +509,8 @@ def test_a_disk_too_full_for_a_new_journal_says_so(tmp_path: Path) -> None:
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from turnlane.queues.contract import Outcome
-from turnlane.queues.log.journal import Journal
+from turnlane.queues.api import Outcome
+from turnlane.storage.journal import Journal
 from turnlane.testing import FaultyDisk
 
 disk = FaultyDisk()

@@ -22,9 +22,9 @@ from tests.log_harness import (
     values,
 )
 from turnlane.events import block_of, values_of
-from turnlane.queues.contract import Outcome
-from turnlane.queues.log.chunks import schema_frame
-from turnlane.queues.log.log import Fault, Found, Log, SyncFailed
+from turnlane.ledger import Outcome
+from turnlane.storage.log import Fault, Found, Log, SyncFailed
+from turnlane.storage.segments import schema_frame
 from turnlane.testing import FaultyDisk
 
 # Writes that fail

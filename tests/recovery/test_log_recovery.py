@@ -23,12 +23,10 @@ from tests.log_harness import (
 )
 from turnlane.errors import NotAQueue
 from turnlane.events import block_of
-from turnlane.queues.contract import Outcome
-from turnlane.queues.log.compression import Mode
-from turnlane.queues.log.files import Disk
-from turnlane.queues.log.frames import FrameKind, checksum, encode
-from turnlane.queues.log.log import Fault, Found, Log, SyncFailed
-from turnlane.queues.log.position import Position
+from turnlane.ledger import Outcome
+from turnlane.storage.disk_io import Disk
+from turnlane.storage.frames import FrameKind, Mode, Position, checksum, encode
+from turnlane.storage.log import Fault, Found, Log, SyncFailed
 from turnlane.testing import FaultyDisk
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.contract.harness import Acks, wait_until
 from tests.recovery.hooked_disk import Opener, Stored, drained
 from turnlane.events import block_of
-from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.consumer import HoldingQueue
 from turnlane.testing import FaultyDisk
 
 KNOBS: dict[str, dict[str, Any]] = {

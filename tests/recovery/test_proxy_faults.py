@@ -15,11 +15,11 @@ from tests.contract.harness import PATIENCE, Task, wait_until
 from tests.recovery.hooked_disk import HookedDisk
 from tests.recovery.proxy_harness import Publisher, await_values, impatience, open_proxy
 from turnlane.events import values_of
-from turnlane.queues.contract import AckLevel
+from turnlane.queues.api import AckLevel
 from turnlane.queues.disk import DiskQueue
-from turnlane.queues.log.files import Disk
 from turnlane.queues.proxy import ProxyQueue
 from turnlane.queues.settings import QueueSettings
+from turnlane.storage.disk_io import Disk
 from turnlane.testing import FlakyTransport, LoopbackTransport, ModelNode, Step
 
 STAGES = {Step.PERSISTED: AckLevel.PERSISTED}

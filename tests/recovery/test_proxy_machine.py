@@ -24,7 +24,7 @@ from tests.recovery.hooked_disk import values_in
 from tests.recovery.proxy_harness import impatience, open_proxy
 from tests.recovery.still_disk import StillDisk
 from turnlane.events import block_of
-from turnlane.queues.contract import Batch
+from turnlane.queues.api import Batch
 from turnlane.queues.disk import DiskQueue
 from turnlane.queues.producer import hashed
 from turnlane.queues.settings import QueueSettings

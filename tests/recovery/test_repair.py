@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 import turnlane
 from tests.acceptance.queue_commands import drained
 from turnlane.events import block_of, values_of
-from turnlane.queues.inspection.findings import FindingKind
-from turnlane.queues.inspection.inspection import Inspection
-from turnlane.queues.inspection.repair import Repair
-from turnlane.queues.inspection.slices import Selection
+from turnlane.storage.inspect import Selection
+from turnlane.storage.offline import Inspection, Repair
+from turnlane.storage.verify import FindingKind
 
 Harm = Callable[[bytearray, random.Random], bytearray | None]
 

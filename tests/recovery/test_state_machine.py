@@ -33,9 +33,10 @@ from tests.recovery.hooked_disk import values_in
 from tests.recovery.still_disk import StillDisk
 from turnlane.errors import BatchFreed, QueueClosed, QueueEmpty, RetryLater
 from turnlane.events import block_of
+from turnlane.ledger import Outcome
 from turnlane.queues import open_queue
-from turnlane.queues.contract import Batch, Outcome, Producer
-from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.api import Batch, Producer
+from turnlane.queues.consumer import HoldingQueue
 
 SIZE = 60
 PERSISTED, DELIVERED = "persisted", "delivered"

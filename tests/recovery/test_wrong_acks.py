@@ -23,9 +23,10 @@ from tests.recovery.hooked_disk import (
 )
 from turnlane.errors import AckNotStored, StorageFailed
 from turnlane.events import block_of
-from turnlane.queues import door
-from turnlane.queues.contract import AckLevel, Outcome
-from turnlane.queues.holding import HoldingQueue
+from turnlane.ledger import Outcome
+from turnlane.queues import policies
+from turnlane.queues.api import AckLevel
+from turnlane.queues.consumer import HoldingQueue
 
 both_kinds = pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
 
@@ -54,7 +55,7 @@ def test_does_a_failing_disk_cost_the_oldest_events(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
     """While nothing can be written, only the event that has no room is dropped."""
-    monkeypatch.setattr(door, "SPILL_SECONDS", 0.01)
+    monkeypatch.setattr(policies, "SPILL_SECONDS", 0.01)
     queue = opener.stored(
         "disk",
         tmp_path,
@@ -81,7 +82,7 @@ def test_does_a_slow_disk_cost_the_oldest_events(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the writer is merely behind, publishers wait for it and nothing is dropped."""
-    monkeypatch.setattr(door, "SPILL_SECONDS", PATIENCE)
+    monkeypatch.setattr(policies, "SPILL_SECONDS", PATIENCE)
     queue = opener.stored(
         "disk",
         tmp_path,

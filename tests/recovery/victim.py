@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Self
 from turnlane.errors import AckNotStored, QueueClosed, QueueEmpty, RetryLater
 from turnlane.events import Block, block_of
 from turnlane.queues import open_queue
-from turnlane.queues.batch import HeldBatch
-from turnlane.queues.contract import Ack, AckLevel
+from turnlane.queues.api import Ack, AckLevel
+from turnlane.queues.buffer import HeldBatch
 from turnlane.queues.disk import DiskQueue
 from turnlane.queues.disk_assisted import DiskAssistedQueue
 from turnlane.queues.producer import HoldingProducer

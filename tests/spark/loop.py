@@ -25,19 +25,25 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from turnlane.delivery.columns import DIRECT, ROUTES
+from turnlane.delivery.settings import DIRECT, ROUTES
 from turnlane.pipeline.settings import MAIN, ActionSettings, LaneSettings, PipelineSettings
-from turnlane.spark.held_up import GatesSeen, HeldUp, Rooms
-from turnlane.spark.lane_nodes import Gates
-from turnlane.spark.lane_options import LaneReadOptions, LaneWriteOptions, in_json, reading, writing
-from turnlane.spark.lane_reading import LaneReader
-from turnlane.spark.needs import delivers_by_place, goes_by_place, wanted_by_tasks
-from turnlane.spark.nodes import Nodes
-from turnlane.spark.offsets import TAKEN
-from turnlane.spark.share_reading import SHARES
-from turnlane.spark.steps import Step, step_of_lane, steps_of_main, ways_of
-from turnlane.spark.suspension import Suspension
-from turnlane.spark.writing import StreamWriter
+from turnlane.spark.batch_planning import TAKEN
+from turnlane.spark.lane import GatesSeen, HeldUpHeldUp, Rooms
+from turnlane.spark.lane_reader import LaneReader
+from turnlane.spark.nodes import Gates, Nodes
+from turnlane.spark.options import LaneReadOptions, LaneWriteOptions, in_json, reading, writing
+from turnlane.spark.reader import SHARES
+from turnlane.spark.source import StreamWriter
+from turnlane.spark.steps import (
+    Step,
+    Suspension,
+    delivers_by_place,
+    goes_by_place,
+    step_of_lane,
+    steps_of_main,
+    wanted_by_tasks,
+    ways_of,
+)
 
 SCHEMA = (
     StructType()
@@ -94,7 +100,7 @@ class Loop:
             LaneWriteOptions.of({**access, **writing(lane, run, steps), **more})
         )
         nodes = Nodes.of(options)
-        self._held_up = HeldUp(GatesSeen(Gates(nodes)), ways_of(steps), Rooms(nodes, into))
+        self._held_up = HeldUpHeldUp(GatesSeen(Gates(nodes)), ways_of(steps), Rooms(nodes, into))
         self.change = change
         self._cut = cut
         self._offset = self.reader.initialOffset()

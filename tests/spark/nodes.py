@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from turnlane.events import block_of, values_of
-from turnlane.node.flight import FlightPlane
+from turnlane.node.flight.server import FlightPlane
 from turnlane.node.node import Node
-from turnlane.queues.holding import HoldingQueue
-from turnlane.queues.log.files import Disk
+from turnlane.queues.consumer import HoldingQueue
 from turnlane.serving.address import LOOPBACK, Address
-from turnlane.serving.rights import Authority
+from turnlane.serving.auth import Authority
+from turnlane.storage.disk_io import Disk
 
 
 class Served:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnlane.spark.batch_wait import BatchWait
+from turnlane.spark.batch_planning import BatchWait
 
 
 def test_enough_is_a_batch_at_once() -> None:

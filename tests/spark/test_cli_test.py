@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from turnlane.cli import cases, serve
+from turnlane.cli import pipeline_tools, serve
 from turnlane.cli.app import app
-from turnlane.cli.init import example
+from turnlane.cli.pipeline_tools import example
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -73,7 +73,7 @@ class Shared:
 
 @pytest.fixture
 def turnlane(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    for module in (cases, serve):
+    for module in (pipeline_tools, serve):
         monkeypatch.setattr(module, "session", lambda *_args, **_knobs: Shared(spark))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "")

@@ -14,13 +14,13 @@ from pyspark.sql import SparkSession
 from tests.contract.harness import wait_until
 from tests.spark.nodes import Served, numbers, serving
 from turnlane.formats.parse_settings import ParseSettings
-from turnlane.outputs.contract import OutputSettings
+from turnlane.outputs.api import OutputSettings
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
-from turnlane.spark.batch_wait import BatchWait
+from turnlane.spark.batch_planning import BatchWait
 from turnlane.spark.pipeline import Pipeline
-from turnlane.spark.sink_files import AGE_OF_A_FILE, WORTH_A_FILE, patient
+from turnlane.spark.sinks import AGE_OF_A_FILE, WORTH_A_FILE, patient
 
 PATIENCE = 180.0
 AGE = 3.0

@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from pyspark.sql.pandas.types import to_arrow_schema
 
 from tests.spark.nodes import Served, numbers, serving
-from turnlane.delivery.columns import ROUTES
+from turnlane.delivery.settings import ROUTES
 from turnlane.errors import RetryLater
 from turnlane.events import block_of
-from turnlane.node.commit import Commit
-from turnlane.queues.spans import GAP
-from turnlane.spark.columns import RowMaker, event_schema
-from turnlane.spark.copying import CopyTask
-from turnlane.spark.lane_options import LaneWriteOptions
+from turnlane.intervals import GAP
+from turnlane.node.commit_record import Commit
+from turnlane.spark.batch_planning import Share
+from turnlane.spark.lane_task import CopyTask
 from turnlane.spark.nodes import Nodes
-from turnlane.spark.share_reading import SHARES, share_events, share_rows, shares_in
-from turnlane.spark.shares import Share
-from turnlane.spark.tasks import Staged
+from turnlane.spark.options import LaneWriteOptions
+from turnlane.spark.reader import SHARES, share_events, share_rows, shares_in
+from turnlane.spark.row_codec import RowMaker, event_schema
+from turnlane.spark.task import Staged
 
 QUEUES = ("a", "b")
 

@@ -11,13 +11,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from turnlane.closing import Closing
+from turnlane.delivery.destination import LocalGate, Report
 from turnlane.delivery.engine import GRACE, Engine
-from turnlane.delivery.gate import LocalGate, Report
 from turnlane.delivery.settings import DeliverySettings, FailoverSettings
 from turnlane.events import Block
-from turnlane.spark import delivering as delivering_module
-from turnlane.spark.delivering import Delivery
+from turnlane.runtime import Closing
+from turnlane.spark import lane_task as delivering_module
+from turnlane.spark.lane_task import Delivery
 from turnlane.spark.steps import Step
 
 AWAY = 3600.0

@@ -25,7 +25,7 @@ from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSet
 from turnlane.queues.settings import QueueSettings
 from turnlane.spark.lane import LaneState, LaneStatus
 from turnlane.spark.pipeline import Pipeline
-from turnlane.spark.settling import Settling
+from turnlane.spark.stream_reader import Settling
 from turnlane.testing import FaultyDisk
 
 PATIENCE = 180.0

@@ -9,8 +9,8 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlane.delivery.columns import PLACES, PRIORITY, ROUTES
-from turnlane.spark.grouping import grouped, ungrouped
+from turnlane.delivery.settings import PLACES, PRIORITY, ROUTES
+from turnlane.spark.row_codec import grouped, ungrouped
 
 TYPES: dict[str, Any] = {
     "partition": pa.int32(),

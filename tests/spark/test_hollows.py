@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import SparkSession
 
-from turnlane.delivery.columns import HOLLOWS
-from turnlane.spark.hollows import emptied, filled
+from turnlane.delivery.settings import HOLLOWS
+from turnlane.spark.row_codec import emptied, filled
 
 SCHEMA = "value string, headers map<string,string>, tags array<string>, at int"
 ROWS = [

@@ -13,17 +13,16 @@ import pytest
 from tests.contract.harness import wait_until
 from tests.node.flight_victim import Victim, victim
 from tests.spark.nodes import Served, numbers, serving
-from turnlane.client import progress, remote, stage_writer
-from turnlane.client.remote import Credentials
+from turnlane.client import node_client
+from turnlane.client.node_client import Credentials
 from turnlane.errors import LaneTaken, NoSuchQueue, TransportDown
 from turnlane.events import block_of
-from turnlane.spark import lane_nodes
+from turnlane.spark import nodes
 from turnlane.spark import nodes as nodes_module
-from turnlane.spark.lane_nodes import Gates, LaneCommit, LaneNodes
-from turnlane.spark.nodes import Nodes
-from turnlane.spark.offsets import Place
-from turnlane.spark.settling import Settling
+from turnlane.spark.batch_planning import Place
+from turnlane.spark.nodes import Gates, LaneCommit, LaneNodes, Nodes
 from turnlane.spark.steps import Step
+from turnlane.spark.stream_reader import Settling
 
 pytestmark = pytest.mark.timeout(20)  # less than a node is given to answer
 PATIENCE = 10.0
@@ -46,7 +45,7 @@ def healthy(tmp_path: Path) -> Iterator[Served]:
 def both(hung: Victim, healthy: Served, monkeypatch: pytest.MonkeyPatch) -> Nodes:
     """The one that will hang is the first."""
     monkeypatch.setattr(nodes_module, "GRACE_SECONDS", 0.3)
-    monkeypatch.setattr(lane_nodes, "BATCH_SECONDS", 0.3)
+    monkeypatch.setattr(nodes, "BATCH_SECONDS", 0.3)
     made = Nodes(f"{hung.url},{healthy.plane.address}", Credentials())
     for node in range(2):
         publish(made, node, 10)
@@ -182,7 +181,7 @@ def has_settled(settling: Settling, nodes: Nodes) -> bool:
 def test_reading_ends_when_nothing_comes(
     hung: Victim, both: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "STEP_SECONDS", 0.1)
+    monkeypatch.setattr(node_client, "STEP_SECONDS", 0.1)
     assert sum(block.num_rows for _, block in both.read(0, "main", 0, 10)) == 10
     hung.freeze(frozen=True)
     with pytest.raises(TransportDown, match=r"nothing has come of it in 0\.1 seconds"):
@@ -193,7 +192,7 @@ def test_a_stream_whose_next_step_takes_too_long_is_cancelled() -> None:
     cancelled = threading.Event()
 
     def step() -> None:
-        with progress.Watch().step("here", cancelled.set, 0.1):
+        with node_client.Watch().step("here", cancelled.set, 0.1):
             assert cancelled.wait(PATIENCE)
             raise OSError("cancelled")
 
@@ -204,7 +203,7 @@ def test_a_stream_whose_next_step_takes_too_long_is_cancelled() -> None:
 def test_staging_ends_when_nothing_comes_of_it(
     hung: Victim, both: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_writer, "within", partial(progress.within, seconds=0.1))
+    monkeypatch.setattr(node_client, "within", partial(node_client.within, seconds=0.1))
     block = block_of(numbers(0, 10))
     stage = both[0].stage("main", block.schema)
     stage.write(block)

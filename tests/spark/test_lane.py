@@ -14,14 +14,21 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 
 from tests.contract.harness import wait_until
-from turnlane.cli.operation import _about, _said
+from turnlane.cli.supervise import _about, _said
+from turnlane.spark import lane
 from turnlane.spark import lane as lanes
-from turnlane.spark import silence
-from turnlane.spark.lane import PROCESSING, TIMED_OUT, Lane, LaneState, LaneStatus, Watch
-from turnlane.spark.news import News
-from turnlane.spark.offsets import TAKEN
-from turnlane.spark.silence import Silence
-from turnlane.spark.suspension import Suspension
+from turnlane.spark.batch_planning import TAKEN
+from turnlane.spark.lane import (
+    PROCESSING,
+    TIMED_OUT,
+    Lane,
+    LaneState,
+    LaneStatus,
+    News,
+    Silence,
+    Watch,
+)
+from turnlane.spark.steps import Suspension
 
 NEVER = 3600.0
 
@@ -241,10 +248,10 @@ class TestSilence:
     @pytest.fixture(autouse=True)
     def _soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lanes, "LOOK_SECONDS", 0.001)
-        monkeypatch.setattr(silence, "QUIET_SECONDS", 0.01)
+        monkeypatch.setattr(lane, "QUIET_SECONDS", 0.01)
 
     def test_is_mentioned_first_after_a_while_and_then_when_it_is_twice_as_long(self) -> None:
-        quiet = silence.QUIET_SECONDS
+        quiet = lane.QUIET_SECONDS
         found = Silence(100.0)
         moments = [0.5, 1.5, 1.6, 2.9, 3.1, 6.1, 6.3]
         said = [found.lasted(100.0 + each * quiet) is not None for each in moments]

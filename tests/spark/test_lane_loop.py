@@ -19,23 +19,20 @@ from tests.ports import free_port
 from tests.spark.destinations import Destination
 from tests.spark.loop import Change, Loop, Pipe, with_payload
 from tests.spark.nodes import Served, serving
-from turnlane.client.remote import RemoteNode
-from turnlane.delivery.columns import DIRECT
-from turnlane.delivery.settings import DeliverySettings, FailoverSettings
+from turnlane.client.node_client import RemoteNode
+from turnlane.delivery.settings import DIRECT, DeliverySettings, FailoverSettings
 from turnlane.errors import LaneTaken
-from turnlane.node.flight import FlightPlane
+from turnlane.node.flight.server import FlightPlane
 from turnlane.outputs.file import FileSettings
 from turnlane.outputs.http import Form, HttpSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
-from turnlane.serving.rights import Authority
-from turnlane.spark import held_up
-from turnlane.spark.held_up import GatesSeen, HeldUp
-from turnlane.spark.lane_nodes import Gates
-from turnlane.spark.nodes import Nodes
+from turnlane.serving.auth import Authority
+from turnlane.spark import lane
+from turnlane.spark.lane import GatesSeen, HeldUpHeldUp
+from turnlane.spark.nodes import Gates, Nodes
 from turnlane.spark.options import WriteOptions
-from turnlane.spark.steps import step_of_lane, steps_of_main
-from turnlane.spark.suspension import Way
+from turnlane.spark.steps import Way, step_of_lane, steps_of_main
 
 PATIENCE = 60.0
 SOON = {"backoff": 0.05, "max_backoff": 0.2, "breaker_failures": 3, "breaker_reset": 0.3}
@@ -201,9 +198,9 @@ def test_what_holds_lanes_up_is_asked_for_all_of_them_at_once(
     asked: list[tuple[str, dict[str, Any]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(held_up, "LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr(lane, "LOOK_SECONDS", 3600.0)
     gates = GatesSeen(Gates(Nodes.of(WriteOptions.of({"endpoint": world.node.url}))))
-    lanes = [HeldUp(gates, ways) for ways in ([[Way(action="a")]], [[Way(action="b")]], [])]
+    lanes = [HeldUpHeldUp(gates, ways) for ways in ([[Way(action="a")]], [[Way(action="b")]], [])]
     assert [lane() for lane in lanes] == [None] * 3
     assert asked == [("breakers", {"actions": ["a", "b"]})]
 

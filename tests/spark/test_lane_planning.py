@@ -10,12 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlane.delivery.settings import DeliverySettings, FailoverSettings, Ordering
-from turnlane.queues.ranges import Ranges
-from turnlane.queues.spans import Span, count_of, hulls, inside, spans_of
-from turnlane.spark.shares import Share, batch_of, shared
-from turnlane.spark.sizing import BatchSize
-from turnlane.spark.steps import Step, ordering_of, ways_of
-from turnlane.spark.suspension import Suspension, Way, suspension
+from turnlane.intervals import Ranges, Span, count_of, hulls, inside, spans_of
+from turnlane.spark.batch_planning import BatchSize, Share, batch_of, shared
+from turnlane.spark.steps import Step, Suspension, Way, ordering_of, suspension, ways_of
 
 scattered = st.lists(
     st.tuples(st.integers(1, 5000), st.integers(1, 50)), min_size=1, max_size=30

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import gc, importlib.machinery, sys
-from turnlane.spark.lasting import lasting
+from turnlane.spark.session import lasting
 sys.modules["__main__"].__spec__ = importlib.machinery.ModuleSpec({name!r}, None)
 counts = []
 for kind in ("read", "read", "write"):

@@ -9,7 +9,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from turnlane.spark.news import Listener, News
+from turnlane.spark.lane import Listener, News
 
 PATIENCE = 120.0
 FILES = 5

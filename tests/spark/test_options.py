@@ -10,10 +10,17 @@ from pydantic.fields import FieldInfo
 from pyspark.sql.types import StructType
 
 from turnlane.errors import ConfigError
-from turnlane.spark.columns import read_schema
-from turnlane.spark.lane_options import read_options, write_options
-from turnlane.spark.options import Options, ReadOptions, SourceOptions, WriteOptions, with_path
-from turnlane.spark.reading import BatchReader
+from turnlane.spark.options import (
+    Options,
+    ReadOptions,
+    SourceOptions,
+    WriteOptions,
+    read_options,
+    with_path,
+    write_options,
+)
+from turnlane.spark.reader import BatchReader
+from turnlane.spark.row_codec import read_schema
 from turnlane.spark.source import TurnlaneSource
 
 PAGE = Path(__file__).parents[2] / "docs" / "spark-source.md"

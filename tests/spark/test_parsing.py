@@ -19,7 +19,7 @@ from tests.spark import syslog_reference as reference
 from tests.spark.syslog_samples import NO_UTF_8, SAMPLES
 from tests.unit.test_otlp_columns import check as check_telemetry
 from tests.unit.test_otlp_columns import events as telemetry
-from turnlane.delivery.columns import PRIORITY
+from turnlane.delivery.settings import PRIORITY
 from turnlane.errors import ConfigError
 from turnlane.formats.otlp import Signal
 from turnlane.formats.parse_settings import Format, ParseSettings

@@ -9,9 +9,9 @@ import pyarrow as pa
 
 from turnlane.delivery.outcome import DeadLetter, Outcome
 from turnlane.events import Block
-from turnlane.spark.passage import Passed, passed
-from turnlane.spark.siblings import Mask
+from turnlane.spark.row_codec import Mask
 from turnlane.spark.steps import Step
+from turnlane.spark.task import Passed, passed
 
 ROWS = pa.RecordBatch.from_pydict({"number": list(range(6))})
 OF_THREE_EVENTS = pa.RecordBatch.from_pydict(

@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from turnlane.spark.payloads import with_payload
+from turnlane.spark.routing import with_payload
 
 NO_TEXT = [b"\xff\xfe\x00abc", b"\xc3", b"\xed\xa0\x80", b"\xc0\xaf", b"\xff" * 100]
 

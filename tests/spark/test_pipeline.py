@@ -17,8 +17,8 @@ from tests.spark.nodes import Served, serving
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import ConfigError
 from turnlane.formats.parse_settings import ParseSettings
-from turnlane.outputs import registry
-from turnlane.outputs.contract import OutputSettings
+from turnlane.outputs import api
+from turnlane.outputs.api import OutputSettings
 from turnlane.outputs.file import FileOutput, FileSettings
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
@@ -377,6 +377,6 @@ def test_what_could_never_run_is_refused_with_its_place(
 
 
 def test_outputs_are_found_by_type() -> None:
-    assert registry.load("file") is FileOutput
+    assert api.load("file") is FileOutput
     with pytest.raises(ConfigError, match="there is no output 'flie'; did you mean file"):
-        registry.load("flie")
+        api.load("flie")

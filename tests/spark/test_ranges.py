@@ -15,8 +15,8 @@ from pyspark.sql.datasource import (
     LessThanOrEqual,
 )
 
-from turnlane.spark.pruning import bounds_of
-from turnlane.spark.ranges import Slice, admitted, sliced
+from turnlane.spark.batch_planning import Slice, admitted, sliced
+from turnlane.spark.reader import bounds_of
 
 extents = st.dictionaries(
     st.integers(0, 4), st.tuples(st.integers(0, 1000), st.integers(0, 10_000)), min_size=1

@@ -15,9 +15,9 @@ from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException, StreamingQueryException
 
 from turnlane.errors import TransportDown
-from turnlane.spark import user_code
+from turnlane.spark import errors
+from turnlane.spark.errors import LONGEST, reason_of
 from turnlane.spark.lane import LaneState, LaneStatus
-from turnlane.spark.reasons import LONGEST, reason_of
 from turnlane.spark.runner import Runner
 
 QUERY = """\
@@ -172,8 +172,8 @@ def within(events):
 def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     (tmp_path / "shop_reasons.py").write_text(RULES)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(user_code, "_seen", {})
-    yield user_code.module_of("shop_reasons")
+    monkeypatch.setattr(errors, "_seen", {})
+    yield errors.module_of("shop_reasons")
     del sys.modules["shop_reasons"]
 
 

@@ -19,7 +19,7 @@ from turnlane.outputs.file import FileSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
 from turnlane.spark import pipeline as pipelines
-from turnlane.spark.checking import check
+from turnlane.spark.checks import check
 from turnlane.spark.lane import LaneState
 from turnlane.spark.runner import LanesLeft, Plan, Runner
 from turnlane.testing import FaultyDisk

@@ -7,14 +7,14 @@ from pathlib import Path
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from turnlane.delivery.columns import DIRECT, ROUTES
-from turnlane.outputs.contract import OutputSettings
+from turnlane.delivery.settings import DIRECT, ROUTES
+from turnlane.intervals import MOST_COPIES
+from turnlane.outputs.api import OutputSettings
 from turnlane.outputs.file import FileSettings
 from turnlane.pipeline.settings import ActionSettings
 from turnlane.queues.settings import QueueSettings
-from turnlane.queues.spans import MOST_COPIES
-from turnlane.spark.hollows import filled
 from turnlane.spark.routing import QUEUE, numbered, routed
+from turnlane.spark.row_codec import filled
 
 DISCARDS = 30
 EVENTS = 1000

@@ -8,10 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlane.events import Block
-from turnlane.outputs.identity import ids_of
-from turnlane.spark.columns import as_block
-from turnlane.spark.row_numbers import with_numbers
-from turnlane.spark.siblings import together
+from turnlane.outputs.api import ids_of
+from turnlane.spark.row_codec import as_block, together, with_numbers
 
 
 def rows(*offsets: int, partition: int = 0) -> Block:

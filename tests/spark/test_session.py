@@ -42,7 +42,7 @@ def test_options_for_java_come_behind_those_of_turnlane(tmp_path: Path) -> None:
     """So they win, and what Spark says is still what was asked for."""
     program = """
 import sys
-from turnlane.cli.spark import session
+from turnlane.cli.spark_session import session
 from turnlane.pipeline.settings import SparkSettings
 java = "-XX:Tier4InvocationThreshold=7000 -Dmine=1"
 conf = {"spark.driver.extraJavaOptions": java, "spark.ui.enabled": "false"}

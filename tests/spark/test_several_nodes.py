@@ -13,9 +13,9 @@ from pyspark.sql import DataFrame, SparkSession
 
 from tests.contract.harness import wait_until
 from tests.spark.nodes import Served, numbers, serving
-from turnlane.client.keys import node_of
 from turnlane.errors import StorageFailed
 from turnlane.formats.parse_settings import ParseSettings
+from turnlane.key_hash import node_of
 from turnlane.outputs.file import FileSettings
 from turnlane.pipeline.settings import ActionSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlane.events import Block, join
-from turnlane.spark.columns import routes_of
-from turnlane.spark.siblings import together, with_siblings
+from turnlane.spark.row_codec import routes_of, together, with_siblings
 
 
 def rows(*offsets: int, partition: int = 0, first: int = 0) -> Block:

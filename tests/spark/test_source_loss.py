@@ -14,17 +14,15 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from tests.spark.loop import SCHEMA
 from tests.spark.nodes import Served, damage, numbers, serving
 from tests.spark.streams import both, positions, reader, rows_of, run, stream
-from turnlane.client.remote import RemoteNode, Unsettled
+from turnlane.client.node_client import RemoteNode, Unsettled
 from turnlane.errors import RetryLater
 from turnlane.events import block_of
-from turnlane.queues.holding import MAX_SPANS
+from turnlane.queues.consumer import MAX_SPANS
+from turnlane.spark.batch_planning import Extent, Place
 from turnlane.spark.nodes import Nodes
-from turnlane.spark.offsets import Place
 from turnlane.spark.options import ReadOptions
-from turnlane.spark.ranges import Extent
-from turnlane.spark.reading import BatchReader, DataLost
-from turnlane.spark.settling import Settling
-from turnlane.spark.stream_reading import StreamReader
+from turnlane.spark.reader import BatchReader, DataLost
+from turnlane.spark.stream_reader import Settling, StreamReader
 
 QUEUES = {"main": {"durability": "always"}}
 

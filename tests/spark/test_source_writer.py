@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 from tests.spark.nodes import Served, numbers, serving
 from tests.spark.streams import into, stream
-from turnlane.spark.writers import writer_of
+from turnlane.spark.options import writer_of
 
 
 @pytest.fixture

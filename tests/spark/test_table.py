@@ -20,12 +20,15 @@ from pyspark.sql.types import StructType
 
 from tests.databases import postgres_server
 from turnlane.errors import WriterAhead
-from turnlane.spark.table_options import TableWriteOptions
-from turnlane.spark.table_reading import PruningTableReader, TablePartition
-from turnlane.spark.table_source import TurnlaneTableSource
-from turnlane.spark.table_writing import TableStreamWriter
+from turnlane.spark.table_source import (
+    PruningTableReader,
+    TablePartition,
+    TableStreamWriter,
+    TableWriteOptions,
+    TurnlaneTableSource,
+)
 from turnlane.table import Database, TableQueue, connect
-from turnlane.table.selection import Selection
+from turnlane.table.queue import Selection
 from turnlane.table.sharded import connect_shards
 
 COLUMNS = (

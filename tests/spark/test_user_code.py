@@ -11,8 +11,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 from turnlane.errors import ConfigError
-from turnlane.spark.answers import called
-from turnlane.spark.user_code import changed, module_of, renewed
+from turnlane.spark.errors import changed, module_of, renewed
+from turnlane.spark.transforms import called
 
 _numbers = itertools.count()
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from tests.table.site import COLUMNS, PATIENCE
 from turnlane import table
-from turnlane.closing import Closing
 from turnlane.errors import LeadLost
-from turnlane.table.sites import Sites
+from turnlane.runtime import Closing
+from turnlane.table.shard_directory import Sites
 from turnlane.table.url import dialect_of
 
 OPTIONS = "lease = 10s, backoff = 10ms, max_backoff = 50ms, window = 1s"

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.table.servers import MariadbServer, PostgresServer
 from turnlane import table
-from turnlane.closing import Closing
+from turnlane.runtime import Closing
 from turnlane.table.manager import Manager
 from turnlane.table.store import Store
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlane.table.cron import Cron
+from turnlane.table.schedules import Cron
 
 BERLIN = ZoneInfo("Europe/Berlin")
 

@@ -6,9 +6,9 @@ import pytest
 
 from tests.table.site import PATIENCE, Site, eventually, payloads, settle, take
 from turnlane.table.event import TableEvent
-from turnlane.table.keyspace import KeyRange, keyspace_id
+from turnlane.table.fetcher import PAGE
 from turnlane.table.queue import TableQueue
-from turnlane.table.reader import PAGE
+from turnlane.table.shards import KeyRange, keyspace_id
 
 SOON = 20.0
 """Seconds: long on a busy machine, short beside the ack timeout of these tests."""

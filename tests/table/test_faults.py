@@ -27,7 +27,7 @@ from tests.table.site import PATIENCE, Site, eventually, payloads, settle, step_
 from turnlane import table
 from turnlane.clock import BootClock
 from turnlane.errors import DatabaseDown, LeadLost
-from turnlane.table import firing, gaps
+from turnlane.table import dispatcher, id_gaps
 from turnlane.table.manager import Manager
 from turnlane.table.receiver import Receiver
 from turnlane.table.sql import watch
@@ -832,13 +832,13 @@ def test_a_transaction_that_stays_open_on_sqlite_holds_writes_up_and_loses_nothi
             assert queue.manager().lost_acks == queue.manager().counts.lost_leads == 0
 
 
-@pytest.mark.parametrize("patience", [gaps.PATIENCE, 0.0])
+@pytest.mark.parametrize("patience", [id_gaps.PATIENCE, 0.0])
 def test_a_transaction_that_stays_open_fires_when_it_commits(
     served_site: Site, patience: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even when its id is asked for no longer: then the sweep finds it."""
     site = served_site
-    monkeypatch.setattr(gaps, "PATIENCE", patience)
+    monkeypatch.setattr(id_gaps, "PATIENCE", patience)
     queue = site.queue(window="1s")
     with queue.receive() as receiver:
         with site.transaction() as connection:
@@ -917,7 +917,7 @@ class SlowToMark(Store):
 def test_a_mark_that_takes_longer_than_the_lease_loses_no_time(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(firing, "FRESH", 0.0)
+    monkeypatch.setattr(dispatcher, "FRESH", 0.0)
     queue = site.queue(lease="200ms", ack_timeout="10m")
     with site.transaction() as connection:
         queue.enqueue(connection, {"payload": "marked before it fires"}, delay=0.2)

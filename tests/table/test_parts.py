@@ -12,21 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlane.errors import ConfigError, SyntaxFault
-from turnlane.table import backoff as backoff_module
-from turnlane.table.backlogs import NEVER, Backlogs
-from turnlane.table.backoff import backoff
-from turnlane.table.definition import OWN_COLUMNS
-from turnlane.table.dispatch import Seat, assign
+from turnlane.table import settlement as backoff_module
+from turnlane.table.assignment import Seat, assign
+from turnlane.table.definition import OWN_COLUMNS, Layout, Ordering, TableSettings
+from turnlane.table.dispatcher import Pace
 from turnlane.table.event import COLUMNS, TableEvent
-from turnlane.table.flights import Flights
-from turnlane.table.gaps import MOST, PATIENCE, Gaps
 from turnlane.table.grammar import CreateQueue, DropQueue, ShowQueues, parse, parse_definition
-from turnlane.table.keyspace import EVERYTHING, SHIFT, KeyRange, keyspace_id, without
-from turnlane.table.lapsed import Lapsed, Running
+from turnlane.table.id_gaps import GAPS_MOST, PATIENCE, Gaps, Lapsed, Running
+from turnlane.table.in_flight import Flights
 from turnlane.table.ordering import Order
-from turnlane.table.pace import Pace
-from turnlane.table.settings import Layout, Ordering, TableSettings
-from turnlane.table.window import Window
+from turnlane.table.settlement import backoff
+from turnlane.table.shards import EVERYTHING, SHIFT, KeyRange, keyspace_id, without
+from turnlane.table.window import NEVER, Backlogs, Window
 
 
 class Nowhere:
@@ -193,8 +190,8 @@ def test_gaps_are_asked_for_until_they_are_seen_or_old() -> None:
     assert gaps.missing(1.0) == [14]
     assert gaps.missing(PATIENCE) == []
     assert gaps.highest == 15
-    gaps.saw([10 * MOST], now=2.0)
-    assert len(gaps.missing(2.0)) <= MOST
+    gaps.saw([10 * GAPS_MOST], now=2.0)
+    assert len(gaps.missing(2.0)) <= GAPS_MOST
 
 
 # ── what fires next ──────────────────────────────────────────────────────────────────────────────

@@ -14,13 +14,12 @@ import pytest
 from tests.table.servers import PostgresServer
 from tests.table.site import PATIENCE, Site, eventually, payloads, settle, step_until, take
 from turnlane.errors import LeadLost, NameTaken
-from turnlane.node.table_stream import TableStream
+from turnlane.node.tables import TableStream
 from turnlane.table.event import TableEvent
-from turnlane.table.keyspace import KeyRange, keyspace_id
 from turnlane.table.manager import Manager
-from turnlane.table.queue import TableQueue
+from turnlane.table.queue import Selection, TableQueue
 from turnlane.table.receiver import Receiver
-from turnlane.table.selection import Selection
+from turnlane.table.shards import KeyRange, keyspace_id
 from turnlane.table.sql.dialect import Failure, Row
 from turnlane.table.sql.postgres import Postgres
 from turnlane.table.store import Store
@@ -271,8 +270,8 @@ def test_an_event_fires_with_the_last_ack_of_its_group(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No sweep and no round of the collector is needed for it."""
-    monkeypatch.setattr("turnlane.table.reader.SWEEP_SECONDS", 600.0)
-    monkeypatch.setattr("turnlane.table.collector.SECONDS", 600.0)
+    monkeypatch.setattr("turnlane.table.fetcher.SWEEP_SECONDS", 600.0)
+    monkeypatch.setattr("turnlane.table.leader.SECONDS", 600.0)
     queue = site.queue(ack_timeout="30m", window="1h")
     with queue.receive() as receiver:
         site.fill(queue, 1)
@@ -295,7 +294,7 @@ def test_what_a_long_transaction_committed_fires_within_seconds(
 ) -> None:
     """Its events were due an hour ago, and their ids are long passed by."""
     site = served_site
-    monkeypatch.setattr("turnlane.table.gaps.PATIENCE", 0.0)
+    monkeypatch.setattr("turnlane.table.id_gaps.PATIENCE", 0.0)
     queue = site.queue(retention="1h")
     an_hour_ago = site.now() - 3600 * 10**9
     with queue.receive() as receiver:
@@ -322,8 +321,8 @@ def test_what_was_rolled_back_is_asked_for_only_while_it_may_appear(
     served_site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = served_site
-    monkeypatch.setattr("turnlane.table.gaps.PATIENCE", 0.0)
-    monkeypatch.setattr("turnlane.table.reader.LAPSED_POLL", 0.05)
+    monkeypatch.setattr("turnlane.table.id_gaps.PATIENCE", 0.0)
+    monkeypatch.setattr("turnlane.table.fetcher.LAPSED_POLL", 0.05)
     queue = site.queue()
     with queue.receive() as receiver:
         site.fill(queue, 1)
@@ -406,7 +405,7 @@ def test_what_was_stored_before_the_lead_was_lost_is_not_stored_twice(
     with site.manager(queue, store) as manager:
         _attached(manager)
         step_until(manager, lambda: manager.fires and manager.receivers == 1)
-        monkeypatch.setattr("turnlane.table.lead.PROOF", 0.0)
+        monkeypatch.setattr("turnlane.table.lease.PROOF", 0.0)
         assert not manager.enqueue([{"payload": "once"}], timeout=0)
         step_until(manager, lambda: manager.counts.lost_leads == 1)
         monkeypatch.undo()

@@ -29,17 +29,17 @@ from turnlane import table
 from turnlane.client import Client
 from turnlane.client.table import RemoteReceiver
 from turnlane.config import Config, ConfigFaults, loads
-from turnlane.delivery.gate import Report
+from turnlane.delivery.destination import Report
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import LeadLost, NoSuchQueue, NotAllowed
 from turnlane.node.breakers import Asker
-from turnlane.node.flight import FlightPlane
-from turnlane.node.flight_limits import FlightLimits
+from turnlane.node.flight.errors import FlightLimits
+from turnlane.node.flight.server import FlightPlane
 from turnlane.service import Service
 from turnlane.serving.address import LOOPBACK, Address
-from turnlane.serving.rights import Authority
+from turnlane.serving.auth import Authority
 from turnlane.table.event import TableEvent
-from turnlane.table.keyspace import KeyRange, keyspace_id
+from turnlane.table.shards import KeyRange, keyspace_id
 
 Receiving = table.Receiver | RemoteReceiver
 

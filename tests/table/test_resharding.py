@@ -21,15 +21,12 @@ from tests.table.shard_site import OPTIONS, ShardOracle, ShardSite, sqlite_site,
 from tests.table.site import PATIENCE, Site, eventually, take
 from turnlane import table
 from turnlane.errors import LeadLost, ReshardUnderWay, RetryLater
-from turnlane.table.keyspace import KeyRange, keyspace_id
-from turnlane.table.letters import Take
-from turnlane.table.mover import Mover
-from turnlane.table.reshard import Progress, Resharder, Step
+from turnlane.table.batch_commit import Staging, job_of
+from turnlane.table.reshard import Mover, Progress, Resharder, Step
+from turnlane.table.row_codec import Take
+from turnlane.table.shard_directory import Sites, Spread
 from turnlane.table.shard_store import ShardStore
-from turnlane.table.shards import Shard, ShardMap
-from turnlane.table.sites import Sites
-from turnlane.table.spread import Spread
-from turnlane.table.staging import Staging, job_of
+from turnlane.table.shards import KeyRange, Shard, ShardMap, keyspace_id
 from turnlane.table.url import dialect_of
 
 RESHARDER = Path(__file__).with_name("resharder.py")

@@ -11,8 +11,7 @@ from tests.table.shard_site import ShardOracle, sqlite_site, sqlite_url
 from tests.table.site import PATIENCE, eventually, take
 from turnlane import table
 from turnlane.errors import ConfigError, LeadLost
-from turnlane.table.keyspace import KeyRange, keyspace_id
-from turnlane.table.shards import Shard, ShardMap, address_of
+from turnlane.table.shards import KeyRange, Shard, ShardMap, address_of, keyspace_id
 
 
 def key_in(key_range: str) -> int:

@@ -8,9 +8,9 @@ import pytest
 
 from tests.table.site import Site
 from turnlane.table import KeyRange, TableQueue
-from turnlane.table.selection import Selection
+from turnlane.table.batch_commit import FORGOTTEN, PREFIX, Staging, job_of
+from turnlane.table.queue import Selection
 from turnlane.table.sql.session import Session
-from turnlane.table.staging import FORGOTTEN, PREFIX, Staging, job_of
 
 ODD = "a %s {now} `b`"
 COLUMNS = f'user_id BIGINT, payload VARCHAR(256) NOT NULL, "{ODD}" INT'

@@ -10,17 +10,17 @@ import pytest
 
 from tests.table.servers import PostgresServer
 from tests.table.site import Site, eventually, settle, take
-from turnlane.table import vacuum
+from turnlane.table import leader
 from turnlane.table.definition import Definition
+from turnlane.table.leader import ENOUGH, REST, Vacuum
 from turnlane.table.sql.postgres import Postgres
-from turnlane.table.vacuum import ENOUGH, REST, Vacuum
 from turnlane.testing import ManualClock
 
 
 def test_a_busy_table_is_vacuumed_again_and_again(
     postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vacuum, "ENOUGH", 100)
+    monkeypatch.setattr(leader, "ENOUGH", 100)
     with Site(postgres.url, postgres) as site:
         queue = site.queue(ack_timeout="10m")
         done = f"SELECT vacuum_count FROM pg_stat_user_tables WHERE relname = '{queue.name}'"

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlane.formats.bodies import _many_lines, json_values, lines
-from turnlane.formats.bulk import items_of
+from turnlane.formats.http_bodies import _many_lines, items_of, json_values, lines
 
 PIECES = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\xff"])).map(b"".join)
 

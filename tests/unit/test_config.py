@@ -17,13 +17,12 @@ from pydantic import Field, SecretStr, ValidationError
 from scripts import config_schema
 from tests.acceptance.test_docs import blocks_of
 from turnlane.config import Config, ConfigFaults, json_schema, load, loads
-from turnlane.config.document import parse
-from turnlane.config.substitution import substituted
+from turnlane.config.document import parse, substituted
 from turnlane.errors import ConfigError
-from turnlane.inputs import registry
-from turnlane.inputs.contract import Input, InputSettings
+from turnlane.inputs import api
+from turnlane.inputs.api import Input, InputSettings
 from turnlane.plugins import Plugins
-from turnlane.queues.kinds import Kind
+from turnlane.queues.knobs import Kind
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,8 +53,8 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         EntryPoint, "load", lambda each: ProbeInput if each.name == "probe" else load(each)
     )
-    monkeypatch.setattr(registry, "types", plugins.types)
-    monkeypatch.setattr(registry, "load", plugins.load)
+    monkeypatch.setattr(api, "types", plugins.types)
+    monkeypatch.setattr(api, "load", plugins.load)
 
 
 def faults_of(text: str, **environment: str) -> list[str]:

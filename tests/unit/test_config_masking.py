@@ -7,7 +7,7 @@ import json
 import pytest
 
 from turnlane.config import loads, shown
-from turnlane.config.masking import MASK
+from turnlane.config.validation import MASK
 
 SECRET = "hunter2"
 FILE = "actions: [{name: k, output: {type: file, path: o}}]"

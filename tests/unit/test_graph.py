@@ -10,11 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from turnlane.cli.app import app
-from turnlane.cli.graph import topology_of
+from turnlane.cli.pipeline_tools import topology_of
 from turnlane.config import loads
 from turnlane.pipeline.cases import Case, differences
-from turnlane.pipeline.graph import Topology, cut, text_lines
-from turnlane.pipeline.picture import svg
+from turnlane.pipeline.graph import Topology, cut, svg, text_lines
 
 CONFIG = """\
 node: {data: d}

@@ -16,15 +16,11 @@ import pyarrow as pa
 import pytest
 
 import turnlane
-from turnlane.cli.output import readable, say_table
+from turnlane.cli.console import readable, say_table
 from turnlane.events import block_of
-from turnlane.queues.inspection import inspect
-from turnlane.queues.inspection.export import Format, export_to_file
-from turnlane.queues.inspection.fastqueue import FastQueueInspection
-from turnlane.queues.inspection.holder import holder
-from turnlane.queues.inspection.inspection import Inspection
-from turnlane.queues.inspection.rows import rows
-from turnlane.queues.inspection.slices import Selection, Slice
+from turnlane.storage.export import Format, export_to_file, rows
+from turnlane.storage.inspect import Selection, Slice, holder
+from turnlane.storage.offline import FastQueueInspection, Inspection, inspect
 
 
 def row_of(**columns: Any) -> dict[str, object]:
@@ -157,9 +153,9 @@ def test_an_export_holds_little_in_memory(tmp_path: Path) -> None:
             producer.publish_block(block_of([bytes(1000)] * 1000))
     script = """
 import sys, resource, pathlib
-from turnlane.queues.inspection.export import Format, export_to_file
-from turnlane.queues.inspection.inspection import Inspection
-from turnlane.queues.inspection.slices import Selection
+from turnlane.storage.export import Format, export_to_file
+from turnlane.storage.offline import Inspection
+from turnlane.storage.inspect import Selection
 
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 queue, before = Inspection(pathlib.Path(sys.argv[1])), peak()

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from turnlane.events import Block, block_of, values_of
-from turnlane.queues.log import log as log_module
-from turnlane.queues.log.compression import Compression
-from turnlane.queues.log.files import Buffers, Disk
-from turnlane.queues.log.log import Found, Log
+from turnlane.storage import log as log_module
+from turnlane.storage.disk_io import Buffers, Disk
+from turnlane.storage.frames import Compression
+from turnlane.storage.log import Found, Log
 from turnlane.testing import FaultyDisk
 
 ID = "0" * 32

@@ -11,8 +11,10 @@ import pytest
 
 from turnlane.errors import NotAQueue
 from turnlane.events import block_of
-from turnlane.queues.log import chunks
-from turnlane.queues.log.chunks import (
+from turnlane.storage import segments
+from turnlane.storage.disk_io import Disk
+from turnlane.storage.frames import Data, FrameKind, checksum, encode
+from turnlane.storage.segments import (
     FaultKind,
     Flaw,
     Whole,
@@ -23,8 +25,6 @@ from turnlane.queues.log.chunks import (
     scan,
     schema_frame,
 )
-from turnlane.queues.log.files import Disk
-from turnlane.queues.log.frames import Data, FrameKind, checksum, encode
 
 QUEUE_ID = "ab" * 16
 SCHEMA = pa.schema([pa.field("value", pa.binary())])
@@ -197,7 +197,7 @@ def test_a_length_that_is_a_lie_allocates_nothing(opened: Opened) -> None:
 def test_the_search_sees_a_header_that_lies_across_two_windows(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "WINDOW", 64)
+    monkeypatch.setattr(segments, "WINDOW", 64)
     for junk in range(8, 160, 8):
         fd = opened(SCHEMA_FRAME + A + bytes(junk) + B)
         assert flaws(fd) == [Flaw(FaultKind.CORRUPT_HEADER, AT_B, junk, 10, 10)]

@@ -8,7 +8,7 @@ import cramjam
 import pytest
 
 from turnlane.errors import ConfigError
-from turnlane.queues.log.compression import SMALLEST, TRIAL_EVERY, Compression, Mode, pays
+from turnlane.storage.frames import SMALLEST, TRIAL_EVERY, Compression, Mode, pays
 
 TEXT = b"GET /orders/1 200 OK " * 100
 NOISE = os.urandom(2000)

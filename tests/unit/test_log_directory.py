@@ -14,10 +14,10 @@ import pyarrow as pa
 import pytest
 
 from turnlane.errors import DirectoryLocked, DirectoryUnusable, NotAQueue
-from turnlane.queues.log.chunks import chunk_name
-from turnlane.queues.log.directory import QueueDirectory
-from turnlane.queues.log.files import Disk
-from turnlane.queues.log.frames import FrameKind, encode
+from turnlane.storage.directory import QueueDirectory
+from turnlane.storage.disk_io import Disk
+from turnlane.storage.frames import FrameKind, encode
+from turnlane.storage.segments import chunk_name
 from turnlane.testing import FaultyDisk
 
 DISK = Disk()
@@ -76,8 +76,8 @@ def test_a_directory_is_held_once_among_processes_until_the_holder_dies(tmp_path
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from turnlane.queues.log.directory import QueueDirectory\n"
-        "from turnlane.queues.log.files import Disk\n"
+        "from turnlane.storage.directory import QueueDirectory\n"
+        "from turnlane.storage.disk_io import Disk\n"
         "held = QueueDirectory.open(Path(sys.argv[1]), Disk())\n"
         "print('held', flush=True)\n"
         "sys.stdin.read()\n"

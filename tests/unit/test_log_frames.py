@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlane.events import block_of
-from turnlane.queues.log.columns import Fitting
-from turnlane.queues.log.frames import (
+from turnlane.storage.encoder import Fitting, Messages
+from turnlane.storage.frames import (
     HEADER_SIZE,
     Data,
     FrameDamaged,
@@ -26,7 +26,6 @@ from turnlane.queues.log.frames import (
     pack_stamps,
     parse_header,
 )
-from turnlane.queues.log.messages import Messages
 
 BLOCK = block_of([b"one", b"two", b"three"]).select(["value"])
 STAMPS = [Stamp(b"a" * 16, 7), Stamp(b"b" * 16, 9)]

@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from tests.contract.harness import PATIENCE
-from turnlane.queues.log.hand import Hand
+from turnlane.storage.active_segment import Hand
 
 
 def test_the_caller_goes_on_meanwhile() -> None:

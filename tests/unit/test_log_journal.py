@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from turnlane.queues.contract import Outcome
-from turnlane.queues.log.files import Disk
-from turnlane.queues.log.journal import NAMES, Journal
-from turnlane.queues.log.journal_state import MAX_PRODUCERS, JournalState
-from turnlane.queues.log.position import Position, Stamp
+from turnlane.ledger import Outcome
+from turnlane.storage.disk_io import Disk
+from turnlane.storage.frames import Position, Stamp
+from turnlane.storage.journal import NAMES, Journal
+from turnlane.storage.journal_records import MAX_PRODUCERS, JournalState
 from turnlane.testing import FaultyDisk
 
 ID = "0123456789abcdef" * 2

@@ -13,11 +13,9 @@ import pytest
 from tests.log_harness import drained, fill, open_log, values
 from turnlane.errors import Bug, SchemaMismatch
 from turnlane.events import BASE_SCHEMA, block_of, values_of
-from turnlane.queues.contract import Outcome
-from turnlane.queues.log.compression import Mode
-from turnlane.queues.log.frames import Stamp
-from turnlane.queues.log.log import Fault, Found, Log
-from turnlane.queues.log.position import Position
+from turnlane.ledger import Outcome
+from turnlane.storage.frames import Mode, Position, Stamp
+from turnlane.storage.log import Fault, Found, Log
 
 Opener = Callable[..., Log]
 

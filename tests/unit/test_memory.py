@@ -31,7 +31,7 @@ def use():
 print(again(use))
 """
 C_CODE = """
-from turnlane.memory import keep_freed
+from turnlane.runtime import keep_freed
 keep_freed()
 def use():
     [bytearray(8 << 20) for _ in range(4)]

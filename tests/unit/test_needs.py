@@ -10,7 +10,7 @@ pytest.importorskip("pyspark.sql")
 
 from turnlane.config import loads
 from turnlane.pipeline.settings import PipelineSettings
-from turnlane.spark.needs import delivers_by_place, goes_by_place, wanted_by_main, wanted_by_tasks
+from turnlane.spark.steps import delivers_by_place, goes_by_place, wanted_by_main, wanted_by_tasks
 
 RAW = "{type: file, path: a, format: raw}"
 JSON = "{type: file, path: a}"

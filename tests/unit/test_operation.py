@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tests.unit.test_pipeline_config import FILE, actions, with_cases
 from turnlane.cli import run
 from turnlane.cli.app import app
-from turnlane.cli.operation import Opening, Operation, needs_restart, stamp
+from turnlane.cli.supervise import Opening, Operation, needs_restart, stamp
 from turnlane.config import load, loads
 
 OTHER_DATA = "OTHER"
@@ -195,7 +195,7 @@ def operation(
 ) -> Operation:
     """One that runs an action ``a``; its file has changed, and has ``b``."""
     pytest.importorskip("pyspark.sql")
-    monkeypatch.setattr("turnlane.cli.operation.AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("turnlane.cli.supervise.AGAIN_SECONDS", 0.0)
     path = tmp_path / "c.yaml"
     path.write_text(actions(f"{{name: b, queue: disk, {FILE}}}"))
     session: Any = SimpleNamespace(stop=lambda: None)

@@ -10,9 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from turnlane.formats.java_regex import BadPattern, GroupedPattern
-from turnlane.formats.parse_settings import Format, OnError, ParseSettings, Pick
-from turnlane.problems import config_error
+from turnlane.formats.parse_settings import (
+    BadPattern,
+    Format,
+    GroupedPattern,
+    OnError,
+    ParseSettings,
+    Pick,
+)
+from turnlane.validation import config_error
 
 
 def why(given: Any) -> str:

@@ -13,15 +13,15 @@ from typer.testing import CliRunner
 from scripts import config_schema
 from tests.acceptance.test_docs import blocks_of
 from turnlane.cli.app import app
-from turnlane.cli.init import example
+from turnlane.cli.pipeline_tools import example
 from turnlane.config import Config, ConfigFaults, load, load_cases, loads, shown
 from turnlane.config.document import dotted, parse, undotted
-from turnlane.config.nodes import of_the_file
+from turnlane.config.settings import of_the_file
 from turnlane.errors import ConfigError
 from turnlane.formats.parse_settings import Format
 from turnlane.outputs.file import FileSettings
 from turnlane.outputs.spark import SparkSinkSettings
-from turnlane.queues.kinds import Kind
+from turnlane.queues.knobs import Kind
 from turnlane.service import check
 
 ROOT = Path(__file__).parents[2]

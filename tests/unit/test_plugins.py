@@ -8,12 +8,12 @@ import pytest
 
 from turnlane.config import ConfigFaults, json_schema, loads
 from turnlane.errors import ConfigError
-from turnlane.inputs import registry as inputs
-from turnlane.outputs import registry as outputs
+from turnlane.inputs import api as inputs
+from turnlane.outputs import api as outputs
 
 OWN = """
 from pydantic import Field
-from turnlane.outputs.contract import Output, OutputSettings
+from turnlane.outputs.api import Output, OutputSettings
 
 class ShoutSettings(OutputSettings):
     volume: int = Field(default=11, ge=0, description="How loud.")

@@ -13,11 +13,10 @@ from tests.recovery.proxy_harness import Publisher, await_values, impatience, op
 from turnlane.errors import QueueClosed, QueueEmpty, QueueFull, TransportDown
 from turnlane.events import Block, block_of
 from turnlane.queues import proxy
-from turnlane.queues.contract import Ack, AckLevel, Durability
+from turnlane.queues.api import Ack, AckLevel, Connection, Durability, Transport
 from turnlane.queues.memory import MemoryQueue
 from turnlane.queues.proxy import ProxyQueue, retry_after
 from turnlane.queues.settings import QueueSettings
-from turnlane.queues.transport import Connection, Transport
 from turnlane.testing import FlakyTransport, LoopbackTransport, ModelConnection, ModelNode, Step
 
 MOMENT = 0.05

@@ -10,7 +10,7 @@ from tests.contract.harness import Acks, Task, wait_until
 from tests.recovery.proxy_harness import impatience, open_proxy
 from turnlane.errors import NotAllowed, QueueClosed, SchemaMismatch
 from turnlane.events import Block
-from turnlane.queues.transport import Connection, Progress
+from turnlane.queues.api import Connection, Progress
 from turnlane.testing import ModelConnection, ModelNode
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from turnlane.quantities import (
+from turnlane.units import (
     LARGEST,
     LONGEST,
     Duration,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlane.queues.ranges import Ranges
+from turnlane.intervals import Ranges
 
 LIMIT = 40
 NUMBERS = range(LIMIT)

@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 from turnlane.cli.serve import leave
-from turnlane.scratch import scratch
+from turnlane.runtime import scratch
 
 assert scratch("turnlane-").is_dir()
 (scratch("turnlane-") / "file").touch()

@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from turnlane.errors import ConfigError
-from turnlane.problems import config_error
-from turnlane.quantities import Percentage, TimeWindow
-from turnlane.queues.contract import Durability, FullBehavior
-from turnlane.queues.kinds import ON_DISK, Kind
-from turnlane.queues.knobs import Compression
-from turnlane.queues.marks import Marks
+from turnlane.queues.api import Durability, FullBehavior
+from turnlane.queues.knobs import ON_DISK, Compression, Kind, Marks
 from turnlane.queues.memory_limit import memory_limit
 from turnlane.queues.settings import QueueSettings
+from turnlane.units import Percentage, TimeWindow
+from turnlane.validation import config_error
 
 MEBI = 2**20
 

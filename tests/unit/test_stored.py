@@ -8,10 +8,10 @@ import pytest
 
 from turnlane.events import block_of
 from turnlane.queues import open_queue
-from turnlane.queues.contract import Queue
-from turnlane.queues.portion import Portion
-from turnlane.queues.store import FRAME_BYTES, frames_of
-from turnlane.queues.stored import JOIN_BYTES
+from turnlane.queues.api import Queue
+from turnlane.queues.buffer import Portion
+from turnlane.queues.disk import JOIN_BYTES
+from turnlane.storage.store import FRAME_BYTES, frames_of
 from turnlane.testing import FaultyDisk
 
 

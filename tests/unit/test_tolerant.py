@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnlane.spark.tolerant import tolerant
+from turnlane.spark.transforms import tolerant
 
 
 @pytest.mark.parametrize(

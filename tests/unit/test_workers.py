@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlane.errors import Never, QueueFull, RetryLater
-from turnlane.queues.workers import FIRST_PAUSE, LAST_PAUSE, pause_after, wanted_workers
+from turnlane.queues.worker_pool import FIRST_PAUSE, LAST_PAUSE, pause_after, wanted_workers
 
 
 @pytest.mark.parametrize(

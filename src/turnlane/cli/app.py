@@ -7,11 +7,8 @@ from typing import Annotated
 import typer
 
 from turnlane import __version__
-from turnlane.cli.breaker import breaker
-from turnlane.cli.cases import try_cases
-from turnlane.cli.dlq import dlq
-from turnlane.cli.graph import graph
-from turnlane.cli.init import init
+from turnlane.cli.dead_letters import breaker, dlq
+from turnlane.cli.pipeline_tools import graph, init, try_cases
 from turnlane.cli.queue import queue
 from turnlane.cli.run import pipeline, run
 from turnlane.cli.serve import serve, validate

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from turnlane.backoff import doubled
-from turnlane.cli.failure import ExitCode
-from turnlane.closing import Closing
+from turnlane.cli.console import ExitCode
+from turnlane.retry import doubled
+from turnlane.runtime import Closing
 
 FIRST_PAUSE: Final = 0.5
 LAST_PAUSE: Final = 15.0

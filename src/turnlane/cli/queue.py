@@ -3,29 +3,107 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
+import pyarrow as pa
 import typer
 
-from turnlane.cli import output
-from turnlane.cli.failure import ExitCode, reported
-from turnlane.cli.options import Count, Json, Yes
-from turnlane.cli.queue_texts import (
-    PEEK_COLUMNS,
-    finding_lines,
-    ledger_lines,
-    nothing_to_peek,
-    peek_cells,
-    repaired_lines,
-    summary,
-)
-from turnlane.queues.inspection import inspect, inspect_own
-from turnlane.queues.inspection.export import Exported, Format, export, export_to_file
-from turnlane.queues.inspection.peek import peek as next_events
-from turnlane.queues.inspection.repair import Repair, Repaired, is_repairable
-from turnlane.queues.inspection.rows import rows
-from turnlane.queues.inspection.slices import EVERYTHING, Inspected, Selection
+from turnlane.cli import console
+from turnlane.cli.console import Column, Count, ExitCode, Json, Yes, counted, readable, reported
+from turnlane.storage.export import Exported, Format, export, export_to_file, rows
+from turnlane.storage.export import peek as next_events
+from turnlane.storage.inspect import EVERYTHING, Inspected, Selection, Slice
+from turnlane.storage.offline import Repair, Repaired, inspect, inspect_own, is_repairable
+from turnlane.storage.verify import Account, Report
+
+# ── queue_texts ──
+# How ``turnlane queue`` puts things into words for people.
+
+PEEK_COLUMNS: list[Column] = [
+    ("offset", "right"),
+    ("time", "left"),
+    ("key", "left"),
+    ("value", "left"),
+    ("settled", "left"),
+]
+_MILLISECONDS = len("2026-01-01T00:00:00.000")
+
+
+def peek_cells(piece: Slice) -> Iterator[list[str]]:
+    """The cells of a row for each event."""
+    keep = [name for name in ("key", "timestamp") if name in piece.block.schema.names]
+    values = piece.block.column("value").cast(pa.binary()).to_pylist()
+    few = Slice(piece.offsets, piece.settled, piece.block.select(keep))
+    for row, value in zip(rows(few), values, strict=True):
+        time = str(row.get("timestamp") or "")[:_MILLISECONDS].replace("T", " ")
+        key = readable(str(row.get("key") or "").encode())
+        yield [str(row["offset"]), time, key, readable(value), "yes" if piece.settled else "no"]
+
+
+def nothing_to_peek(queue: Inspected, first: int | None, *, everything: bool) -> str:
+    """Why there are no events to show."""
+    if first is not None and first >= queue.end:
+        return f"offset {first} is beyond the end: the queue ends before offset {queue.end}"
+    there = "there are no events" if everything else "nothing is pending"
+    return there if first is None else f"{there} from offset {first} on"
+
+
+def summary(report: Report) -> str:
+    """What was looked at."""
+    held = f", open in process {report.running}" if report.running is not None else ""
+    return (
+        f"{report.name}: {counted(report.chunks, 'chunk')}, {counted(report.frames, 'frame')}, "
+        f"{counted(report.events, 'event')} ({report.pending} pending), "
+        f"{counted(report.bytes, 'byte')}{held}"
+    )
+
+
+def finding_lines(report: Report) -> Iterator[str]:
+    """Every finding in two lines, and what they come to."""
+    for finding in report.findings:
+        label = "FAULT" if finding.fault else "note "
+        yield f"{label} {finding.file}, byte {finding.byte}: {finding.what}"
+        yield f"      → {finding.todo}"
+    if report.clean:
+        yield "clean"
+    else:
+        lost = f", {counted(report.lost, 'event')} lost" if report.lost else ", no event lost"
+        yield f"{counted(len(report.faults), 'fault')}{lost}"
+
+
+def repaired_lines(done: Repaired | None, *, needed: bool) -> Iterator[str]:
+    """What a repair has done, if it was done."""
+    if done is None:
+        yield "nothing was changed" if needed else "there is nothing to repair"
+        return
+    reasons = ", ".join(f"{count} {reason}" for reason, count in done.lost.items())
+    lost = f"{sum(done.lost.values())} lost: {reasons}" if reasons else "none lost"
+    yield f"repaired: {counted(done.saved, 'pending event')} saved, {lost}"
+    if done.recovered_acks:
+        yield f"{counted(done.recovered_acks, 'ack')} recovered from the damaged journal"
+    for name in done.set_aside:
+        yield f"kept: {name}"
+
+
+def ledger_lines(account: Account) -> Iterator[str]:
+    """The ledger as a table, as a sum, and what it does not include."""
+    ledger = account.ledger
+    entries = [("accepted", ledger.accepted), ("delivered", ledger.delivered)]
+    entries.append(("dead", ledger.dead))
+    entries += [(f"dropped, {why}", count) for why, count in ledger.dropped.items()]
+    entries.append(("pending", ledger.pending))
+    if account.unaccounted:
+        entries.append(("unaccounted", account.unaccounted))
+    width = max(len(name) for name, _ in entries)
+    digits = max(len(str(count)) for _, count in entries)
+    for name, count in entries:
+        yield f"{name:<{width}}  {count:>{digits}}"
+    yield str(ledger)
+    yield from account.notes
+    yield f"not included: {account.not_included}"
+
 
 queue = typer.Typer(
     no_args_is_help=True,
@@ -62,17 +140,17 @@ def peek(
     if as_json:
         for piece in pieces:
             for row in rows(piece):
-                output.say_json(row)
+                console.say_json(row)
         if first is not None and first >= seen.end:
-            output.warn(nothing_to_peek(seen, first, everything=everything))
+            console.warn(nothing_to_peek(seen, first, everything=everything))
     elif pieces:
         columns = PEEK_COLUMNS if everything else PEEK_COLUMNS[:-1]
         cells = [row for piece in pieces for row in peek_cells(piece)]
-        output.say_table(columns, [row[: len(columns)] for row in cells], elastic="value")
+        console.say_table(columns, [row[: len(columns)] for row in cells], elastic="value")
     else:
-        output.say(nothing_to_peek(seen, first, everything=everything))
+        console.say(nothing_to_peek(seen, first, everything=everything))
     if unreadable:
-        output.warn(f"{unreadable} events among these cannot be read; turnlane queue verify")
+        console.warn(f"{unreadable} events among these cannot be read; turnlane queue verify")
 
 
 @queue.command()
@@ -80,13 +158,13 @@ def peek(
 def verify(directory: Directory, *, as_json: Json = False) -> None:
     """Check every byte: name the file and byte of every fault. Exit code 1 if there are any."""
     seen = inspect(directory)
-    with output.progress("verifying", seen.size) as advance:
+    with console.progress("verifying", seen.size) as advance:
         report = seen.verify(advance)
     if as_json:
-        output.say_json({"path": str(directory), **report.as_dict()})
+        console.say_json({"path": str(directory), **report.as_dict()})
     else:
         for line in [summary(report), *finding_lines(report)]:
-            output.say(line)
+            console.say(line)
     if not report.clean:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -105,26 +183,26 @@ def repair(
     """Make a damaged queue verify as clean; keep in quarantine what cannot be read."""
     size = inspect_own(directory).size
     repairing = Repair(directory)
-    with output.progress("verifying", size) as advance:
+    with console.progress("verifying", size) as advance:
         report = repairing.plan(advance)
     needed = any(map(is_repairable, report.findings))
     if not as_json:
         for line in [summary(report), *finding_lines(report)]:
-            output.say(line)
+            console.say(line)
     done = None
     if needed and not dry_run:
         if sys.stdin.isatty() and not yes:
             typer.confirm("Repair?", abort=True, err=True)
-        with output.progress("repairing", size) as advance:
+        with console.progress("repairing", size) as advance:
             done = repairing.run(advance)
     if as_json:
         result = {"path": str(directory), "dry_run": dry_run, "repaired": done is not None}
         found = [finding.as_dict() for finding in report.findings]
         outcome = done or Repaired(saved=report.pending)
-        output.say_json({**result, **outcome.as_dict(), "findings": found})
+        console.say_json({**result, **outcome.as_dict(), "findings": found})
     else:
         for line in repaired_lines(done, needed=needed):
-            output.say(line)
+            console.say(line)
 
 
 @queue.command(name="export")
@@ -158,18 +236,18 @@ def export_events(
         done = _export_to_file(seen, selection, target, chosen, force=force)
     result = {"output": str(target), "format": chosen.value, **done._asdict()}
     if as_json and str(target) != "-":
-        output.say_json(result)
+        console.say_json(result)
     elif str(target) != "-":
-        output.say(f"{done.events} events written to {target}")
+        console.say(f"{done.events} events written to {target}")
     if done.unreadable:
-        output.warn(f"{done.unreadable} events cannot be read; turnlane queue verify says why")
+        console.warn(f"{done.unreadable} events cannot be read; turnlane queue verify says why")
         raise typer.Exit(ExitCode.FAILED)
 
 
 def _export_to_file(
     seen: Inspected, selection: Selection, target: Path, kind: Format, *, force: bool
 ) -> Exported:
-    with output.progress("exporting", seen.size) as advance:
+    with console.progress("exporting", seen.size) as advance:
         return export_to_file(seen, selection, target, kind, force=force, advance=advance)
 
 
@@ -195,9 +273,9 @@ def ledger(directory: Directory, *, as_json: Json = False) -> None:
     account = seen.account()
     if as_json:
         about = {"path": str(directory), "name": seen.name, "running": seen.running}
-        output.say_json({**about, **account.as_dict()})
+        console.say_json({**about, **account.as_dict()})
     else:
         for line in ledger_lines(account):
-            output.say(line)
+            console.say(line)
     if not account.ledger.adds_up:
         raise typer.Exit(ExitCode.FAILED)

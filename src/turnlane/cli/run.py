@@ -10,11 +10,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from turnlane.cli.failure import ExitCode, reported
-from turnlane.cli.logs import LogFormat, LogLevel, log_to_stderr
+from turnlane.cli.console import (
+    ConfigFile,
+    Endpoint,
+    ExitCode,
+    Form,
+    Level,
+    LogFormat,
+    LogLevel,
+    log_to_stderr,
+    reported,
+)
 from turnlane.cli.node_process import NodeProcess
-from turnlane.cli.nodes import default_endpoint
-from turnlane.cli.operation import (
+from turnlane.cli.process import Signals, notify
+from turnlane.cli.serve import faults_printed, leave, leave_if_stuck, loaded, piped, written
+from turnlane.cli.spark_session import find_modules_beside, modules_beside, need_spark, session
+from turnlane.cli.supervise import (
     NodeFailed,
     Opening,
     Operation,
@@ -23,16 +34,12 @@ from turnlane.cli.operation import (
     reporter,
     stamp,
 )
-from turnlane.cli.options import ConfigFile, Endpoint, Form, Level
-from turnlane.cli.serve import faults_printed, leave, leave_if_stuck, loaded, piped, written
-from turnlane.cli.signals import Signals
-from turnlane.cli.spark import find_modules_beside, modules_beside, need_spark, session
-from turnlane.cli.supervisor import notify
+from turnlane.cli.targets import default_endpoint
 from turnlane.errors import ConfigError
 
 if TYPE_CHECKING:
     from turnlane.config import Config
-    from turnlane.spark.process import Session
+    from turnlane.spark.session import Session
 
 Json = Annotated[bool, typer.Option("--json", help="Tell what happens in lines of JSON.")]
 Reload = Annotated[
@@ -185,7 +192,7 @@ def _operate(
 
 def _check_for_pipeline(settings: Config, endpoint: str | None) -> None:
     """That the nodes may be reached, before Spark is started for it."""
-    from turnlane.client.url import Url
+    from turnlane.client.address import Url
 
     with faults_printed(settings):
         settings.nodes.token()

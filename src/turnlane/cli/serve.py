@@ -10,26 +10,79 @@ import resource
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
-from turnlane.cli import output
-from turnlane.cli.connect import check_outputs
-from turnlane.cli.failure import ExitCode, reported
-from turnlane.cli.logs import LogFormat, LogLevel, log_to_stderr
-from turnlane.cli.options import ConfigFile, Form, Level, OptionalConfig
-from turnlane.cli.signals import Signals
-from turnlane.cli.spark import find_modules_beside, need_spark, session
-from turnlane.cli.supervisor import notify
-from turnlane.errors import ConfigError
-from turnlane.scratch import clear
+from turnlane.cli import console
+from turnlane.cli.console import (
+    ConfigFile,
+    ExitCode,
+    Form,
+    Level,
+    LogFormat,
+    LogLevel,
+    OptionalConfig,
+    log_to_stderr,
+    reported,
+)
+from turnlane.cli.process import Signals, notify
+from turnlane.cli.spark_session import find_modules_beside, need_spark, session
+from turnlane.errors import ConfigError, TurnlaneError
+from turnlane.runtime import clear
 
 if TYPE_CHECKING:
     from turnlane.config import Config
+    from turnlane.outputs.api import OutputSettings
     from turnlane.pipeline.settings import PipelineSettings
     from turnlane.service import Service
+
+# ── connect ──
+# ``turnlane validate --connect``: whether the destinations of a configuration can be reached.
+
+
+def check_outputs(config: Config) -> int:
+    """Try all outputs at once, without delivering anything; how many there are.
+
+    Those that fail are printed with their place in the file and the reason, and the command ends.
+    """
+    outputs = list(_outputs(config))
+    with ThreadPoolExecutor(max(1, len(outputs))) as pool:
+        problems = list(pool.map(_problem, (settings for _, settings in outputs)))
+    failed = False
+    for (place, _), problem in zip(outputs, problems, strict=True):
+        if problem is not None:
+            failed = True
+            typer.echo(str(config.placed(ConfigError(place, problem))), err=True)
+    if failed:
+        raise typer.Exit(ExitCode.FAILED)
+    return len(outputs)
+
+
+def _outputs(config: Config) -> Iterator[tuple[str, OutputSettings]]:
+    """The outputs of all actions, each with its place in the configuration."""
+    for number, action in enumerate(config.actions):
+        yield f"actions[{number}].output", action.output
+        failover = action.delivery.failover
+        if failover is not None:
+            yield f"actions[{number}].delivery.failover.output", failover.output
+
+
+def _problem(settings: OutputSettings) -> str | None:
+    """Why an output's destination cannot be used now."""
+    from turnlane.outputs import api
+
+    try:
+        with api.load(settings.type)(settings) as output:
+            output.check()
+    except TurnlaneError as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - an output of somebody's own may raise anything
+        return f"{type(error).__name__}: {error}"
+    return None
+
 
 # What a node needs is imported where it is used: other commands start without it.
 
@@ -91,7 +144,7 @@ def serve(
             why = _reason_to_stop(service, signals)
             if ready_file is not None:
                 ready_file.unlink(missing_ok=True)
-            output.warn(f"{why}: stopping; once more to wait for nobody")
+            console.warn(f"{why}: stopping; once more to wait for nobody")
             _stop_in_order(service, signals)
         finally:
             service.stop(0.0)
@@ -115,7 +168,7 @@ def validate(
 
     With --connect, destinations that cannot be used are listed alike; then the exit code is 1.
     """
-    from turnlane.config import cautions, shown
+    from turnlane.config import cross_checks, shown
     from turnlane.service import check
 
     settings = loaded(config)
@@ -125,12 +178,12 @@ def validate(
     if with_spark:
         _check_with_spark(config, settings)
     answered = check_outputs(settings) if connect else None
-    for caution in cautions(settings):
-        output.warn(f"warning: {caution}")
+    for caution in cross_checks.cautions(settings):
+        console.warn(f"warning: {caution}")
     if show:
-        output.say(json.dumps(shown(settings), indent=2, ensure_ascii=False))
+        console.say(json.dumps(shown(settings), indent=2, ensure_ascii=False))
     else:
-        output.say(f"{config}: ok, {', '.join(_counted(settings, answered))}")
+        console.say(f"{config}: ok, {', '.join(_counted(settings, answered))}")
 
 
 def _counted(settings: Config, answered: int | None) -> Iterator[str]:
@@ -140,7 +193,7 @@ def _counted(settings: Config, answered: int | None) -> Iterator[str]:
     if answered is not None:
         parts.append((answered, "reachable output"))
     for count, noun in parts:
-        yield output.counted(count, noun)
+        yield console.counted(count, noun)
 
 
 def _check_with_spark(path: Path, settings: Config) -> None:
@@ -170,7 +223,7 @@ def _settings(
     from pydantic import ValidationError
 
     from turnlane.config import Config
-    from turnlane.problems import config_error
+    from turnlane.validation import config_error
 
     if (config is None) == (data is None):
         raise typer.BadParameter("give a CONFIG, or --data DIR")
@@ -265,28 +318,28 @@ def _announce(service: Service, ready_file: Path | None, *, as_json: bool) -> No
     for each in service.listening():
         where = "" if each.where is None else f" on {each.where}"
         queue = "" if each.queue is None else f" into queue {each.queue}"
-        output.warn(f"{each.what}{where}{queue}")
+        console.warn(f"{each.what}{where}{queue}")
     about = {"pid": os.getpid(), **service.as_dict()}
     if ready_file is not None:
         partial = ready_file.with_name(f"{ready_file.name}.part")
         partial.write_text(json.dumps(about) + "\n", encoding="utf-8")
         partial.replace(ready_file)
     if as_json:
-        output.say_json(about)
+        console.say_json(about)
         sys.stdout.flush()
-    output.warn("ready")
+    console.warn("ready")
     notify("READY=1")
 
 
 def _stop_in_order(service: Service, signals: Signals) -> None:
     notify("STOPPING=1")
     if signals.wait_or(service.stop):
-        output.warn("stopped")
+        console.warn("stopped")
         leave_if_stuck(0)
     else:
-        output.warn("stopping without waiting; once more to end at once")
+        console.warn("stopping without waiting; once more to end at once")
         signals.wait_or(service.hard_stop)  # one more signal ends the process
-        output.warn("stopped; clients that were told nothing will send again")
+        console.warn("stopped; clients that were told nothing will send again")
         leave(ExitCode.FAILED)
 
 

@@ -4,29 +4,81 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from turnlane.cli import output
-from turnlane.cli.failure import reported
-from turnlane.cli.moments import moment
-from turnlane.cli.options import Count, Json, Yes
-from turnlane.cli.table_texts import (
-    PEEK_COLUMNS,
-    STATES,
-    STATUS_COLUMNS,
-    peek_cells,
-    shown,
-    status_cells,
-)
-from turnlane.cli.tables import Place, Urls, databases, given, places, together
+from turnlane.cli import console
+from turnlane.cli.console import Column, Count, Json, Yes, moment, reported
+from turnlane.cli.targets import Place, Urls, databases, given, places, together
 from turnlane.errors import ConfigError, NotSupported
+from turnlane.units import format_duration
 
 if TYPE_CHECKING:
     from turnlane.table import Database
+    from turnlane.table.queue import Selection, Status
     from turnlane.table.reshard import Progress
-    from turnlane.table.selection import Selection
+
+# ── table_texts ──
+# What ``turnlane table`` says: columns of its tables, and their cells.
+
+STATES: Final = ("to_be_fired", "fired", "acked", "dead")
+STATUS_COLUMNS: Final[list[Column]] = [
+    ("queue", "left"),
+    ("shard", "left"),
+    *((state, "right") for state in STATES),
+    ("due", "right"),
+    ("lag", "right"),
+    ("window", "right"),
+    ("leader", "left"),
+]
+PEEK_COLUMNS: Final[list[Column]] = [
+    ("event_id", "right"),
+    ("fires", "left"),
+    ("state", "left"),
+    ("attempts", "right"),
+    ("name", "left"),
+    ("row", "left"),
+]
+_APART: Final = {
+    "fire_at",
+    "event_id",
+    "state",
+    "attempts",
+    "event_name",
+    "keyspace_id",
+    "priority",
+}
+"""Columns that have a cell of their own, or say little."""
+
+
+def status_cells(place: Place, status: Status) -> list[str]:
+    """A queue in one database."""
+    counts = [str(status.counts[state]) for state in STATES]
+    lag = format_duration(round(status.lag, 1)) if status.due else ""
+    numbers = [str(status.due), lag, str(status.window)]
+    return [place.queue.name, place.shard, *counts, *numbers, status.leader or "nobody"]
+
+
+def peek_cells(row: dict[str, Any]) -> list[str]:
+    """An event."""
+    fires = datetime.fromtimestamp(row["fire_at"] / 1e9, UTC).isoformat(" ", "milliseconds")
+    rest = [
+        f"{name}={value}"
+        for name, value in shown(row).items()
+        if name not in _APART and value is not None
+    ]
+    place = [str(row["event_id"]), fires.removesuffix("+00:00"), row["state"]]
+    return [*place, str(row["attempts"]), row["event_name"] or "", " ".join(rest)]
+
+
+def shown(row: dict[str, Any]) -> dict[str, object]:
+    """A row as JSON has it."""
+    from turnlane.storage.export import plain
+
+    return {name: plain(value) for name, value in row.items()}
+
 
 table = typer.Typer(
     no_args_is_help=True,
@@ -80,9 +132,9 @@ def sql(
         names = all_of_them.sql(text)
     for name in names:
         if as_json:
-            output.say_json({what: name})
+            console.say_json({what: name})
         else:
-            output.say(name)
+            console.say(name)
 
 
 @table.command()
@@ -109,11 +161,11 @@ def status(
         seen = [(place, place.queue.status()) for place in found]
     if as_json:
         for place, each in seen:
-            output.say_json({"queue": place.queue.name, "shard": place.shard, **asdict(each)})
+            console.say_json({"queue": place.queue.name, "shard": place.shard, **asdict(each)})
     elif seen:
-        output.say_table(STATUS_COLUMNS, [status_cells(*each) for each in seen], elastic="leader")
+        console.say_table(STATUS_COLUMNS, [status_cells(*each) for each in seen], elastic="leader")
     else:
-        output.say("there are no queues")
+        console.say("there are no queues")
 
 
 @table.command()
@@ -139,11 +191,11 @@ def peek(
     rows = sorted(rows, key=lambda row: (row["fire_at"], row["event_id"]))[:count]
     if as_json:
         for row in rows:
-            output.say_json(shown(row))
+            console.say_json(shown(row))
     elif rows:
-        output.say_table(PEEK_COLUMNS, [peek_cells(row) for row in rows], elastic="row")
+        console.say_table(PEEK_COLUMNS, [peek_cells(row) for row in rows], elastic="row")
     else:
-        output.say("there are none")
+        console.say("there are none")
 
 
 @table.command()
@@ -193,7 +245,7 @@ def cancel(
         count = sum(len(each) for _, each in ids)
         if count and not yes and sys.stdin.isatty():
             typer.confirm(
-                f"Delete {output.counted(count, 'event')} of {queue}?", abort=True, err=True
+                f"Delete {console.counted(count, 'event')} of {queue}?", abort=True, err=True
             )
         done = sum(place.queue.cancel(each) for place, each in ids)
     _say_done(queue, done, "cancelled", as_json=as_json)
@@ -228,11 +280,11 @@ def reshard(
         raise NotSupported("no reshard was interrupted: name the new shards with --to RANGE=URL")
     if as_json:
         now = [{"range": str(each.key_range), "url": each.address} for each in shards]
-        output.say_json({"queue": queue, "moved": moved, "shards": now})
+        console.say_json({"queue": queue, "moved": moved, "shards": now})
     else:
-        output.say(f"{output.counted(moved, 'event')} moved; the shards of {queue}:")
+        console.say(f"{console.counted(moved, 'event')} moved; the shards of {queue}:")
         for each in shards:
-            output.say(f"  {each}")
+            console.say(f"  {each}")
 
 
 class _Teller:
@@ -247,9 +299,11 @@ class _Teller:
             return
         self._step = progress.step
         if self._as_json:
-            output.say_json({"step": str(progress.step), "moved": progress.moved})
+            console.say_json({"step": str(progress.step), "moved": progress.moved})
         else:
-            output.warn(f"{progress.step}, {output.counted(progress.moved, 'event')} moved so far")
+            console.warn(
+                f"{progress.step}, {console.counted(progress.moved, 'event')} moved so far"
+            )
 
 
 # ── choosing ─────────────────────────────────────────────────────────────────────────────────────
@@ -262,7 +316,7 @@ def _selection(
     keys: list[str] | None,
     *due: str | None,
 ) -> Selection:
-    from turnlane.table.selection import Selection
+    from turnlane.table.queue import Selection
 
     since, until = map(_nanoseconds, ("--since", "--until"), due)
     for state in states or ():
@@ -303,13 +357,13 @@ def _ddl(database: Database, statement: str) -> list[str]:
 def _say_ddl(statements: list[str], *, as_json: bool) -> None:
     for statement in statements:
         if as_json:
-            output.say_json({"statement": statement})
+            console.say_json({"statement": statement})
         else:
-            output.say(f"{statement};\n")
+            console.say(f"{statement};\n")
 
 
 def _say_done(queue: str, count: int, what: str, *, as_json: bool) -> None:
     if as_json:
-        output.say_json({"queue": queue, "events": count})
+        console.say_json({"queue": queue, "events": count})
     else:
-        output.say(f"{output.counted(count, 'event')} {what}")
+        console.say(f"{console.counted(count, 'event')} {what}")

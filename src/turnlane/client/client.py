@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from turnlane.client.leased import Keeper
-from turnlane.client.remote import Credentials, Ends, RemoteNode
+from turnlane.client.address import Url
+from turnlane.client.leased_batch import Keeper
+from turnlane.client.node_client import Credentials, Ends, RemoteNode, StageWriter
 from turnlane.client.spread import SpreadQueue
-from turnlane.client.stage_writer import StageWriter
 from turnlane.client.transport import FlightTransport
-from turnlane.client.url import Url
 from turnlane.clock import SYSTEM_CLOCK, Clock
-from turnlane.closing import Closing
 from turnlane.errors import ConfigError, NotSupported
 from turnlane.events import Block
-from turnlane.quantities import parse_duration
-from turnlane.queues.contract import Queue
-from turnlane.queues.kinds import Kind
+from turnlane.queues.api import Queue
+from turnlane.queues.knobs import Kind
 from turnlane.queues.proxy import ProxyQueue
 from turnlane.queues.settings import QueueSettings
+from turnlane.runtime import Closing
+from turnlane.units import parse_duration
 
 if TYPE_CHECKING:
     from turnlane.client.table import RemoteTable

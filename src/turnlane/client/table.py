@@ -14,14 +14,13 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from turnlane.client.failures import understood
-from turnlane.client.remote import RemoteNode, said
-from turnlane.closing import Closing
+from turnlane.client.address import understood
+from turnlane.client.node_client import RemoteNode, said
 from turnlane.errors import LeadLost, Never, QueueClosed, TransportDown, TurnlaneError
+from turnlane.runtime import Closing
 from turnlane.table.event import COLUMNS, TableEvent
-from turnlane.table.keyspace import KeyRange
-from turnlane.table.losses import Losses
-from turnlane.table.receiver import PREFETCH
+from turnlane.table.receiver import PREFETCH, Losses
+from turnlane.table.shards import KeyRange
 from turnlane.table.sql.dialect import Row
 
 log = logging.getLogger(__name__)

@@ -11,14 +11,12 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from turnlane.client.failures import understood
-from turnlane.client.leased import Keeper, LeasedBatch
-from turnlane.client.pieces import pieces_of
-from turnlane.client.remote import RemoteNode, said
+from turnlane.client.address import understood
+from turnlane.client.leased_batch import Keeper, LeasedBatch
+from turnlane.client.node_client import RemoteNode, pieces_of, said
 from turnlane.errors import ConfigError, QueueClosed, QueueEmpty, TransportDown
 from turnlane.events import Block, conform
-from turnlane.queues.contract import Durability, Place
-from turnlane.queues.transport import Progress
+from turnlane.queues.api import Durability, Place, Progress
 
 log = logging.getLogger(__name__)
 

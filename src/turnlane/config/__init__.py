@@ -6,9 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from turnlane.config.cautions import cautions
-from turnlane.config.document import parse
-from turnlane.config.faults import ConfigFaults, Fault, Place
+from turnlane.config.cross_checks import cautions
+from turnlane.config.document import ConfigFaults, Fault, Place, parse
 from turnlane.config.schema import json_schema
 from turnlane.config.settings import Config
 from turnlane.config.validation import shown, validated, validated_cases

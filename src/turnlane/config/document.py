@@ -8,16 +8,90 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from turnlane.config.faults import ConfigFaults, Fault, Place
-from turnlane.config.substitution import substituted
+from turnlane.errors import ConfigError
+
+# ── faults ──
+# What is wrong with a configuration file, each fault with its place.
+
+
+class Place(NamedTuple):
+    """Where something stands in the file; both count from 1."""
+
+    line: int
+    column: int
+
+
+class Fault(NamedTuple):
+    """One thing that is wrong: where, with which setting (dotted path), and what to do."""
+
+    place: Place
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        where = f"{self.place.line}:{self.place.column}"
+        return f"{where}: {self.path}: {self.message}" if self.path else f"{where}: {self.message}"
+
+
+class ConfigFaults(ConfigError):
+    """A configuration file that cannot be used; ``faults`` has everything that is wrong with it.
+
+    As text it is a line ``file:line:column: dotted.path: message`` for each.
+    """
+
+    def __init__(self, file: str, faults: Sequence[Fault]) -> None:
+        self.file = file
+        self.faults = tuple(sorted(set(faults)))
+        super().__init__(self.faults[0].path, self.faults[0].message)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{self.file}:{fault}" for fault in self.faults)
+
+
+# ── substitution ──
+# ``${VAR}`` in a scalar: substituted after parsing, so a value can never change the structure.
+
+_REFERENCE: Final = re.compile(
+    r"""\$(?:
+        (?P<escaped>\$)
+        | \{(?P<name>[A-Za-z_][A-Za-z0-9_]*)
+            (?: :-(?P<default>[^{}]*) | :\?(?P<message>[^{}]*) )?
+          \}
+        | (?P<malformed>\{)
+    )""",
+    re.VERBOSE,
+)
+_HELP: Final = "write ${VAR}, ${VAR:-default} or ${VAR:?message}, and $$ for a dollar sign"
+
+
+def substituted(text: str, environment: Mapping[str, str]) -> str:
+    """The text with its variables filled in. Raises ``ValueError`` that says what is missing."""
+    return _REFERENCE.sub(lambda match: _value(match, environment), text)
+
+
+def _value(match: re.Match[str], environment: Mapping[str, str]) -> str:
+    if match["escaped"]:
+        return "$"
+    if match["malformed"]:
+        raise ValueError(f"a variable is not written so; {_HELP}")
+    name, default, message = match["name"], match["default"], match["message"]
+    value = environment.get(name)
+    if default is not None:
+        return value or default
+    if message is not None and not value:
+        raise ValueError(f"variable {name} is not set: {message or 'it is required'}")
+    if value is None:
+        raise ValueError(f"variable {name} is not set; set it, or write ${{{name}:-default}}")
+    return value
+
 
 Path = tuple[str | int, ...]
 

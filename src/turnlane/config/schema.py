@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from turnlane.config.across import KINDS
-from turnlane.config.pipeline import OUTPUTS
-from turnlane.config.plugged import Plugged
-from turnlane.config.settings import INPUTS, Config
-from turnlane.queues.kinds import Kind
+from turnlane.config.cross_checks import KINDS
+from turnlane.config.settings import INPUTS, OUTPUTS, Config, Plugged
+from turnlane.queues.knobs import Kind
 
 Schema = dict[str, Any]
 

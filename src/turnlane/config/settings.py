@@ -6,12 +6,16 @@ and hidden secrets without doing anything for them.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Final, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -22,33 +26,217 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.alias_generators import to_camel
+from pydantic_core import PydanticKnownError
 
-from turnlane.config.document import Document, dotted, undotted
-from turnlane.config.faults import ConfigFaults, Fault
-from turnlane.config.nodes import NodesSettings
-from turnlane.config.pipeline import ActionSection, queue_knobs, with_queue
-from turnlane.config.plugged import Plugged
+from turnlane.client.address import Url
+from turnlane.config.document import ConfigFaults, Document, Fault, dotted, undotted
+from turnlane.delivery.settings import DeliverySettings, FailoverSettings
 from turnlane.errors import ConfigError
 from turnlane.formats.parse_settings import ParseSettings
-from turnlane.inputs import registry
-from turnlane.inputs.contract import InputSettings
-from turnlane.node.flight_limits import FlightLimits
-from turnlane.node.table_settings import ServedTableSettings
+from turnlane.inputs import api as api_inputs
+from turnlane.inputs.api import InputSettings
+from turnlane.node.flight.errors import FlightLimits
+from turnlane.node.tables import ServedTableSettings
+from turnlane.outputs import api
+from turnlane.outputs.api import OutputSettings
 from turnlane.pipeline.cases import Case
 from turnlane.pipeline.settings import (
     MAIN,
+    ActionSettings,
     FunctionName,
     LaneSettings,
+    Part,
     PipelineSettings,
     SparkSettings,
 )
-from turnlane.problems import Contradiction, Problem, problems_of
-from turnlane.quantities import Duration
+from turnlane.queues.knobs import ON_DISK, Kind
 from turnlane.queues.settings import QueueSettings
 from turnlane.serving.address import Address, check_exposed
-from turnlane.serving.rights import TokenSettings
-from turnlane.serving.tls import TlsSettings
+from turnlane.serving.auth import TlsSettings, TokenSettings
 from turnlane.serving.web import WebSettings
+from turnlane.units import Duration
+from turnlane.validation import ConfigProblems, Contradiction, Problem, message_of, problems_of
+
+# ── nodes ──
+# The section of a configuration that says how its pipeline reaches the nodes.
+
+SECTION: Final = "nodes"
+
+
+def _endpoint(url: str) -> str:
+    Url.of_setting(url)
+    return url
+
+
+class NodesSettings(Part):
+    """How the pipeline reaches its nodes."""
+
+    endpoint: Annotated[str, AfterValidator(_endpoint)] | None = Field(
+        default=None,
+        description="The nodes. Default: the node of this configuration.",
+        examples=["turnlane://host-1:8815,host-2:8815"],
+    )
+    token_env: str | None = Field(
+        default=None, description="The environment variable that has the token."
+    )
+    token_file: Path | None = Field(default=None, description="The file that has the token.")
+    tls_ca: Path | None = Field(default=None, description="The certificates to trust.")
+    tls_cert: Path | None = Field(default=None, description="The pipeline's own certificate.")
+    tls_key: Path | None = Field(default=None, description="Its key.")
+
+    @model_validator(mode="after")
+    def _paired(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            both = ("tls_cert", "tls_key")
+            given, other = both if self.tls_key is None else reversed(both)
+            problem = Problem(given, f"and {other} belong together: give both or neither")
+            raise Contradiction([problem])
+        return self
+
+    def access(self) -> dict[str, str]:
+        """As the options of ``format("turnlane")``."""
+        return {to_camel(name): str(value) for name, value in self if value is not None}
+
+    def token(self) -> str | None:
+        """The token, wherever it is kept. Raises ``ConfigError``."""
+        if self.token_env is not None:
+            found, where = os.environ.get(self.token_env), f"the variable {self.token_env}"
+            return self._some(found, "token_env", where)
+        if self.token_file is None:
+            return None
+        try:
+            found = self.token_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{SECTION}.token_file", f"cannot be read: {error}") from None
+        return self._some(found, "token_file", str(self.token_file))
+
+    def _some(self, token: str | None, knob: str, where: str) -> str:
+        if not token:
+            raise ConfigError(f"{SECTION}.{knob}", f"{where} is empty or not set")
+        return token
+
+
+def of_the_file(error: ConfigError) -> ConfigError:
+    """What is wrong with options of ``format("turnlane")``, by the settings that they came from."""
+    knobs = {to_camel(name): f"{SECTION}.{name}" for name in NodesSettings.model_fields}
+    problems = [each._replace(knob=knobs.get(each.knob, each.knob)) for each in problems_of(error)]
+    return ConfigProblems(problems)
+
+
+# ── plugged ──
+# Settings whose model is that of a plugin, chosen by their ``type``.
+
+
+@dataclass(frozen=True, slots=True)
+class Plugged:
+    """Stands in an annotation: it validates, and it tells hints and schema which models there are.
+
+    ``Annotated[InputSettings, PlainValidator(INPUTS.validated), INPUTS]``
+    """
+
+    registry: ModuleType
+    """Has ``types()``, and ``load(type)``, whose ``settings_type`` is the model."""
+
+    def types(self) -> list[str]:
+        """The types that are installed."""
+        found: list[str] = self.registry.types()
+        return found
+
+    def model(self, kind: str) -> type[BaseModel]:
+        """The settings' model of a type. Raises ``ConfigError``."""
+        found: type[BaseModel] = self.registry.load(kind).settings_type
+        return found
+
+    def validated(self, value: object) -> BaseModel:
+        """The settings, checked by the model of their type."""
+        if isinstance(value, BaseModel):
+            return value
+        if not isinstance(value, dict):
+            raise PydanticKnownError("dict_type")
+        kind = value.get("type")
+        if kind is None:
+            there = ", ".join(self.types())
+            raise Contradiction([Problem("type", f"is required; there are: {there}")])
+        try:
+            model = self.model(str(kind))
+        except ConfigError as error:
+            raise Contradiction([Problem("type", message_of(error))]) from None
+        return model.model_validate(value)
+
+    def model_of(self, value: object) -> type[BaseModel] | None:
+        """The model for these plain values; ``None`` if they do not say which."""
+        try:
+            return self.model(str(value.get("type"))) if isinstance(value, dict) else None
+        except ConfigError:
+            return None
+
+
+# ── pipeline ──
+# The sections of a configuration that describe a pipeline, with the outputs that are installed.
+
+ANY_OUTPUT: Final = "any output"
+"""Marks the place in the JSON Schema where the settings of every output type go."""
+
+
+OUTPUTS: Final = Plugged(api)
+
+AnyOutput = Annotated[
+    SerializeAsAny[OutputSettings],
+    PlainValidator(OUTPUTS.validated),
+    WithJsonSchema({"type": "object", "title": ANY_OUTPUT}),
+    OUTPUTS,
+]
+
+
+class FailoverSection(FailoverSettings):
+    """A second output, for when the first one stays away."""
+
+    output: AnyOutput = Field(description="Where the events go then.")
+
+
+class DeliverySection(DeliverySettings):
+    """How an action's events are delivered."""
+
+    failover: FailoverSection | None = Field(
+        default=None, description="A second output, for when the first one stays away."
+    )
+
+
+class ActionSection(ActionSettings):
+    """Filter, queue and output: where some of the events go."""
+
+    delivery: DeliverySection = Field(
+        default_factory=DeliverySection, description="How the events are brought to the output."
+    )
+    output: AnyOutput = Field(description="Where the events go; `type` says which output it is.")
+
+
+def queue_knobs(name: object, knobs: object) -> object:
+    """A queue's knobs as its settings take them: with its name, its kind, and a path if needed.
+
+    The path is a stand-in; the node puts queues below its data directory.
+    """
+    if isinstance(knobs, BaseModel):
+        return knobs
+    if knobs is None:
+        knobs = {}
+    if not isinstance(knobs, Mapping):
+        return knobs
+    kind = Kind.DISK if knobs.get("kind") is None else knobs["kind"]
+    place = {"path": Path("queues") / str(name)} if kind in ON_DISK else {}
+    return {**knobs, "name": name, "kind": kind, **place}
+
+
+def with_queue(action: object) -> object:
+    """An action whose queue, if it has one, is called as it is. A bare word is the queue's kind."""
+    if not isinstance(action, Mapping) or "queue" not in action:
+        return action
+    queue: Any = action["queue"]
+    if isinstance(queue, str):
+        queue = {"kind": queue}
+    return {**action, "queue": queue_knobs(action.get("name"), queue)}
+
 
 FLIGHT: Final = Address("127.0.0.1", 8815)
 HTTP: Final = Address("127.0.0.1", 8088)
@@ -137,7 +325,7 @@ class NodeSettings(Section):
                 yield Problem("tokens", f"{count} tokens are called {name!r}; give each its name")
 
 
-INPUTS: Final = Plugged(registry)
+INPUTS: Final = Plugged(api_inputs)
 
 AnyInput = Annotated[
     SerializeAsAny[InputSettings],

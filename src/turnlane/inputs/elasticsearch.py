@@ -9,19 +9,101 @@ from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 from pydantic import Field
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from turnlane.errors import EventTooLarge, QueueFull
 from turnlane.events import Block, values_array
-from turnlane.formats.bulk import Item, item_of, items_of
-from turnlane.formats.columns import block_of_values, headers_of
-from turnlane.inputs import elasticsearch_answers as answers
-from turnlane.inputs.contract import InputSettings
-from turnlane.inputs.web import WebInput, WebInputSettings, source_of
-from turnlane.serving.body import problem
-from turnlane.serving.rights import bearer_of
+from turnlane.formats.http_bodies import Item, item_of, items_of
+from turnlane.formats.lines import block_of_values, headers_of
+from turnlane.inputs.api import InputSettings
+from turnlane.inputs.http import WebInput, WebInputSettings, source_of
+from turnlane.serving.auth import bearer_of
+from turnlane.serving.http_body import problem
+
+# ── elasticsearch_answers ──
+# What Elasticsearch would answer, for those who ask the input ``elasticsearch``.
+
+_RESULTS: Final = {
+    "index": ("created", 201),
+    "create": ("created", 201),
+    "update": ("updated", 200),
+    "delete": ("deleted", 200),
+}
+_SHARDS: Final = {"total": 1, "successful": 1, "failed": 0}
+_TYPES: Final = {
+    400: "document_parsing_exception",
+    401: "security_exception",
+    403: "security_exception",
+    404: "resource_not_found_exception",
+    413: "document_too_large_exception",
+    429: "es_rejected_execution_exception",
+    503: "unavailable_shards_exception",
+}
+
+LICENSE: Final[dict[str, Any]] = {
+    "license": {"status": "active", "type": "basic", "mode": "basic", "uid": "turnlane"},
+    "features": {"ilm": {"available": False, "enabled": False}},
+    "tagline": "You know, for X",
+}
+
+
+def done(item: Item) -> int:
+    """The status of an item that was taken."""
+    return _RESULTS[item.action][1]
+
+
+def result(item: Item, status: int, why: str = "") -> dict[str, Any]:
+    """What became of one item."""
+    place = {"_index": item.target, "_id": item.id}
+    if status >= 400:
+        return {**place, "status": status, "error": _error(status, why)}
+    became, _ = _RESULTS[item.action]
+    return {**place, "_version": 1, "result": became, "_shards": _SHARDS, "status": status}
+
+
+def failure(status: int, why: str) -> dict[str, Any]:
+    """The answer to a request that failed as a whole."""
+    error = _error(status, why)
+    return {"error": {"root_cause": [error], **error}, "status": status}
+
+
+def _error(status: int, why: str) -> dict[str, str]:
+    return {"type": _TYPES.get(status, "illegal_argument_exception"), "reason": why}
+
+
+def reason_of(error: Exception) -> str:
+    """An error in words."""
+    return str(error.detail) if isinstance(error, HTTPException) else str(error)
+
+
+def info(name: str, version: str) -> dict[str, Any]:
+    """Who is asked, and what it says it is."""
+    return {
+        "name": name,
+        "cluster_name": "turnlane",
+        "cluster_uuid": "turnlane",
+        "version": {
+            "number": version,
+            "build_flavor": "default",
+            "build_type": "turnlane",
+            "build_hash": "unknown",
+            "build_date": "2026-01-01T00:00:00.000Z",
+            "build_snapshot": False,
+            "lucene_version": "10.0.0",
+            "minimum_wire_compatibility_version": "7.17.0",
+            "minimum_index_compatibility_version": "7.0.0",
+        },
+        "tagline": "You Know, for Search",
+    }
+
+
+def health(name: str) -> dict[str, Any]:
+    """All is well as long as somebody answers."""
+    return {"cluster_name": name, "status": "green", "timed_out": False, "number_of_nodes": 1}
+
 
 INDEX_HEADER: Final = "index"
 ACTION_HEADER: Final = "action"
@@ -78,7 +160,7 @@ class ElasticsearchInput(WebInput):
         kept = ("retry-after", "www-authenticate", "connection", "allow")
         headers = {name: plain.headers[name] for name in kept if name in plain.headers}
         status = plain.status_code
-        return _reply(answers.failure(status, answers.reason_of(error)), status, headers)
+        return _reply(failure(status, reason_of(error)), status, headers)
 
     # ── documents ───────────────────────────────────────────────────────────────────────────────
 
@@ -106,13 +188,13 @@ class ElasticsearchInput(WebInput):
             raise QueueFull(self._why(items[0], 429))
         self.count(refused=int(429 in statuses))
         return [
-            {item.action: answers.result(item, status, self._why(item, status))}
+            {item.action: result(item, status, self._why(item, status))}
             for item, status in zip(items, statuses, strict=True)
         ]
 
     def _publish(self, items: Sequence[Item], source: str | None, deadline: float) -> list[int]:
         """Publish the items that can be; each one's status."""
-        statuses = np.array([400 if item.problem else answers.done(item) for item in items])
+        statuses = np.array([400 if item.problem else done(item) for item in items])
         good = np.flatnonzero(statuses < 400)
         if len(good):
             block = _block([items[at] for at in good.tolist()], source)
@@ -143,22 +225,22 @@ class ElasticsearchInput(WebInput):
         if status == 413:
             raise EventTooLarge(self._why(item, status))
         if status == 400:
-            return _reply(answers.failure(400, self._why(item, status)), 400)
-        return _reply(answers.result(item, status), status)
+            return _reply(failure(400, self._why(item, status)), 400)
+        return _reply(result(item, status), status)
 
     # ── greetings ───────────────────────────────────────────────────────────────────────────────
 
     async def _info(self, request: Request) -> Response:
         self.authorize(request, self.settings.queue)
-        return _reply(answers.info(self.settings.label, self.settings.version))
+        return _reply(info(self.settings.label, self.settings.version))
 
     async def _license(self, request: Request) -> Response:
         self.authorize(request, self.settings.queue)
-        return _reply(answers.LICENSE)
+        return _reply(LICENSE)
 
     async def _health(self, request: Request) -> Response:
         self.authorize(request, self.settings.queue)
-        return _reply(answers.health(self.settings.label))
+        return _reply(health(self.settings.label))
 
     async def _setup(self, request: Request) -> Response:
         """Nothing is ever there, and everything may be made: shippers are content with that."""
@@ -166,7 +248,7 @@ class ElasticsearchInput(WebInput):
         name = request.path_params["name"]
         is_index = request.scope["path"] == f"/{name}"
         if request.method != "PUT" or (is_index and name.startswith("_")):
-            return _reply(answers.failure(404, f"there is no {name}"), 404)
+            return _reply(failure(404, f"there is no {name}"), 404)
         await self.body_of(request)
         return _reply({"acknowledged": True, "shards_acknowledged": True, "index": name})
 

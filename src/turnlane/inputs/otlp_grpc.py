@@ -13,16 +13,14 @@ from pydantic import Field
 
 from turnlane.errors import ConfigError, RetryLater
 from turnlane.formats.otlp import Grain, Signal, answer, retry_info, status
-from turnlane.inputs.answering import THREADS, AnsweringPublisher, AnsweringSettings
-from turnlane.inputs.contract import Host, Input, InputSettings
-from turnlane.inputs.export import Exports
-from turnlane.quantities import Duration, Size
-from turnlane.serving.address import named
-from turnlane.serving.body import retry_after, status_of
-from turnlane.serving.deadlines import Deadlines
-from turnlane.serving.rights import Authority, Right, bearer_of
-from turnlane.serving.tls import TlsSettings
-from turnlane.serving.watch import ConnectionWatch
+from turnlane.inputs.api import Host, Input, InputSettings
+from turnlane.inputs.otlp import Exports
+from turnlane.inputs.publishers import THREADS, AnsweringPublisher, AnsweringSettings
+from turnlane.serving.address import ConnectionWatch, named
+from turnlane.serving.auth import Authority, Right, TlsSettings, bearer_of
+from turnlane.serving.http_body import retry_after, status_of
+from turnlane.serving.threads import Deadlines
+from turnlane.units import Duration, Size
 
 try:
     import grpc

@@ -18,11 +18,11 @@ from pydantic import Field
 
 from turnlane.errors import ConfigError
 from turnlane.formats.framing import Framing, find
-from turnlane.inputs.contract import Host, Input, InputSettings
-from turnlane.inputs.gathering import Gathering, no_severities
-from turnlane.inputs.one_way import OneWayPublisher
-from turnlane.quantities import Size
-from turnlane.queues.contract import FlowControl
+from turnlane.inputs.api import Host, Input, InputSettings
+from turnlane.inputs.publishers import OneWayPublisher
+from turnlane.inputs.stream_server import Gathering, no_severities
+from turnlane.queues.api import FlowControl
+from turnlane.units import Size
 
 log = logging.getLogger(__name__)
 

@@ -13,16 +13,15 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from turnlane.formats.syslog import Framing
-from turnlane.inputs.connections import Listener
-from turnlane.inputs.contract import Host, Input, InputSettings
+from turnlane.inputs.api import Host, Input, InputSettings
 from turnlane.inputs.datagrams import Datagram, DatagramReader, Receive, widen
-from turnlane.inputs.one_way import OneWayPublisher
-from turnlane.inputs.streams import StreamLimits, StreamReader
-from turnlane.problems import Contradiction, Problem
-from turnlane.quantities import Duration, Size
-from turnlane.queues.contract import FlowControl
+from turnlane.inputs.publishers import OneWayPublisher
+from turnlane.inputs.stream_server import Listener, StreamLimits, StreamReader
+from turnlane.queues.api import FlowControl
 from turnlane.serving.address import Address, check_exposed, named
-from turnlane.serving.tls import TlsSettings
+from turnlane.serving.auth import TlsSettings
+from turnlane.units import Duration, Size
+from turnlane.validation import Contradiction, Problem
 
 MessageBytes = Annotated[Size, Field(ge=480, le=16 << 20)]
 """480 bytes is what every receiver has to accept (RFC 5424)."""

@@ -26,12 +26,12 @@ from turnlane.errors import (
     TurnlaneError,
 )
 from turnlane.events import Block, block_of
-from turnlane.inputs.contract import Host, Input, InputSettings
-from turnlane.queues.contract import FlowControl
-from turnlane.queues.inspection.rows import plain, put
+from turnlane.inputs.api import Host, Input, InputSettings
+from turnlane.queues.api import FlowControl
+from turnlane.storage.export import plain, put
 from turnlane.table import KeyRange, Receiver, TableEvent, TableQueue, connect
-from turnlane.table.addresses import TableAddress
 from turnlane.table.definition import Definition
+from turnlane.table.shard_directory import TableAddress
 from turnlane.table.sharded import ShardedQueue, connect_shards
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from turnlane.closing import Closing
 from turnlane.node.http_admin import AdminRoutes
 from turnlane.node.http_breakers import BreakerRoutes
 from turnlane.node.http_browsers import Browsers
@@ -19,15 +18,15 @@ from turnlane.node.http_consume import ConsumeRoutes
 from turnlane.node.http_publish import PublishRoutes
 from turnlane.node.http_requests import Requests, json_response, token_of
 from turnlane.node.http_tables import TableRoutes
-from turnlane.node.metrics import CONTENT_TYPE, CountedInput, NodeCollector
+from turnlane.node.metrics import CONTENT_TYPE, CountedInput, NodeCollector, TableCollector
 from turnlane.node.node import Node
 from turnlane.node.openapi import document
-from turnlane.node.table_metrics import TableCollector
 from turnlane.node.tables import Tables
-from turnlane.queues.stored import StoredQueue
+from turnlane.queues.disk import StoredQueue
+from turnlane.runtime import Closing
 from turnlane.serving.address import Address
-from turnlane.serving.body import PROBLEM_HANDLERS, RETRY_AFTER
-from turnlane.serving.rights import Authority, Right
+from turnlane.serving.auth import Authority, Right
+from turnlane.serving.http_body import PROBLEM_HANDLERS, RETRY_AFTER
 from turnlane.serving.web import WebServer, WebSettings
 
 

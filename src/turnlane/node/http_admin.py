@@ -12,10 +12,10 @@ from turnlane.errors import ConfigError
 from turnlane.node import http_queries as queries
 from turnlane.node.http_events import parsed_object
 from turnlane.node.http_requests import Requests, json_response, token_of
-from turnlane.problems import did_you_mean
-from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.consumer import HoldingQueue
 from turnlane.queues.settings import QueueSettings
-from turnlane.serving.rights import Right
+from turnlane.serving.auth import Right
+from turnlane.validation import did_you_mean
 
 
 class AdminRoutes:

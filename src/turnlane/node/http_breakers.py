@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from turnlane.node import http_queries as queries
 from turnlane.node.http_requests import Requests, json_response, token_of
-from turnlane.serving.rights import Right
+from turnlane.serving.auth import Right
 
 log = logging.getLogger(__name__)
 

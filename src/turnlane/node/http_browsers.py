@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 
 from turnlane.errors import NotAllowed
 from turnlane.serving.address import Address
-from turnlane.serving.rights import Authority
+from turnlane.serving.auth import Authority
 
 _FOREIGN: Final = frozenset({"cross-site", "same-site"})
 """What browsers say of requests of pages that are not the node's own."""

@@ -11,13 +11,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from turnlane.errors import QueueEmpty
+from turnlane.ledger import Outcome
 from turnlane.node import http_queries as queries
 from turnlane.node.http_events import parsed_object, to_json
 from turnlane.node.http_requests import Requests, json_bytes, json_response, token_of
 from turnlane.node.leases import Lease
-from turnlane.queues.contract import Outcome
-from turnlane.queues.holding import HoldingQueue
-from turnlane.serving.rights import Right
+from turnlane.queues.consumer import HoldingQueue
+from turnlane.serving.auth import Right
 from turnlane.serving.threads import Threads
 
 POLLS: Final = 256

@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 import pyarrow as pa
 
 from turnlane.events import BASE_SCHEMA, Block, Event, block_of, events_of
-from turnlane.problems import did_you_mean
+from turnlane.validation import did_you_mean
 
 FIELDS: Final = (
     "value",

@@ -10,12 +10,12 @@ from starlette.routing import Route
 
 from turnlane.events import Block
 from turnlane.node import http_queries as queries
+from turnlane.node.flight.commands import checked
 from turnlane.node.http_events import of_json, of_ndjson, of_raw, severity_of, timestamp_of
 from turnlane.node.http_publishing import Numbered, Publishing
 from turnlane.node.http_requests import Requests, json_response, token_of
-from turnlane.node.producer_ids import checked
-from turnlane.queues.contract import AckLevel
-from turnlane.serving.rights import Right
+from turnlane.queues.api import AckLevel
+from turnlane.serving.auth import Right
 
 TIMEOUT: Final = 10.0
 LONGEST_TIMEOUT: Final = 60.0

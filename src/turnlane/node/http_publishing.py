@@ -22,9 +22,9 @@ from turnlane.errors import (
     TransportDown,
 )
 from turnlane.events import Block
-from turnlane.queues.contract import Ack, AckLevel, Published
-from turnlane.queues.holding import HoldingQueue
-from turnlane.queues.stored import StoredQueue
+from turnlane.queues.api import Ack, AckLevel, Published
+from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.disk import StoredQueue
 from turnlane.serving.threads import ThreadsByQueue
 
 THREADS: Final = 64

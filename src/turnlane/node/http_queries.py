@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from turnlane.quantities import parse_duration
+from turnlane.units import parse_duration
 
 Choice = TypeVar("Choice", bound=enum.StrEnum)
 

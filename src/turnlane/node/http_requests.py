@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from turnlane.node.node import Node
-from turnlane.queues.holding import HoldingQueue
-from turnlane.serving.body import BodyLimits, read_body
-from turnlane.serving.rights import Authority, Right, bearer_of
+from turnlane.queues.consumer import HoldingQueue
+from turnlane.serving.auth import Authority, Right, bearer_of
+from turnlane.serving.http_body import BodyLimits, read_body
 from turnlane.serving.threads import Threads
 
 THREADS: Final = 32

@@ -14,11 +14,10 @@ from turnlane.errors import LeadLost, QueueClosed, TransportDown
 from turnlane.node import http_queries as queries
 from turnlane.node.http_events import parsed_object
 from turnlane.node.http_requests import Requests, json_bytes, json_response, token_of
-from turnlane.node.table_stream import TableStream, rows_of
-from turnlane.node.tables import ServedTable, Tables
-from turnlane.serving.rights import Right
+from turnlane.node.tables import ServedTable, Tables, TableStream, rows_of
+from turnlane.serving.auth import Right
 from turnlane.serving.threads import Threads
-from turnlane.table.keyspace import KeyRange
+from turnlane.table.shards import KeyRange
 
 STREAMS: Final = 256
 """Receivers at a time, each on a thread."""

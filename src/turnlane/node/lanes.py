@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from turnlane.errors import LaneTaken
-from turnlane.node.commit import Range
-from turnlane.queues.contract import Outcome
-from turnlane.queues.ranges import Ranges
-from turnlane.queues.spans import Span, count_of
+from turnlane.intervals import Ranges, Span, count_of
+from turnlane.ledger import Outcome
+from turnlane.node.commit_record import Range
 
 RETIRED: Final = 100
 """So many runs of a lane that are over are remembered; they follow each other in seconds at least,

@@ -14,9 +14,9 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from turnlane.closing import Closing
 from turnlane.errors import NoSuchLease, QueueClosed
-from turnlane.queues.contract import Batch, Queue
+from turnlane.queues.api import Batch, Queue
+from turnlane.runtime import Closing
 
 log = logging.getLogger(__name__)
 

@@ -6,19 +6,178 @@ they keep anyway.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
-from prometheus_client.core import Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
-from turnlane.node.action_metrics import metrics_of_actions
-from turnlane.node.metric_rows import Family, Row, counter, gauge, joined, read
+from turnlane.delivery.breaker import State
+from turnlane.delivery.destination import GateStatus
+from turnlane.errors import TurnlaneError
+from turnlane.ledger import Outcome
+from turnlane.node.breakers import Activity, Breaker, Breakers
 from turnlane.node.node import Node
-from turnlane.queues.contract import Outcome
-from turnlane.queues.stats import Stats
-from turnlane.queues.stored import StoredQueue
+from turnlane.node.tables import Tables
+from turnlane.queues.api import Stats
+from turnlane.queues.disk import StoredQueue
+from turnlane.table.leader_state import Lag
+from turnlane.table.manager import Manager
+from turnlane.table.queue import TableQueue
+
+# ── metric_rows ──
+# What the node's metrics are made of: rows that say how a value is read off something.
+
+Some = TypeVar("Some")
+
+Family = GaugeMetricFamily | CounterMetricFamily
+
+
+class Row(NamedTuple, Generic[Some]):
+    """A metric with one value for each of many; ``None`` leaves one out."""
+
+    name: str
+    help: str
+    value: Callable[[Some], float | None]
+
+
+def gauge(name: str, words: str, *labels: str) -> GaugeMetricFamily:
+    """A gauge without values yet."""
+    return GaugeMetricFamily(f"turnlane_{name}", words, labels=labels)
+
+
+def counter(name: str, words: str, *labels: str) -> CounterMetricFamily:
+    """A counter without values yet."""
+    return CounterMetricFamily(f"turnlane_{name}", words, labels=labels)
+
+
+def read(
+    gauges: Iterable[Row[Some]],
+    counters: Iterable[Row[Some]],
+    labels: Sequence[str],
+    seen: Sequence[tuple[Sequence[str], Some]],
+) -> Iterator[Metric]:
+    """The metrics of rows, with the values of all that was seen, each behind its labels'."""
+    for row in gauges:
+        yield _filled(gauge(row.name, row.help, *labels), row, seen)
+    for row in counters:
+        yield _filled(counter(row.name, row.help, *labels), row, seen)
+
+
+def _filled(metric: Family, row: Row[Some], seen: Sequence[tuple[Sequence[str], Some]]) -> Metric:
+    for labels, each in seen:
+        value = row.value(each)
+        if value is not None:
+            metric.add_metric(labels, value)
+    return metric
+
+
+def joined(metrics: Iterable[Metric]) -> list[Metric]:
+    """Metrics in their order; those of one name as one, whatever their labels are.
+
+    Two of a name would be a mistake to whoever reads them.
+    """
+    found: dict[str, Metric] = {}
+    for metric in metrics:
+        known = found.setdefault(metric.name, metric)
+        if known is not metric:
+            known.samples.extend(metric.samples)
+    return list(found.values())
+
+
+# ── action_metrics ──
+# The metrics of actions: how their deliveries go, as tasks have told their breakers.
+
+
+class _Seen(NamedTuple):
+    """An action at one moment."""
+
+    action: str
+    breaker: Breaker
+    status: GateStatus
+    activity: Activity
+
+    def total(self, name: str) -> int:
+        return self.status.totals.get(name, 0)
+
+
+_ACTION_METRICS_GAUGES: Final[tuple[Row[_Seen], ...]] = (
+    Row("queue_workers_active", "Tasks that deliver at this moment.", lambda s: s.activity.tasks),
+    Row("queue_preparers_active", "Blocks being prepared.", lambda s: s.activity.preparing),
+    Row("queue_senders_active", "Threads that are sending.", lambda s: s.activity.sending),
+    Row("queue_sends_inflight", "Sends under way.", lambda s: s.activity.sending),
+    Row(
+        "queue_export_latency_ewma_seconds",
+        "How long a send takes of late.",
+        lambda s: s.status.latency,
+    ),
+    Row("queue_backoff_seconds", "For how long nothing is to be sent.", lambda s: s.status.wait),
+)
+_ACTION_METRICS_COUNTERS: Final[tuple[Row[_Seen], ...]] = (
+    # It hardly ever changes, and with this name Prometheus takes it for nothing but a counter.
+    Row(
+        "queue_workers",
+        "Tasks that the lane may have at a time.",
+        lambda s: s.breaker.workers or s.breaker.most_tasks,
+    ),
+    Row("circuit_breaker_open", "Times the breaker has opened.", lambda s: s.status.opened),
+    Row("circuit_breaker_rejected", "Permits that were refused.", lambda s: s.status.rejected),
+    Row("queue_retry", "Sends of what had been sent before.", lambda s: s.total("retries")),
+    Row("queue_retry_success", "Sends again that went well.", lambda s: s.total("retry_successes")),
+    Row("action_sends", "Sends.", lambda s: s.total("sends")),
+    Row("action_send_failures", "Sends that failed.", lambda s: s.total("failures")),
+    Row("action_delivered_events", "Events delivered.", lambda s: s.total("delivered")),
+    Row("action_dead_events", "Events that became dead letters.", lambda s: s.total("dead")),
+    Row(
+        "action_rejected_records",
+        "Records inside of delivered events that the destination refused for good.",
+        lambda s: s.total("rejected"),
+    ),
+    Row("action_kept_events", "Events left for another time.", lambda s: s.total("kept")),
+)
+
+
+def metrics_of_actions(breakers: Breakers) -> Iterator[Metric]:
+    """The metrics at this moment."""
+    seen = [
+        _Seen(action, breaker, breaker.gate.status(), breaker.activity())
+        for action, breaker in breakers.all().items()
+    ]
+    yield from read(
+        _ACTION_METRICS_GAUGES,
+        _ACTION_METRICS_COUNTERS,
+        ["action"],
+        [([each.action], each) for each in seen],
+    )
+    yield _states(seen)
+    yield _retry_failures(seen)
+
+
+def _states(seen: list[_Seen]) -> Metric:
+    words = "1 for the state that the breaker is in."
+    metric = gauge("circuit_breaker_state", words, "action", "state")
+    for each in seen:
+        for state in State:
+            metric.add_metric([each.action, state], float(each.status.state is state))
+    return metric
+
+
+def _retry_failures(seen: list[_Seen]) -> Metric:
+    words = "Sends again that failed, by what went wrong."
+    metric = counter("queue_retry_failure", words, "action", "error_type")
+    for each in seen:
+        for error, count in each.status.retry_failures.items():
+            metric.add_metric([each.action, error], count)
+    return metric
+
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -26,7 +185,7 @@ DROPS: Final = [outcome.value for outcome in Outcome if outcome.is_drop]
 
 
 class Counts(Protocol):
-    """What an input has seen; see ``turnlane.inputs.contract.Counters``."""
+    """What an input has seen; see ``turnlane.inputs.api.Counters``."""
 
     events: int
     bytes: int
@@ -211,3 +370,101 @@ class NodeCollector(Collector):
         for label, total in totals.items():
             metric.add_metric([label], total)
         return metric
+
+
+# ── table_metrics ──
+# Metrics of queue tables, by queue and shard. Nothing is counted here: managers are asked.
+
+log = logging.getLogger(__name__)
+
+FRESH: Final = 15.0
+"""Seconds for which a table's depth is not asked for again: the database has to count its rows."""
+
+LABELS: Final = ("queue", "shard")
+
+
+_TABLE_METRICS_GAUGES: Final[tuple[Row[Manager], ...]] = (
+    Row("table_leading", "1 if this node leads the shard.", lambda m: float(m.fires)),
+    Row("table_window_events", "Events that wait in memory.", lambda m: m.waiting),
+    Row("table_in_flight_events", "Events that are fired and not settled.", lambda m: m.in_flight),
+    Row(
+        "table_window_fill_ratio",
+        "How full the window is, 0 to 1.",
+        lambda m: m.waiting / m.store.definition.settings.window_events,
+    ),
+    Row(
+        "table_receivers", "Receivers of this node, in process or elsewhere.", lambda m: m.receivers
+    ),
+)
+
+_TABLE_METRICS_COUNTERS: Final[tuple[Row[Manager], ...]] = (
+    Row("table_fired", "Events given to receivers.", lambda m: m.counts.fired),
+    Row("table_acked", "Events settled.", lambda m: m.counts.acked),
+    Row("table_retried", "Events fired again: nacked, or late.", lambda m: m.counts.retried),
+    Row("table_dead", "Events that had all their attempts.", lambda m: m.counts.dead),
+    Row(
+        "table_unreadable",
+        "Rows set aside as dead letters because they cannot be read.",
+        lambda m: m.store.unreadable,
+    ),
+    Row("table_lost_acks", "Acks taken and not stored.", lambda m: m.lost_acks),
+    Row("table_lost_leads", "Times another manager took the lead.", lambda m: m.counts.lost_leads),
+)
+
+_LAGS: Final[tuple[tuple[str, str, Callable[[Manager], Lag]], ...]] = (
+    ("fire_lag_seconds", "From due to fired.", lambda m: m.counts.fire_lag),
+    ("ack_lag_seconds", "From due to acked.", lambda m: m.counts.ack_lag),
+)
+
+
+class TableCollector(Collector):
+    """Collects the metrics of a node's queue tables when it is scraped."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._depths: dict[tuple[str, str], tuple[float, dict[str, int]]] = {}
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: what there is depends on the tables."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics at this moment."""
+        found = [
+            ((name, str(shard.key_range)), table.queue.queue(shard), manager)
+            for name, table in sorted(self._tables.all().items())
+            if table.is_open
+            for shard, manager in table.queue.managers().items()
+        ]
+        depth = gauge("table_events", "Events in the table, by state.", *LABELS, "state")
+        for labels, queue, _ in found:
+            for state, count in self._depth(labels, queue).items():
+                depth.add_metric([*labels, state], count)
+        yield depth
+        yield from _of_managers([(labels, manager) for labels, _, manager in found])
+        streams = gauge("table_streams", "Receivers elsewhere.")
+        streams.add_metric([], self._tables.streams)
+        yield streams
+
+    def _depth(self, labels: tuple[str, str], queue: TableQueue) -> dict[str, int]:
+        asked, depth = self._depths.get(labels, (float("-inf"), {}))
+        now = time.monotonic()
+        if now - asked < FRESH:
+            return depth
+        try:
+            depth = queue.counts()
+        except TurnlaneError as error:
+            log.debug("the depth of %s is not known: %s", labels, error)
+            depth = {}
+        self._depths[labels] = (now, depth)
+        return depth
+
+
+def _of_managers(managers: list[tuple[tuple[str, str], Manager]]) -> Iterator[Metric]:
+    yield from read(_TABLE_METRICS_GAUGES, _TABLE_METRICS_COUNTERS, LABELS, managers)
+    for name, words, lag_of in _LAGS:
+        summary = SummaryMetricFamily(f"turnlane_table_{name}", words, labels=LABELS)
+        for labels, manager in managers:
+            lag = lag_of(manager)
+            summary.add_metric(labels, lag.events, lag.seconds)
+        yield summary

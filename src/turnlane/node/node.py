@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import shutil
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
-from turnlane.closing import Closing
 from turnlane.errors import (
     ConfigError,
     DirectoryUnusable,
@@ -25,26 +27,218 @@ from turnlane.errors import (
     StorageFailed,
 )
 from turnlane.events import BASE_SCHEMA
-from turnlane.node.audit import Audit
 from turnlane.node.breakers import Breakers
+from turnlane.node.commit_recovery import identity
 from turnlane.node.commits import Commits
-from turnlane.node.copying import Copying, CopyingEvents, CopyingPlaces
-from turnlane.node.dropped import Dropped, delete
-from turnlane.node.forgotten import forgotten
-from turnlane.node.housekeeping import Housekeeping
+from turnlane.node.copy import Copying, CopyingEvents, CopyingPlaces
+from turnlane.node.event_refs import can_refer
 from turnlane.node.lanes import Lanes
 from turnlane.node.leases import Leases
-from turnlane.node.leftovers import identity
-from turnlane.node.places import can_refer
 from turnlane.node.staging import Contents, Stage, Staging
 from turnlane.queues import open_queue
-from turnlane.queues.holding import HoldingQueue
-from turnlane.queues.kinds import ON_DISK, Kind
-from turnlane.queues.log.directory import lock
-from turnlane.queues.log.files import Disk
+from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.knobs import ON_DISK, Kind
 from turnlane.queues.settings import QueueSettings
+from turnlane.runtime import Closing, give_back
+from turnlane.storage.directory import QueueDirectory, lock
+from turnlane.storage.disk_io import Disk
+from turnlane.storage.inspect import Stretch, Walk
+from turnlane.storage.offline import Inspection
+
+# ── audit ──
+# The audit: who has thrown what away, a line of JSON each, for whoever asks later.
 
 log = logging.getLogger(__name__)
+
+FILE: Final = "audit.jsonl"
+
+
+class Audit:
+    """Lines in a file of the node's data directory. Safe to use from any thread."""
+
+    def __init__(self, data: Path) -> None:
+        self.path = data / FILE
+        self._lock = threading.Lock()
+
+    def note(self, what: str, **about: Any) -> None:
+        """Write a line, on the device once this returns. Raises ``StorageFailed``."""
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line = json.dumps({"time": now, "what": what, **about}, ensure_ascii=False) + "\n"
+        try:
+            with self._lock, self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise StorageFailed(f"cannot write {FILE}: {error.strerror or error}") from error
+        log.warning("audit: %s", line.rstrip())
+
+
+# ── dropped ──
+# Dropped queues: what is in them must not come back, whenever the process ends.
+#
+# The node's list of queues says which are to go; then the directory gets a name that no queue
+# has,
+# and is deleted, which may take long. Whichever of this was not done, the next start does.
+
+
+PREFIX: Final = ".dropped-"
+
+
+class Dropped:
+    """The directories of dropped queues, beside those of the others."""
+
+    def __init__(self, directory: Path, disk: Disk) -> None:
+        self._directory = directory
+        self._disk = disk
+        self.ids: dict[str, str] = {}
+        """By name, the identity of queues that are to go and whose directory may still be there."""
+
+    def put_away(self, name: str) -> Path | None:
+        """Let nobody find the queue again, if it is to go; returns what is left to delete.
+
+        Raises ``StorageFailed``.
+        """
+        path = self._directory / name
+        away = None
+        if name not in self.ids:
+            return None
+        if _identity(path, self._disk) == self.ids[name]:  # else it is another one by now
+            away = path.with_name(PREFIX + uuid.uuid4().hex)
+            try:
+                self._disk.rename(path, away)
+                self._disk.sync_directory(self._directory)
+            except OSError as error:
+                message = f"cannot put {path} away: {error.strerror or error}"
+                raise StorageFailed(message) from error
+        del self.ids[name]
+        return away
+
+    def sweep(self) -> None:
+        """Delete what an earlier process has put away and not deleted."""
+        for path in self._directory.glob(PREFIX + "*"):
+            delete(path)
+
+
+def _identity(path: Path, disk: Disk) -> str | None:
+    try:
+        return QueueDirectory.read_only(path, disk).queue_id
+    except NotAQueue:
+        return None
+
+
+def delete(path: Path) -> None:
+    """Delete what was put away. If that cannot be, it is said, and left to the next start."""
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        log.warning("a dropped queue is left to be deleted by the next start: %s", error)
+
+
+# ── forgotten ──
+# Queues that a node has on disk and does not open: no longer configured, or of another kind now.
+#
+# Nobody reads what waits in them, and nothing would ever say so.
+
+
+class Forgotten(NamedTuple):
+    """A queue that is not open and still holds events."""
+
+    path: Path
+    pending: int
+
+
+def forgotten(directory: Path, opened: Collection[Path], disk: Disk) -> Iterator[Forgotten]:
+    """The queues below ``directory`` that hold events, those that are open left out."""
+    try:
+        names = disk.listing(directory)
+    except FileNotFoundError:
+        return  # no queue was ever on disk
+    for path in sorted(directory / name for name in names):
+        if path in opened or not path.is_dir() or path.name.startswith(PREFIX):
+            continue
+        try:
+            pending = _pending(Inspection(path, disk))
+        except (NotAQueue, OSError) as error:
+            log.warning("cannot tell whether events wait in %s: %s", path, error)
+            continue
+        if pending:
+            yield Forgotten(path, pending)
+
+
+def _pending(queue: Inspection) -> int:
+    """How many events are not settled. Reads one chunk, however many there are."""
+    low = queue.low(queue.state)
+    end = max(queue.state.floor, _end(queue))
+    return end - low - queue.settled.overlap(low, end) if end > low else 0
+
+
+def _end(queue: Inspection) -> int:
+    """The end of the log: offsets are consecutive, so the last chunk knows it."""
+    last = [chunk for chunk in queue.chunks if chunk.is_last]
+    walk = Walk(queue.disk, last, lambda _first, _end: False)
+    return max((item.end for item in walk if isinstance(item, Stretch)), default=0)
+
+
+# ── housekeeping ──
+# What a node does now and then: forget old stages, place dead letters, give memory back.
+
+
+INTERVAL: Final = 2.0
+DRAIN_SECONDS: Final = 5.0
+"""How often dead letters that wait in memory are offered to their queues."""
+STAGE_SECONDS: Final = 24 * 3600.0
+"""A stage that was neither committed nor aborted after so long belongs to a task that died. It may
+have to wait for the slowest task of its batch, which takes hours longer."""
+
+
+class Housekeeping(Closing):
+    """A thread that tidies up until it is closed."""
+
+    def __init__(
+        self,
+        staging: Staging,
+        queues: Callable[[], Iterable[HoldingQueue]],
+        drain: Callable[[], object],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._staging = staging
+        self._queues = queues
+        self._drain = drain
+        self._clock = clock
+        self._drained_at = clock.monotonic()
+        self._tidied_at = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="turnlane-housekeeping", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop."""
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.wait(INTERVAL):
+            try:
+                self.tidy()
+            except OSError as error:
+                log.warning("could not tidy up, trying again: %s", error)
+            except Exception:
+                log.exception("could not tidy up, trying again")
+
+    def tidy(self) -> None:
+        """Do it now."""
+        if self._clock.monotonic() - self._drained_at >= DRAIN_SECONDS:
+            self._drained_at = self._clock.monotonic()
+            self._drain()
+        gone = self._staging.discard_older(STAGE_SECONDS)
+        if gone:
+            log.warning("%d stages were given up: nobody committed them", gone)
+        moved = sum(queue.end + queue.low for queue in self._queues())
+        if moved != self._tidied_at:
+            self._tidied_at = moved
+            give_back()
+
 
 REGISTRY = "queues.json"
 """The queues made at run time, so that they are there again after a restart."""

@@ -14,12 +14,12 @@ from pydantic import Field
 
 from turnlane.errors import PartlyDelivered, RetryLater, TurnlaneError
 from turnlane.events import Block
-from turnlane.formats.texts import joined, large, strung
-from turnlane.outputs.contract import OutputSettings
-from turnlane.outputs.identity import lasting_ids
-from turnlane.outputs.templates import Template, TemplateText, columns_of, for_json
-from turnlane.outputs.web import (
+from turnlane.formats.lines import joined, large, strung
+from turnlane.outputs.api import OutputSettings, lasting_ids
+from turnlane.outputs.http_connections import Answer, error_of, quoted, shown
+from turnlane.outputs.http_requests import (
     BaseAddress,
+    Compression,
     Failures,
     Prepared,
     Request,
@@ -28,8 +28,7 @@ from turnlane.outputs.web import (
     WebOutputSettings,
     chosen,
 )
-from turnlane.outputs.web_answers import Answer, error_of, quoted, shown
-from turnlane.outputs.web_bodies import Compression
+from turnlane.outputs.templates import Template, TemplateText, columns_of, for_json
 
 _KIND: Final = "application/x-ndjson"
 _WANTED: Final = "errors,items.*.status,items.*.error.type,items.*.error.reason"

@@ -6,6 +6,7 @@ tasks, of several processes, can share it, and it is rotated by exactly one of t
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -14,20 +15,57 @@ import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import StorageFailed
 from turnlane.events import Block
-from turnlane.formats.texts import lines_of
-from turnlane.outputs.contract import Output, OutputSettings
-from turnlane.outputs.file_names import DIRECTIVES, FileNames, unknown_directives
-from turnlane.outputs.file_tidying import Compression, Tidying, is_at, numbered, sync_folder
-from turnlane.outputs.uncached import append
-from turnlane.problems import Contradiction, Problem
-from turnlane.quantities import Size
+from turnlane.formats.lines import lines_of
+from turnlane.outputs.api import Output, OutputSettings
+from turnlane.outputs.file_rotation import (
+    DIRECTIVES,
+    Compression,
+    FileNames,
+    Tidying,
+    is_at,
+    numbered,
+    sync_folder,
+    unknown_directives,
+)
+from turnlane.units import Size
+from turnlane.validation import Contradiction, Problem
+
+# ── uncached ──
+# Writing much at a time without leaving it in the page cache.
+#
+# Lines that stream into a file by the hundred megabytes push out of memory what others read, and
+# the
+# kernel has to find a new page for each of theirs, which takes longer than to write them. Since
+# Linux
+# 6.14 a write can say that its pages are free again as soon as they are on the disk.
+
+LARGE: Final = 1 << 20
+"""Bytes. Less than that is left to the kernel, which gathers small writes before it writes them."""
+_DONT_CACHE: Final = 0x80
+"""``RWF_DONTCACHE``, which Python has no name for."""
+_UNABLE: Final = (errno.EOPNOTSUPP, errno.EINVAL, errno.ESPIPE)
+"""What an older kernel, a file system that cannot do it, and a pipe say to that."""
+
+
+def append(fd: int, data: memoryview) -> int:
+    """Write some of it to a file that was opened for appending; returns how many bytes."""
+    if len(data) >= LARGE:
+        try:
+            return os.pwritev(fd, [data], 0, _DONT_CACHE)  # appending, so the place says nothing
+        except NotImplementedError:  # an older C library
+            pass
+        except OSError as error:
+            if error.errno not in _UNABLE:
+                raise
+    return os.write(fd, data)
+
 
 log = logging.getLogger(__name__)
 

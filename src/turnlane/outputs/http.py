@@ -14,19 +14,10 @@ import pyarrow.compute as pc
 from pydantic import AfterValidator, Field, model_validator
 
 from turnlane.events import Block
-from turnlane.formats.texts import joined, large, lines_of, strung
-from turnlane.outputs.contract import OutputSettings
-from turnlane.outputs.identity import ids_of, key_of
-from turnlane.outputs.templates import (
-    Template,
-    TemplateText,
-    checked,
-    columns_of,
-    for_header,
-    for_json,
-    for_url,
-)
-from turnlane.outputs.web import (
+from turnlane.formats.lines import joined, large, lines_of, strung
+from turnlane.outputs.api import OutputSettings, ids_of, key_of
+from turnlane.outputs.http_connections import Answer
+from turnlane.outputs.http_requests import (
     HeaderName,
     Headers,
     HeaderText,
@@ -38,8 +29,16 @@ from turnlane.outputs.web import (
     WebOutputSettings,
     chosen,
 )
-from turnlane.outputs.web_answers import Answer
-from turnlane.problems import Contradiction, Problem
+from turnlane.outputs.templates import (
+    Template,
+    TemplateText,
+    checked,
+    columns_of,
+    for_header,
+    for_json,
+    for_url,
+)
+from turnlane.validation import Contradiction, Problem
 
 
 class Form(enum.StrEnum):

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from turnlane.errors import Never, PartlyDelivered, RetryLater
 from turnlane.events import Block
+from turnlane.formats.lines import large, strung
 from turnlane.formats.otlp import (
     JSON,
     PROTOBUF,
@@ -23,14 +24,14 @@ from turnlane.formats.otlp import (
     Signal,
     count,
     decode,
+    logs_request,
     rejected,
 )
-from turnlane.formats.otlp_logs import logs_request
-from turnlane.formats.texts import large, strung
-from turnlane.outputs.contract import OutputSettings
-from turnlane.outputs.identity import key_of, lasting_ids
-from turnlane.outputs.web import (
+from turnlane.outputs.api import OutputSettings, key_of, lasting_ids
+from turnlane.outputs.http_connections import Answer, quoted
+from turnlane.outputs.http_requests import (
     BaseAddress,
+    Compression,
     Prepared,
     Request,
     Rows,
@@ -38,8 +39,6 @@ from turnlane.outputs.web import (
     WebOutputSettings,
     chosen,
 )
-from turnlane.outputs.web_answers import Answer, quoted
-from turnlane.outputs.web_bodies import Compression
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
-from turnlane.closing import Closing
 from turnlane.errors import Never
+from turnlane.runtime import Closing
 
 
 class Connection(Protocol):

@@ -13,9 +13,8 @@ import numpy as np
 import pyarrow as pa
 from pydantic import AfterValidator, Field, model_validator
 
-from turnlane.client.failures import understood
-from turnlane.client.remote import Credentials, RemoteNode, said
-from turnlane.client.url import Url
+from turnlane.client.address import Url, understood
+from turnlane.client.node_client import Credentials, RemoteNode, said
 from turnlane.errors import (
     EventTooLarge,
     Never,
@@ -25,12 +24,11 @@ from turnlane.errors import (
     TransportDown,
 )
 from turnlane.events import Block, typed
-from turnlane.outputs.contract import Output, OutputSettings
-from turnlane.outputs.identity import NOT_OF_EVENTS, ROW
-from turnlane.outputs.tls import ClientTls
-from turnlane.problems import Contradiction, Problem
-from turnlane.quantities import Duration
-from turnlane.secret import revealed
+from turnlane.outputs.api import NOT_OF_EVENTS, ROW, Output, OutputSettings
+from turnlane.outputs.http_connections import ClientTls
+from turnlane.runtime import revealed
+from turnlane.units import Duration
+from turnlane.validation import Contradiction, Problem
 
 log = logging.getLogger(__name__)
 

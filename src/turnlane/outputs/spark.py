@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from turnlane.errors import Bug
-from turnlane.outputs.contract import Output, OutputSettings
+from turnlane.outputs.api import Output, OutputSettings
 
 
 class SparkSinkSettings(OutputSettings):

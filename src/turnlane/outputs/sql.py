@@ -11,15 +11,14 @@ from pydantic import AfterValidator, Field, model_validator
 
 from turnlane.errors import RetryLater
 from turnlane.events import Block
-from turnlane.outputs.contract import Output, OutputSettings
-from turnlane.outputs.once import OnceSettings
+from turnlane.outputs.api import OnceSettings, Output, OutputSettings
+from turnlane.outputs.http_connections import ClientTls
 from turnlane.outputs.pool import Pool
 from turnlane.outputs.sql_database import Database, Target
 from turnlane.outputs.sql_rows import Rows, rows_of
-from turnlane.outputs.tls import ClientTls
-from turnlane.problems import Contradiction, Problem
-from turnlane.quantities import Duration
-from turnlane.secret import revealed
+from turnlane.runtime import revealed
+from turnlane.units import Duration
+from turnlane.validation import Contradiction, Problem
 
 
 class _Driver(NamedTuple):

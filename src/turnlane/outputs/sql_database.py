@@ -10,12 +10,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import pyarrow as pa
 
-from turnlane.closing import Closing
 from turnlane.errors import TurnlaneError
+from turnlane.outputs.http_connections import ClientTls
 from turnlane.outputs.sql_delivered import Delivered
 from turnlane.outputs.sql_notes import Notes
 from turnlane.outputs.sql_rows import Rows
-from turnlane.outputs.tls import ClientTls
+from turnlane.runtime import Closing
 
 log = logging.getLogger(__name__)
 

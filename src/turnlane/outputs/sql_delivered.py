@@ -12,8 +12,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from turnlane.intervals import Ranges
 from turnlane.outputs.sql_rows import Offsets, Stream
-from turnlane.queues.ranges import Ranges
 from turnlane.table.notes import DELIVERED
 
 TABLE: Final = DELIVERED

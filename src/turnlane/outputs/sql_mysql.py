@@ -13,7 +13,7 @@ import pymysql
 from pymysql.constants import ER
 
 from turnlane.errors import Never, PayloadTooLarge, RetryLater, TurnlaneError
-from turnlane.outputs.hanging_up import hang_up
+from turnlane.outputs.http_connections import hang_up
 from turnlane.outputs.sql_database import Database, python_rows
 
 _DATA: Final = frozenset(

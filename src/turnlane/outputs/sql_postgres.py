@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 from pyarrow import csv
 
 from turnlane.errors import Never, RetryLater, TurnlaneError
-from turnlane.formats.texts import joined
-from turnlane.outputs.hanging_up import hang_up_on
+from turnlane.formats.lines import joined
+from turnlane.outputs.http_connections import hang_up_on
 from turnlane.outputs.sql_database import Database
 
 _BYTEA: Final = 17

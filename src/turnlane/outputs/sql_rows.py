@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from turnlane.errors import Never, RetryLater
 from turnlane.events import Block
-from turnlane.outputs.identity import PLACE, ROW, ids_of
+from turnlane.outputs.api import PLACE, ROW, ids_of
 
 EVENT_ID: Final = "event_id"
 """A source that is there without a column: which event it is."""

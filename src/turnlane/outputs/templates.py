@@ -20,7 +20,7 @@ from pydantic import AfterValidator
 
 from turnlane.errors import RetryLater
 from turnlane.events import Block
-from turnlane.outputs.identity import ids_of
+from turnlane.outputs.api import ids_of
 
 Texts: TypeAlias = "pa.Array[Any]"
 Escape = Callable[[Texts], Texts]

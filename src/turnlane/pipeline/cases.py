@@ -13,7 +13,7 @@ from typing import Any, Final
 from pydantic import Field, NonNegativeInt, model_validator
 
 from turnlane.pipeline.settings import Part
-from turnlane.problems import did_you_mean
+from turnlane.validation import did_you_mean
 
 Row = Mapping[str, Any]
 """The columns of an event, as JSON has them."""

@@ -10,10 +10,9 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from turnlane.delivery.settings import DeliverySettings
-from turnlane.quantities import Duration
-from turnlane.queues.kinds import Kind
-from turnlane.queues.knobs import Name
+from turnlane.queues.knobs import Kind, Name
 from turnlane.queues.settings import QueueSettings
+from turnlane.units import Duration
 
 MAIN: Final = "main"
 """The main queue's name, and the main lane's."""

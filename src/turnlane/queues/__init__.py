@@ -6,11 +6,10 @@ from typing import Any
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import ConfigError
-from turnlane.queues.contract import Consumer, Queue
-from turnlane.queues.kinds import Kind
-from turnlane.queues.log.files import Disk
+from turnlane.queues.api import Consumer, Queue, Transport
+from turnlane.queues.knobs import Kind
 from turnlane.queues.settings import QueueSettings
-from turnlane.queues.transport import Transport
+from turnlane.storage.disk_io import Disk
 
 
 def open_queue(

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from turnlane.queues.contract import Ack, AckCallback, AckLevel, Durability
-from turnlane.queues.ranges import Ranges
+from turnlane.intervals import Ranges
+from turnlane.queues.api import Ack, AckCallback, AckLevel, Durability
 
 log = logging.getLogger(__name__)
 

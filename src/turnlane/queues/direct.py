@@ -14,27 +14,25 @@ from typing import NoReturn
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import BatchFreed, EventTooLarge, NotSupported, QueueClosed, RetryLater
 from turnlane.events import EVENT_OVERHEAD, Block, block_of, event_sizes, prepared
+from turnlane.ledger import Outcome, Totals
 from turnlane.queues.acks import Dispatcher, Follower, Watermark
 from turnlane.queues.admission import check_severities, sampled
-from turnlane.queues.batch import BatchState, HeldBatch
-from turnlane.queues.contract import (
+from turnlane.queues.api import (
     AckCallback,
     AckLevel,
     Consumer,
     Durability,
     FlowControl,
-    Outcome,
     Producer,
     Published,
     Queue,
+    Stats,
     chosen,
 )
-from turnlane.queues.ledger import Totals
-from turnlane.queues.portion import Portion
+from turnlane.queues.buffer import BatchState, HeldBatch, Portion
 from turnlane.queues.positions import Positions
+from turnlane.queues.producer import as_bytes, measured, nanoseconds
 from turnlane.queues.settings import QueueSettings
-from turnlane.queues.stats import Stats
-from turnlane.queues.values import as_bytes, measured, nanoseconds
 
 log = logging.getLogger(__name__)
 

@@ -13,18 +13,49 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Iterable, Sequence
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
-from turnlane.queues.batch import BatchState, HeldBatch
-from turnlane.queues.contract import Durability, Outcome
-from turnlane.queues.log.files import Disk
-from turnlane.queues.portion import Portion
+from turnlane.intervals import Ranges
+from turnlane.ledger import Outcome
+from turnlane.queues.api import Durability
+from turnlane.queues.buffer import BatchState, HeldBatch, Portion
+from turnlane.queues.disk import StoredQueue
+from turnlane.queues.disk_writer import Job
 from turnlane.queues.settings import QueueSettings
-from turnlane.queues.stored import StoredQueue
-from turnlane.queues.untold import Untold
-from turnlane.queues.written import Job
+from turnlane.storage.disk_io import Disk
+from turnlane.storage.journal import Journal
+
+# ── untold ──
+# What was settled without ever touching the disk, which the journal has still to be told.
+#
+# As long as nothing else goes to disk, nobody has to know. Before anything does, the journal
+# hears
+# of all that came before it, so that it counts every event once and under its first outcome.
+
+
+class Untold:
+    """Settled ranges by outcome. Thread-safe; its lock is taken after a queue's own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ranges: dict[Outcome, Ranges] = {}
+
+    def add(self, first: int, end: int, outcome: Outcome) -> None:
+        """Note that ``[first, end)`` is settled, which it was not before."""
+        with self._lock:
+            self._ranges.setdefault(outcome, Ranges()).add(first, end)
+
+    def tell(self, journal: Journal) -> None:
+        """Tell the journal everything. On ``OSError``: call it again, for twice is harmless."""
+        with self._lock:
+            for outcome, ranges in self._ranges.items():
+                for first, end in ranges:
+                    journal.settled(first, end, 0, outcome)
+            self._ranges.clear()
+
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from turnlane.queues.contract import Outcome
-from turnlane.queues.holding import HoldingQueue
+from turnlane.ledger import Outcome
+from turnlane.queues.consumer import HoldingQueue
 
 
 class MemoryQueue(HoldingQueue):

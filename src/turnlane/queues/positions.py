@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from turnlane.queues.ranges import Ranges
+from turnlane.intervals import Ranges
 
 
 class Positions:

@@ -3,35 +3,134 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from turnlane.errors import (
-    AckPending,
-    EventTooLarge,
-    QueueClosed,
-    QueueFull,
-    StorageFailed,
-)
+from turnlane.errors import AckPending, EventTooLarge, QueueClosed, QueueFull, StorageFailed
 from turnlane.events import EVENT_OVERHEAD, MAX_BLOCK_BYTES, Block, prepared, stamped
 from turnlane.queues.acks import Follower, Ticket, Watermark
-from turnlane.queues.admission import Calm, Waiter, check_severities
-from turnlane.queues.contract import (
-    AckCallback,
-    AckLevel,
-    FlowControl,
-    Producer,
-    Published,
+from turnlane.queues.admission import (
+    MAX_SEVERITY,
+    BlockEntry,
+    Calm,
+    EventEntry,
+    PublishEntry,
+    Waiter,
+    check_severities,
+    size_of,
 )
-from turnlane.queues.entries import BlockEntry, EventEntry, PublishEntry, size_of
-from turnlane.queues.patience import FOR_EVER, Patience
-from turnlane.queues.pieces import Pieces
-from turnlane.queues.values import as_bytes, measured, nanoseconds
+from turnlane.queues.api import AckCallback, AckLevel, FlowControl, Producer, Published
+from turnlane.queues.policies import FOR_EVER, Patience
 
 if TYPE_CHECKING:
-    from turnlane.queues.intake import Intake
+    from turnlane.queues.core import Intake
+
+# ── pieces ──
+# A block that goes into a queue piece by piece: how much of it is inside, and how far that is.
+
+
+class Pieces:
+    """The pieces of a block that are inside, in order."""
+
+    def __init__(self) -> None:
+        self.published = Published(-1, 0, 0, 0)
+        self._tickets: list[Ticket] = []
+
+    def add(self, entry: BlockEntry) -> None:
+        """The next piece is inside, or was dropped by the queue's policy."""
+        one, other = self.published, entry.published
+        self.published = Published(
+            one.first if one.first >= 0 else other.first,
+            one.accepted + other.accepted,
+            one.dropped + other.dropped,
+            one.repeated + other.repeated,
+        )
+        if entry.ticket is not None:
+            entry.ticket.leave()  # whoever is woken after it must not wait for the other pieces
+            self._tickets.append(entry.ticket)
+
+    @property
+    def events(self) -> int:
+        """How many events need not come again."""
+        return self.published.accepted + self.published.dropped + self.published.repeated
+
+    @property
+    def last(self) -> Ticket | None:
+        """The ticket that is reached after all others; nobody waits on it."""
+        return self._tickets[-1] if self._tickets else None
+
+    @property
+    def reached(self) -> bool:
+        """Whether all have come as far as their producer wants."""
+        return all(ticket.reached for ticket in self._tickets)
+
+    @property
+    def lost(self) -> bool:
+        """Whether any was dropped instead, of those that were reached."""
+        return any(ticket.lost for ticket in self._tickets)
+
+
+# ── values ──
+# One event as a publisher gives it: checked and measured before it goes anywhere.
+
+_MAX_MICROSECONDS = (1 << 63) // 1000
+"""Timestamps are carried in nanoseconds, which have to fit 64 bits."""
+
+
+def as_bytes(value: object) -> bytes:
+    """An event's value, which nobody else can change any more."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    msg = f"an event's value is bytes, not {type(value).__name__}; encode it first"
+    raise TypeError(msg)
+
+
+def nanoseconds(timestamp: int) -> int:
+    """A timestamp in microseconds as the queue carries it."""
+    if not -_MAX_MICROSECONDS < operator.index(timestamp) < _MAX_MICROSECONDS:
+        msg = f"timestamp {timestamp} is no number of microseconds since the epoch"
+        raise ValueError(msg)
+    return timestamp * 1000
+
+
+def measured(
+    key: str | None,
+    headers: Mapping[str, str] | None,
+    severity: int | None,
+    source: str | None,
+) -> int:
+    """The size of an event's optional columns.
+
+    Encoding here, and not only when the block is sealed, gives a wrong type or a lone surrogate
+    back to the publisher who sent it instead of to the thread that seals everybody's events.
+    """
+    size = 0 if key is None else _encoded("key", key)
+    if source is not None:
+        size += _encoded("source", source)
+    if headers is not None:
+        if not isinstance(headers, Mapping):
+            msg = f"headers are a mapping of text to text, not {type(headers).__name__}"
+            raise TypeError(msg)
+        for name, text in headers.items():
+            size += _encoded("a header's name", name) + _encoded(f"header {name!r}", text) + 8
+    if isinstance(severity, bool):
+        msg = "severity is a number, not a bool"
+        raise TypeError(msg)
+    if severity is not None and not 0 <= operator.index(severity) <= MAX_SEVERITY:
+        msg = f"severity {severity} is not between 0 (emergency) and {MAX_SEVERITY} (debug)"
+        raise ValueError(msg)
+    return size
+
+
+def _encoded(what: str, text: object) -> int:
+    """The bytes that a text takes."""
+    if not isinstance(text, str):
+        msg = f"{what} is text, not {type(text).__name__}"
+        raise TypeError(msg)
+    return len(text.encode())
 
 
 def hashed(producer_id: str) -> bytes:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
+import logging
+import math
+import os
 import re
 import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar, Final, Self
 
 from pydantic.json_schema import JsonSchemaValue
 
 from turnlane.errors import AddressTaken, ConfigError
-from turnlane.quantities import Written
+from turnlane.runtime import Closing
+from turnlane.units import Written
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -110,3 +121,181 @@ def check_exposed(
         f"{address} can be reached from outside, which needs {missing}: configure that, listen on "
         f"{LOOPBACK}:{address.port}, or force it with insecure: true",
     )
+
+
+# ── sockets ──
+# The connections of a server that does not list them: gRPC, on which Flight is built.
+#
+# The list of the open descriptors of this process is the only way to find these connections. All
+# other descriptors of the process are in that list too, the files of SQLite among them. POSIX
+# makes
+# them dangerous: if a process closes *any* descriptor of a file, it loses *all* ``fcntl`` locks
+# that
+# it holds on that file. SQLite relies on these locks. Without them another process takes itself
+# for
+# the last user of the database and deletes the write-ahead log, and committed rows are lost.
+#
+# So this module never duplicates and never closes a descriptor: :func:`borrow` uses the number
+# itself. The owner can close it at any moment, and the system can give the number to something
+# else.
+# If that is a file, nothing happens to it, because the calls that follow work on sockets only.
+# If it
+# is a socket, ``cut`` can end the wrong connection, but only if the number changes hands within
+# microseconds; the owner sees a broken connection and connects again. A duplicate would avoid
+# this,
+# but the duplicate itself can be a file, and to close it drops the locks.
+
+_OPEN_FILES: Final = Path("/proc/self/fd")
+
+_INFO_BYTES: Final = 64
+_LAST_SENT: Final = 44
+_LAST_RECEIVED: Final = 52
+"""Where Linux's ``struct tcp_info`` has the milliseconds since data last went, and last came."""
+
+
+def connections(port: int) -> Iterator[socket.socket]:
+    """Yield every connection of this process to its own ``port``.
+
+    The caller borrows a connection until it asks for the next one. The owner can close it before
+    that, and then its methods raise ``OSError``. If the system does not list open files, there are
+    no connections.
+    """
+    numbers = [int(name) for name in os.listdir(_OPEN_FILES)] if _OPEN_FILES.is_dir() else []
+    for number in numbers:
+        with contextlib.suppress(OSError):  # closed since it was listed
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with borrow(number) as connection:
+                if _is_connected(connection, port):
+                    yield connection
+
+
+@contextlib.contextmanager
+def borrow(number: int) -> Iterator[socket.socket]:
+    """Use the socket with this descriptor, which another owner keeps open, and do not close it.
+
+    Raises ``OSError`` if the descriptor is closed or is not a socket.
+    """
+    connection = socket.socket(fileno=number)
+    try:
+        yield connection
+    finally:
+        connection.detach()
+
+
+def cut(connection: socket.socket) -> bool:
+    """Shut a connection down; false if that was done before.
+
+    Whoever reads from it finds its end, so that Flight's handlers return.
+    """
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return False
+    return True
+
+
+def cut_connections(port: int) -> int:
+    """Shut down every connection of this process to its own ``port``; returns how many."""
+    return sum(map(cut, connections(port)))
+
+
+def idle_seconds(connection: socket.socket) -> float:
+    """How long nothing has gone either way; what is on its way, or not taken, counts as gone."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    (sent,), (received,) = (
+        struct.unpack_from("=I", info, place) for place in (_LAST_SENT, _LAST_RECEIVED)
+    )
+    return float(min(sent, received)) / 1000
+
+
+def _is_connected(connection: socket.socket, port: int) -> bool:
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    own: int = connection.getsockname()[1]
+    connection.getpeername()  # raises if it only listens
+    return own == port and connection.type == socket.SOCK_STREAM
+
+
+# ── watch ──
+# Limits on the connections of a server that has none of its own.
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS: Final = 1.0
+"""How often it looks; so long may there be more connections than allowed."""
+SHARE: Final = 0.02
+"""Of its time, what it may look for at most: it has to pass by all that the process has open."""
+
+
+class ConnectionWatch(Closing):
+    """Cuts connections to a port of this process, on a thread of its own, until it is closed.
+
+    Those on which nothing has gone either way for ``idle_timeout`` seconds, and the newest of more
+    than ``max_connections``. Where the system does not list open files nothing happens.
+    """
+
+    def __init__(self, port: int, max_connections: int, *, idle_timeout: float = math.inf) -> None:
+        self._port = port
+        self._most = max_connections
+        self._idle_timeout = idle_timeout
+        self._known: set[int] = set()
+        """The connections of the last look, by the number of their socket."""
+        self._over = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name=f"turnlane-watch-{port}", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        soon = min(LOOK_SECONDS, self._idle_timeout / 4)
+        pause = soon
+        while not self._over.wait(pause):
+            begun = time.monotonic()
+            try:
+                self._look()
+            except Exception:
+                log.exception("connections to port %d could not be looked at", self._port)
+            pause = max(soon, (time.monotonic() - begun) / SHARE)
+
+    def _look(self) -> None:
+        found: list[int] = []
+        idle = 0
+        for connection in connections(self._port):
+            with contextlib.suppress(OSError):  # the server has closed it since
+                if idle_seconds(connection) >= self._idle_timeout:
+                    idle += cut(connection)
+                else:
+                    found.append(_number(connection))
+        crowded = self._cut_newest(found)
+        if idle or crowded:
+            log.info(
+                "port %d: cut %d idle connections, and %d beyond the %d allowed",
+                self._port,
+                idle,
+                crowded,
+                self._most,
+            )
+
+    def _cut_newest(self, found: list[int]) -> int:
+        known = [number for number in found if number in self._known]
+        come = [number for number in found if number not in self._known]
+        self._known = {*known, *come[: self._most - len(known)]}
+        if len(found) <= self._most:
+            return 0
+        crowded = 0
+        for connection in connections(self._port):
+            with contextlib.suppress(OSError):  # the server has closed it since
+                if _number(connection) not in self._known:
+                    crowded += cut(connection)
+        return crowded
+
+
+def _number(connection: socket.socket) -> int:
+    """What tells a socket from all others there are."""
+    return os.fstat(connection.fileno()).st_ino

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import anyio
+
+from turnlane.runtime import Closing
 
 Result = TypeVar("Result")
 
@@ -46,3 +51,64 @@ class ThreadsByQueue:
         if queue not in self._by_queue:
             self._by_queue[queue] = Threads(self._most)
         return self._by_queue[queue]
+
+
+# ── deadlines ──
+# One thread that calls off whatever has not come in time.
+
+
+class Deadlines(Closing):
+    """Gives everyone the same number of seconds. Safe to use from any thread.
+
+    ``name`` is that of its thread, which runs until it is closed.
+    """
+
+    def __init__(self, seconds: float, name: str) -> None:
+        self._seconds = seconds
+        self._changed = threading.Condition()
+        self._waiting: dict[object, tuple[float, Callable[[], object]]] = {}
+        """When each is late, and what to do then; in the order of their coming, which is that of
+        their deadlines."""
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def limit(self, call_off: Callable[[], object]) -> Iterator[None]:
+        """Call ``call_off`` on the thread of the deadlines if the block takes too long."""
+        ticket = object()
+        with self._changed:
+            self._waiting[ticket] = time.monotonic() + self._seconds, call_off
+            self._changed.notify()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting.pop(ticket, None)
+
+    def close(self) -> None:
+        """Call off nothing any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (late := self._next()) is not None:
+            late()
+
+    def _next(self) -> Callable[[], object] | None:
+        """Wait until somebody is late; ``None`` once closed."""
+        with self._changed:
+            while not self._closed:
+                ticket = next(iter(self._waiting), None)
+                if ticket is None:
+                    self._changed.wait()
+                    continue
+                due, call_off = self._waiting[ticket]
+                left = due - time.monotonic()
+                if left <= 0:
+                    del self._waiting[ticket]
+                    return call_off
+                self._changed.wait(left)
+            return None

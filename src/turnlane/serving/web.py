@@ -14,12 +14,12 @@ import uvicorn
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp
 
-from turnlane.closing import Closing
 from turnlane.errors import ConfigError
-from turnlane.quantities import Duration, Size
+from turnlane.runtime import Closing
 from turnlane.serving.address import Address
+from turnlane.serving.auth import TlsSettings
 from turnlane.serving.connection import Connection
-from turnlane.serving.tls import TlsSettings
+from turnlane.units import Duration, Size
 
 log = logging.getLogger(__name__)
 

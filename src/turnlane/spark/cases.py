@@ -11,14 +11,13 @@ from typing import Any
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from turnlane.delivery.columns import DIRECT, PAYLOAD
+from turnlane.delivery.settings import DIRECT, PAYLOAD
 from turnlane.pipeline.cases import Case, CaseEvent, Row
 from turnlane.pipeline.settings import MAIN, ActionSettings, PipelineSettings
-from turnlane.spark.answers import answer
-from turnlane.spark.columns import read_schema
-from turnlane.spark.payloads import with_payload
 from turnlane.spark.pipeline import Pipeline
-from turnlane.spark.routing import QUEUE
+from turnlane.spark.routing import QUEUE, with_payload
+from turnlane.spark.row_codec import read_schema
+from turnlane.spark.transforms import answer
 
 
 class Trial:

@@ -14,7 +14,7 @@ from typing import Final
 
 from pyspark.daemon import manager
 
-from turnlane.memory import keep_freed
+from turnlane.runtime import keep_freed
 
 SHARED: Final = ("turnlane.spark.source",)
 """The modules of ours that each of them needs, whatever it does."""

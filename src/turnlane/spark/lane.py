@@ -7,32 +7,242 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Final
+from typing import Any, Final
 
-from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]  # has none
+from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]  # has none
+from pyspark.sql import SparkSession
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
 
-from turnlane.backoff import doubled
-from turnlane.spark.news import News
-from turnlane.spark.offsets import TAKEN
-from turnlane.spark.reasons import reason_of
-from turnlane.spark.silence import Silence
-from turnlane.spark.suspension import Suspension
+from turnlane.errors import RetryLater
+from turnlane.retry import doubled
+from turnlane.spark.batch_planning import TAKEN
+from turnlane.spark.errors import reason_of
+from turnlane.spark.nodes import Gates, Nodes
+from turnlane.spark.steps import Breakers, Suspension, Ways, suspension
+
+# ── held_up ──
+# What keeps lanes from going on, for people: asked for once in a while, beside the lanes' work.
 
 log = logging.getLogger(__name__)
+
+LOOK_SECONDS: Final = 1.0
+"""How often to ask."""
+
+
+class GatesSeen:
+    """The breakers of all lanes of a pipeline, asked for in one question once in a while.
+
+    Safe from any thread; whoever comes while another one asks gets what was known before.
+    """
+
+    def __init__(self, gates: Gates) -> None:
+        self._gates = gates
+        self._actions: set[str] = set()
+        self._asking = threading.Lock()
+        self._asked = -LOOK_SECONDS
+        self._known: Breakers = {}
+
+    def include(self, actions: Iterable[str]) -> None:
+        """Ask for the breakers of these, too."""
+        self._actions |= set(actions)
+
+    def status(self) -> Breakers:
+        """How the breakers are, or were a moment ago."""
+        if self._asking.acquire(blocking=False):
+            try:
+                self._look()
+            finally:
+                self._asking.release()
+        return self._known
+
+    def _look(self) -> None:
+        if time.monotonic() - self._asked < LOOK_SECONDS:
+            return
+        try:
+            self._known = self._gates.status(sorted(self._actions))
+        except RetryLater as error:
+            log.info("no word of breakers: %s", error)
+        self._asked = time.monotonic()
+
+
+class Rooms:
+    """Which of the queues that a lane fills is full, asked for once in a while. For one thread."""
+
+    def __init__(self, nodes: Nodes, queues: Sequence[str]) -> None:
+        self._nodes = nodes
+        self._queues = queues
+        self._asked = -LOOK_SECONDS
+        self._full: str | None = None
+
+    def full(self) -> str | None:
+        """The first of them, on any node, or what it was a moment ago."""
+        if self._queues and time.monotonic() - self._asked >= LOOK_SECONDS:
+            try:
+                self._full = self._look()
+            except RetryLater as error:
+                log.info("no word of room in queues: %s", error)
+            self._asked = time.monotonic()
+        return self._full
+
+    def _look(self) -> str | None:
+        nodes = range(self._nodes.count)
+        questions = {node: partial(self._nodes[node].full, self._queues) for node in nodes}
+        found = self._nodes.answers("room", questions, 0.0)
+        return min((queue for full in found.values() for queue in full), default=None)
+
+
+class HeldUpHeldUp:
+    """What keeps a lane from going on, for people."""
+
+    def __init__(self, gates: GatesSeen, lane: Sequence[Ways], rooms: Rooms | None = None) -> None:
+        self._gates = gates
+        self._lane = lane
+        self._rooms = rooms
+        gates.include(way.action for ways in lane for way in ways)
+
+    def __call__(self) -> Suspension | None:
+        """What is known."""
+        if self._lane:
+            found = suspension(self._lane, self._gates.status())
+            if found.why is not None:
+                return found
+        full = self._rooms.full() if self._rooms is not None else None
+        return None if full is None else Suspension(0.0, why=f"queue {full!r} is full")
+
+
+# ── news ──
+# What Spark tells of streaming queries, handed to the lanes that run them.
+
+
+OVER: Final = ""
+"""What the listener tells itself when it is to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What has happened to one run of a query."""
+
+    run: str
+    progress: StreamingQueryProgress | None = None
+    """How a batch went; ``None`` if the run has ended."""
+
+
+Tell = Callable[[News], None]
+"""Called on the listener's thread, where all others wait for it."""
+
+
+class Listener:
+    """Hears of all queries of a session, and tells those who run them; ``told`` by query name.
+
+    Of each run it tells of every batch once, in their order, and then of its end. The first news
+    may come before the query's ``start()`` has returned. A run is somebody's if it starts while
+    this one listens: what comes late of a pipeline before it is nobody's.
+
+    Java keeps what it has to say in a queue, and a thread waits for it here. Were Python called, as
+    pyspark's listeners are, each run of a query would leave a thread and a connection behind, and
+    each progress would take a hundred calls to be read.
+    """
+
+    def __init__(self, spark: SparkSession, told: Mapping[str, Tell]) -> None:
+        jvm: Any = spark._jvm  # noqa: SLF001 - pyspark's listeners are called
+        self._queries: Any = spark.streams._jsqm  # noqa: SLF001
+        self._said: Any = jvm.java.util.concurrent.LinkedBlockingQueue()
+        streaming = jvm.org.apache.spark.sql.streaming
+        kind = jvm.java.lang.Class.forName(
+            "org.apache.spark.sql.streaming.PythonStreamingQueryListener"
+        )
+        # Whatever it is called with: ``said.add(event.json())``.
+        keeping = jvm.java.beans.EventHandler.create(kind, self._said, "add", "json")
+        self._keeper: Any = streaming.PythonStreamingQueryListenerWrapper(keeping)
+        self._told = told
+        self._runs: dict[str, Tell] = {}
+        """Those under way. Spark tells of the start of a run before anything else of it."""
+        self._thread = threading.Thread(target=self._run, name="lane-news", daemon=True)
+
+    def start(self) -> None:
+        """Begin, before the queries do."""
+        self._queries.addListener(self._keeper)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; what has been said until now is still told."""
+        self._queries.removeListener(self._keeper)
+        self._said.add(OVER)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (said := self._said.take()) != OVER:
+                self._take(said)
+        except (Py4JError, OSError) as error:
+            log.warning("Spark tells nothing any more: %s", error)
+
+    def _take(self, said: str) -> None:
+        """Hand it on. Whatever is wrong with it, lanes wait for what comes after it."""
+        try:
+            self._hand_on(json.loads(said))
+        except Exception:
+            log.exception("news of a query that cannot be handed on: %.300s", said)
+
+    def _hand_on(self, event: Mapping[str, Any]) -> None:
+        if "progress" in event:
+            self._progress(StreamingQueryProgress.fromJson(event["progress"]))
+        elif "name" in event:
+            self._started(event["runId"], event["name"])
+        elif "timestamp" not in event:  # that would be a query with nothing to do
+            self._ended(event["runId"])
+
+    def _started(self, run: str, name: str | None) -> None:
+        tell = self._told.get(name or "")
+        if tell is not None:
+            self._runs[run] = tell
+
+    def _progress(self, progress: StreamingQueryProgress) -> None:
+        run = str(progress.runId)
+        tell = self._runs.get(run)
+        if tell is not None:
+            tell(News(run, progress))
+
+    def _ended(self, run: str) -> None:
+        tell = self._runs.pop(run, None)
+        if tell is not None:
+            tell(News(run))
+
+
+# ── silence ──
+# How long a lane has ended no batch, and when to mention it. Pure: it is told the time.
+
+QUIET_SECONDS: Final = 300.0
+"""So long a silence is mentioned first, and again each time that it is twice as long."""
+
+
+class Silence:
+    """The time since a query began or was heard of last."""
+
+    def __init__(self, now: float) -> None:
+        self._since = now
+        self._mention_after = QUIET_SECONDS
+
+    def lasted(self, now: float) -> float | None:
+        """Its seconds, if it is time to mention them."""
+        seconds = now - self._since
+        if seconds < self._mention_after:
+            return None
+        self._mention_after = 2 * seconds
+        return seconds
+
 
 FIRST_PAUSE: Final = 1.0
 LAST_PAUSE: Final = 60.0
 """Seconds between attempts, doubling from one to the other."""
 START_SECONDS: Final = 0.2
 """How often to look whether a query runs by now: if it has nothing to do, Spark tells nobody."""
-LOOK_SECONDS: Final = 1.0
-"""How often to look at one that runs, if there is no news of it."""
 NEWS_SECONDS: Final = 5.0
 """How late the news may be that a query has ended; Spark drops news that it cannot get rid of."""
 BATCH_SECONDS: Final = 10.0

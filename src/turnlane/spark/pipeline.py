@@ -19,40 +19,35 @@ from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamReader, DataStreamWriter
 from pyspark.sql.types import BinaryType, ShortType, StructType
 
-from turnlane.delivery.columns import PAYLOAD, PLACES, PRIORITY, ROUTES
+from turnlane.delivery.settings import PAYLOAD, PLACES, PRIORITY, ROUTES
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import MAIN, ActionSettings, LaneSettings, PipelineSettings
-from turnlane.spark import shape
-from turnlane.spark.answers import answer
-from turnlane.spark.checking import check
+from turnlane.spark import transforms
 from turnlane.spark.checkpoints import Checkpoints, Retiring, located
-from turnlane.spark.grouping import FEW_VALUES
-from turnlane.spark.held_up import GatesSeen, HeldUp, Rooms
-from turnlane.spark.hollows import filled
-from turnlane.spark.lane import Lane, LaneStatus, Start
-from turnlane.spark.lane_nodes import Gates
-from turnlane.spark.lane_options import in_json, reading, writing
-from turnlane.spark.needs import (
+from turnlane.spark.checks import check
+from turnlane.spark.lane import GatesSeen, HeldUpHeldUp, Lane, LaneStatus, Listener, Rooms, Start
+from turnlane.spark.nodes import Gates, Nodes
+from turnlane.spark.options import WriteOptions, in_json, reading, writing
+from turnlane.spark.parsing import looked_at
+from turnlane.spark.reader import SHARES
+from turnlane.spark.routing import Routes, is_deterministic, numbered, routed, with_payload
+from turnlane.spark.row_codec import FEW_VALUES, filled
+from turnlane.spark.session import UNMEASURED, set_to
+from turnlane.spark.sinks import check_sink, patient, to_queue, to_sink, writes_once
+from turnlane.spark.steps import (
     PLACE,
+    Step,
     delivers_by_place,
     goes_by_place,
     payload_form,
+    step_of_lane,
+    steps_of_main,
     wanted_by_main,
     wanted_by_tasks,
+    ways_of,
 )
-from turnlane.spark.news import Listener
-from turnlane.spark.nodes import Nodes
-from turnlane.spark.options import WriteOptions
-from turnlane.spark.parsing import looked_at
-from turnlane.spark.payloads import with_payload
-from turnlane.spark.queue_sink import to_queue, writes_once
-from turnlane.spark.routing import Routes, is_deterministic, numbered, routed
-from turnlane.spark.session import UNMEASURED, set_to
-from turnlane.spark.settling import Settling
-from turnlane.spark.share_reading import SHARES
-from turnlane.spark.sink_files import patient, to_sink
-from turnlane.spark.sinks import check_sink
-from turnlane.spark.steps import Step, step_of_lane, steps_of_main, ways_of
+from turnlane.spark.stream_reader import Settling
+from turnlane.spark.transforms import answer
 
 QUERY: Final = {"transform", "sql", "watermark", "with_queues", "output_mode"}
 """The settings of an action on which the state of its query depends."""
@@ -146,7 +141,7 @@ class Pipeline:
     def routed(self, source: DataFrame, wanted: Collection[str] | None = None) -> DataFrame:
         """Events with their routes."""
         settings = self._settings
-        events = shape.seen(source, settings, wanted)
+        events = transforms.seen(source, settings, wanted)
         return routed(events, settings.actions, settings.dead_letters, settings.joined)
 
     def _start_main(self, run: str) -> StreamingQuery:
@@ -159,7 +154,7 @@ class Pipeline:
         if any(step.output is not None for step in steps):
             rows = with_payload(rows, "json" if wanted is None else "raw")
         return self._lane_query(
-            shape.stored(rows, self._settings), MAIN, run, self._settings.lane, steps
+            transforms.stored(rows, self._settings), MAIN, run, self._settings.lane, steps
         )
 
     def _start_copying(
@@ -185,11 +180,11 @@ class Pipeline:
     ) -> DataFrame:
         """The places of events, or of groups of them, with their routes as bits."""
         kept = [*sorted(PLACE), PLACES] if grouped else sorted(PLACE)
-        every = shape.nothing(self._spark).schema
+        every = transforms.nothing(self._spark).schema
         every = every.add(PRIORITY, ShortType()).add(PLACES, BinaryType())
         source = reader.option("grouped", grouped).schema(_columns(every, {*looks, *kept}))
         settings = self._settings
-        events = shape.seen(source.load(), settings, wanted_by_main(settings))
+        events = transforms.seen(source.load(), settings, wanted_by_main(settings))
         return numbered(events, settings.actions, settings.joined).select(*kept, ROUTES)
 
     @property
@@ -197,10 +192,10 @@ class Pipeline:
         """The queues that it fills."""
         return [action.name for action in self._settings.queued]
 
-    def _main_held_up(self) -> HeldUp:
+    def _main_held_up(self) -> HeldUpHeldUp:
         nodes = Nodes.of(WriteOptions.of(self._access))
         rooms = Rooms(nodes, self._filled)
-        return HeldUp(self._gates, ways_of(steps_of_main(self._settings)), rooms)
+        return HeldUpHeldUp(self._gates, ways_of(steps_of_main(self._settings)), rooms)
 
     # ── the others ───────────────────────────────────────────────────────────────────────────────
 
@@ -236,8 +231,8 @@ class Pipeline:
         """For all lanes. A pipeline that is only looked at has no nodes to ask."""
         return GatesSeen(Gates(Nodes.of(WriteOptions.of(self._access))))
 
-    def _held_up(self, steps: Sequence[Step]) -> HeldUp:
-        return HeldUp(self._gates, ways_of(steps))
+    def _held_up(self, steps: Sequence[Step]) -> HeldUpHeldUp:
+        return HeldUpHeldUp(self._gates, ways_of(steps))
 
     def _start_stateless(self, action: ActionSettings, run: str) -> StreamingQuery:
         """Its cursor in the node is the truth: the checkpoint is thrown away with the run."""
@@ -251,7 +246,7 @@ class Pipeline:
         reads_all = form != "raw" or action.transform is not None
         read = None if wanted is None or reads_all else wanted | {"value"}
         events = self._action_events(action, reader, read)
-        rows = _only(shape.storable(with_payload(events, form)), wanted)
+        rows = _only(transforms.storable(with_payload(events, form)), wanted)
         return self._lane_query(rows, action.name, run, action.lane, steps)
 
     def _start_durable(
@@ -288,10 +283,10 @@ class Pipeline:
         reader: DataStreamReader,
         wanted: AbstractSet[str] | None = None,
     ) -> DataFrame:
-        schema = shape.stored_schema(self._spark, self._settings)
+        schema = transforms.stored_schema(self._spark, self._settings)
         if wanted is not None and wanted <= set(schema.names):
             schema = _columns(schema, wanted)
-        events = shape.restored(reader.schema(schema).load(), self._settings)
+        events = transforms.restored(reader.schema(schema).load(), self._settings)
         return answer(action, events, partial(self._joined, action))
 
     def _joined(self, action: ActionSettings, name: str) -> DataFrame:
@@ -299,8 +294,8 @@ class Pipeline:
         reader = self._read_durable(name, action.lane, consume=True)
         if all(name != each.name for each in self._settings.queued):
             return reader.load()
-        schema = shape.stored_schema(self._spark, self._settings)
-        return shape.restored(reader.schema(schema).load(), self._settings)
+        schema = transforms.stored_schema(self._spark, self._settings)
+        return transforms.restored(reader.schema(schema).load(), self._settings)
 
     def _fingerprint(self, action: ActionSettings) -> str:
         """What a checkpoint belongs to; another one begins anew at the queue's cursor.

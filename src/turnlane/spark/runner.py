@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from pyspark.sql import SparkSession
 
-from turnlane.client.remote import RemoteNode
+from turnlane.client.node_client import RemoteNode
 from turnlane.errors import QueueExists, RetryLater, TurnlaneError
 from turnlane.pipeline.settings import PipelineSettings
 from turnlane.spark.lane import LaneState, LaneStatus

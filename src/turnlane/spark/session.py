@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import re
 import shutil
@@ -13,11 +15,13 @@ from pathlib import Path
 from typing import Final
 
 import pyspark
+from pyspark import SparkContext
+from pyspark.logger import PySparkLogger
 from pyspark.sql import SparkSession
 
 from turnlane.errors import Never
 from turnlane.pipeline.settings import SparkSettings
-from turnlane.scratch import scratch
+from turnlane.runtime import scratch
 
 JAVA_OPTIONS: Final = "spark.driver.defaultJavaOptions"
 """Spark puts ``extraJavaOptions`` behind them; of two that contradict each other Java takes the
@@ -160,3 +164,53 @@ def set_to(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
                 spark.conf.unset(name)
             else:
                 spark.conf.set(name, known)
+
+
+# ── lasting ──
+# What a Python process of Spark holds from call to call.
+
+DAEMONS: Final = {"pyspark.daemon", "turnlane.spark.daemon"}
+"""The modules that Spark's Python processes run, those that are used again and again."""
+
+_done: set[str] = set()
+"""The kinds of calls that this process has had."""
+
+
+@contextmanager
+def lasting(kind: str) -> Iterator[None]:
+    """A call of some kind. What there is after the first one, modules mostly, is there to stay.
+
+    Spark has its Python processes look for garbage after every call, among all that they hold,
+    which with so many modules takes longer than most calls themselves. What is known to stay is
+    left out of that.
+    """
+    yield
+    if kind not in _done and _is_sparks():
+        _done.add(kind)
+        gc.collect()
+        gc.freeze()
+
+
+def _is_sparks() -> bool:
+    """Whether this process is one of those, and nobody's own."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec is not None and spec.name in DAEMONS
+
+
+# ── process ──
+# Spark as a process beside this one: whether it lives, and what it says.
+
+Session = SparkSession
+"""For those who hold a session and do nothing else with Spark."""
+
+
+def is_alive() -> bool:
+    """Whether the Java process that this one has started still runs."""
+    process = getattr(SparkContext._gateway, "proc", None)  # noqa: SLF001 - nothing else tells
+    return process is None or process.poll() is None
+
+
+def say_errors_once() -> None:
+    """Pyspark logs what it raises, with its stack; what is raised, we say ourselves, in a line."""
+    for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
+        PySparkLogger.getLogger(name).setLevel(logging.CRITICAL)

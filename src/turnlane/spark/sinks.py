@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from turnlane.errors import ConfigError, Never
+from turnlane.outputs.queue import QueueOutputSettings
 from turnlane.outputs.spark import SparkSinkSettings
+from turnlane.pipeline.settings import ActionSettings
+from turnlane.spark import transforms
+from turnlane.spark.row_codec import filled
+from turnlane.spark.transforms import remembered, tolerant
 
 LOG: Final = "_spark_metadata"
 """Where Spark's file sinks note the batches that they have, beside the files."""
@@ -115,3 +122,101 @@ def _has_batches(spark: SparkSession, directory: str) -> bool:
     return bool(files.exists(place)) and any(
         not entry.getPath().getName().startswith(".") for entry in files.listStatus(place)
     )
+
+
+# ── queue_sink ──
+# Queues as the sinks of queries that remember things: each batch is written once.
+#
+# Rows of such queries cannot be told by offsets. A batch has a number, which its checkpoint
+# keeps,
+# and the node there takes none twice.
+
+
+def writes_once(action: ActionSettings) -> bool:
+    """Whether an action's rows can go into a queue by whole batches.
+
+    Spark's sinks for Python take no updates, and know of no second output.
+    """
+    return (
+        isinstance(action.output, QueueOutputSettings)
+        and action.output_mode != "update"
+        and action.delivery.failover is None
+    )
+
+
+def to_queue(rows: DataFrame, output: QueueOutputSettings) -> DataStreamWriter:
+    """A query into a queue, not started yet."""
+    access = {
+        "endpoint": output.endpoint,
+        "queue": output.queue,
+        "tokenEnv": output.token_env,
+        "tokenFile": output.token_file,
+        "tlsCa": output.tls.ca,
+        "tlsCert": output.tls.cert,
+        "tlsKey": output.tls.key,
+    }
+    options = {name: str(value) for name, value in access.items() if value is not None}
+    return filled(transforms.storable(rows)).writeStream.format("turnlane").options(**options)
+
+
+# ── sink_files ──
+# The files of Spark's own sinks: few and large ones, also where little comes in.
+
+WORTH_A_FILE: Final = 100_000
+"""Events that a lane waits for before it writes files, for `max_age` at most. Every batch makes a
+file, and nothing else joins them later."""
+AGE_OF_A_FILE: Final = 600.0
+"""That `max_age`, where nothing is said: so a quiet stream makes 144 files a day in a folder."""
+
+
+def patient(action: ActionSettings) -> ActionSettings:
+    """The action; one that writes files waits for a file's worth, unless it says for how much."""
+    sink = action.output
+    writes_files = isinstance(sink, SparkSinkSettings) and sink.place is not None
+    given = action.lane.model_fields_set
+    if not writes_files or "min_events" in given:
+        return action
+    knobs: dict[str, float] = {"min_events": min(WORTH_A_FILE, action.lane.max_events)}
+    if "max_age" not in given:
+        knobs["max_age"] = AGE_OF_A_FILE
+    return action.model_copy(update={"lane": action.lane.model_copy(update=knobs)})
+
+
+def to_sink(rows: DataFrame, action: ActionSettings) -> DataStreamWriter:
+    """A query into an action's sink, not started yet."""
+    settings = action.output
+    rows = _in_few_files(chosen(rows, settings), action)
+    if not streams_into(rows.sparkSession, settings.format):
+        return rows.writeStream.foreachBatch(partial(_append, settings))
+    writer = rows.writeStream.format(settings.format).options(**settings.options)
+    if settings.path is not None:
+        writer = writer.option("path", settings.path)
+    return writer.partitionBy(*settings.partition_by) if settings.partition_by else writer
+
+
+def chosen(rows: DataFrame, sink: SparkSinkSettings) -> DataFrame:
+    """Rows with the columns that are to be written."""
+    return rows.selectExpr(*map(tolerant, sink.columns)) if sink.columns else rows
+
+
+def _append(sink: SparkSinkSettings, rows: DataFrame, batch: int) -> None:
+    """Write one batch into a sink that knows nothing of streams; a repeat comes in twice."""
+    del batch
+    writer = rows.write.format(sink.format).options(**sink.options).mode("append")
+    if sink.partition_by:
+        writer = writer.partitionBy(*sink.partition_by)
+    writer.save(sink.path)
+
+
+def _in_few_files(rows: DataFrame, action: ActionSettings) -> DataFrame:
+    """Rows, so partitioned that a batch makes as many files as the sink says.
+
+    What is read straight from a queue comes in few partitions by itself. After an aggregation
+    there are as many as Spark shuffles into, nearly empty ones among them.
+    """
+    sink = action.output
+    assert isinstance(sink, SparkSinkSettings)
+    files = sink.files if sink.files is not None or remembered(rows) is None else 1
+    if files is None or sink.place is None:
+        return rows
+    return rows.repartition(files, *sink.partition_by)

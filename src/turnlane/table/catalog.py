@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from turnlane.closing import Closing
 from turnlane.errors import NoSuchQueue, QueueExists
+from turnlane.runtime import Closing
+from turnlane.table.batch_commit import clear_away
 from turnlane.table.definition import Definition
 from turnlane.table.grammar import parse_definition
 from turnlane.table.schedules import table_of_schedules
-from turnlane.table.shard_tables import clear_shards
+from turnlane.table.shard_store import clear_shards
 from turnlane.table.sql.dialect import Dialect
 from turnlane.table.sql.session import Execute, Session
-from turnlane.table.staging import clear_away
 
 
 class Catalog(Closing):

@@ -21,16 +21,15 @@ A statement may end with a semicolon. Comments start with ``--``.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple, NoReturn, Protocol
 
-from turnlane.errors import ConfigError, SyntaxFault
-from turnlane.problems import did_you_mean
-from turnlane.table.definition import Column, Definition
-from turnlane.table.names import checked_name
-from turnlane.table.schedule import Schedule
-from turnlane.table.settings import TableSettings
-from turnlane.table.types import TYPES
+from turnlane.errors import ConfigError, NoSuchSchedule, SyntaxFault
+from turnlane.table.definition import TYPES, Column, Definition, TableSettings, checked_name
+from turnlane.table.schedules import Schedule
+from turnlane.validation import did_you_mean
 
 _TOKEN: Final = re.compile(
     r"""(?P<space>(?:\s|--[^\n]*)+)
@@ -369,3 +368,44 @@ class _Parser:
 def _unquoted(text: str) -> str:
     quote = text[0]
     return text[1:-1].replace(quote * 2, quote)
+
+
+# ── scheduling ──
+# Scheduling: the statements about schedules, for queues in one database or in several.
+
+
+class Scheduler(AbstractContextManager["Scheduler"], Protocol):
+    """A queue, as far as its schedules go."""
+
+    def schedule(self, name: str, every: str, time_zone: str, /, **columns: object) -> None:
+        """Make one."""
+
+    def unschedule(self, name: str) -> bool:
+        """Forget one; false if there is none."""
+
+    def schedules(self) -> list[Schedule]:
+        """All there are."""
+
+
+def run_statement(
+    statement: OfSchedules,
+    opened: Callable[[str], Scheduler],
+    queues: Callable[[], Iterable[str]],
+) -> list[str]:
+    """Run it on a queue; returns the names concerned, or statements that make what there is."""
+    match statement:
+        case CreateSchedule(made):
+            with opened(made.queue) as queue:
+                queue.schedule(made.name, made.every, made.time_zone, **made.columns)
+            return [made.name]
+        case DropSchedule(name, of):
+            with opened(of) as queue:
+                if not queue.unschedule(name):
+                    raise NoSuchSchedule(f"{of!r} has no schedule {name!r}")
+            return [name]
+        case _:
+            shown: list[str] = []
+            for name in queues():
+                with opened(name) as queue:
+                    shown += map(str, queue.schedules())
+            return shown

@@ -7,34 +7,110 @@ and others talk to it through an inbox.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from turnlane.clock import BOOT_CLOCK, Clock
-from turnlane.closing import Closing
 from turnlane.errors import (
     DatabaseDown,
     DatabaseReadOnly,
     LeadLost,
     NoSuchQueue,
     QueueClosed,
+    RetryLater,
 )
+from turnlane.runtime import Closing
 from turnlane.table.event import COLUMNS, TableEvent
-from turnlane.table.inbox import Inbox, Message
-from turnlane.table.lead import Lead
-from turnlane.table.places import Counts, Place
-from turnlane.table.presence import PAUSE, Presence
+from turnlane.table.in_flight import Waiter
+from turnlane.table.leader import Reign, Vacuum
+from turnlane.table.leader_state import Counts, Place
+from turnlane.table.lease import Lead
 from turnlane.table.receiver import Receiver
-from turnlane.table.reign import Reign
-from turnlane.table.settling import Waiter
 from turnlane.table.store import Store
-from turnlane.table.vacuum import Vacuum
+
+# ── inbox ──
+# The inbox: what other threads want of a manager.
+
+Message = Callable[[], None]
+
+
+class Inbox:
+    """Messages in their order. Put from any thread, read by the manager's."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Message] = deque()
+
+    def put(self, message: Message) -> None:
+        """Have something done."""
+        self._messages.append(message)
+
+    def read(self) -> None:
+        """Do all that is there now. What fails because of the database is done again."""
+        for _ in range(len(self._messages)):
+            message = self._messages.popleft()
+            try:
+                message()
+            except RetryLater:
+                self._messages.appendleft(message)
+                raise
+
+    def empty(self) -> None:
+        """Do whatever is there, on any thread: the manager's is gone."""
+        while self._messages:
+            with contextlib.suppress(IndexError):  # another thread took the last one
+                self._messages.popleft()()
+
+
+# ── presence ──
+# Presence: whether the queue that a manager is for is there at all.
 
 log = logging.getLogger(__name__)
+
+PAUSE: Final = 5.0
+"""Seconds between looks for a queue that was dropped."""
+
+
+class Presence:
+    """Says once that a queue is gone, and once that it is back. Used by the manager's thread."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._told: str | None = None
+
+    def why_gone(self) -> str | None:
+        """That the queue was dropped, in words, if the database says so."""
+        try:
+            defined = self._store.defined()
+        except RetryLater as error:
+            log.debug("nobody can say whether the queue is there: %s", error)
+            return None
+        except self._store.dialect.error as error:  # not even the list of queues is there
+            return f"no queue can be found: {error}"
+        return None if defined is not None else str(self._store.missing())
+
+    def miss(self, why: str) -> None:
+        """It is not there."""
+        if self._told != why:
+            self._told = why
+            log.warning("%s; nothing fires until it is there again", why)
+
+    def is_same(self) -> bool:
+        """It is there, or again; whether it is the one that was there before."""
+        if self._told is None:
+            return True
+        definition = self._store.definition
+        if self._store.defined() != str(definition):
+            self.miss(f"the queue {definition.name!r} was made anew, otherwise: open it again")
+            return False
+        self._told = None
+        log.info("the queue %r is there again", definition.name)
+        return True
+
 
 LOOK = 0.005
 """Seconds between looks at the inbox while events are out: a wake-up for each ack would cost more

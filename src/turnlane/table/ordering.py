@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from turnlane.table.event import TableEvent
-from turnlane.table.keyspace import KeyRange
+from turnlane.table.shards import KeyRange
 from turnlane.table.store import Position
 
 AT_ONCE: Final = 50

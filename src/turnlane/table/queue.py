@@ -2,30 +2,189 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
-from turnlane.closing import Closing
+from turnlane.errors import NoSuchQueue
+from turnlane.runtime import Closing
 from turnlane.table.catalog import Catalog
-from turnlane.table.definition import Definition
-from turnlane.table.grammar import (
-    CreateQueue,
-    DropQueue,
-    ShowQueues,
-    parse,
-)
-from turnlane.table.keyspace import KeyRange
+from turnlane.table.definition import OWN_COLUMNS, Definition
+from turnlane.table.grammar import CreateQueue, DropQueue, ShowQueues, parse, run_statement
 from turnlane.table.manager import Manager
 from turnlane.table.receiver import PREFETCH, Receiver
-from turnlane.table.scan import Scan
-from turnlane.table.schedule import Schedule
-from turnlane.table.scheduling import run_statement
-from turnlane.table.sql.dialect import Connection, Dialect
-from turnlane.table.status import Status, status_of
+from turnlane.table.schedules import Schedule
+from turnlane.table.shards import EVERYTHING, KeyRange
+from turnlane.table.sql.dialect import Connection, Dialect, Row
+from turnlane.table.sql.session import understood
 from turnlane.table.store import Store
 from turnlane.table.url import dialect_of
+
+# ── selection ──
+# Selections: which events of a queue table somebody wants to see. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Events for which all of it is so; ``None`` asks for nothing."""
+
+    states: tuple[str, ...] | None = None
+    fire_from: int | None = None
+    """Due then or later: nanoseconds since the epoch."""
+    fire_until: int | None = None
+    """Due before."""
+    keys: tuple[object, ...] | None = None
+    """Values of the queue's ``SHARD BY`` column."""
+    names: tuple[str, ...] | None = None
+    ids: tuple[int, ...] | None = None
+    key_range: KeyRange = EVERYTHING
+
+    def where(self, dialect: Dialect, definition: Definition) -> tuple[str, tuple[Any, ...]]:
+        """A condition in SQL, and its parameters."""
+        mark = dialect.mark
+        parts: list[str] = []
+        parameters: list[Any] = []
+        lists: list[tuple[str, tuple[object, ...] | None]] = [
+            ("state", self.states),
+            ("event_name", self.names),
+            ("event_id", self.ids),
+        ]
+        if definition.shard_by is not None:
+            lists.append((dialect.identifier(definition.shard_by), self.keys))
+        for column, values in lists:
+            if values is not None:
+                marks = ", ".join([mark] * len(values)) or "NULL"
+                parts.append(f"{column} IN ({marks})")
+                parameters += values
+        for bound, condition in ((self.fire_from, "fire_at >="), (self.fire_until, "fire_at <")):
+            if bound is not None:
+                parts.append(f"{condition} {mark}")
+                parameters.append(bound)
+        if not self.key_range.is_everything:
+            parts.append(f"{dialect.keyspace(definition)} BETWEEN {mark} AND {mark}")
+            parameters += self.key_range.stored
+        return " AND ".join(parts) or "1 = 1", tuple(parameters)
+
+
+# ── scan ──
+# Scans: reading a queue table as it is, beside its manager, in one statement.
+#
+# A scan takes no lock and no part in firing: whoever manages the table does not notice.
+
+PAGE: Final = 10_000
+"""Rows that are in memory at a time."""
+
+
+class Scan:
+    """Reads the events of one queue in one database, every column of theirs."""
+
+    def __init__(self, dialect: Dialect, definition: Definition) -> None:
+        self._dialect = dialect
+        self._definition = definition
+        self.columns: tuple[str, ...] = (*OWN_COLUMNS, *definition.names)
+        """All there are, turnlane's own first."""
+
+    def pages(
+        self,
+        selection: Selection,
+        columns: Sequence[str] | None = None,
+        *,
+        first: int | None = None,
+        size: int = PAGE,
+    ) -> Generator[list[Row], None, None]:
+        """The rows, as they are at one moment, some at a time.
+
+        Only the ``first`` so many by fire time, if that is given; otherwise all, in any order.
+        Raises ``DatabaseDown``.
+        """
+        statement, parameters = self._statement(selection, columns or self.columns, first)
+        with (
+            understood(self._dialect),
+            contextlib.closing(self._dialect.connect()) as connection,
+        ):
+            yield from self._dialect.stream(connection, statement, parameters, size)
+
+    def events(self, selection: Selection, first: int | None = None) -> Iterator[dict[str, Any]]:
+        """The rows, as columns by their names."""
+        for page in self.pages(selection, first=first):
+            yield from (dict(zip(self.columns, row, strict=True)) for row in page)
+
+    def ids(self, selection: Selection, first: int | None = None) -> list[int]:
+        """Their ids."""
+        pages = self.pages(selection, ("event_id",), first=first)
+        return [row[0] for page in pages for row in page]
+
+    def _statement(
+        self, selection: Selection, columns: Sequence[str], first: int | None
+    ) -> tuple[str, Row]:
+        dialect = self._dialect
+        own = [self._expression(name) for name in columns]
+        condition, parameters = selection.where(dialect, self._definition)
+        table = dialect.identifier(self._definition.name)
+        statement = f"SELECT {', '.join(own)} FROM {table} WHERE {condition}"
+        if first is not None:
+            statement += f" ORDER BY fire_at, event_id LIMIT {int(first)}"
+        return statement, parameters
+
+    def _expression(self, name: str) -> str:
+        if name == "keyspace_id":
+            return self._dialect.keyspace(self._definition)
+        return self._dialect.identifier(name)
+
+
+# ── status ──
+# How a queue is in one database: what waits, how late it is, and who leads.
+
+_WAITING = (
+    "SELECT COUNT(*), COUNT(CASE WHEN fire_at <= {now} THEN 1 END), MIN(fire_at), {now} "
+    "FROM {table} WHERE fire_at <= {now} + %s AND state = 'to_be_fired' AND after_group IS NULL"
+)
+_LEASE = "SELECT owner, token, expires_at, {now} FROM turnlane_lease WHERE queue = %s"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A queue at one moment, by the database's clock."""
+
+    counts: dict[str, int]
+    """How many events are in each state."""
+    due: int
+    """Events that are due and not fired, as far as the table knows."""
+    lag: float
+    """Seconds that the first of them is late."""
+    window: int
+    """Events due within the manager's window, those included."""
+    leader: str | None
+    """Who holds the lease; ``None`` if its time is over."""
+    term: int
+    """The lease's token: it grows whenever the lead is taken."""
+    lease: float
+    """Seconds until it ends unless it is renewed."""
+
+
+def status_of(store: Store) -> Status:
+    """Ask the database. Raises ``NoSuchQueue`` and ``DatabaseDown``."""
+    dialect, definition = store.dialect, store.definition
+    table = dialect.identifier(definition.name)
+    span = round(definition.settings.window * 1e9)
+    window, due, first, now = store.session.query(dialect.sql(_WAITING, table=table), (span,))[0]
+    leases = store.session.query(dialect.sql(_LEASE), (definition.name,))
+    if not leases:
+        raise NoSuchQueue(f"there is no queue {definition.name!r} in this database")
+    owner, term, expires_at, at = leases[0]
+    leads = owner is not None and expires_at > at
+    return Status(
+        counts=store.counts(),
+        due=due,
+        lag=max(0.0, (now - first) / 1e9) if due else 0.0,
+        window=window,
+        leader=owner if leads else None,
+        term=term,
+        lease=round((expires_at - at) / 1e9, 3) if leads else 0.0,
+    )
 
 
 class TableQueue(Closing):

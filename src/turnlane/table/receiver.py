@@ -8,11 +8,28 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from turnlane.closing import Closing
 from turnlane.errors import LeadLost, QueueClosed
+from turnlane.runtime import Closing
 from turnlane.table.event import Home, TableEvent
-from turnlane.table.keyspace import EVERYTHING, KeyRange
-from turnlane.table.losses import Losses
+from turnlane.table.shards import EVERYTHING, KeyRange
+
+# ── losses ──
+# Losses: who was told that acks were lost. Each thread that waits for acks has to hear of it.
+
+
+class Losses:
+    """Which part of a count that only grows each thread knows."""
+
+    def __init__(self, known: int = 0) -> None:
+        self._known = known
+        self._told = threading.local()
+
+    def is_news(self, count: int) -> bool:
+        """Whether the thread that calls was told of fewer; now it was told of so many."""
+        told: int = getattr(self._told, "count", self._known)
+        self._told.count = count
+        return count > told
+
 
 PREFETCH = 1_000
 """Events that a receiver may have and not have settled."""

@@ -9,15 +9,223 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
-from typing import Any, Final
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, timedelta
+from typing import Any, Final, NamedTuple, Self
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from turnlane.errors import SchemaMismatch
-from turnlane.table.columns import check_columns
-from turnlane.table.inserts import Inserts
-from turnlane.table.schedule import Schedule
+from turnlane.table.definition import checked_name, quoted
+from turnlane.table.fenced_writes import Inserts
+from turnlane.table.row_codec import check_columns, portable
 from turnlane.table.sql.dialect import Dialect, Row
 from turnlane.table.sql.session import Execute, Session
+
+# ── cron ──
+# Cron expressions: when something that recurs is due. Pure.
+
+SECOND: Final = 1_000_000_000
+DAY: Final = timedelta(days=1)
+LONGEST: Final = 366 * 41
+"""Days within which every expression comes: the 29th of February on a certain day of the week."""
+
+_PART: Final = re.compile(r"(?:(\*)|(\w+)(?:-(\w+))?)(?:/(\d{1,4}))?", re.ASCII)
+
+
+def _numbered(words: str, first: int) -> Mapping[str, int]:
+    return {word: at for at, word in enumerate(words.split(), start=first)}
+
+
+class Field(NamedTuple):
+    """A field of an expression, and what may stand there."""
+
+    name: str
+    first: int
+    last: int
+    words: Mapping[str, int]
+
+    def parse(self, text: str) -> frozenset[int]:
+        """The numbers that it means. Raises ``ValueError``, which names the field."""
+        return frozenset(number for part in text.split(",") for number in self._part(part))
+
+    def _part(self, text: str) -> range:
+        match = _PART.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{self.name}: {text!r} is not *, a number, a range or a step")
+        everything, first, last, step = match.groups()
+        start = self.first if everything else self._number(first)
+        end = self._number(last) if last else self.last if everything or step else start
+        if start > end or step in {"0", "00", "000", "0000"}:
+            raise ValueError(f"{self.name}: {text!r} holds nothing")
+        return range(start, end + 1, int(step or 1))
+
+    def _number(self, text: str) -> int:
+        number = self.words.get(text.upper(), int(text) if text.isdecimal() else -1)
+        if not self.first <= number <= self.last:
+            raise ValueError(f"{self.name}: {text!r} is not from {self.first} to {self.last}")
+        return number
+
+
+FIELDS: Final = (
+    Field("minute", 0, 59, {}),
+    Field("hour", 0, 23, {}),
+    Field("day of the month", 1, 31, {}),
+    Field("month", 1, 12, _numbered("JAN FEB MAR APR MAY JUN JUL AUG SEP OCT NOV DEC", 1)),
+    Field("day of the week", 0, 7, _numbered("SUN MON TUE WED THU FRI SAT", 0)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cron:
+    """An expression of five fields: minute, hour, day of the month, month, day of the week."""
+
+    minutes: frozenset[int]
+    hours: frozenset[int]
+    days: frozenset[int]
+    months: frozenset[int]
+    weekdays: frozenset[int]
+    by_clock: bool
+    """Whether it names hours: then it comes once for each, also on days that lack or repeat it."""
+    either_day: bool
+    """Whether it names days of the month and of the week: then it comes on both."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The expression that ``text`` is. Raises ``ValueError``, which names the field."""
+        parts = text.split()
+        if len(parts) != len(FIELDS):
+            names = ", ".join(field.name for field in FIELDS)
+            raise ValueError(f"{text!r} has {len(parts)} fields, not five: {names}")
+        minutes, hours, days, months, weekdays = map(Field.parse, FIELDS, parts)
+        either_day = not parts[2].startswith("*") and not parts[4].startswith("*")
+        # 2024 was a leap year.
+        there = (_days_of(2024, month) >= min(days) for month in months)
+        if not either_day and not any(there):
+            raise ValueError(f"day of the month: {parts[2]!r} does not come in month {parts[3]!r}")
+        seven = frozenset(day % 7 for day in weekdays)
+        by_clock = not parts[1].startswith("*")
+        return cls(minutes, hours, days, months, seven, by_clock, either_day)
+
+    def after(self, moment: int, zone: ZoneInfo) -> int:
+        """When it comes next; both in nanoseconds since the epoch."""
+        second = moment // SECOND
+        day = datetime.fromtimestamp(second, zone).date()
+        for _ in range(LONGEST):
+            for hour in sorted(self.hours) if self._falls_on(day) else ():
+                if max(_seconds(day, hour, 59, zone)) <= second:
+                    continue  # which saves the look at each of its minutes
+                later = [at for at in self._within(day, hour, zone) if at > second]
+                if later:
+                    return min(later) * SECOND
+            day += DAY
+        raise AssertionError("parse() takes none that never comes")
+
+    def _falls_on(self, day: date) -> bool:
+        fits = (day.day in self.days, day.isoweekday() % 7 in self.weekdays)
+        return day.month in self.months and (any(fits) if self.either_day else all(fits))
+
+    def _within(self, day: date, hour: int, zone: ZoneInfo) -> Iterator[int]:
+        """Its moments in an hour of a day, by the clocks of a time zone; seconds.
+
+        One that clocks pass over counts as so much later, unless it comes every hour anyway. One
+        that they show twice counts once, or twice if it comes every hour.
+        """
+        for minute in self.minutes:
+            first, second = _seconds(day, hour, minute, zone)
+            if self.by_clock:
+                yield first
+                continue
+            for at in {first, second}:
+                shown = datetime.fromtimestamp(at, zone)
+                if (shown.hour, shown.minute) == (hour, minute):
+                    yield at
+
+
+def _seconds(day: date, hour: int, minute: int, zone: ZoneInfo) -> tuple[int, int]:
+    """When clocks show a time first, and last. If they pass over it, each a while beside it."""
+    wall = datetime(day.year, day.month, day.day, hour, minute, tzinfo=zone)
+    return int(wall.timestamp()), int(wall.replace(fold=1).timestamp())
+
+
+def _days_of(year: int, month: int) -> int:
+    return (date(year + month // 12, month % 12 + 1, 1) - DAY).day
+
+
+# ── schedule ──
+# A schedule: an event that recurs.
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What is put into a queue, and when; as text, the statement that makes it."""
+
+    queue: str
+    name: str
+    every: str
+    """A cron expression."""
+    time_zone: str = "UTC"
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Of the event."""
+    next_at: int = 0
+    """When it is due next: nanoseconds since the epoch."""
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for what no schedule can be."""
+        checked_name(self.name)
+        self.after(0)
+        for name in ("fire_at", "event_name"):
+            if name in self.columns:
+                raise ValueError(f"a schedule sets {name} by itself")
+        _ = self.stored
+
+    def after(self, moment: int) -> int:
+        """When it is due next after a moment."""
+        return Cron.parse(self.every).after(moment, zone_of(self.time_zone))
+
+    @property
+    def stored(self) -> str:
+        """The event's columns as the database keeps them."""
+        values = {name: portable(value) for name, value in self.columns.items()}
+        try:
+            return json.dumps(values, sort_keys=True, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"a schedule cannot keep these values: {error}") from None
+
+    @property
+    def event(self) -> dict[str, Any]:
+        """The event that is due next, under a name that no other occurrence has."""
+        due = datetime.fromtimestamp(self.next_at // SECOND, UTC)
+        name = f"{self.name}@{due:%Y-%m-%dT%H:%M:%SZ}"
+        return {**self.columns, "fire_at": self.next_at, "event_name": name}
+
+    def __str__(self) -> str:
+        text = f"CREATE SCHEDULE {quoted(self.name)} ON {quoted(self.queue)} "
+        text += f"EVERY {_literal(self.every)}"
+        if self.time_zone != "UTC":
+            text += f" TIME ZONE {_literal(self.time_zone)}"
+        if self.columns:
+            values = (f"{quoted(name)} = {_literal(of)}" for name, of in self.columns.items())
+            text += f" VALUES ({', '.join(values)})"
+        return text
+
+
+def zone_of(name: str) -> ZoneInfo:
+    """The time zone of this name. Raises ``ValueError``."""
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        raise ValueError(f"there is no time zone {name!r}") from None
+
+
+def _literal(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "NULL" if value is None else str(value).upper()
+    if isinstance(value, int | float):
+        return str(value)
+    return quoted(str(value), "'")
+
 
 _COLUMNS: Final = "queue, name, cron, time_zone, event, next_at"
 

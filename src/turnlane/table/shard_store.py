@@ -9,20 +9,194 @@ dies in between, an event is in one place, and whoever comes next goes on.
 
 from __future__ import annotations
 
+import logging
+import uuid
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
-from turnlane.closing import Closing
 from turnlane.errors import LeadLost, NoSuchQueue, ReshardUnderWay
+from turnlane.runtime import Closing
 from turnlane.table.definition import Definition
-from turnlane.table.inserts import Inserts
-from turnlane.table.letters import MOVED, ONLINE, Batch, Take, columns_of, welcome
-from turnlane.table.outbox import Outbox
+from turnlane.table.fenced_writes import Inserts, halve
+from turnlane.table.row_codec import MOVED, ONLINE, Batch, Take, columns_of, welcome
 from turnlane.table.schedules import Schedules
-from turnlane.table.shard_tables import ShardTables
 from turnlane.table.shards import ShardMap
 from turnlane.table.sql.dialect import Dialect, Row
-from turnlane.table.sql.session import Execute
+from turnlane.table.sql.session import Execute, Session
+from turnlane.table.statements import delete_from
+
+# ── shard_tables ──
+# The tables that a database has for a queue with several: made when they are needed.
+
+PREFIX: Final = "turnlane_move_"
+"""Of the outboxes' names."""
+
+
+def clear_shards(dialect: Dialect, queue: str, execute: Execute) -> None:
+    """Remove all that is kept of the shards of a queue that is dropped.
+
+    Its maps too: one that is made anew under the same name has nothing to do with them.
+    """
+    execute(f"DROP TABLE IF EXISTS {dialect.identifier(PREFIX + queue)}")
+    for name, statement in _bookkeeping(dialect).items():
+        execute(statement)  # which nobody may have needed so far
+        execute(f"DELETE FROM {name} WHERE queue = {dialect.mark}", (queue,))
+
+
+def _bookkeeping(dialect: Dialect) -> dict[str, str]:
+    """Statements that make the tables which all queues share, by their names."""
+    mysql = dialect.name == "mysql"
+    text = "VARCHAR(64)" + (" CHARACTER SET utf8mb4 COLLATE utf8mb4_bin" if mysql else "")
+    columns = {
+        "turnlane_map": (
+            f"queue {text} NOT NULL, version BIGINT NOT NULL, map TEXT NOT NULL, "
+            "PRIMARY KEY (queue, version)"
+        ),
+        "turnlane_shard": (
+            f"queue {text} PRIMARY KEY, shard_id {text} NOT NULL, "
+            "batch BIGINT NOT NULL DEFAULT 0, plan TEXT"
+        ),
+        "turnlane_arrival": (
+            f"queue {text} NOT NULL, source {text} NOT NULL, batch BIGINT NOT NULL DEFAULT 0, "
+            "PRIMARY KEY (queue, source)"
+        ),
+    }
+    return {
+        name: f"CREATE TABLE IF NOT EXISTS {name} ({listed})" for name, listed in columns.items()
+    }
+
+
+class ShardTables:
+    """``turnlane_map``, ``turnlane_shard``, ``turnlane_arrival`` and the outbox of one queue."""
+
+    def __init__(self, dialect: Dialect, definition: Definition) -> None:
+        self.dialect = dialect
+        self.definition = definition
+        self.session = Session(dialect)
+        self._name = definition.name
+        self._prepared = False
+
+    def prepare(self) -> None:
+        """Make the tables, once; who finds them there needs no right to make any."""
+        if self._prepared:
+            return
+        if not self._are_there():
+            for statement in self._tables():
+                self.change(statement)
+        if not self._is_known():
+            try:
+                self.change(
+                    "INSERT INTO turnlane_shard (queue, shard_id) VALUES (%s, %s)",
+                    *(self._name, uuid.uuid4().hex),
+                )
+            except self.dialect.error:
+                if not self._is_known():  # else another was quicker
+                    raise
+        self._prepared = True
+
+    def _are_there(self) -> bool:
+        try:
+            for name in (*_bookkeeping(self.dialect), "{outbox}"):
+                self.query(f"SELECT 1 FROM {name} WHERE 1 = 0")
+        except self.dialect.error:
+            return False
+        return True
+
+    def _is_known(self) -> bool:
+        return bool(self.query("SELECT 1 FROM turnlane_shard WHERE queue = %s", self._name))
+
+    def _tables(self) -> list[str]:
+        number = f"CAST(0 AS {'SIGNED' if self.dialect.name == 'mysql' else 'BIGINT'})"
+        return [
+            *_bookkeeping(self.dialect).values(),
+            (
+                f"CREATE TABLE IF NOT EXISTS {{outbox}} AS SELECT {number} AS batch, "
+                f"{number} AS version, event_id, {{columns}} FROM {{table}} WHERE 1 = 0"
+            ),
+        ]
+
+    def query(self, template: str, *parameters: object) -> list[Row]:
+        """The rows of one statement."""
+        return self.session.query(self.sql(template), parameters)
+
+    def change(self, template: str, *parameters: object) -> int:
+        """How many rows one statement changed."""
+        return self.session.change(self.sql(template), parameters)
+
+    def sql(self, template: str) -> str:
+        """A statement with the names of the tables and of the columns that are moved."""
+        table, by_id = self.dialect.identifier(self._name), self.dialect.hints(self.definition)[1]
+        return self.dialect.sql(
+            template,
+            table=table,
+            by_id=by_id,
+            delete=delete_from(table, by_id),
+            outbox=self.dialect.identifier(PREFIX + self._name),
+            columns=", ".join(map(self.dialect.identifier, columns_of(self.definition))),
+        )
+
+
+# ── outbox ──
+# The outbox: events on their way to another shard, read past what cannot be read.
+#
+# A row that the driver cannot give must not stop a reshard. Of such a row each column is read by
+# itself, and one that cannot be as the text that the database has for it. It arrives as a dead
+# letter, as it would have become where it was.
+
+log = logging.getLogger(__name__)
+
+
+class Outbox:
+    """The outbox of one queue in one database, as far as it is read."""
+
+    def __init__(self, tables: ShardTables) -> None:
+        self._tables = tables
+        self._names = columns_of(tables.definition)
+
+    def first_batch(self) -> Batch | None:
+        """The oldest batch."""
+        found = self._tables.query(
+            "SELECT batch, version, event_id FROM {outbox} "
+            "WHERE batch = (SELECT MIN(batch) FROM {outbox}) ORDER BY fire_at, event_id"
+        )
+        if not found:
+            return None
+        number, version, _ = found[0]
+        ids = [row[2] for row in found]
+        rows, broken = halve(self._tables.dialect, self._read, ids)
+        rows += [self._dead(*each) for each in broken]
+        place = {event_id: at for at, event_id in enumerate(ids)}
+        rows.sort(key=lambda row: place[row[0]])
+        return Batch(number, version, [row[1:] for row in rows])
+
+    def _read(self, ids: Sequence[int]) -> list[Row]:
+        condition, parameters = self._tables.dialect.ids(ids)
+        statement = self._tables.sql("SELECT event_id, {columns} FROM {outbox} WHERE event_id ")
+        return self._tables.session.query(statement + condition, parameters)
+
+    def _dead(self, event_id: int, error: str) -> Row:
+        """A row that cannot be read, as a dead letter; one that was acked stays so."""
+        log.error("queue %s: event %d: %s", self._tables.definition.name, event_id, error)
+        row = {name: self._value(event_id, name) for name in self._names}
+        if row["state"] != "acked":
+            row |= {"state": "dead", "last_error": error}
+        return (event_id, *row.values())
+
+    def _value(self, event_id: int, name: str) -> Any:  # noqa: ANN401 - whatever a column holds
+        dialect = self._tables.dialect
+        column = dialect.identifier(name)
+        try:
+            return self._column(event_id, column)
+        except dialect.error as error:
+            if not dialect.is_unreadable(error):
+                raise
+        raw = self._column(event_id, dialect.raw(column))
+        return raw.decode(errors="backslashreplace") if isinstance(raw, bytes) else raw
+
+    def _column(self, event_id: int, expression: str) -> Any:  # noqa: ANN401 - likewise
+        rest = self._tables.sql("FROM {outbox} WHERE event_id = %s")
+        return self._tables.session.query(f"SELECT {expression} {rest}", (event_id,))[0][0]
+
 
 BATCH: Final = 1_000
 """Events that are moved at a time."""

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from turnlane.closing import Closing
 from turnlane.errors import (
     ConfigError,
     DatabaseDown,
@@ -17,18 +16,16 @@ from turnlane.errors import (
     LeadLost,
     ReshardUnderWay,
 )
+from turnlane.runtime import Closing
 from turnlane.table.event import TableEvent
-from turnlane.table.grammar import OfSchedules, parse
-from turnlane.table.keyspace import KeyRange, keyspace_id
+from turnlane.table.grammar import OfSchedules, parse, run_statement
 from turnlane.table.manager import Manager
-from turnlane.table.mover import Mover
 from turnlane.table.queue import Database, TableQueue
 from turnlane.table.receiver import PREFETCH, Receiver
-from turnlane.table.reshard import Progress, Resharder, planned
-from turnlane.table.schedule import Schedule
-from turnlane.table.scheduling import run_statement
-from turnlane.table.shards import Given, Shard, ShardMap
-from turnlane.table.sites import Sites
+from turnlane.table.reshard import Mover, Progress, Resharder, planned
+from turnlane.table.schedules import Schedule
+from turnlane.table.shard_directory import Sites
+from turnlane.table.shards import Given, KeyRange, Shard, ShardMap, keyspace_id
 from turnlane.table.sql.dialect import Connection
 from turnlane.table.url import dialect_of
 

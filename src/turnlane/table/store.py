@@ -1,6 +1,6 @@
 """The table of one queue in one database: all that is read from it and written to it.
 
-Whatever a manager writes is *fenced* (see :mod:`turnlane.table.fence`). Whatever it reads to fire
+A manager's writes are *fenced* (see :mod:`turnlane.table.fenced_writes`). What it reads to fire
 from is read under the same condition.
 """
 
@@ -10,17 +10,14 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
-from turnlane.closing import Closing
 from turnlane.errors import NoSuchQueue
-from turnlane.table.acks import Acks, Stored
+from turnlane.runtime import Closing
 from turnlane.table.definition import Definition
 from turnlane.table.event import COLUMNS
-from turnlane.table.fence import BATCH, Fence, batches
-from turnlane.table.inserts import Inserts
-from turnlane.table.keyspace import EVERYTHING, KeyRange
-from turnlane.table.lapsed import Running
-from turnlane.table.salvage import Salvage
+from turnlane.table.fenced_writes import BATCH, Acks, Fence, Inserts, Salvage, Stored, batches
+from turnlane.table.id_gaps import Running
 from turnlane.table.schedules import Schedules
+from turnlane.table.shards import EVERYTHING, KeyRange
 from turnlane.table.sql.dialect import STATES, Connection, Dialect, Row, Verdict
 from turnlane.table.sql.session import Execute, Executed
 from turnlane.table.statements import OfSome

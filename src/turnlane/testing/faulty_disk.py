@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from turnlane.queues.log.files import Buffers, Disk
+from turnlane.storage.disk_io import Buffers, Disk
 
 OPERATIONS = frozenset(
     {

@@ -11,8 +11,7 @@ from typing import NoReturn
 
 from turnlane.errors import TransportDown
 from turnlane.events import Block
-from turnlane.queues.contract import Batch, Durability
-from turnlane.queues.transport import Connection, Progress, Transport
+from turnlane.queues.api import Batch, Connection, Durability, Progress, Transport
 
 IDLE_SECONDS = 0.005
 """How soon a connection that is to die while idle takes silence for idleness."""

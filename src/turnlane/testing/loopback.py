@@ -9,10 +9,9 @@ from bisect import bisect_right
 from turnlane.errors import QueueClosed, QueueFull, TransportDown
 from turnlane.events import Block
 from turnlane.queues.acks import Ticket
-from turnlane.queues.contract import AckLevel, Batch, Durability
-from turnlane.queues.holding import HoldingQueue
+from turnlane.queues.api import AckLevel, Batch, Durability, Progress
+from turnlane.queues.consumer import HoldingQueue
 from turnlane.queues.producer import hashed
-from turnlane.queues.transport import Progress
 
 LOOK_SECONDS = 0.002
 """How often a loopback connection looks for progress: there is nobody to tell it."""

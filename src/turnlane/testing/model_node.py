@@ -8,8 +8,7 @@ from typing import NoReturn
 
 from turnlane.errors import NotSupported, TransportDown
 from turnlane.events import Block, values_of
-from turnlane.queues.contract import AckLevel, Durability
-from turnlane.queues.transport import Progress
+from turnlane.queues.api import AckLevel, Durability, Progress
 
 
 class ModelNode:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from turnlane.events import Block
-from turnlane.outputs.contract import Output, OutputSettings
+from turnlane.outputs.api import Output, OutputSettings
 
 Fault = Callable[[Block], BaseException | None]
 """Looks at a block and says what goes wrong with it, if anything does."""

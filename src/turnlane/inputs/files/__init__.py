@@ -20,6 +20,6 @@ than ten thousand files).
 """
 
 from turnlane.inputs.files.input import FilesInput
-from turnlane.inputs.files.settings import FilesSettings
+from turnlane.inputs.files.state import FilesSettings
 
 __all__ = ["FilesInput", "FilesSettings"]

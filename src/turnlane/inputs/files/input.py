@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from turnlane.errors import QueueClosed
-from turnlane.inputs.contract import Counters, Host, Input, InputSettings
-from turnlane.inputs.files.positions import PositionsFile
-from turnlane.inputs.files.publishing import LinePublisher
-from turnlane.inputs.files.roster import Roster
-from turnlane.inputs.files.settings import FilesSettings
-from turnlane.inputs.files.tail import Chunk, Replaced, Tail
-from turnlane.inputs.files.watch import Watch
-from turnlane.queues.intake import MAX_SEQUENCES
-from turnlane.queues.log.files import Disk
+from turnlane.inputs.api import Counters, Host, Input, InputSettings
+from turnlane.inputs.files.publisher import LinePublisher
+from turnlane.inputs.files.state import FilesSettings, PositionsFile
+from turnlane.inputs.files.tail import Chunk, Replaced, Tail, Watch
+from turnlane.inputs.files.tracker import Roster
+from turnlane.queues.core import MAX_SEQUENCES
+from turnlane.storage.disk_io import Disk
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,10 @@ from typing import Final
 
 from pyspark.sql import DataFrame
 
-from turnlane.delivery.columns import PRIORITY
+from turnlane.delivery.settings import PRIORITY
 from turnlane.events import BASE_SCHEMA
 from turnlane.formats.parse_settings import Format, ParseSettings
-from turnlane.spark.parsing.json import json
-from turnlane.spark.parsing.otlp import otlp
-from turnlane.spark.parsing.regex import regex
+from turnlane.spark.parsing.formats import json, otlp, regex
 from turnlane.spark.parsing.syslog import needs_priority_only, syslog
 
 __all__ = ["looked_at", "parsed"]

@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, NamedTuple
 
-from turnlane.closing import Closing
-from turnlane.table.definition import Column, Definition
-from turnlane.table.names import quoted
-from turnlane.table.types import TYPES
+from turnlane.runtime import Closing
+from turnlane.table.definition import TYPES, Column, Definition, quoted
 
 Connection = Any
 """A DB-API connection: the drivers share methods, not types."""
@@ -57,7 +55,7 @@ class Dialect(abc.ABC):
     """One database. Holds no connection."""
 
     name: ClassVar[str]
-    """As in :mod:`turnlane.table.types`."""
+    """As in :mod:`turnlane.table.definition`."""
     quote: ClassVar[str] = '"'
     mark: ClassVar[str] = "%s"
     """The driver's sign for a parameter."""

@@ -11,8 +11,7 @@ import pymysql
 from pymysql.constants import CLIENT
 from pymysql.cursors import SSCursor
 
-from turnlane.table.definition import Definition
-from turnlane.table.settings import Layout
+from turnlane.table.definition import Definition, Layout
 from turnlane.table.sql.dialect import (
     Connection,
     Dialect,

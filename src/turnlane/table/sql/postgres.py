@@ -10,10 +10,9 @@ from typing import Any
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from turnlane.closing import Closing
 from turnlane.errors import ConfigError
-from turnlane.table.definition import Definition
-from turnlane.table.settings import Layout
+from turnlane.runtime import Closing
+from turnlane.table.definition import Definition, Layout
 from turnlane.table.sql.dialect import (
     Connection,
     Dialect,

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NoReturn, Protocol, TypeVar
 
-from turnlane.closing import Closing
 from turnlane.errors import DatabaseDown, DatabaseReadOnly, NameTaken
+from turnlane.runtime import Closing
 from turnlane.table.sql.dialect import Connection, Dialect, Failure, Row
 
 log = logging.getLogger(__name__)

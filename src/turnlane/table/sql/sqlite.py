@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from turnlane.closing import Closing
 from turnlane.errors import ConfigError
-from turnlane.table.definition import Definition
-from turnlane.table.keyspace import keyspace_id
-from turnlane.table.settings import Layout
+from turnlane.runtime import Closing
+from turnlane.table.definition import Definition, Layout
+from turnlane.table.shards import keyspace_id
 from turnlane.table.sql.dialect import (
     Connection,
     Dialect,

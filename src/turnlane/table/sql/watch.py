@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from turnlane.backoff import doubled
-from turnlane.closing import Closing
+from turnlane.retry import doubled
+from turnlane.runtime import Closing
 from turnlane.table.sql.dialect import Connection, Dialect
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,359 @@
+"""``turnlane dlq``: the dead letters of actions, looked at, sent again, thrown away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from datetime import datetime
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from turnlane.cli import console
+from turnlane.cli.console import (
+    Endpoint,
+    Json,
+    OptionalConfig,
+    TlsCa,
+    TokenEnv,
+    Yes,
+    moment,
+    reported,
+)
+from turnlane.cli.targets import reached
+from turnlane.errors import ConfigError, NoSuchQueue
+from turnlane.units import format_duration
+
+if TYPE_CHECKING:
+    from turnlane.client.dead_letters import Choice, Chosen, DeadLetters
+    from turnlane.client.node_client import RemoteNode
+
+# ── breaker ──
+# ``turnlane breaker``: how the destinations of actions are, and closing a breaker by hand.
+
+breaker = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="The circuit breakers of actions: which destinations are away.",
+)
+
+_BREAKER_COLUMNS: Final[list[console.Column]] = [
+    ("action", "left"),
+    ("state", "left"),
+    ("failures", "right"),
+    ("next try", "right"),
+    ("error", "left"),
+]
+
+
+@breaker.command(name="list")
+@reported
+def list_breakers(
+    config: OptionalConfig = None,
+    *,
+    endpoint: Endpoint = None,
+    token_env: TokenEnv = None,
+    tls_ca: TlsCa = None,
+    as_json: Json = False,
+) -> None:
+    """List the breakers that tasks have asked since the node was started."""
+    with reached(config, endpoint, token_env, tls_ca) as nodes:
+        found = {action: each for node in nodes[::-1] for action, each in node.breakers().items()}
+    if as_json:
+        for action, each in sorted(found.items()):
+            console.say_json({"action": action, **each})
+    elif found:
+        rows = [_cells(action, each) for action, each in sorted(found.items())]
+        console.say_table(_BREAKER_COLUMNS, rows, elastic="error")
+    else:
+        console.say("no task has delivered anything yet")
+
+
+@breaker.command()
+@reported
+def reset(
+    action: Annotated[str, typer.Argument(metavar="ACTION", help="The action.")],
+    config: OptionalConfig = None,
+    *,
+    endpoint: Endpoint = None,
+    token_env: TokenEnv = None,
+    tls_ca: TlsCa = None,
+) -> None:
+    """Close a breaker: its destination is back, and there is no need to wait for a probe."""
+    with reached(config, endpoint, token_env, tls_ca) as nodes:
+        having = [node for node in nodes if action in node.breakers([action])]
+        for node in having or nodes[:1]:
+            node.reset_breaker(action)
+    console.say(f"{action}: closed")
+
+
+def _cells(action: str, each: dict[str, Any]) -> list[str]:
+    wait = format_duration(round(each["wait"], 1)) if each["wait"] else ""
+    return [action, each["state"], str(each["failures"]), wait, each["error"] or ""]
+
+
+dlq = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="The dead letters of actions: what can never be delivered, and why.",
+)
+
+_COLUMNS: Final[list[console.Column]] = [
+    ("action", "left"),
+    ("reason", "left"),
+    ("events", "right"),
+    ("first", "left"),
+    ("last", "left"),
+]
+
+_SECONDS: Final = len("2026-01-01T00:00:00")
+
+Action = Annotated[
+    str, typer.Argument(metavar="ACTION", help="The action; main for what could not be parsed.")
+]
+Reason = Annotated[
+    str | None, typer.Option(help="Only those with this reason, the class of an error.")
+]
+Since = Annotated[
+    str | None, typer.Option(help="Only those given up since: a time in ISO 8601, or 2h for ago.")
+]
+Until = Annotated[str | None, typer.Option(help="Only those given up before; likewise.")]
+Key = Annotated[str | None, typer.Option(help="Only those with this key.")]
+Where = Annotated[
+    str | None, typer.Option(help="Only those for which this is true: SQL, as SQLite has it.")
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="At most so many; the oldest ones.")]
+
+
+@dlq.command(name="list")
+@reported
+def list_letters(
+    config: OptionalConfig = None,
+    *,
+    endpoint: Endpoint = None,
+    token_env: TokenEnv = None,
+    tls_ca: TlsCa = None,
+    as_json: Json = False,
+) -> None:
+    """List what there is, by action and reason."""
+    from turnlane.client.dead_letters import DeadLetters
+
+    with reached(config, endpoint, token_env, tls_ca) as nodes:
+        found = [
+            summary
+            for node in nodes
+            for letters in DeadLetters.all(node)
+            for summary in letters.summaries()
+        ]
+    if as_json:
+        for summary in found:
+            console.say_json(_plain(asdict(summary)))
+    elif found:
+        rows = [
+            [each.action, each.reason or "", str(each.events), _time(each.first), _time(each.last)]
+            for each in found
+        ]
+        console.say_table(_COLUMNS, rows, elastic="reason")
+    else:
+        console.say("there are no dead letters")
+
+
+@dlq.command()
+@reported
+def show(
+    action: Action,
+    config: OptionalConfig = None,
+    *,
+    endpoint: Endpoint = None,
+    token_env: TokenEnv = None,
+    tls_ca: TlsCa = None,
+    reason: Reason = None,
+    since: Since = None,
+    until: Until = None,
+    key: Key = None,
+    where: Where = None,
+    limit: Limit = 10,
+    as_json: Json = False,
+) -> None:
+    """Show dead letters, the oldest first: the event, and why it was given up."""
+    choice = _choice(reason, since, until, key, where)
+    rows: list[dict[str, Any]] = []
+    with reached(config, endpoint, token_env, tls_ca) as nodes:
+        for letters in _of_action(nodes, action):
+            wanted = None if limit is None else limit - len(rows)
+            for piece in letters.chosen(choice, wanted):
+                rows += _rows(piece)
+    if as_json:
+        for row in rows:
+            console.say_json(row)
+        return
+    for row in rows:
+        for line in _lines(row):
+            console.say(line)
+    if not rows:
+        console.say("there are none")
+
+
+@dlq.command()
+@reported
+def replay(
+    action: Action,
+    config: OptionalConfig = None,
+    *,
+    endpoint: Endpoint = None,
+    token_env: TokenEnv = None,
+    tls_ca: TlsCa = None,
+    to: Annotated[
+        str | None, typer.Option(help="The queue that they go to; default: the action's own.")
+    ] = None,
+    reason: Reason = None,
+    since: Since = None,
+    until: Until = None,
+    key: Key = None,
+    where: Where = None,
+    limit: Limit = None,
+    as_json: Json = False,
+) -> None:
+    """Send dead letters again: the events go back into the action's queue.
+
+    Whatever is killed meanwhile, no event is lost, and none is sent twice; go on with the same
+    command.
+    """
+    choice = _choice(reason, since, until, key, where)
+    target = to or action
+
+    def one(letters: DeadLetters, left: int | None, advance: Callable[[int], None]) -> int:
+        return letters.replay(choice, target, left, advance)
+
+    with reached(config, endpoint, token_env, tls_ca) as nodes:
+        if to is None and action not in nodes[0].queues():
+            message = f"action {action!r} has no queue of its own: say to which they go"
+            raise ConfigError("--to", message)
+        done = _each(_of_action(nodes, action), "sending again", limit, one)
+    if as_json:
+        console.say_json({"action": action, "to": target, "events": done})
+    else:
+        console.say(f"{_letters(done)} sent again, into queue {target}")
+
+
+@dlq.command()
+@reported
+def purge(
+    action: Action,
+    config: OptionalConfig = None,
+    *,
+    endpoint: Endpoint = None,
+    token_env: TokenEnv = None,
+    tls_ca: TlsCa = None,
+    reason: Reason = None,
+    since: Since = None,
+    until: Until = None,
+    key: Key = None,
+    where: Where = None,
+    limit: Limit = None,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Throw dead letters away for good; the node writes down what, when and by whom."""
+    choice = _choice(reason, since, until, key, where)
+
+    def one(letters: DeadLetters, left: int | None, advance: Callable[[int], None]) -> int:
+        return letters.purge(choice, left, advance)
+
+    with reached(config, endpoint, token_env, tls_ca) as nodes:
+        letters = _of_action(nodes, action)
+        count = _counted(letters, choice, limit)
+        if count and not yes:
+            question = f"Throw {_letters(count)} of {action} away for good ({choice})?"
+            typer.confirm(question, abort=True, err=True)
+        done = _each(letters, "throwing away", limit, one) if count else 0
+    if as_json:
+        console.say_json({"action": action, "events": done})
+    else:
+        console.say(f"{_letters(done)} thrown away")
+
+
+def _of_action(nodes: list[RemoteNode], action: str) -> list[DeadLetters]:
+    from turnlane.client.dead_letters import SUFFIX, DeadLetters
+    from turnlane.validation import did_you_mean
+
+    found = [
+        letters for node in nodes for letters in DeadLetters.all(node) if letters.action == action
+    ]
+    if not found:
+        known = [letters.action for letters in DeadLetters.all(nodes[0])]
+        hint = did_you_mean(action, known) or f"; there are those of {', '.join(known) or 'nobody'}"
+        raise NoSuchQueue(f"there is no queue {action}{SUFFIX}{hint}")
+    return found
+
+
+def _each(
+    every: list[DeadLetters],
+    label: str,
+    limit: int | None,
+    do: Callable[[DeadLetters, int | None, Callable[[int], None]], int],
+) -> int:
+    total = sum(letters.count() for letters in every)
+    done = 0
+    with console.progress(label, min(total, limit or total), of_events=True) as advance:
+        for letters in every:
+            left = None if limit is None else limit - done
+            if left != 0:
+                done += do(letters, left, advance)
+    return done
+
+
+def _counted(every: list[DeadLetters], choice: Choice, limit: int | None) -> int:
+    pieces = (piece for letters in every for piece in letters.chosen(choice))
+    return sum(1 for _ in islice(chain.from_iterable(each.offsets for each in pieces), limit))
+
+
+# ── words ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _choice(
+    reason: str | None, since: str | None, until: str | None, key: str | None, where: str | None
+) -> Choice:
+    from turnlane.client.dead_letters import Choice
+
+    return Choice(reason, moment("--since", since), moment("--until", until), key, where)
+
+
+def _plain(value: object) -> object:
+    from turnlane.storage.export import plain
+
+    return plain(value)
+
+
+def _rows(piece: Chosen) -> Iterator[dict[str, Any]]:
+    """Letters as JSON has them, in the way of ``turnlane queue peek``."""
+    import numpy as np
+
+    from turnlane.storage.export import SETTLED, rows
+    from turnlane.storage.inspect import Slice
+
+    for row in rows(Slice(np.array(piece.offsets), settled=False, block=piece.letters)):
+        del row[SETTLED]
+        yield row
+
+
+def _letters(count: int) -> str:
+    return console.counted(count, "dead letter")
+
+
+def _time(moment: datetime | None) -> str:
+    return "" if moment is None else moment.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _lines(row: dict[str, Any]) -> list[str]:
+    """A letter for people: the reason first, then what there is of the event."""
+    time = str(row.get("dead_time") or "")[:_SECONDS].replace("T", " ")
+    head = f"{row['offset']}  {time}  {row.get('dead_reason') or ''}"
+    why = str(row.get("dead_error") or row.get("parse_error") or "")
+    rest = [
+        f"  {name}: {console.printable(str(value))}"
+        for name, value in row.items()
+        if value is not None and name != "offset" and not name.startswith("dead_")
+    ]
+    return [head.rstrip(), f"  {console.printable(why)}", *rest]

@@ -1,0 +1,197 @@
+"""``turnlane test``: small cases, events in and rows out, on real Spark."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from turnlane.cli import console
+from turnlane.cli.console import ConfigFile, ExitCode, reported
+from turnlane.cli.serve import faults_printed, loaded, piped
+from turnlane.cli.spark_session import SparkMissing, find_modules_beside, need_spark, session
+from turnlane.errors import ConfigError
+
+if TYPE_CHECKING:
+    from turnlane.config import Config
+    from turnlane.inputs.api import InputSettings
+    from turnlane.pipeline.cases import Case
+    from turnlane.pipeline.graph import Topology
+    from turnlane.pipeline.settings import ActionSettings, PipelineSettings
+    from turnlane.spark.session import Session
+
+
+@reported
+def try_cases(
+    config: ConfigFile,
+    cases: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[CASES]…", help="Files with cases; default: those of CONFIG."),
+    ] = None,
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON for each case.")
+    ] = False,
+) -> None:
+    """Try cases: events in, and what each action is expected to get. Exit code 1 if one fails."""
+    settings = loaded(config)
+    pipeline = piped(settings)
+    wanted = _cases(settings, cases or [])
+    need_spark()
+    find_modules_beside(config)
+    logging.getLogger("py4j").setLevel(logging.ERROR)
+    failed = _tried(settings, pipeline, wanted, as_json=as_json)
+    if not as_json:
+        console.say(f"{console.counted(len(wanted), 'case')}, {failed} failed")
+    if failed:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _cases(settings: Config, files: list[Path]) -> list[Case]:
+    from turnlane.config import load_cases
+
+    with faults_printed():
+        wanted = [case for file in files for case in load_cases(file, settings)]
+        wanted = wanted if files else list(settings.tests)
+        if not wanted:
+            raise settings.placed(ConfigError("tests", "there are no cases to try"))
+    return wanted
+
+
+def _tried(
+    settings: Config, pipeline: PipelineSettings, cases: list[Case], *, as_json: bool
+) -> int:
+    """Try all of them; how many failed."""
+    from turnlane.spark.pipeline import Pipeline
+
+    spark = session(pipeline.spark, master="local[2]")
+    failed = 0
+    try:
+        with faults_printed(settings):
+            Pipeline(pipeline, {}, spark, Path()).check()
+        for case in cases:
+            found = _found(spark, pipeline, case)
+            failed += bool(found)
+            _tell(case, found, as_json=as_json)
+    finally:
+        spark.stop()
+    return failed
+
+
+def _found(spark: Session, pipeline: PipelineSettings, case: Case) -> list[str]:
+    """What is not as the case expects; if it cannot be tried to its end, why."""
+    from turnlane.pipeline.cases import differences
+    from turnlane.spark.cases import Trial
+    from turnlane.spark.errors import reason_of
+    from turnlane.spark.session import is_alive
+
+    try:
+        return list(differences(case, dict(Trial(spark, pipeline, case).results())))
+    except Exception as error:
+        if not is_alive():
+            raise SparkMissing("Spark's own process has ended") from error
+        return [reason_of(error)]
+
+
+def _tell(case: Case, found: list[str], *, as_json: bool) -> None:
+    if as_json:
+        console.say_json({"case": case.name, "passed": not found, "differences": found})
+        return
+    console.say(f"{'FAILED' if found else 'ok    '} {case.name}")
+    for line in found:
+        console.say(f"       {line}")
+
+
+# ── graph ──
+# ``turnlane graph``: a configuration's topology, drawn.
+
+
+@reported
+def graph(
+    config: ConfigFile,
+    *,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write an SVG picture instead; - is stdout.")
+    ] = None,
+) -> None:
+    """Draw the topology: inputs, main queue, actions with their filters, queues, outputs."""
+    from turnlane.pipeline.graph import svg as drawn
+    from turnlane.pipeline.graph import text_lines
+
+    topology = topology_of(loaded(config))
+    if svg is None:
+        for line in text_lines(topology, shutil.get_terminal_size((100, 24)).columns):
+            console.say(line)
+    elif str(svg) == "-":
+        typer.echo(drawn(topology), nl=False)
+    else:
+        svg.write_text(drawn(topology), encoding="utf-8")
+        console.warn(f"drawn in {svg}")
+
+
+def topology_of(config: Config) -> Topology:
+    """What there is to be drawn. Raises ``ConfigError`` if that is no pipeline."""
+    from turnlane.config import shown
+    from turnlane.pipeline.graph import Source, Topology
+
+    pipeline = config.pipeline()
+    if pipeline is None:
+        raise config.placed(ConfigError("actions", "there are none, so there is nothing to draw"))
+    inputs = tuple(Source(each.label, _where(each), each.queue) for each in config.inputs)
+    kinds = {name: str(knobs.get("kind", "disk")) for name, knobs in config.knobs().items()}
+    actions = tuple(map(_as_shown, pipeline.actions, shown(config)["actions"]))
+    return Topology(inputs, pipeline.model_copy(update={"actions": actions}), kinds)
+
+
+def _as_shown(action: ActionSettings, shown: dict[str, Any]) -> ActionSettings:
+    """An action that says what ``turnlane validate --show`` does: no secrets, no variables."""
+    from turnlane.pipeline.graph import PLACES
+
+    places = {name: shown["output"][name] for name in PLACES if name in shown["output"]}
+    output = action.output.model_copy(update=places)
+    return action.model_copy(update={"filter": shown["filter"], "output": output})
+
+
+def _where(settings: InputSettings) -> str:
+    """Where an input listens or reads: addresses and paths, whatever they are called."""
+    from turnlane.serving.address import Address
+
+    found = []
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        listen = getattr(value, "listen", None)
+        if isinstance(value, Address):
+            found.append(str(value) if name == "listen" else f"{name} {value}")
+        elif isinstance(listen, Address):
+            found.append(f"{name} {listen}")
+        elif name in {"path", "paths"} and value:
+            paths = value if isinstance(value, list | tuple) else [value]
+            found.append(", ".join(map(str, paths)))
+    return ", ".join(found)
+
+
+# ── init ──
+# ``turnlane init``: a configuration to begin with.
+
+
+@reported
+def init(
+    path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("turnlane.yaml"),
+) -> None:
+    """Write a commented example of a pipeline's configuration. An existing file is left alone."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(example())
+    except FileExistsError:
+        console.warn(f"{path} exists; choose another name, or remove it")
+        raise typer.Exit(ExitCode.FAILED) from None
+    console.say(f"{path} written; next: turnlane validate {path}, turnlane run {path}")
+
+
+def example() -> str:
+    """The example's text."""
+    return resources.files("turnlane.config").joinpath("example.yaml").read_text(encoding="utf-8")

@@ -1,0 +1,117 @@
+"""What a node's errors are on this side: the same classes that the node raised."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Self
+
+import pyarrow as pa
+from pyarrow import flight
+
+from turnlane import errors
+from turnlane.errors import ConfigError, NotSupported, RetryLater, TransportDown, TurnlaneError
+from turnlane.validation import message_of
+
+_NAMED = re.compile(
+    r"turnlane:(\w+): (.*?)(?:\. (?:Detail|gRPC client debug context): |$)", re.DOTALL
+)
+
+
+def failure(error: Exception, place: str) -> Exception:
+    """The error that the node at ``place`` meant; ``TransportDown`` if it was none of its own."""
+    name, message, after = _details(error)
+    if name == ValueError.__name__:
+        return ValueError(message)
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, TurnlaneError):
+        return _rebuilt(kind, message, after)
+    if isinstance(error, NotImplementedError):
+        return NotSupported(f"what listens at {place} is not a turnlane node")
+    return TransportDown(f"{place}: {_first_line(error)}")
+
+
+def _details(error: Exception) -> tuple[str, str, float | None]:
+    try:
+        found = json.loads(getattr(error, "extra_info", b"") or b"{}")
+        if "error" in found:
+            return str(found["error"]), str(found.get("message", "")), found.get("after")
+    except (ValueError, TypeError):
+        pass  # not ours, or cut off on the way: the message says it too
+    match = _NAMED.search(str(error))
+    return (match[1], match[2], None) if match else ("", "", None)
+
+
+def _rebuilt(kind: type[TurnlaneError], message: str, after: float | None) -> TurnlaneError:
+    if issubclass(kind, RetryLater):
+        return kind(message, after=after)
+    if issubclass(kind, ConfigError):
+        knob, _, rest = message.partition(": ")
+        return kind(knob, rest)
+    return kind(message)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).partition(" gRPC client debug context")[0].partition("\n")[0]
+    return text.removesuffix(".") or type(error).__name__
+
+
+@contextlib.contextmanager
+def understood(place: str) -> Iterator[None]:
+    """Whatever Flight raises within is raised as what the node meant."""
+    try:
+        yield
+    except (flight.FlightError, pa.ArrowException, NotImplementedError) as error:
+        raise failure(error, place) from None
+
+
+# ── url ──
+# The url of a node, or of several: ``turnlane://host:port,host:port``.
+
+DEFAULT_PORT: Final = 8815
+SCHEMES: Final = {"turnlane": False, "turnlanes": True}
+_HELP: Final = "write turnlane://host:port, with TLS turnlanes://host:port; several after commas"
+_PLACE: Final = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """Where the nodes are, and whether to speak TLS with them."""
+
+    places: tuple[str, ...]
+    """``host:port`` each."""
+    tls: bool
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        """Take a url apart. Raises ``ConfigError``."""
+        scheme, separator, rest = url.partition("://")
+        if not separator or scheme not in SCHEMES:
+            raise ConfigError("url", f"{url!r} is not a node's; {_HELP}")
+        places = tuple(_place(each.strip(), url) for each in rest.rstrip("/").split(","))
+        if len(set(places)) < len(places):
+            raise ConfigError("url", f"{url!r} names a node twice")
+        return cls(places, SCHEMES[scheme])
+
+    @classmethod
+    def of_setting(cls, url: str) -> Self:
+        """The same for a setting. Raises ``ValueError``, of which pydantic says whose it is."""
+        try:
+            return cls.parse(url)
+        except ConfigError as error:
+            raise ValueError(message_of(error)) from None
+
+    def locations(self) -> list[str]:
+        """The places as Flight writes them."""
+        scheme = "grpc+tls" if self.tls else "grpc+tcp"
+        return [f"{scheme}://{place}" for place in self.places]
+
+
+def _place(text: str, url: str) -> str:
+    match = _PLACE.fullmatch(text)
+    if match is None or int(match[2] or 1) > 65_535 or match[2] == "0":
+        raise ConfigError("url", f"{text!r} in {url!r} is not host:port; {_HELP}")
+    return f"{match[1]}:{match[2] or DEFAULT_PORT}"

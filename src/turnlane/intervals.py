@@ -1,0 +1,223 @@
+"""Sets of offsets, kept as sorted, disjoint, merged ranges.
+
+Offsets settled out of order are few runs of many numbers: there are never more runs than batches
+in flight, whatever the number of events.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+
+class Ranges:
+    """A set of integers as half-open ranges ``[first, end)``."""
+
+    __slots__ = ("_ends", "_firsts")
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        self._firsts: list[int] = []
+        self._ends: list[int] = []
+        for first, end in ranges:
+            self.add(first, end)
+
+    def add(self, first: int, end: int) -> None:
+        """Add ``[first, end)``, merging it with what it overlaps or touches."""
+        if first >= end:
+            return
+        low = bisect_left(self._ends, first)
+        high = bisect_right(self._firsts, end)
+        if low < high:
+            first = min(first, self._firsts[low])
+            end = max(end, self._ends[high - 1])
+        self._firsts[low:high] = [first]
+        self._ends[low:high] = [end]
+
+    def remove(self, first: int, end: int) -> None:
+        """Take ``[first, end)`` out, cutting ranges that reach beyond it."""
+        if first >= end:
+            return
+        low = bisect_right(self._ends, first)
+        high = bisect_left(self._firsts, end)
+        if low >= high:
+            return
+        kept = [
+            piece
+            for piece in ((self._firsts[low], first), (end, self._ends[high - 1]))
+            if piece[0] < piece[1]
+        ]
+        self._firsts[low:high] = [piece[0] for piece in kept]
+        self._ends[low:high] = [piece[1] for piece in kept]
+
+    def drop_below(self, offset: int) -> None:
+        """Forget everything below ``offset``."""
+        if self._firsts and self._firsts[0] < offset:
+            self.remove(self._firsts[0], offset)
+
+    def covers(self, first: int, end: int) -> bool:
+        """Whether all of ``[first, end)`` is in the set."""
+        if first >= end:
+            return True
+        index = bisect_right(self._firsts, first) - 1
+        return index >= 0 and self._ends[index] >= end
+
+    def overlap(self, first: int, end: int) -> int:
+        """How many numbers of ``[first, end)`` are in the set."""
+        return sum(stop - start for start, stop in self.within(first, end))
+
+    def within(self, first: int, end: int) -> list[tuple[int, int]]:
+        """The ranges of the set, cut to ``[first, end)``."""
+        if first >= end:
+            return []
+        low = bisect_right(self._ends, first)
+        high = bisect_left(self._firsts, end)
+        return [
+            (max(first, self._firsts[index]), min(end, self._ends[index]))
+            for index in range(low, high)
+        ]
+
+    def missing(self, first: int, end: int) -> list[tuple[int, int]]:
+        """The ranges of ``[first, end)`` that are not in the set."""
+        gaps: list[tuple[int, int]] = []
+        for start, stop in self.within(first, end):
+            if first < start:
+                gaps.append((first, start))
+            first = stop
+        if first < end:
+            gaps.append((first, end))
+        return gaps
+
+    def end_of_run(self, offset: int) -> int:
+        """The first number at or after ``offset`` that is not in the set."""
+        index = bisect_right(self._firsts, offset) - 1
+        if index >= 0 and self._ends[index] > offset:
+            return self._ends[index]
+        return offset
+
+    def next_after(self, offset: int) -> int | None:
+        """The first number of the set at or after ``offset``."""
+        index = bisect_right(self._ends, offset)
+        if index == len(self._firsts):
+            return None
+        return max(offset, self._firsts[index])
+
+    def copy(self) -> Ranges:
+        """An independent copy."""
+        clone = Ranges()
+        clone._firsts = self._firsts.copy()
+        clone._ends = self._ends.copy()
+        return clone
+
+    @property
+    def total(self) -> int:
+        """How many numbers the set holds."""
+        return sum(self._ends) - sum(self._firsts)
+
+    @property
+    def end(self) -> int:
+        """One more than the largest number, 0 if empty."""
+        return self._ends[-1] if self._ends else 0
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(list(zip(self._firsts, self._ends, strict=True)))
+
+    def __len__(self) -> int:
+        return len(self._firsts)
+
+    def __bool__(self) -> bool:
+        return bool(self._firsts)
+
+    def __contains__(self, offset: int) -> bool:
+        return self.covers(offset, offset + 1)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ranges) and list(self) == list(other)
+
+    def __hash__(self) -> int:
+        raise TypeError("Ranges can change and cannot be hashed")
+
+    def __repr__(self) -> str:
+        return f"Ranges({list(self)})"
+
+
+# ── spans ──
+# Offsets as lists of spans, in order: what readers and queues tell each other. Pure.
+
+GAP: Final = 4096
+"""Spans no farther apart are read in one go: a few events too many cost less than a call."""
+
+COPIED: Final = pa.schema([("offset", pa.int64()), ("routes", pa.int64())])
+"""Where events are, and in bits into which queues they are to be copied."""
+MOST_COPIES: Final = 62
+"""So many queues have a bit, in Arrow and in Spark."""
+
+Span = tuple[int, int]
+"""Offsets ``first`` to ``end - 1``."""
+
+
+def oldest_of(spans: Sequence[Span], events: int) -> list[Span]:
+    """As many of the first offsets of some spans."""
+    taken: list[Span] = []
+    for first, end in spans:
+        if events <= 0:
+            break
+        taken.append((first, min(end, first + events)))
+        events -= end - first
+    return taken
+
+
+def newest_of(spans: Sequence[Span], events: int) -> list[Span]:
+    """As many of the last offsets of some spans."""
+    taken: list[Span] = []
+    for first, end in reversed(spans):
+        if events <= 0:
+            break
+        taken.append((max(first, end - events), end))
+        events -= end - first
+    return taken[::-1]
+
+
+def overlap(one: Span, other: Span) -> bool:
+    """Whether two spans have an offset in common."""
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def count_of(spans: Iterable[Span]) -> int:
+    """How many offsets there are in some spans."""
+    return sum(end - first for first, end in spans)
+
+
+def hulls(spans: Sequence[Span]) -> Iterator[Span]:
+    """Ranges that hold all the spans, and little else."""
+    first, end = spans[0]
+    for start, stop in spans[1:]:
+        if start - end > GAP:
+            yield first, end
+            first = start
+        end = stop
+    yield first, end
+
+
+def inside(spans: Sequence[Span], first: int, count: int) -> npt.NDArray[np.bool_]:
+    """Which of so many offsets from ``first`` on are in the spans; these are in order."""
+    starts, ends = np.asarray(spans, dtype=np.int64).reshape(-1, 2).T
+    offsets = np.arange(first, first + count, dtype=np.int64)
+    at = np.searchsorted(ends, offsets, side="right")
+    found: npt.NDArray[np.bool_] = offsets >= np.append(starts, np.iinfo(np.int64).max)[at]
+    return found
+
+
+def spans_of(offsets: npt.NDArray[np.int64]) -> list[Span]:
+    """Offsets, in any order and some perhaps twice, as spans."""
+    places = np.unique(offsets)
+    if not len(places):
+        return []
+    breaks = np.flatnonzero(np.diff(places) > 1)
+    firsts = places[np.concatenate(([0], breaks + 1))]
+    ends = places[np.concatenate((breaks, [len(places) - 1]))] + 1
+    return list(zip(firsts.tolist(), ends.tolist(), strict=True))

@@ -1,0 +1,105 @@
+"""The ledger: every event a queue accepted is delivered, dead, dropped for a reason, or pending."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class Outcome(enum.StrEnum):
+    """How an event left the queue. All but the first two are drops, counted by reason."""
+
+    DELIVERED = "delivered"
+    DEAD = "dead"
+    NEWEST = "newest"
+    OLDEST = "oldest"
+    SEVERITY = "severity"
+    SAMPLED = "sampled"
+    CLOSED = "closed"
+    CORRUPT = "corrupt"
+    MISSING = "missing"
+
+    @property
+    def is_drop(self) -> bool:
+        """Whether the event is gone for good."""
+        return self not in (Outcome.DELIVERED, Outcome.DEAD)
+
+
+UNNUMBERED = (Outcome.NEWEST, Outcome.SEVERITY, Outcome.SAMPLED)
+"""Drops at the door: these events never got an offset."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What became of every event, since the queue was created."""
+
+    accepted: int
+    """Taken off a publisher's hands, the ones its policy then dropped included."""
+    delivered: int
+    dead: int
+    dropped: Mapping[str, int]
+    """By reason: newest, oldest, severity, sampled, closed, corrupt, missing."""
+    pending: int
+    """Waiting, or handed out and not yet settled."""
+
+    @property
+    def settled(self) -> int:
+        """Events that are no longer the queue's concern."""
+        return self.delivered + self.dead + sum(self.dropped.values())
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether accepted = delivered + dead + dropped + pending."""
+        return self.accepted == self.settled + self.pending
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "accepted": self.accepted,
+            "delivered": self.delivered,
+            "dead": self.dead,
+            "dropped": dict(self.dropped),
+            "pending": self.pending,
+            "adds_up": self.adds_up,
+        }
+
+    def __str__(self) -> str:
+        drops = "".join(f" + {count} dropped ({why})" for why, count in self.dropped.items())
+        sign = "=" if self.adds_up else "≠"
+        return (
+            f"{self.accepted} accepted {sign} {self.delivered} delivered + {self.dead} dead"
+            f"{drops} + {self.pending} pending"
+        )
+
+
+class Totals:
+    """Running counts by outcome. ``end`` offsets were given out; drops at the door come on top."""
+
+    __slots__ = ("_counts",)
+
+    def __init__(self, counts: Mapping[Outcome, int] | None = None) -> None:
+        self._counts = dict.fromkeys(Outcome, 0) | dict(counts or {})
+
+    def add(self, outcome: Outcome, events: int) -> None:
+        """Count events that left the queue this way."""
+        self._counts[outcome] += events
+
+    def __getitem__(self, outcome: Outcome) -> int:
+        return self._counts[outcome]
+
+    @property
+    def numbered(self) -> int:
+        """Settled events that had an offset."""
+        return sum(n for outcome, n in self._counts.items() if outcome not in UNNUMBERED)
+
+    def ledger(self, end: int, pending: int) -> Ledger:
+        """The ledger of a queue that gave out offsets up to ``end``."""
+        counts = self._counts
+        return Ledger(
+            accepted=end + sum(counts[outcome] for outcome in UNNUMBERED),
+            delivered=counts[Outcome.DELIVERED],
+            dead=counts[Outcome.DEAD],
+            dropped={o.value: counts[o] for o in Outcome if o.is_drop and counts[o]},
+            pending=pending,
+        )

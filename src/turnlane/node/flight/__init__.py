@@ -1,0 +1,1 @@
+"""The node's Arrow Flight plane: blocks in, blocks out, acks as metadata."""

@@ -1,0 +1,249 @@
+"""Who may do what: bearer tokens with rights per queue."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import os
+import ssl
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Self
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+from turnlane.errors import ConfigError, NotAllowed
+from turnlane.validation import Contradiction, Problem
+
+ANY_QUEUE: Final = "*"
+
+
+class Right(enum.StrEnum):
+    """What a token may allow on a queue. None includes another."""
+
+    PUBLISH = "publish"
+    READ = "read"
+    """Read, consume, settle."""
+    ADMIN = "admin"
+    """Create, change, drop."""
+
+
+class TokenSettings(BaseModel):
+    """One token: its secret, and the rights it gives by pattern of queue names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1, description="What the token is called in logs.")
+    secret: SecretStr | None = Field(
+        default=None, description="The secret itself; better one of the next."
+    )
+    secret_env: str | None = Field(
+        default=None, description="The environment variable that holds it."
+    )
+    secret_file: Path | None = Field(default=None, description="The file that holds it.")
+    rights: Mapping[str, tuple[Right, ...]] = Field(
+        description="Rights by queue; `*` and `?` stand for any characters."
+    )
+    expires: AwareDatetime | None = Field(default=None, description="From when on it is not valid.")
+
+    @model_validator(mode="after")
+    def _one_secret(self) -> Self:
+        given = [self.secret, self.secret_env, self.secret_file]
+        if sum(each is not None for each in given) != 1:
+            problem = "give exactly one of secret, secret_env and secret_file"
+            raise Contradiction([Problem("secret", problem)])
+        return self
+
+    def reveal(self) -> bytes:
+        """The secret. Raises ``ConfigError`` if it is not where it should be."""
+        knob = f"tokens.{self.name}"
+        if self.secret_env is not None:
+            secret = os.environ.get(self.secret_env, "")
+            where = f"environment variable {self.secret_env}"
+        elif self.secret_file is not None:
+            where = str(self.secret_file)
+            try:
+                secret = self.secret_file.read_text(encoding="utf-8").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(knob, f"cannot read the secret: {where}: {error}") from None
+        else:
+            where, secret = "secret", self.secret.get_secret_value() if self.secret else ""
+        if not secret:
+            raise ConfigError(knob, f"{where} is empty or not set")
+        return secret.encode()
+
+
+class _Token(NamedTuple):
+    name: str
+    digest: bytes
+    rights: Mapping[str, tuple[Right, ...]]
+    expires: datetime | None
+
+    def __repr__(self) -> str:
+        return f"token {self.name}"
+
+
+class Authority:
+    """Knows the tokens. Without any, everybody may do everything."""
+
+    def __init__(
+        self, tokens: Iterable[TokenSettings] = (), *, now: Callable[[], float] = time.time
+    ) -> None:
+        """Read all secrets. Raises ``ConfigError``."""
+        self._now = now
+        self._tokens = tuple(
+            _Token(each.name, _digest(each.reveal()), each.rights, each.expires) for each in tokens
+        )
+        if len({token.digest for token in self._tokens}) < len(self._tokens):
+            raise ConfigError("tokens", "two tokens have the same secret")
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether a token is needed at all."""
+        return bool(self._tokens)
+
+    def check(self, bearer: str | None, right: Right, queue: str | None) -> None:
+        """Raise ``NotAllowed`` unless the token gives the right on the queue.
+
+        ``bearer`` is the token alone (see :func:`bearer_of`). ``queue=None`` asks for the right on
+        the node as a whole: on every queue.
+        """
+        if not self._tokens:
+            return
+        token = self._known(bearer)
+        if not _gives(token, right, queue):
+            what = "every queue" if queue is None else f"queue {queue!r}"
+            raise _refusal(f"{token!r} does not give the right to {right} on {what}", known=True)
+
+    def allows(self, bearer: str | None, right: Right, queue: str | None) -> bool:
+        """Whether :meth:`check` would pass."""
+        try:
+            self.check(bearer, right, queue)
+        except NotAllowed:
+            return False
+        return True
+
+    def identify(self, bearer: str | None) -> str | None:
+        """The name of a valid token, ``None`` if there are no tokens; else ``NotAllowed``."""
+        return self._known(bearer).name if self._tokens else None
+
+    def own(self, bearer: str | None, name: str) -> str:
+        """A name that a client calls itself, apart from the same one under another token."""
+        token = self.identify(bearer)
+        return name if token is None else f"{token}\n{name}"
+
+    def _known(self, bearer: str | None) -> _Token:
+        if bearer is None:
+            raise _refusal("a token is needed: send Authorization: Bearer …", known=False)
+        digest = _digest(bearer.encode("utf-8", "surrogateescape"))
+        found: _Token | None = None
+        # All of them, whatever is found: the time this takes tells nothing about any secret.
+        for token in self._tokens:
+            if hmac.compare_digest(token.digest, digest):
+                found = token
+        if found is None:
+            raise _refusal("the token is not known", known=False)
+        if found.expires is not None and found.expires.timestamp() <= self._now():
+            raise _refusal(f"{found!r} has expired", known=False)
+        return found
+
+
+def bearer_of(header: str | None) -> str | None:
+    """The token in an ``Authorization`` header; ``None`` if there is none."""
+    kind, _, token = (header or "").strip().partition(" ")
+    return token.strip() or None if kind.lower() == "bearer" else None
+
+
+def _gives(token: _Token, right: Right, queue: str | None) -> bool:
+    """Whether one of the token's patterns gives the right; on the node, only ``*`` itself does."""
+    patterns = [pattern for pattern, rights in token.rights.items() if right in rights]
+    if queue is None:
+        return ANY_QUEUE in patterns
+    return any(fnmatchcase(queue, pattern) for pattern in patterns)
+
+
+def _digest(secret: bytes) -> bytes:
+    return hashlib.sha256(secret).digest()
+
+
+def _refusal(message: str, *, known: bool) -> NotAllowed:
+    error = NotAllowed(message)
+    error.known = known
+    return error
+
+
+# ── tls ──
+# TLS, with certificates asked of clients too if wanted, for everything that listens.
+
+_REASONS: Final = {
+    "KEY_VALUES_MISMATCH": "is not the key of {cert}",
+    "NO_START_LINE": "holds no PEM block",
+    "BAD_DECRYPT": "is encrypted with a passphrase, which is not supported",
+}
+
+
+class TlsSettings(BaseModel):
+    """A server's certificate and key, and the authority of its clients' certificates."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cert: Path = Field(description="PEM file: the certificate, followed by its chain.")
+    key: Path = Field(description="PEM file: the certificate's private key, not encrypted.")
+    client_ca: Path | None = Field(
+        default=None,
+        description="PEM file: clients must show a certificate of one of these authorities.",
+    )
+
+    def context(self) -> ssl.SSLContext:
+        """A server's context, TLS 1.2 or newer. Raises ``ConfigError`` naming the file."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        _contents(self.cert, "tls.cert")
+        _contents(self.key, "tls.key")
+        self._load_certificate()
+        try:
+            # No passphrase: without this, OpenSSL would ask for one at the terminal.
+            context.load_cert_chain(self.cert, self.key, password=lambda: b"")
+        except ssl.SSLError as error:
+            raise ConfigError("tls.key", f"{self.key} {self._said(error)}") from None
+        if self.client_ca is not None:
+            _contents(self.client_ca, "tls.client_ca")
+            context.verify_mode = ssl.CERT_REQUIRED
+            _load_authorities(context, self.client_ca, "tls.client_ca")
+        return context
+
+    def flight_arguments(self) -> dict[str, Any]:
+        """Keyword arguments for ``pyarrow.flight.FlightServerBase``, checked as by ``context``."""
+        self.context()
+        arguments: dict[str, Any] = {
+            "tls_certificates": [(self.cert.read_bytes(), self.key.read_bytes())]
+        }
+        if self.client_ca is not None:
+            arguments |= {"verify_client": True, "root_certificates": self.client_ca.read_bytes()}
+        return arguments
+
+    def _load_certificate(self) -> None:
+        """Read the certificate alone, so that a bad one is not blamed on the key."""
+        _load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), self.cert, "tls.cert")
+
+    def _said(self, error: ssl.SSLError) -> str:
+        words = _REASONS.get(error.reason or "", "is not a private key that can be used")
+        return words.format(cert=self.cert)
+
+
+def _contents(path: Path, knob: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(knob, f"{path}: {error.strerror or error}") from None
+
+
+def _load_authorities(context: ssl.SSLContext, path: Path, knob: str) -> None:
+    try:
+        context.load_verify_locations(path)
+    except ssl.SSLError:
+        raise ConfigError(knob, f"{path} holds no certificate that can be read (PEM)") from None

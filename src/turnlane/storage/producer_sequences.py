@@ -1,0 +1,128 @@
+"""Numbered events that are in a queue and not yet safe in its log.
+
+The log keeps their producers' numbers with them. If they are settled first, they may never come
+to the log, and the journal has to note the numbers with the settlement: otherwise, after a kill,
+their producer would send them again and they would be new.
+
+A number stands for all before it, so it cannot be noted while an older event of the same producer
+would be lost in a kill: that one has to be sent again and let in. Nor can the numbers in between be
+noted one by one: after a kill a producer goes on from the first number that the queue does not
+have, and may give those after it to other events. So the older event is written first. So is a
+block that policies have thinned, before a part of it is settled: nobody knows its numbers singly.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from turnlane.storage.frames import Stamp
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Numbered:
+    """Events ``first`` to ``end - 1`` of one producer, and the stamp that completes them."""
+
+    first: int
+    end: int
+    stamp: Stamp
+    consecutive: bool
+    """Whether their numbers follow on each other: policies have taken nothing out."""
+
+    def upto(self, offset: int) -> Stamp | None:
+        """What may be noted if everything below ``offset`` is settled or safe."""
+        if offset >= self.end:
+            return self.stamp
+        if offset <= self.first or not self.consecutive:
+            return None
+        return self.stamp.before(self.end - offset)
+
+
+class Unstamped:
+    """By producer, what is not safe yet. Thread-safe; takes no other lock under its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._all: deque[Numbered] = deque()
+        """In offset order, those that were noted included."""
+        self._waiting: dict[bytes, deque[Numbered]] = {}
+        """Those that were not noted, by producer."""
+        self._safe = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def add(self, numbered: Numbered) -> None:
+        """Events came in, behind all others."""
+        with self._lock:
+            self._all.append(numbered)
+            self._waiting.setdefault(numbered.stamp.producer, deque()).append(numbered)
+
+    def forget_below(self, offset: int) -> None:
+        """Everything below is safe in the log, with its stamps."""
+        with self._lock:
+            self._safe = max(self._safe, offset)
+            while self._all and self._all[0].end <= offset:
+                gone = self._all.popleft()
+                self._drop(gone.stamp)
+
+    def due(self, first: int, end: int, settled_to: Callable[[int], int]) -> list[Stamp]:
+        """What is to be noted along with the settling of ``[first, end)``.
+
+        A producer's number not before everything older *of this producer* is settled or safe: it
+        may have to be sent again and be let in. ``settled_to`` says how far everything from an
+        offset on is settled, these included.
+        """
+        if not self._all:
+            return []
+        with self._lock:
+            stamps = (self._reached(each, settled_to) for each in self._producers(first, end))
+            return [stamp for stamp in stamps if stamp is not None]
+
+    def unsafe_end(self, first: int, end: int, settled_to: Callable[[int], int]) -> int:
+        """How far events have to be safe for all numbers in ``[first, end)`` to be due; 0 if so."""
+        with self._lock:
+            producers = self._producers(first, end)
+            return max((self._unsafe_end(each, end, settled_to) for each in producers), default=0)
+
+    def _unsafe_end(self, producer: bytes, end: int, settled_to: Callable[[int], int]) -> int:
+        for numbered in self._waiting.get(producer, ()):
+            if numbered.first >= end:
+                break
+            wanted = min(numbered.end, end) if numbered.consecutive else numbered.end
+            if settled_to(max(numbered.first, self._safe)) < wanted:
+                return wanted
+        return 0
+
+    def _producers(self, first: int, end: int) -> list[bytes]:
+        found: dict[bytes, None] = {}
+        at = bisect_right(self._all, first, key=lambda each: each.end)
+        while at < len(self._all) and self._all[at].first < end:
+            found[self._all[at].stamp.producer] = None
+            at += 1
+        return list(found)
+
+    def _reached(self, producer: bytes, settled_to: Callable[[int], int]) -> Stamp | None:
+        reached = None
+        for numbered in self._waiting.get(producer, ()):
+            stamp = numbered.upto(settled_to(max(numbered.first, self._safe)))
+            reached = stamp or reached
+            if stamp is not numbered.stamp:
+                break
+        return reached
+
+    def noted(self, stamps: list[Stamp]) -> None:
+        """The journal has them."""
+        with self._lock:
+            for stamp in stamps:
+                self._drop(stamp)
+
+    def _drop(self, stamp: Stamp) -> None:
+        waiting = self._waiting.get(stamp.producer)
+        while waiting and waiting[0].stamp.next_sequence <= stamp.next_sequence:
+            waiting.popleft()
+        if waiting is not None and not waiting:
+            del self._waiting[stamp.producer]
