@@ -19,6 +19,7 @@ from turnlane.events import Block
 from turnlane.node.commit_record import Part, Plan, Range, Steps, Writers, keys_of
 from turnlane.node.event_refs import Numbers, Piece, copied, unpacked
 from turnlane.node.staging import Stage, Staging
+from turnlane.queues.accepted import Gaps
 from turnlane.queues.consumer import HoldingQueue
 from turnlane.queues.disk import StoredQueue
 from turnlane.queues.producer import HoldingProducer, hashed
@@ -51,7 +52,7 @@ Queues = Mapping[str, HoldingQueue]
 
 def next_number(queue: HoldingQueue) -> int:
     """The number of the next event that a commit publishes into a queue."""
-    return queue.sequences.get(hashed(PRODUCER), 0)
+    return queue.next_sequence(hashed(PRODUCER))
 
 
 # ── what there is to publish ─────────────────────────────────────────────────────────────────────
@@ -205,7 +206,7 @@ class Loading:
             queue = self._queues[part.queue]
             # With a callback publishing does not wait for every block; the flush waits for all.
             self._producers[part] = queue.producer(
-                ack=queue.usual_level, on_ack=lambda _: None, producer_id=PRODUCER
+                ack=queue.usual_level, on_ack=lambda _: None, producer_id=PRODUCER, gaps=Gaps.SKIP
             )
         return self._producers[part]
 
