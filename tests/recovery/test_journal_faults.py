@@ -21,6 +21,7 @@ import google_crc32c
 import pyarrow as pa
 import pytest
 
+from turnlane.queues.accepted import Accepted
 from turnlane.queues.contract import Outcome
 from turnlane.queues.log.files import Buffers, Disk
 from turnlane.queues.log.journal import NAMES, Journal
@@ -466,7 +467,7 @@ def test_what_a_torn_write_left_never_turns_a_producer_back(tmp_path: Path) -> N
     journal.close()
     state = Journal.read(tmp_path, Disk(), ID)
     assert state.position == Position(0, 16, 200)
-    assert state.producers[bytes([2]) * 16] == 200
+    assert state.producers[bytes([2]) * 16] == Accepted(200)
 
 
 def test_stamps_are_found_without_their_position_but_never_the_other_way(tmp_path: Path) -> None:

@@ -17,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from turnlane.queues.accepted import Accepted
 from turnlane.queues.contract import Outcome
 from turnlane.queues.log.files import Disk
 from turnlane.queues.log.journal import NAMES, Journal
+from turnlane.queues.log.journal_format import encode_snapshot
 from turnlane.queues.log.journal_state import MAX_PRODUCERS, JournalState
 from turnlane.queues.log.position import Position, Stamp
 from turnlane.testing import FaultyDisk
@@ -95,9 +97,29 @@ def test_the_position_and_the_stamps_never_go_back() -> None:
     state.advance(Position(0, 800, 100), 1000, [Stamp(P1, 50)])
     state.advance(Position(0, 400, 50), 500, [Stamp(P1, 25)])
     assert (state.position, state.bytes) == (Position(0, 800, 100), 1000)
-    assert state.producers == {P1: 50}
+    assert state.producers == {P1: Accepted(50)}
     state.advance(Position(100, 64, 100), 900, [])
     assert (state.position, state.bytes) == (Position(100, 64, 100), 900)
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_numbers_with_gaps_are_there_after_opening(tmp_path: Path, snapshot: bool) -> None:
+    journal, _ = Journal.open(tmp_path, Disk(), ID)
+    journal.stamped([Stamp(P1, 10), Stamp(P1, 22, 20), Stamp(P2, 5, 3), Stamp(P1, 12)])
+    if snapshot:
+        journal.snapshot()
+    journal.close()
+    assert reopened(tmp_path).producers == {
+        P1: Accepted(12, [(20, 22)]),
+        P2: Accepted(0, [(3, 5)]),
+    }
+
+
+def test_a_snapshot_without_gaps_is_as_it_was_before_there_were_any() -> None:
+    state = JournalState()
+    state.stamp(Stamp(P1, 7))
+    payload = json.loads(encode_snapshot(state, ID, 1)[1].rstrip(b"\0"))
+    assert (payload["producers"], "ahead" in payload) == ({P1.hex(): 7}, False)
 
 
 def test_only_the_most_recent_producers_are_remembered() -> None:
@@ -180,7 +202,7 @@ EVERYTHING = {
     "totals": {DELIVERED: 10, DEAD: 10, Outcome.CORRUPT: 100, NEWEST: 17},
     "bytes": 48200,
     "position": Position(0, 81920, 1400),
-    "producers": {P1: 7, P2: 9},
+    "producers": {P1: Accepted(7), P2: Accepted(9)},
     "found": True,
 }
 

@@ -13,6 +13,7 @@ import pytest
 from tests.log_harness import drained, fill, open_log, values
 from turnlane.errors import Bug, SchemaMismatch
 from turnlane.events import BASE_SCHEMA, block_of, values_of
+from turnlane.queues.accepted import Accepted
 from turnlane.queues.contract import Outcome
 from turnlane.queues.log.compression import Mode
 from turnlane.queues.log.frames import Stamp
@@ -235,7 +236,7 @@ def test_stamps_after_the_hint_are_found_again(opened: Opener) -> None:
     assert len(log.chunks()) > 1
     log.close()
     log = opened(hint=hint)
-    assert log.recovered_stamps == {first: 120, second: 8}
+    assert log.recovered_stamps == {first: Accepted(120), second: Accepted(8)}
     assert log.recovered_events_bytes > 0
     log.close()
     log = opened(hint=log.position)

@@ -22,6 +22,7 @@ from turnlane.errors import (
     TransportDown,
 )
 from turnlane.events import Block
+from turnlane.queues.accepted import Gaps
 from turnlane.queues.contract import Ack, AckLevel, Published
 from turnlane.queues.holding import HoldingQueue
 from turnlane.queues.stored import StoredQueue
@@ -39,6 +40,7 @@ class Numbered(NamedTuple):
 
     producer: str
     sequence: int
+    gaps: Gaps = Gaps.KEEP
 
 
 class Publishing:
@@ -58,8 +60,8 @@ class Publishing:
     ) -> Published:
         """Publish a block and wait until it has come as far as ``level``.
 
-        Raises ``QueueFull``, ``StorageFailed``, ``EventTooLarge``, ``TransportDown``: nothing was
-        published;
+        Raises ``QueueFull``, ``StorageFailed``, ``EventTooLarge``, ``TransportDown``,
+        ``NumbersMissing``: nothing was published;
         ``AckPending``, ``QueueClosed``: it may have been.
         """
         if not block.num_rows:
@@ -155,8 +157,8 @@ def _publish(
 ) -> Published:
     """Publish and wait, on a thread."""
     seconds = max(0.0, deadline - time.monotonic())
-    name, sequence = numbered or (None, None)
-    producer = queue.producer(ack=level, producer_id=name)
+    name, sequence, gaps = numbered or (None, None, Gaps.KEEP)
+    producer = queue.producer(ack=level, producer_id=name, gaps=gaps)
     try:
         return producer.publish_block(block, sequence=sequence, timeout=seconds)
     except QueueFull as error:

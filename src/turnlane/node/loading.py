@@ -15,6 +15,7 @@ from turnlane.events import Block
 from turnlane.node.commit import Part
 from turnlane.node.places import Numbers, Piece, copied, unpacked
 from turnlane.node.staging import Stage, Staging
+from turnlane.queues.accepted import Gaps
 from turnlane.queues.holding import HoldingQueue
 from turnlane.queues.producer import HoldingProducer, hashed
 from turnlane.queues.stored import StoredQueue
@@ -43,7 +44,7 @@ Queues = Mapping[str, HoldingQueue]
 
 def next_number(queue: HoldingQueue) -> int:
     """The number of the next event that a commit publishes into a queue."""
-    return queue.sequences.get(hashed(PRODUCER), 0)
+    return queue.next_sequence(hashed(PRODUCER))
 
 
 # ── what there is to publish ─────────────────────────────────────────────────────────────────────
@@ -197,7 +198,7 @@ class Loading:
             queue = self._queues[part.queue]
             # With a callback publishing does not wait for every block; the flush waits for all.
             self._producers[part] = queue.producer(
-                ack=queue.usual_level, on_ack=lambda _: None, producer_id=PRODUCER
+                ack=queue.usual_level, on_ack=lambda _: None, producer_id=PRODUCER, gaps=Gaps.SKIP
             )
         return self._producers[part]
 

@@ -184,7 +184,8 @@ class Producer(Closing):
         """Publish a block of events; a block larger than the queue goes in piece by piece.
 
         ``sequence`` numbers the block's first event among all that this producer ever published:
-        what the queue already has from it is not taken twice.
+        what the queue already has from it is not taken twice. Blocks may come in any order;
+        ``NumbersMissing`` if they leave too many gaps.
         """
 
     @abc.abstractmethod

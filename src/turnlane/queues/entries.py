@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from turnlane.errors import NumbersMissing
 from turnlane.events import Block, event_sizes
+from turnlane.queues.accepted import MAX_RUNS, Gaps
 from turnlane.queues.acks import Ticket
 from turnlane.queues.admission import Entry, Rows, important, sampled
 from turnlane.queues.contract import Outcome, Published
@@ -42,6 +44,9 @@ class PublishEntry(Entry):
 
     def drop_repeats(self) -> None:
         """Leave out what the queue has from this producer already."""
+
+    def check_gaps(self) -> None:
+        """Raise ``NumbersMissing`` if its producer leaves out too many numbers."""
 
     def skip(self) -> None:
         """Nothing of it goes in, and it need not be sent again. Under the queue's lock."""
@@ -142,16 +147,43 @@ class BlockEntry(PublishEntry):
         producer_id = self.producer.hashed_id
         if self._sequence is None or producer_id is None:
             return
-        known = self.producer.queue.sequences.get(producer_id, 0)
+        accepted = self.producer.queue.sequences.get(producer_id)
+        if accepted is None or self._sequence >= accepted.end:
+            return  # in order, as nearly all are
+        before = self.events
         if self._numbers is None:
-            repeated = min(max(0, known - self._sequence), self.events)
-            self._sequence += repeated
+            self._keep_missing(accepted.missing(self._sequence, self._sequence + self.events))
         else:
-            repeated = int(np.searchsorted(self._numbers, known))
-            self._numbers = self._numbers[repeated:]
-        if repeated:
-            self._replace(self._block.slice(repeated))
-            self.published = self.published._replace(repeated=self.published.repeated + repeated)
+            new = np.flatnonzero(~accepted.holds(self._numbers))
+            if len(new) < self.events:
+                self._numbers = self._numbers[new]
+                self._replace(self._block.take(new))
+        repeated = self.published.repeated + before - self.events
+        self.published = self.published._replace(repeated=repeated)
+
+    def _keep_missing(self, missing: list[tuple[int, int]]) -> None:
+        """Keep the events with these numbers."""
+        assert self._sequence is not None
+        start = self._sequence
+        if len(missing) > 1:
+            self._numbers = np.concatenate([np.arange(first, end) for first, end in missing])
+            self._replace(self._block.take(self._numbers - start))
+        elif not missing:
+            self._replace(self._block.slice(0, 0))
+        elif missing[0] != (start, self._end_sequence):
+            first, end = missing[0]
+            self._sequence, self._end_sequence = first, end
+            self._replace(self._block.slice(first - start, end - first))
+
+    def check_gaps(self) -> None:
+        producer_id = self.producer.hashed_id
+        if self._sequence is None or producer_id is None or self.producer.gaps is not Gaps.KEEP:
+            return
+        accepted = self.producer.queue.sequences.get(producer_id)
+        if accepted is None or len(accepted.runs) < MAX_RUNS:
+            return
+        if self.events and accepted.is_apart(self._sequence, self._sequence + self.events):
+            raise NumbersMissing.of(self.producer.queue.name, accepted.gaps)
 
     def _replace(self, block: Block) -> None:
         self._block = block
@@ -189,10 +221,10 @@ class BlockEntry(PublishEntry):
 
     def _number(self) -> Stamp | None:
         producer_id = self.producer.hashed_id
-        if producer_id is None or self._end_sequence is None:
+        first, end = self._sequence, self._end_sequence
+        if producer_id is None or first is None or end is None:
             return None
-        self.producer.queue.numbered(producer_id, self._end_sequence)
-        return Stamp(producer_id, self._end_sequence)
+        return self.producer.queue.numbered(producer_id, first, end, self.producer.gaps)
 
     def sample(self, seen: int, interval: int) -> int:
         return self._keep_rows(sampled(self.events, seen, interval))

@@ -18,6 +18,7 @@ import pyarrow as pa
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import Bug, SchemaMismatch
 from turnlane.events import Block
+from turnlane.queues.accepted import MAX_RUNS, Accepted, Gaps
 from turnlane.queues.acks import Dispatcher, Follower, Notice, Ticket, Watermark
 from turnlane.queues.admission import Gate, Waiter
 from turnlane.queues.batch import HeldBatch
@@ -61,7 +62,7 @@ class Intake(Queue):
         clock: Clock = SYSTEM_CLOCK,
         positions: Positions | None = None,
         totals: Totals | None = None,
-        sequences: Mapping[bytes, int] | None = None,
+        sequences: Mapping[bytes, Accepted] | None = None,
         queue_id: str | None = None,
     ) -> None:
         self.settings = settings
@@ -79,8 +80,8 @@ class Intake(Queue):
             level: Watermark(level, self.durability, self.positions.low)
             for level in (AckLevel.PERSISTED, AckLevel.DELIVERED)
         }
-        self.sequences: dict[bytes, int] = dict(sequences or {})
-        """The next sequence number of every numbered producer, the longest silent first."""
+        self.sequences: dict[bytes, Accepted] = dict(sequences or {})
+        """The sequence numbers that it has of every numbered producer, the longest silent first."""
         self.totals = totals or Totals()
         self.pushes = 0
         """Blocks that were published; single events are told by the tail."""
@@ -117,12 +118,13 @@ class Intake(Queue):
         on_ack: AckCallback | None = None,
         flow: FlowControl | str = FlowControl.NONE,
         producer_id: str | None = None,
+        gaps: Gaps = Gaps.KEEP,
     ) -> HoldingProducer:
         self.gate.check_open(self.name)
         if on_ack is not None:
             self.acks.start()
         level, control = chosen(AckLevel, "ack", ack), chosen(FlowControl, "flow", flow)
-        return HoldingProducer(self, level, on_ack, control, producer_id)
+        return HoldingProducer(self, level, on_ack, control, producer_id, gaps=gaps)
 
     def check_types(self, schema: pa.Schema) -> None:
         """Check columns against those that the queue has seen."""
@@ -178,12 +180,25 @@ class Intake(Queue):
         self.positions.end = end
         self.tail.open.cut(end - self.tail.open.first)
 
-    def numbered(self, producer: bytes, next_sequence: int) -> None:
-        """Remember how far a numbered producer has come: never back. Under the lock."""
-        known = self.sequences.pop(producer, 0)
-        self.sequences[producer] = max(known, next_sequence)
+    def next_sequence(self, producer: bytes) -> int:
+        """One more than the highest number that the queue has of a producer; 0 if it has none."""
+        accepted = self.sequences.get(producer)
+        return 0 if accepted is None else accepted.end
+
+    def numbered(self, producer: bytes, first: int, end: int, gaps: Gaps) -> Stamp:
+        """Remember that numbers ``first`` to ``end - 1`` are taken. Under the lock.
+
+        Returns their stamp. It has the whole run up to ``end``: the events before are in the queue
+        at lower offsets, or were dropped, so that they are in the log if this stamp is.
+        """
+        accepted = self.sequences.pop(producer, None) or Accepted()
+        self.sequences[producer] = accepted
         if len(self.sequences) > MAX_SEQUENCES:
             del self.sequences[next(iter(self.sequences))]
+        accepted.add(0 if gaps is Gaps.SKIP else first, end)
+        if gaps is Gaps.FORGET:
+            accepted.close_gaps(MAX_RUNS)
+        return Stamp(producer, end, accepted.start_of_run(first))
 
     def heed(self) -> None:
         """The open block has grown, or somebody waits for events. Under the lock."""
@@ -199,6 +214,7 @@ class Intake(Queue):
     ) -> Waiter | None:
         """Let an entry in, apply the policies, or put it in line. Under the lock."""
         entry.drop_repeats()
+        entry.check_gaps()
         self.door.screen(entry, flow, patience)
         self.gate.check_open(self.name)
         if not entry.events and not entry.is_repeat:

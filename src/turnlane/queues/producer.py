@@ -16,6 +16,7 @@ from turnlane.errors import (
     StorageFailed,
 )
 from turnlane.events import EVENT_OVERHEAD, MAX_BLOCK_BYTES, Block, prepared, stamped
+from turnlane.queues.accepted import Gaps
 from turnlane.queues.acks import Follower, Ticket, Watermark
 from turnlane.queues.admission import Calm, Waiter, check_severities
 from turnlane.queues.contract import (
@@ -49,6 +50,8 @@ class HoldingProducer(Producer):
         on_ack: AckCallback | None,
         flow: FlowControl,
         producer_id: str | None,
+        *,
+        gaps: Gaps = Gaps.KEEP,
     ) -> None:
         self.queue = queue
         # Looked up once, not for every event.
@@ -60,6 +63,7 @@ class HoldingProducer(Producer):
         self._mark: Watermark | None = queue.watermarks.get(level)
         self._notify = self._waits or self._follower is not None
         self.hashed_id = None if producer_id is None else hashed(producer_id)
+        self.gaps = gaps
         self._largest = queue.settings.max_event_bytes
         self._calm = queue.door.calm_for(flow)
         self._end = 0
@@ -177,6 +181,11 @@ class HoldingProducer(Producer):
     def flush(self, timeout: float | None = None) -> bool:
         mark = self._mark
         return mark is None or self.queue.reaches(mark.level, self._end, timeout)
+
+    @property
+    def end(self) -> int:
+        """The offset after the last event that this producer published; 0 if there is none."""
+        return self._end
 
     def close(self) -> None:
         self._closed = True

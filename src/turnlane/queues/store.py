@@ -12,12 +12,13 @@ import errno
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 from turnlane.errors import DirectoryUnusable
 from turnlane.events import Block
+from turnlane.queues.accepted import Accepted
 from turnlane.queues.contract import Durability, Outcome
 from turnlane.queues.ledger import Totals
 from turnlane.queues.log.compression import Compression
@@ -72,8 +73,8 @@ class Store:
         """Written and not synced: a sync that fails may have destroyed it."""
         self._kept_bytes = 0
         self._lost: list[tuple[int, int]] = []
-        self._stamps = dict(written.recovered_stamps)
-        """How far numbered producers have come, where the journal does not know it yet."""
+        self._stamps = _copied(written.recovered_stamps)
+        """The numbers of producers that are in the log, where the journal does not know it yet."""
         self._hinted = state.position
         written.on_chunk = self._tell_stamps
         self.full_total = 0
@@ -155,12 +156,14 @@ class Store:
         """What was given back before, with the attempt it is to be handed out as."""
         return self._state.returned
 
-    def sequences(self) -> dict[bytes, int]:
-        """The next sequence number of every numbered producer."""
-        # The later of both: the journal may know of events that were settled and never written.
-        known = dict(self._state.producers)
-        for producer, sequence in self.log.recovered_stamps.items():
-            known[producer] = max(known.pop(producer, 0), sequence)
+    def sequences(self) -> dict[bytes, Accepted]:
+        """The sequence numbers that the queue has of every numbered producer."""
+        # Of both: the journal may know of events that were settled and never written.
+        known = _copied(self._state.producers)
+        for producer, found in self.log.recovered_stamps.items():
+            accepted = known.pop(producer, None) or Accepted()
+            accepted.update(found)
+            known[producer] = accepted
         return known
 
     def unsettled_bytes(self) -> int:
@@ -241,8 +244,8 @@ class Store:
 
     def remember(self, stamps: Sequence[Stamp]) -> None:
         """Keep stamps for the next hint: as soon as their events are in the log, and never back."""
-        for producer, sequence in stamps:
-            self._stamps[producer] = max(self._stamps.get(producer, 0), sequence)
+        for producer, next_sequence, first in stamps:
+            self._stamps.setdefault(producer, Accepted()).add(first, next_sequence)
 
     def hint(self, unsettled_bytes: int) -> None:
         """Leave a note where the log ends; losing it costs time at recovery and nothing else.
@@ -270,7 +273,11 @@ class Store:
             self._stamps.clear()
 
     def _noted(self) -> list[Stamp]:
-        return [Stamp(*item) for item in self._stamps.items()]
+        return [
+            Stamp(producer, end, first)
+            for producer, accepted in self._stamps.items()
+            for first, end in accepted
+        ]
 
     def settled_chunks(self, positions: Positions) -> list[int]:
         """The chunks in which everything is settled, the one being written left out."""
@@ -332,6 +339,10 @@ class Store:
             closing.callback(self.log.close)
             closing.callback(self._reader.close)
             closing.callback(self._visitor.close)
+
+
+def _copied(producers: Mapping[bytes, Accepted]) -> dict[bytes, Accepted]:
+    return {producer: accepted.copy() for producer, accepted in producers.items()}
 
 
 def _runs(portions: Sequence[Portion]) -> list[list[Portion]]:

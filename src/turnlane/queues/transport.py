@@ -25,7 +25,7 @@ class Connection(Protocol):
 
     @property
     def resume_at(self) -> int:
-        """The first sequence number that the node did not have when the stream was opened."""
+        """One more than the highest number that the node had when the stream was opened."""
 
     @property
     def durability(self) -> Durability:

@@ -8,6 +8,7 @@ from bisect import bisect_right
 
 from turnlane.errors import QueueClosed, QueueFull, TransportDown
 from turnlane.events import Block
+from turnlane.queues.accepted import Gaps
 from turnlane.queues.acks import Ticket
 from turnlane.queues.contract import AckLevel, Batch, Durability
 from turnlane.queues.holding import HoldingQueue
@@ -56,8 +57,8 @@ class LoopbackConnection:
         with far_queue.lock:
             if far_queue.gate.closed:
                 raise TransportDown(f"queue {far_queue.name!r} takes no more events")
-            self._resume_at = far_queue.sequences.get(hashed(producer_id), 0)
-        self._producer = far_queue.producer(producer_id=producer_id)
+            self._resume_at = far_queue.next_sequence(hashed(producer_id))
+        self._producer = far_queue.producer(producer_id=producer_id, gaps=Gaps.FORGET)
         route.reached(self._resume_at)
 
     @property

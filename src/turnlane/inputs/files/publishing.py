@@ -15,6 +15,7 @@ from turnlane.inputs.files.identity import Mark
 from turnlane.inputs.files.positions import Entry
 from turnlane.inputs.files.settings import FilesSettings
 from turnlane.inputs.files.tail import Chunk, Tail
+from turnlane.queues.accepted import Gaps
 from turnlane.queues.contract import Ack, AckLevel, FullBehavior, Published
 from turnlane.queues.holding import HoldingQueue
 from turnlane.queues.kinds import Kind
@@ -55,10 +56,10 @@ class LinePublisher:
 
     def position(self, entry: Entry) -> int:
         """Where to read on: what the queue says, and only if it knows nothing, what was saved."""
-        known = self.queue.sequences.get(hashed(entry.id))
-        if self.durable and known is not None:
-            return known
-        return max(entry.offset, known or 0)
+        accepted = self.queue.sequences.get(hashed(entry.id))
+        if accepted is None:
+            return entry.offset
+        return accepted.end if self.durable else max(entry.offset, accepted.end)
 
     def publish(self, tail: Tail, chunk: Chunk, go_on: Callable[[], bool]) -> int:
         """Publish a chunk, however long the queue is full; returns how many of its lines went in.
@@ -130,7 +131,11 @@ class LinePublisher:
                 self._on_progress(tail)
 
             producer = self.queue.producer(
-                ack=self._level, on_ack=on_ack, flow=self._settings.flow, producer_id=tail.id
+                ack=self._level,
+                on_ack=on_ack,
+                flow=self._settings.flow,
+                producer_id=tail.id,
+                gaps=Gaps.SKIP,
             )
             self._producers[tail] = (tail.id, producer)
         return producer

@@ -9,6 +9,7 @@ from typing import Any
 
 import google_crc32c
 
+from turnlane.queues.accepted import Accepted
 from turnlane.queues.contract import Outcome
 from turnlane.queues.log.journal_state import MAX_ATTEMPT, JournalState
 from turnlane.queues.log.position import Position, Stamp
@@ -84,8 +85,9 @@ def advanced(position: Position, size: int) -> bytes:
 
 
 def stamped(stamp: Stamp) -> bytes:
-    """The body of a record: a producer has published so much."""
-    return _BODY.pack(Kind.STAMP, 0, 0, 0, *_HALVES.unpack(stamp.producer), stamp.next_sequence, 0)
+    """The body of a record: a producer has published these numbers."""
+    producer, next_sequence, first = stamp
+    return _BODY.pack(Kind.STAMP, 0, 0, 0, *_HALVES.unpack(producer), next_sequence, first)
 
 
 def replay(data: bytes, start: int, state: JournalState) -> int:
@@ -112,7 +114,7 @@ def _apply(body: bytes, state: JournalState) -> bool:
         case Kind.DROPPED:
             state.drop(OUTCOMES[code], a)
         case Kind.STAMP:
-            state.stamp(Stamp(_HALVES.pack(a, b), c))
+            state.stamp(Stamp(_HALVES.pack(a, b), c, d))
         case _:
             return False
     return True
@@ -127,7 +129,8 @@ def encode_snapshot(state: JournalState, queue_id: str, generation: int) -> tupl
 
 
 def _values_of(state: JournalState, queue_id: str) -> dict[str, Any]:
-    return {
+    producers = {producer.hex(): accepted for producer, accepted in state.producers.items()}
+    values: dict[str, Any] = {
         "queue_id": queue_id,
         "low": state.low,
         "settled": state.settled,
@@ -135,8 +138,12 @@ def _values_of(state: JournalState, queue_id: str) -> dict[str, Any]:
         "totals": state.totals,
         "bytes": state.bytes,
         "position": state.position._asdict() if state.position else None,
-        "producers": {producer.hex(): next_ for producer, next_ in state.producers.items()},
+        "producers": {name: accepted.low for name, accepted in producers.items()},
     }
+    ahead = {name: list(accepted.runs) for name, accepted in producers.items() if accepted.runs}
+    if ahead:
+        values["ahead"] = ahead
+    return values
 
 
 def records_start(length: int) -> int:
@@ -168,6 +175,7 @@ def parse_payload(payload: bytes, checksum: int, queue_id: str) -> JournalState 
 
 def _state_of(values: dict[str, Any]) -> JournalState:
     position = values["position"]
+    ahead = values.get("ahead", {})
     return JournalState(
         low=values["low"],
         ranges=Ranges((first, end) for first, end in values["settled"]),
@@ -175,6 +183,9 @@ def _state_of(values: dict[str, Any]) -> JournalState:
         totals={Outcome(name): count for name, count in values["totals"].items()},
         bytes=values["bytes"],
         position=Position(**position) if position else None,
-        producers={bytes.fromhex(name): next_ for name, next_ in values["producers"].items()},
+        producers={
+            bytes.fromhex(name): Accepted(low, ((first, end) for first, end in ahead.get(name, ())))
+            for name, low in values["producers"].items()
+        },
         found=True,
     )

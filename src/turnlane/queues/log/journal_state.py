@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from turnlane.queues.accepted import Accepted
 from turnlane.queues.contract import Outcome
 from turnlane.queues.log.position import Position, Stamp
 from turnlane.queues.ranges import Ranges
@@ -40,8 +41,8 @@ class JournalState:
     adding all that the log finds after ``position`` is right, though this may be below zero."""
     position: Position | None = None
     """Where the log ended when last known good: a hint."""
-    producers: dict[ProducerHash, int] = field(default_factory=dict)
-    """Each producer's next sequence, least recent first."""
+    producers: dict[ProducerHash, Accepted] = field(default_factory=dict)
+    """Each producer's numbers that the queue has, least recent first."""
     found: bool = False
     """False if there was no journal to read: then nothing is known, not even what was settled."""
 
@@ -104,8 +105,9 @@ class JournalState:
 
     def stamp(self, stamp: Stamp) -> None:
         """Note what a producer has published. Never goes back either."""
-        known = self.producers.pop(stamp.producer, 0)
-        self.producers[stamp.producer] = max(known, stamp.next_sequence)
+        known = self.producers.pop(stamp.producer, None) or Accepted()
+        known.add(stamp.first, stamp.next_sequence)
+        self.producers[stamp.producer] = known
         if len(self.producers) > MAX_PRODUCERS:
             del self.producers[next(iter(self.producers))]
 
@@ -122,7 +124,7 @@ class JournalState:
             self.totals.copy(),
             self.bytes,
             self.position,
-            self.producers.copy(),
+            {producer: accepted.copy() for producer, accepted in self.producers.items()},
             self.found,
         )
 

@@ -14,11 +14,15 @@ class Position(NamedTuple):
 
 
 class Stamp(NamedTuple):
-    """What a producer has published: its hashed id (16 bytes) and the sequence it has not yet."""
+    """What a producer has published: its hashed id (16 bytes) and a range of its numbers.
+
+    From ``first`` to ``next_sequence - 1``; with ``first`` 0 all numbers below ``next_sequence``.
+    """
 
     producer: bytes
     next_sequence: int
+    first: int = 0
 
     def before(self, events: int) -> Stamp:
         """Its stamp so many events earlier, if their numbers follow on each other."""
-        return Stamp(self.producer, self.next_sequence - events)
+        return Stamp(self.producer, self.next_sequence - events, self.first)

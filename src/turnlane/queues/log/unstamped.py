@@ -4,11 +4,11 @@ The log keeps their producers' numbers with them. If they are settled first, the
 to the log, and the journal has to note the numbers with the settlement: otherwise, after a kill,
 their producer would send them again and they would be new.
 
-A number stands for all before it, so it cannot be noted while an older event of the same producer
-would be lost in a kill: that one has to be sent again and let in. Nor can the numbers in between be
-noted one by one: after a kill a producer goes on from the first number that the queue does not
-have, and may give those after it to other events. So the older event is written first. So is a
-block that policies have thinned, before a part of it is settled: nobody knows its numbers singly.
+A stamp may stand for all numbers before it, so it cannot be noted while an older event of the same
+producer would be lost in a kill: that one has to be sent again and let in. Nor can the numbers in
+between be noted one by one: after a kill a stream goes on after the highest number that the queue
+has, and would not send the older event again. So the older event is written first. So is a block
+that policies have thinned, before a part of it is settled: nobody knows its numbers singly.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from turnlane.queues.accepted import Accepted
 from turnlane.queues.log.position import Stamp
 
 
@@ -66,21 +67,24 @@ class Unstamped:
         with self._lock:
             self._safe = max(self._safe, offset)
             while self._all and self._all[0].end <= offset:
-                gone = self._all.popleft()
-                self._drop(gone.stamp)
+                self._drop(self._all.popleft())
 
-    def due(self, first: int, end: int, settled_to: Callable[[int], int]) -> list[Stamp]:
-        """What is to be noted along with the settling of ``[first, end)``.
+    def due(
+        self, first: int, end: int, settled_to: Callable[[int], int]
+    ) -> tuple[list[Stamp], list[Numbered]]:
+        """What is to be noted along with the settling of ``[first, end)``, and what it completes.
 
         A producer's number not before everything older *of this producer* is settled or safe: it
         may have to be sent again and be let in. ``settled_to`` says how far everything from an
         offset on is settled, these included.
         """
-        if not self._all:
-            return []
-        with self._lock:
-            stamps = (self._reached(each, settled_to) for each in self._producers(first, end))
-            return [stamp for stamp in stamps if stamp is not None]
+        stamps: list[Stamp] = []
+        complete: list[Numbered] = []
+        if self._all:
+            with self._lock:
+                for producer in self._producers(first, end):
+                    stamps += self._reached(producer, settled_to, complete)
+        return stamps, complete
 
     def unsafe_end(self, first: int, end: int, settled_to: Callable[[int], int]) -> int:
         """How far events have to be safe for all numbers in ``[first, end)`` to be due; 0 if so."""
@@ -105,24 +109,30 @@ class Unstamped:
             at += 1
         return list(found)
 
-    def _reached(self, producer: bytes, settled_to: Callable[[int], int]) -> Stamp | None:
-        reached = None
+    def _reached(
+        self, producer: bytes, settled_to: Callable[[int], int], complete: list[Numbered]
+    ) -> list[Stamp]:
+        reached = Accepted()
         for numbered in self._waiting.get(producer, ()):
             stamp = numbered.upto(settled_to(max(numbered.first, self._safe)))
-            reached = stamp or reached
+            if stamp is not None:
+                reached.add(stamp.first, stamp.next_sequence)
             if stamp is not numbered.stamp:
                 break
-        return reached
+            complete.append(numbered)
+        return [Stamp(producer, end, first) for first, end in reached]
 
-    def noted(self, stamps: list[Stamp]) -> None:
-        """The journal has them."""
+    def noted(self, complete: list[Numbered]) -> None:
+        """The journal has their stamps."""
         with self._lock:
-            for stamp in stamps:
-                self._drop(stamp)
+            for numbered in complete:
+                self._drop(numbered)
 
-    def _drop(self, stamp: Stamp) -> None:
-        waiting = self._waiting.get(stamp.producer)
-        while waiting and waiting[0].stamp.next_sequence <= stamp.next_sequence:
+    def _drop(self, numbered: Numbered) -> None:
+        """Take out the oldest of a producer; nothing if it is out already."""
+        producer = numbered.stamp.producer
+        waiting = self._waiting.get(producer)
+        if waiting and waiting[0] is numbered:
             waiting.popleft()
-        if waiting is not None and not waiting:
-            del self._waiting[stamp.producer]
+            if not waiting:
+                del self._waiting[producer]
