@@ -7,7 +7,6 @@ import time
 
 import numpy as np
 import pyarrow as pa
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,38 +14,7 @@ from tests.delivery.harness import block_of_offsets, run, settings_of
 from turnlane.delivery.batching import get_event_sizes, split_by_size
 from turnlane.delivery.destination import LocalDestinationState
 from turnlane.events import Block, block_of
-from turnlane.rate import TokenBucket
 from turnlane.testing import FaultyOutput
-
-
-@given(
-    st.floats(0.5, 10_000),
-    st.lists(st.tuples(st.floats(0, 5), st.floats(0, 1), st.floats(0, 3)), max_size=60),
-)
-def test_never_more_than_the_rate_and_a_second_in_hand(
-    rate: float, wishes: list[tuple[float, float, float]]
-) -> None:
-    size = max(1, int(rate))
-    bucket = TokenBucket(rate, size, 0.0)
-    now, taken, last = 0.0, 0, 0.0
-    for pause, share, within in wishes:
-        now += pause
-        count = max(1, int(size * share))
-        wait = bucket.claim(count, within, now)
-        if wait > within:
-            continue
-        taken += count
-        assert now + wait >= last - 1e-6, "who claims later does not go before"
-        last = now + wait
-        assert taken <= rate * last * (1 + 1e-6) + 1e-3
-
-
-def test_an_idle_time_gives_one_second_at_most() -> None:
-    bucket = TokenBucket(100.0, 100, 0.0)
-    assert bucket.claim(100, 0.0, 3600.0) == 0
-    assert bucket.claim(100, 0.5, 3600.0) == 1.0, "not taken: it is too late for the asker"
-    assert bucket.claim(100, 1.0, 3600.0) == 1.0
-    assert bucket.claim(1, 5.0, 3600.0) == pytest.approx(1.01)
 
 
 def test_tasks_of_an_action_share_its_rate() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,16 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlane.errors import ConfigError, SyntaxFault
-from turnlane.table import settlement as backoff_module
 from turnlane.table.assignment import ReceiverSlot, assign_events
 from turnlane.table.definition import SYSTEM_COLUMNS, Layout, TableOrdering, TableSettings
-from turnlane.table.dispatcher import FireRateLimiter
 from turnlane.table.event import EVENT_COLUMNS, TableEvent
 from turnlane.table.grammar import CreateQueue, DropQueue, ShowQueues, parse, parse_definition
 from turnlane.table.id_gaps import MAX_GAPS, STALE_AFTER, IdGaps, StaleIdGaps, TransactionSnapshot
 from turnlane.table.in_flight import InFlightEvents
 from turnlane.table.ordering import KeyOrder
-from turnlane.table.settlement import compute_backoff
 from turnlane.table.shards import (
     KEYSPACE_SHIFT,
     WHOLE_KEYSPACE,
@@ -165,27 +161,6 @@ def test_every_key_lies_in_one_half_and_in_its_own_place(key: object) -> None:
 
 
 # ── times and limits ─────────────────────────────────────────────────────────────────────────────
-
-
-@given(st.integers(0, 10**9), st.floats(0, 1e6), st.floats(0, 1e6), st.floats(0, 0.999))
-def test_backoff_grows_to_its_cap_and_never_overflows(
-    attempts: int, first: float, longest: float, chance: float
-) -> None:
-    assert 0 <= compute_backoff(attempts, first, longest, lambda: chance) <= longest
-
-
-def test_backoff_doubles_within_its_jitter() -> None:
-    for attempts, middle in ((1, 1.0), (2, 2.0), (5, 16.0)):
-        waits = [compute_backoff(attempts, 1.0, 1e9, random.Random(at).random) for at in range(50)]
-        assert all(abs(wait - middle) <= middle * backoff_module.JITTER for wait in waits)
-        assert len(set(waits)) > 10
-
-
-def test_a_pace_lets_so_many_events_pass() -> None:
-    pace = FireRateLimiter(100.0, 0.0)
-    passed = sum(pace.allowed(1_000, at / 100) for at in range(101))
-    assert 100 <= passed <= 110
-    assert FireRateLimiter(None, 0.0).allowed(10**6, 0.0) == 10**6
 
 
 def test_gaps_are_asked_for_until_they_are_seen_or_old() -> None:

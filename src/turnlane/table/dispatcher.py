@@ -2,58 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnlane.errors import DatabaseDown, DatabaseReadOnly
+from turnlane.rate import TokenBucket
 from turnlane.table.assignment import Assignment, assign_events
 from turnlane.table.event import EVENT_COLUMNS, TableEvent
 from turnlane.table.leader_state import LeaderState, ReceiverSlot2
 from turnlane.table.sql.dialect import Row
 
-# ── pace ──
-# The pace of a queue: at most so many events in a second.
-
-
-class FireRateLimiter:
-    """A bucket of a tenth of a second's worth of events. Pure: times are passed in."""
-
-    def __init__(self, per_second: float | None, now: float) -> None:
-        self._rate = per_second
-        self._size = max(1.0, (per_second or 0) / 10)
-        self._tokens = self._size
-        self._filled = now
-
-    def allowed(self, wanted: int, now: float) -> int:
-        """How many of the events wanted may fire now; they are counted as fired."""
-        if self._rate is None:
-            return wanted
-        self._fill(now, self._rate)
-        granted = min(wanted, math.floor(self._tokens))
-        self._tokens -= granted
-        return granted
-
-    def give_back(self, events: int) -> None:
-        """Events that were allowed to fire and did not."""
-        self._tokens += events
-
-    def wait(self, now: float) -> float:
-        """Seconds until another event may fire."""
-        if self._rate is None:
-            return 0.0
-        self._fill(now, self._rate)
-        return max(0.0, (1 - self._tokens) / self._rate)
-
-    def _fill(self, now: float, rate: float) -> None:
-        self._tokens = min(self._size, self._tokens + max(0.0, now - self._filled) * rate)
-        self._filled = now
-
-
 MAX_UNMARKED_AGE = 1.0
 """Seconds. An event that was due when its row was read, so recently and under the lease, fires on
 the strength of that; an older one is marked in the table first, which notices what others did to
 its row. So is one that was fired before: who got it then may ack it at any moment."""
+
+BURSTS_PER_SECOND = 10
+"""With ``max_qps``, at most this fraction of the events of a second fire at once."""
 
 FULL_RECEIVER_PAUSE = 0.02
 """Seconds until another try when all receivers that are wanted are full and others are not."""
@@ -67,7 +32,10 @@ class EventDispatcher:
 
     def __init__(self, realm: LeaderState) -> None:
         self._realm = realm
-        self._pace = FireRateLimiter(realm.settings.max_qps, realm.clock.monotonic())
+        rate = realm.settings.max_qps
+        burst = max(1.0, (rate or 0) / BURSTS_PER_SECOND)
+        now = realm.clock.monotonic()
+        self._rate = None if rate is None else TokenBucket(rate, burst, now, tokens=burst)
         self._doubtful = 0
         """Events up to this id are marked before they fire: the last leader may have died of one,
         and an attempt that is not written down does not count."""
@@ -84,7 +52,8 @@ class EventDispatcher:
             return float("inf")
         database_now = realm.now()
         if realm.stock.window.has_due(database_now) and self._allowed(places) > 0:
-            return max(self._not_before, now + self._pace.wait(now))
+            wait = 0.0 if self._rate is None else self._rate.seconds_until(1, now)
+            return max(self._not_before, now + wait)
         due = realm.stock.window.next_time()
         return float("inf") if due is None else now + max(0, due - database_now) / 1e9
 
@@ -110,7 +79,9 @@ class EventDispatcher:
     ) -> bool:
         """Fire the next that are due, put those without room into ``left``; whether to go on."""
         realm = self._realm
-        allowed = self._pace.allowed(max(0, self._allowed(places)), now)
+        allowed = max(0, self._allowed(places))
+        if self._rate is not None:
+            allowed = self._rate.take_available(allowed, now)
         due = realm.stock.window.take(allowed, realm.now())
         if realm.stock.order is not None:
             due = realm.stock.order.admit(due)
@@ -118,7 +89,8 @@ class EventDispatcher:
         left += decided.left
         realm.stock.leave(decided.homeless)
         fired = self._hand_out(decided, now)
-        self._pace.give_back(allowed - fired)
+        if self._rate is not None:
+            self._rate.give_back(allowed - fired)
         return bool(decided.left) and realm.lead.fires
 
     def fire_new(self, rows: Sequence[Mapping[str, Any]], places: Sequence[ReceiverSlot2]) -> bool:
@@ -147,9 +119,7 @@ class EventDispatcher:
             or not all(place.key_range.is_everything for place in places)
         ):
             return False
-        granted = self._pace.allowed(len(rows), now)
-        self._pace.give_back(granted)
-        if granted < len(rows):
+        if self._rate is not None and self._rate.seconds_until(len(rows), now) > 0:
             return False
         ids = realm.store.insert_fired(realm.token, columns, rows)
         # They are stored, whatever happens now; fire() sends them off in this step.
@@ -157,7 +127,7 @@ class EventDispatcher:
         return True
 
     def _allowed(self, places: Sequence[ReceiverSlot2]) -> int:
-        """How many events may be out in addition, the pace apart."""
+        """How many events may be out in addition, apart from the rate limit."""
         room = sum(place.room for place in places)
         limit = self._realm.settings.max_concurrency
         return room if limit is None else min(room, limit - len(self._realm.stock.flights))

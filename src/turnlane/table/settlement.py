@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from turnlane.errors import TurnlaneError
-from turnlane.retry import doubled
+from turnlane.retry import Backoff
 from turnlane.table.definition import MAX_RETRY_SECONDS, TableSettings
 from turnlane.table.event import TableEvent
 from turnlane.table.fetcher import RowFinder
@@ -18,17 +18,6 @@ from turnlane.table.sql.dialect import Row, Verdict
 
 JITTER = 0.25
 """A quarter to either side, so that what failed together does not come back together."""
-
-
-def compute_backoff(
-    attempts: int, first: float, longest: float, chance: Callable[[], float]
-) -> float:
-    """Seconds to wait after so many attempts; ``chance`` gives numbers from 0 up to 1.
-
-    Doubles with every attempt, up to ``longest``, which the jitter does not exceed either.
-    """
-    wait = doubled(first, longest, attempts)
-    return min(longest, wait * (1 + JITTER * (2 * chance() - 1)))
 
 
 # ── verdicts ──
@@ -43,6 +32,7 @@ class RetryPolicy:
 
     def __init__(self, settings: TableSettings, chance: Callable[[], float]) -> None:
         self._settings = settings
+        self._backoff = Backoff.from_jitter(settings.backoff, settings.max_backoff, JITTER)
         self._chance = chance
 
     def of(
@@ -57,7 +47,7 @@ class RetryPolicy:
         if attempts >= settings.max_attempts:
             return Verdict(event_id, "dead", 0, int(more), text)
         if delay is None:
-            delay = compute_backoff(attempts, settings.backoff, settings.max_backoff, self._chance)
+            delay = self._backoff.get_wait(attempts, self._chance())
         # In this order, what is no number is nothing.
         wait = min(MAX_RETRY_SECONDS, max(0.0, delay))
         return Verdict(event_id, "to_be_fired", round(wait * 1e9), int(more), text)
