@@ -12,7 +12,7 @@ import pytest
 
 from tests.contract.harness import wait_until
 from tests.node.http_harness import Served, served
-from turnlane.node.http_consume import POLLS
+from turnlane.node.http.consume import POLLS
 
 
 def values(answer: dict[str, Any]) -> list[str]:
