@@ -9,7 +9,7 @@ import math
 import zlib
 from collections.abc import AsyncIterator
 from http import HTTPStatus
-from typing import Annotated, Any, Final, Protocol
+from typing import Annotated, Any, Final, NotRequired, Protocol
 
 from pydantic import ConfigDict, Field, with_config
 from starlette.exceptions import HTTPException
@@ -175,6 +175,15 @@ class ProblemJson(TypedDict):
     status: int
     detail: Annotated[str, Field(description="The error, its place, and how to correct it.")]
     error: Annotated[str, Field(description="The kind of error, as the Python client raises it.")]
+    expected: NotRequired[
+        Annotated[int, Field(description="The lowest number of the producer that is missing.")]
+    ]
+    missing: NotRequired[
+        Annotated[
+            list[list[int]],
+            Field(description="Missing numbers: the first and the last of each range."),
+        ]
+    ]
 
 
 def status_of(error: Exception) -> int:

@@ -143,21 +143,19 @@ class PublishParameters(RawFields):
     )
 
     sequence_gaps: Annotated[
-        GapPolicy,
+        GapPolicy | None,
         Header("Sequence-Gaps"),
         ParsedText(_parse_gap_policy, {"type": "string", "enum": [GapPolicy.SKIP.value]}),
     ] = Field(
-        GapPolicy.KEEP,
-        description="Lower numbers that the queue does not have will not come: count them as taken.",
+        None,
+        description="Lower numbers that the queue does not have will not come: count them as "
+        "taken.",
     )
 
     @model_validator(mode="after")
     def _check_both(self) -> Self:
-        is_numbered = self.producer_id is not None
-        has_gaps = self.sequence_gaps is not GapPolicy.KEEP
-        if is_numbered != (self.sequence is not None) or self.producer_id == "":
-            raise ValueError("headers Producer-Id and Sequence: give both or neither")
-        if has_gaps and not is_numbered:
+        given = (self.producer_id, self.sequence, self.sequence_gaps)
+        if given != (None, None, None) and (not self.producer_id or self.sequence is None):
             raise ValueError("headers Producer-Id and Sequence: give both or neither")
         return self
 
@@ -237,7 +235,7 @@ class PublishRoutes:
         if producer is None or sequence is None:
             return None
         name = self._context.authority.own(call.bearer, producer)
-        return Numbered(name, sequence, call.parameters.sequence_gaps)
+        return Numbered(name, sequence, call.parameters.sequence_gaps or GapPolicy.KEEP)
 
 
 def _decode_block(call: Call[PublishParameters], body: bytes, now: int) -> Block:

@@ -76,7 +76,7 @@ class Expected:
 class ParsedText:
     """A parameter whose text ``parse`` checks and converts; ``schema`` describes the text.
 
-    ``parse`` raises ``ValueError`` that says what is allowed and what was given.
+    ``parse`` raises ``ValueError`` that names the allowed values and the given one.
     """
 
     parse: Callable[[str], Any]
