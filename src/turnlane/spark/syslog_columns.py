@@ -1,12 +1,14 @@
-"""Syslog as columns: RFC 5424 and RFC 3164 side by side, told apart message by message.
+"""Syslog as columns: RFC 5424 and RFC 3164, distinguished message by message.
 
-All of it is Spark expressions, so Spark leaves out what no filter and no destination asks for:
-a filter by severity reads five bytes. A message of RFC 5424 is cut at its first six spaces;
-only its structured data, if any, and RFC 3164, which has hardly a grammar, meet a regular
-expression, once. That one writes its groups with a separator between them, and the text is cut
-there: a pass for each group would cost many times as much.
+The parser consists of Spark expressions, so Spark leaves out columns that no filter and no output
+reads: a filter by severity reads five bytes of a message. A message of RFC 5424 is split at its
+first six spaces. Regular expressions are needed only for structured data and for RFC 3164, which
+hardly has a grammar, and each text is matched once: the expression writes its groups with a
+separator between them, and the result is split at the separators. A pass for each group would cost
+many times as much.
 
-Steps hand on columns that start with ``_``: Spark computes such a column once for all its readers.
+Steps pass on columns whose names start with ``_``: Spark computes such a column once for all
+columns that read it.
 """
 
 from __future__ import annotations
@@ -20,11 +22,9 @@ from pyspark.sql import functions as F  # noqa: N812
 from turnlane.delivery.settings import PRIORITY
 from turnlane.formats.parse_settings import PARSE_ERROR, ParseSettings
 
-# ── structured_data ──
-# The structured data of RFC 5424: ``[id name="value" …][…]`` as a map of ``id.name`` to value.
-#
-# No loop over a group backtracks here (``*+``): Java needs stack for each turn of one that does,
-# and a single long message could then end the task again and again.
+# ── structured data of RFC 5424: `[id name="value" …][…]` as a map of `id.name` to value ──
+# Loops over groups are possessive (`*+`). Java needs stack for each turn of a loop that backtracks,
+# so a single long message could end the task, again at each restart.
 
 _VALUE: Final = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _PARAM: Final = rf'[^\s=\]"]++={_VALUE}'
@@ -33,33 +33,33 @@ _WHOLE: Final = rf"(?s)\A(?:{_ELEMENT})++(?= |\z)"
 _ESCAPED: Final = r'\\(["\\\]])'
 
 
-def cut_off(text: Column) -> Column:
-    """The structured data that a text starts with; empty if it starts with none."""
+def extract_structured_data(text: Column) -> Column:
+    """Return the structured data at the start of a text; empty if there is none."""
     return F.regexp_extract(text, _WHOLE, 0)
 
 
-def as_map(data: Column) -> Column:
-    """The map, null for nil; an element without parameters is there with an empty value.
+def build_map(data: Column) -> Column:
+    """Return the map, null for nil. An element without parameters has an empty value.
 
-    A parameter may be repeated; its values are then joined with commas.
+    The values of a repeated parameter are joined with commas.
     """
     elements = F.regexp_extract_all(data, F.lit(f"(?s){_ELEMENT}"), F.lit(0))
-    pairs = F.flatten(F.transform(elements, _pairs_of))
+    pairs = F.flatten(F.transform(elements, _list_pairs))
     empty = F.create_map().cast("map<string,string>")
-    return F.when(~data.isin("", "-"), F.aggregate(pairs, empty, _with))
+    return F.when(~data.isin("", "-"), F.aggregate(pairs, empty, _add_pair))
 
 
-def _pairs_of(element: Column) -> Column:
-    """The parameters of an element, each a struct of key and value."""
+def _list_pairs(element: Column) -> Column:
+    """Return the parameters of an element, each as a struct of key and value."""
     inner = F.substr(element, F.lit(2), F.length(element) - 2)
     name = F.substring_index(inner, " ", 1)
     params = F.regexp_extract_all(element, F.lit(f"(?s){_PARAM}"), F.lit(0))
-    found = F.transform(params, lambda param: _pair(name, param))
+    found = F.transform(params, lambda param: _build_pair(name, param))
     alone = F.array(F.struct(name.alias("key"), F.lit("").alias("value")))
     return F.when(F.size(params) == 0, alone).otherwise(found)
 
 
-def _pair(name: Column, param: Column) -> Column:
+def _build_pair(name: Column, param: Column) -> Column:
     label = F.substring_index(param, "=", 1)
     start = F.length(label) + 3
     value = F.substr(param, start, F.length(param) - start)
@@ -69,8 +69,8 @@ def _pair(name: Column, param: Column) -> Column:
     return F.struct(F.concat(name, F.lit("."), label).alias("key"), plain.alias("value"))
 
 
-def _with(known: Column, pair: Column) -> Column:
-    """The map with one more pair; a key it has already gets both values."""
+def _add_pair(known: Column, pair: Column) -> Column:
+    """Return the map with one more pair; a key that exists already gets both values."""
     earlier = F.element_at(known, pair["key"])
     others = F.map_filter(known, lambda key, _: key != pair["key"])
     joined = F.concat_ws(",", earlier, pair["value"])
@@ -79,15 +79,17 @@ def _with(known: Column, pair: Column) -> Column:
     ).otherwise(F.map_concat(others, F.create_map(pair["key"], joined)))
 
 
+# ── messages ──
+
 COLUMNS: Final = (
     "facility", "version", "time", "hostname", "app_name", "proc_id", "msg_id",
     "structured_data", "message", PARSE_ERROR,
 )  # fmt: skip
 
 _MORE: Final = frozenset(COLUMNS) - {"facility"}
-"""The columns that take more than the priority."""
+"""The columns that need more than the priority."""
 _CUT: Final = "\x1f"
-"""Stands between groups. None but the last, the message, can hold it."""
+"""The separator of groups. Only the last group, the message, can contain it."""
 
 # A sequence number, a host, and the star or dot of an unset clock, as Cisco's devices write them.
 _DATED: Final = r"[*.]?(?:\d{4} )?[A-Z][a-z]{2} [ \d]?\d (?:\d{4} )?[\d:.]{8,18}(?: [A-Z]{3,4})?: %"
@@ -98,15 +100,15 @@ _TIME: Final = (
     r"|(?:(\d{4}) )?(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) {1,2}(\d{1,2}) "
     rf"(?:(\d{{4}}) )?({_CLOCK})(?: ([A-Z]{{3,4}})(?=:))?)"
 )
-# The word before the tag. One that ends in a colon or has brackets is the tag itself.
+# The word before the tag. A word that ends in a colon or has brackets is the tag itself.
 _HOST: Final = r"(?:(?!%)([^\s\x1f\[\]]{0,254}[^\s\x1f\[\]:])(?: : | |: (?=%)|\z))?"
 _TAG: Final = r"(?:([^\s:\[\x1f]{1,128})(?::(?=\s|\z)|\[([^\]\s\x1f]{0,128})\]:?) ?)?"
-# The look-behind wants a <PRI> or a time: what has neither is no syslog at all.
+# The look-behind requires a <PRI> or a time: a text with neither is no syslog.
 _BSD: Final = (
     rf"(?s)\A(?:<[0-9]{{1,3}}> ?)?(?:{_CISCO}{_TIME}(?:: ?| |\z){_HOST})?(?<=.){_TAG}(.*)\z"
 )
-# The groups, in the order of the pieces of RFC 5424 first, then what only RFC 3164 has. Where
-# there is an origin there is no host.
+# The groups: first in the order of the pieces of RFC 5424, then those that only RFC 3164 has. A
+# message with an origin has no host.
 _BSD_PIECES: Final = _CUT.join(
     ("", "$2", "$1$9", "$10", "$11", "", "$4", "$5", "$3$6", "$7", "$8", "$12")
 )
@@ -125,16 +127,16 @@ _REASONS: Final = (
 _MONTHS: Final = "Jan.Feb.Mar.Apr.May.Jun.Jul.Aug.Sep.Oct.Nov.Dec"
 _NIL: Final = "-"
 _AHEAD_DAYS: Final = 2
-"""How far ahead of its arrival a message may be before its year is taken to be the last one."""
+"""A message without a year that is further ahead of its arrival belongs to the year before."""
 
 
-def syslog(
+def parse_syslog(
     df: DataFrame, settings: ParseSettings, wanted: Collection[str] | None = None
 ) -> DataFrame:
-    """Add the columns of a syslog message and ``parse_error``; ``severity`` is its ``<PRI>``'s.
+    """Add the columns of a syslog message and ``parse_error``; ``severity`` comes from ``<PRI>``.
 
-    What can be read is in its column even if something else cannot. If nothing but its ``<PRI>`` is
-    ``wanted``, nothing else is added; and if that is a column already, no message is looked at.
+    Each column that can be read is set, even if others cannot be read. If ``wanted`` needs only the
+    ``<PRI>``, no other columns are added; if that is a column already, no message is read.
     """
     kept = [name for name in df.columns if name not in (*COLUMNS, "severity", PRIORITY)]
     if PRIORITY in df.columns:
@@ -149,12 +151,12 @@ def syslog(
     steps = steps.withColumns({"_month": _month(), "_data": _data()})
     steps = steps.withColumn("_time", _time(_suffix(df, settings.time_zone)))
     steps = steps.withColumns(_columns()).withColumn("_wrong", _wrong())
-    # Read twice, `_wrong` keeps this step apart: Spark compiles all before it into one loop, which
-    # the functions on arrays that make a map cannot be part of.
+    # `_wrong` is read twice, which separates this step: Spark compiles all steps before it into one
+    # loop, and the functions that build a map from arrays cannot be part of such a loop.
     reason = F.element_at(F.array(*map(F.lit, _REASONS)), F.col("_wrong"))
     steps = steps.withColumns(
         {
-            "structured_data": as_map(F.col("_data")),
+            "structured_data": build_map(F.col("_data")),
             PARSE_ERROR: F.when(F.col("_wrong") > 0, reason),
         }
     )
@@ -162,7 +164,7 @@ def syslog(
 
 
 def needs_priority_only(wanted: Collection[str]) -> bool:
-    """Whether columns are known once the priority is."""
+    """Whether the priority is enough to compute these columns."""
     return _MORE.isdisjoint(wanted)
 
 
@@ -171,22 +173,22 @@ def _by_priority(steps: DataFrame, kept: list[str]) -> DataFrame:
 
 
 def _priority() -> Column:
-    """The number in ``<PRI>``, whatever its size; null without one."""
+    """Return the number in ``<PRI>``, of any size; null without one."""
     digits = F.substr(F.col("_head"), F.lit(2), F.col("_end") - 2)
-    # A cast takes blanks and signs as well. They come before the digits in ASCII.
+    # A cast accepts blanks and signs as well. They come before the digits in ASCII.
     all_digits = (digits >= "0") & (F.right(digits, F.lit(1)) >= "0")
     number = F.when(all_digits, digits.try_cast("smallint"))
     return F.when(F.startswith("_head", F.lit("<")) & (F.col("_end") > 2), number)
 
 
 def _modern() -> Column:
-    """Whether it starts as RFC 5424 does: its version, and a nil or the first digit of a year."""
+    """Whether it starts like RFC 5424: the version, and nil or the first digit of a year."""
     start = F.substr(F.col("_text"), F.col("_end") + 1, F.lit(3))
     return F.col("_priority").isNotNull() & ((start == "1 -") | start.between("1 0", "1 9"))
 
 
 def _split() -> Column:
-    # A text that starts with the separator would pass for one that has been taken apart.
+    # A text that starts with the separator would look like one that was matched.
     return (
         F.when(F.col("_modern"), F.split("_text", " ", 7))
         .when(F.startswith("_text", F.lit(_CUT)), None)
@@ -195,7 +197,7 @@ def _split() -> Column:
 
 
 def _pieces() -> Column:
-    """The pieces; null if it was no syslog. Only a text taken apart starts with nothing."""
+    """Return the pieces; null if it is no syslog. Only a matched text starts with an empty one."""
     taken = (F.size("_split") == _TEXT + 1) & (F.get("_split", F.lit(0)) == "")
     return F.when(F.col("_modern") | taken, F.col("_split"))
 
@@ -208,18 +210,18 @@ def _known(at: int) -> Column:
     return F.when(~_piece(at).isin("", _NIL), _piece(at))
 
 
-# ── the time ────────────────────────────────────────────────────────────────────────────────────
+# ── time ──
 
 
 def _suffix(df: DataFrame, zone: str) -> str:
-    """What makes a time without a zone one of this zone; nothing if Spark takes it so anyway."""
+    """Return the suffix that puts a time into a zone; empty if Spark uses that zone anyway."""
     if df.sparkSession.conf.get("spark.sql.session.timeZone") == zone:
         return ""
     return "Z" if zone == "UTC" else f" {zone}"
 
 
 def _time(suffix: str) -> Column:
-    """The time as a text that a cast understands; ``?`` for what is none, null without any."""
+    """Return the time as a text for a cast; ``?`` if it is invalid, null if there is none."""
     iso = _piece(_ISO)
     whole = F.concat(iso, F.when(_zoned(iso), "").otherwise(suffix)) if suffix else iso
     shaped = F.when(F.length(iso) >= 19, whole).otherwise("?")
@@ -235,13 +237,13 @@ def _zoned(iso: Column) -> Column:
 
 
 def _month() -> Column:
-    """The month's number, 0 if it has no name."""
+    """Return the number of the month; 0 without a name."""
     name = F.when(F.col("_modern"), "").otherwise(_piece(_MONTH))
     return F.when(name != "", F.shiftright(F.instr(F.lit(_MONTHS), name) + 3, 2)).otherwise(0)
 
 
 def _bsd_time(suffix: str) -> Column:
-    """A time without a year is given the latest one that is not after its arrival."""
+    """Return the time; without a year it gets the latest year that is not after its arrival."""
     latest = F.date_add(F.to_date("timestamp"), _AHEAD_DAYS)
     date = F.col("_month") * 100 + _piece(_DAY).cast("int")
     guessed = F.year(latest) - F.when(date > F.month(latest) * 100 + F.day(latest), 1).otherwise(0)
@@ -251,14 +253,14 @@ def _bsd_time(suffix: str) -> Column:
     return F.concat(day, F.lit("T"), _piece(_CLOCK_AT), zone)
 
 
-# ── the rest ────────────────────────────────────────────────────────────────────────────────────
+# ── columns ──
 
 
 def _data() -> Column:
-    """The structured data as it stands, be it nil; empty if it is malformed, null without any."""
+    """Return the structured data, which may be nil; empty if malformed, null if missing."""
     rest = _piece(_REST)
     nil = (rest == _NIL) | F.left(rest, F.lit(2)).isin(_NIL + " ", _NIL + "\n")
-    return F.when(F.col("_modern"), F.when(nil, _NIL).otherwise(cut_off(rest)))
+    return F.when(F.col("_modern"), F.when(nil, _NIL).otherwise(extract_structured_data(rest)))
 
 
 def _of_priority() -> dict[str, Column]:
@@ -294,7 +296,7 @@ def _message() -> Column:
 
 
 def _wrong() -> Column:
-    """Which of the reasons there is not to be content, counted from one; 0 for none."""
+    """Return the number of the reason in ``_REASONS``, from 1; 0 if the message is valid."""
     late = F.col("_time").isNotNull() & F.col("time").isNull()
     return (
         F.when(F.col("value").isNull(), 1)
