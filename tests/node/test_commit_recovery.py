@@ -18,8 +18,8 @@ from tests.recovery.hooked_disk import take
 from turnlane.errors import ConfigError, NoSuchStage, QueueClosed, RetryLater, StorageFailed
 from turnlane.events import block_of
 from turnlane.node import commit_record
-from turnlane.node.commit_apply import Pending
-from turnlane.node.commit_record import Commit, Range
+from turnlane.node.commit_apply import CommitJob
+from turnlane.node.commit_record import Commit, SettleRange
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
 
@@ -35,7 +35,7 @@ def interrupt(data: Path, queues: Queues = QUEUES, *, writer: str | None = "w") 
         stages = [staged(node, "a", some(b"a", 20)), staged(node, "b", some(b"b", 20))]
         staged(node, "a", some(b"never committed", 1))
         disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
-        commit = Commit(stages, [Range("main", 0, 20)], writer, 1)
+        commit = Commit(stages, [SettleRange("main", 0, 20)], writer, 1)
         task = Task(lambda: node.commits.commit(commit))
         wait_until(lambda: steps(node) == [".commit"], "the step")
         node.close()
@@ -52,7 +52,7 @@ def check_through(node: Node) -> None:
     assert contents(node.queue("a")) == values(b"a", 20)
     assert contents(node.queue("b")) == values(b"b", 20)
     assert node.queue("main").low == 20
-    assert node.commits.epoch_of("w") == 1
+    assert node.commits.get_epoch("w") == 1
     assert steps(node) == [".writer"]
     assert not list((node.data / "staging").iterdir())
 
@@ -87,7 +87,7 @@ class TestStart:
 
         interrupt(tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr(Pending, "carry_out", interrupted)
+            patch.setattr(CommitJob, "run", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 Task(lambda: Node(tmp_path, QUEUES)).result()
         with Node(tmp_path, QUEUES) as node:
@@ -138,7 +138,7 @@ class TestLater:
         "small": {**KNOBS, "size": 4},
     }
 
-    def leave(self, data: Path, ranges: list[Range]) -> str:
+    def leave(self, data: Path, ranges: list[SettleRange]) -> str:
         with Node(data, self.QUEUES) as node:
             fill(node, "main", 10)
             fill(node, "mem", 10)
@@ -152,7 +152,7 @@ class TestLater:
 
     def test_its_stages_are_not_taken_from_it(self, tmp_path: Path) -> None:
         """Its client comes back, hears that the stage is gone, and gives it up."""
-        stage = self.leave(tmp_path, [Range("main", 0, 10)])
+        stage = self.leave(tmp_path, [SettleRange("main", 0, 10)])
         with Node(tmp_path, self.QUEUES) as node:
             with pytest.raises(NoSuchStage):
                 node.commits.commit(Commit([stage]))
@@ -164,7 +164,7 @@ class TestLater:
 
     def test_it_settles_nothing_that_came_since(self, tmp_path: Path) -> None:
         """Offsets of a queue in memory are given out again, to other events."""
-        self.leave(tmp_path, [Range("main", 0, 10), Range("mem", 0, 10)])
+        self.leave(tmp_path, [SettleRange("main", 0, 10), SettleRange("mem", 0, 10)])
         for _ in range(2):
             with Node(tmp_path, self.QUEUES) as node:
                 fill(node, "mem", 10)
@@ -179,7 +179,7 @@ class TestLater:
     @pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
     def test_nor_what_got_the_offsets_of_lost_events(self, kind: str, tmp_path: Path) -> None:
         """A power cut takes events that were read before they were synced."""
-        self.leave(tmp_path, [Range("main", 0, 10)])
+        self.leave(tmp_path, [SettleRange("main", 0, 10)])
         queues = {**self.QUEUES, "main": {**KNOBS, "kind": kind}}
         # As if the last five had been lost: the log ends where it ends, the plan goes beyond.
         (left,) = (tmp_path / "commits").glob("*.commit")
@@ -208,7 +208,7 @@ class TestRepeated:
             assert steps(node) == [".commit", ".writer"]
         with Node(tmp_path, QUEUES) as node:
             assert steps(node) == [".writer"]
-            assert node.commits.epoch_of("w") == 6
+            assert node.commits.get_epoch("w") == 6
             stage = staged(node, "a", some(b"6.", 1))
             assert not node.commits.commit(Commit([stage], writer="w", epoch=6))
             assert contents(node.queue("a")) == [b"5.0", b"6.0"]
@@ -220,7 +220,7 @@ class TestRepeated:
             fill(node, "source", 5)
             disk.fail("unlink", match=".commit")
             stage = staged(node, "a", some(b"a", 5))
-            assert node.commits.commit(Commit([stage], [Range("source", 0, 5)]))
+            assert node.commits.commit(Commit([stage], [SettleRange("source", 0, 5)]))
             node.drop("source")
             node.create("source", **KNOBS)
             fill(node, "source", 5)
@@ -246,7 +246,7 @@ class TestRepeated:
             stage = staged(node, "a", some(b"a", 5))
             disk.fail("sync_directory", match="commits")
             disk.fail("unlink", match=".commit", times=2)
-            assert node.commits.commit(Commit([stage], [Range("main", 0, 5)]))
+            assert node.commits.commit(Commit([stage], [SettleRange("main", 0, 5)]))
             assert node.queue("main").low == 5
             assert contents(node.queue("a")) == values(b"a", 5)
 
@@ -263,7 +263,7 @@ class TestFailed:
             with Node(tmp_path, without) as node:
                 assert contents(node.queue("a")) == values(b"a", 20)
                 assert node.queue("main").low == 20
-                assert node.commits.epoch_of("w") == 1
+                assert node.commits.get_epoch("w") == 1
                 assert steps(node) == [".failed", ".writer"]
                 assert len(list((tmp_path / "staging").iterdir())) == 1, "stages pile up"
                 staged(node, "a", some(b"never committed", 1))
@@ -365,7 +365,7 @@ def leave_too_large(data: Path, fits: int) -> None:
             first = stage.finish()
         stages = [first, staged(node, "b", some(b"t", 2)), staged(node, "a", some(b"a", 1))]
         disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
-        task = Task(lambda: node.commits.commit(Commit(stages, [Range("main", 0, 20)])))
+        task = Task(lambda: node.commits.commit(Commit(stages, [SettleRange("main", 0, 20)])))
         wait_until(lambda: steps(node) == [".commit"], "the step")
         node.close()
         with pytest.raises(QueueClosed):
@@ -406,7 +406,7 @@ class TestWriters:
                     stage = staged(node, "a", some(b"a", 1))
                     assert node.commits.commit(Commit([stage], writer=f"w{number}", epoch=number))
         with Node(tmp_path, QUEUES) as node:
-            assert [node.commits.epoch_of(f"w{number}") for number in range(6)] == [
+            assert [node.commits.get_epoch(f"w{number}") for number in range(6)] == [
                 *[None] * 3,
                 *(3, 4, 5),
             ]

@@ -23,8 +23,8 @@ from turnlane.errors import (
     SchemaMismatch,
     StorageFailed,
 )
-from turnlane.events import Block, block_of, values_of
-from turnlane.node.commit_record import Commit, Range
+from turnlane.events import Block, block_of, get_values
+from turnlane.node.commit_record import Commit, SettleRange
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
 
@@ -109,8 +109,8 @@ def _swallow(node: Node) -> None:
 class TestRepeats:
     def test_of_a_range_do_nothing(self, node: Node) -> None:
         with node:
-            first = Commit([staged(node, "all", some(5))], [Range("main", 0, 5)])
-            again = Commit([staged(node, "all", some(5))], [Range("main", 0, 5)])
+            first = Commit([staged(node, "all", some(5))], [SettleRange("main", 0, 5)])
+            again = Commit([staged(node, "all", some(5))], [SettleRange("main", 0, 5)])
             assert node.commits.commit(first)
             assert not node.commits.commit(again)
             assert not node.commits.commit(first), "its stages are gone, and that is fine"
@@ -120,16 +120,16 @@ class TestRepeats:
     def test_a_range_of_nothing_tells_nothing(self, node: Node) -> None:
         with node:
             stage = staged(node, "all", some(5))
-            assert node.commits.commit(Commit([stage], [Range("main", 3, 3)]))
+            assert node.commits.commit(Commit([stage], [SettleRange("main", 3, 3)]))
             assert node.queue("all").end == 5
 
     def test_of_an_epoch_do_nothing_even_after_a_restart(self, tmp_path: Path) -> None:
         with opened(tmp_path) as node:
-            assert node.commits.epoch_of("query") is None
+            assert node.commits.get_epoch("query") is None
             stage = staged(node, "all", some(5))
             assert node.commits.commit(Commit([stage], writer="query", epoch=7))
         with opened(tmp_path) as node:
-            assert node.commits.epoch_of("query") == 7
+            assert node.commits.get_epoch("query") == 7
             stage = staged(node, "all", some(5))
             assert not node.commits.commit(Commit([stage], writer="query", epoch=7))
             stage = staged(node, "all", some(5))
@@ -141,7 +141,8 @@ class TestRepeats:
     def test_at_the_same_time_are_carried_out_once(self, node: Node) -> None:
         with node:
             commits = [
-                Commit([staged(node, "all", some(5))], [Range("main", 0, 5)]) for _ in range(8)
+                Commit([staged(node, "all", some(5))], [SettleRange("main", 0, 5)])
+                for _ in range(8)
             ]
             results: list[bool] = []
             threads = [
@@ -159,8 +160,8 @@ class TestRepeats:
         """Two stages for one queue in one commit, then another commit: numbers never overlap."""
         with node:
             stages = [staged(node, "all", some(5)), staged(node, "all", some(3))]
-            node.commits.commit(Commit(stages, [Range("main", 0, 5)]))
-            node.commits.commit(Commit([staged(node, "all", some(4))], [Range("main", 5, 9)]))
+            node.commits.commit(Commit(stages, [SettleRange("main", 0, 5)]))
+            node.commits.commit(Commit([staged(node, "all", some(4))], [SettleRange("main", 5, 9)]))
             assert node.queue("all").end == 12
 
 
@@ -176,7 +177,7 @@ class TestRefused:
         with node:
             stage = staged(node, "all", some(5))
             with pytest.raises(NoSuchStage, match="'nope'"):
-                node.commits.commit(Commit([stage, "nope"], [Range("main", 0, 5)]))
+                node.commits.commit(Commit([stage, "nope"], [SettleRange("main", 0, 5)]))
             self.check_untouched(node)
 
     def test_a_stage_that_was_aborted(self, node: Node) -> None:
@@ -184,17 +185,17 @@ class TestRefused:
             stage = staged(node, "all", some(5))
             node.commits.abort([stage, "never-was", "../../etc"])
             with pytest.raises(NoSuchStage):
-                node.commits.commit(Commit([stage], [Range("main", 0, 5)]))
+                node.commits.commit(Commit([stage], [SettleRange("main", 0, 5)]))
             self.check_untouched(node)
 
     def test_a_queue_that_does_not_exist(self, node: Node) -> None:
         with node:
             stage = staged(node, "nowhere", some(5))
             with pytest.raises(NoSuchQueue, match="'nowhere'"):
-                node.commits.commit(Commit([stage], [Range("main", 0, 5)]))
+                node.commits.commit(Commit([stage], [SettleRange("main", 0, 5)]))
             stage = staged(node, "all", some(5))
             with pytest.raises(NoSuchQueue, match="'nobody'"):
-                node.commits.commit(Commit([stage], [Range("nobody", 0, 5)]))
+                node.commits.commit(Commit([stage], [SettleRange("nobody", 0, 5)]))
             self.check_untouched(node)
 
     def test_a_column_of_another_type(self, node: Node) -> None:
@@ -203,20 +204,20 @@ class TestRefused:
             wrong = some(2).append_column("extra", pa.array(["a", "b"]))
             stages = [staged(node, "all", some(2)), staged(node, "odd", wrong)]
             with pytest.raises(SchemaMismatch, match="extra"):
-                node.commits.commit(Commit(stages, [Range("main", 0, 2)]))
+                node.commits.commit(Commit(stages, [SettleRange("main", 0, 2)]))
             self.check_untouched(node)
 
     def test_no_room(self, tmp_path: Path) -> None:
         queues = {"main": {}, "all": {"kind": "memory", "size": 10}}
         with Node(tmp_path, queues) as node:
             node.queue("main").producer().publish_block(some(20))
-            node.commits.commit(Commit([staged(node, "all", some(8))], [Range("main", 0, 8)]))
+            node.commits.commit(Commit([staged(node, "all", some(8))], [SettleRange("main", 0, 8)]))
             stage = staged(node, "all", some(5))
             with pytest.raises(QueueFull, match="'all' has no room for 5"):
-                node.commits.commit(Commit([stage], [Range("main", 8, 13)]))
+                node.commits.commit(Commit([stage], [SettleRange("main", 8, 13)]))
             assert node.queue("main").low == 8
             node.queue("all").get(8, timeout=PATIENCE).done()
-            assert node.commits.commit(Commit([stage], [Range("main", 8, 13)]))
+            assert node.commits.commit(Commit([stage], [SettleRange("main", 8, 13)]))
 
     @pytest.mark.parametrize("behavior", ["drop_newest", "drop_oldest"])
     def test_not_by_a_queue_that_drops_when_full(self, tmp_path: Path, behavior: str) -> None:
@@ -225,7 +226,7 @@ class TestRefused:
             node.queue("main").producer().publish_block(some(8))
             for first in (0, 4):
                 stage = staged(node, "all", some(4))
-                assert node.commits.commit(Commit([stage], [Range("main", first, first + 4)]))
+                assert node.commits.commit(Commit([stage], [SettleRange("main", first, first + 4)]))
             ledger = node.queue("all").stats().ledger
             assert ledger.pending == 4
             assert sum(ledger.dropped.values()) == 4
@@ -234,7 +235,7 @@ class TestRefused:
         disk = FaultyDisk()
         with opened(tmp_path, disk) as node:
             stage = staged(node, "all", some(5))
-            commit = Commit([stage], [Range("main", 0, 5)])
+            commit = Commit([stage], [SettleRange("main", 0, 5)])
             disk.fail("write", error=errno.ENOSPC, match=".commit")
             with pytest.raises(StorageFailed):
                 node.commits.commit(commit)
@@ -247,7 +248,9 @@ class TestRefused:
         with opened(tmp_path, disk) as node:
             disk.fail("sync_directory", match="commits")
             with pytest.raises(StorageFailed):
-                node.commits.commit(Commit([staged(node, "all", some(5))], [Range("main", 0, 5)]))
+                node.commits.commit(
+                    Commit([staged(node, "all", some(5))], [SettleRange("main", 0, 5)])
+                )
             self.check_untouched(node)
         with opened(tmp_path) as node:
             self.check_untouched(node)
@@ -271,7 +274,7 @@ class TestAfterTheStep:
             # Chunks and journals, not the commit itself.
             disk.fail("write", error=errno.ENOSPC, match=".chunk", times=3)
             disk.fail("sync", error=errno.EIO, match="journal", times=2)
-            assert node.commits.commit(Commit([stage], [Range("main", 0, 5)]))
+            assert node.commits.commit(Commit([stage], [SettleRange("main", 0, 5)]))
             assert contents(node.queue("all")) == NUMBERS[:5]
             assert node.queue("main").low == 5
 
@@ -280,7 +283,7 @@ class TestAfterTheStep:
         with opened(tmp_path, disk) as node:
             disk.forget(match=".chunk")
             assert node.commits.commit(
-                Commit([staged(node, "all", some(5))], [Range("main", 0, 5)])
+                Commit([staged(node, "all", some(5))], [SettleRange("main", 0, 5)])
             )
         with opened(tmp_path) as node:
             assert contents(node.queue("all")) == NUMBERS[:5]
@@ -291,7 +294,7 @@ class TestAfterTheStep:
         with opened(tmp_path, disk) as node:
             stages = [staged(node, "all", some(5)), staged(node, "odd", some(3))]
             disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
-            task = Task(lambda: node.commits.commit(Commit(stages, [Range("main", 0, 5)])))
+            task = Task(lambda: node.commits.commit(Commit(stages, [SettleRange("main", 0, 5)])))
             commits = tmp_path / "commits"
             wait_until(lambda: bool(list(commits.glob("*.commit"))), "the commit file")
             node.commits.abort(stages)
@@ -307,20 +310,20 @@ class TestAfterTheStep:
         queues = {"main": {}, "small": {"size": 4, "durability": "always"}}
         with Node(tmp_path, queues) as node:
             node.queue("main").producer().publish_block(some(10))
-            commit = Commit([staged(node, "small", some(10))], [Range("main", 0, 10)])
+            commit = Commit([staged(node, "small", some(10))], [SettleRange("main", 0, 10)])
             task = Task(lambda: node.commits.commit(commit))
             node.queue("small").wait_beyond(1, PATIENCE)
             node.close()
             with pytest.raises(QueueClosed):
                 task.result()
         with Task(lambda: Node(tmp_path, queues)).result() as node:
-            later = Commit([staged(node, "small", some(2))], [Range("main", 0, 10)])
+            later = Commit([staged(node, "small", some(2))], [SettleRange("main", 0, 10)])
             again = Task(lambda: node.commits.commit(later))
             small = node.queue("small")
             found: list[bytes] = []
             while len(found) < 10:
                 with small.get(timeout=PATIENCE) as batch:
-                    found += values_of([batch.block])
+                    found += get_values([batch.block])
             assert found == NUMBERS[:10]
             assert not again.result(), "the range is settled"
             assert node.queue("main").low == 10
@@ -333,8 +336,8 @@ class TestAfterTheStep:
         with Node(tmp_path, queues) as node:
             node.queue("main").producer().publish_block(some(10))
             plans = [
-                Commit([staged(node, "first", some(10))], [Range("main", 0, 10)]),
-                Commit([staged(node, "second", some(8))], [Range("first", 0, 2)]),
+                Commit([staged(node, "first", some(10))], [SettleRange("main", 0, 10)]),
+                Commit([staged(node, "second", some(8))], [SettleRange("first", 0, 2)]),
             ]
             tasks = [Task(partial(node.commits.commit, plan)) for plan in plans]
             for name in ("first", "second"):
@@ -364,7 +367,7 @@ def test_lanes_do_not_wait_for_each_other(tmp_path: Path) -> None:
     with Node(tmp_path, queues) as node:
         node.queue("main").producer().publish_block(some(10))
         # Into an empty queue anything goes: ten events into room for four, bit by bit.
-        commit = Commit([staged(node, "b", some(10))], [Range("main", 0, 10)])
+        commit = Commit([staged(node, "b", some(10))], [SettleRange("main", 0, 10)])
         thread = threading.Thread(target=node.commits.commit, args=(commit,))
         thread.start()
         done = 0
@@ -375,7 +378,7 @@ def test_lanes_do_not_wait_for_each_other(tmp_path: Path) -> None:
                 continue
             end = found[0] + found[1].num_rows
             stage = staged(node, "dead", found[1])
-            assert node.commits.commit(Commit([stage], [Range("b", found[0], end)]))
+            assert node.commits.commit(Commit([stage], [SettleRange("b", found[0], end)]))
             done = end
         thread.join(PATIENCE)
         assert node.queue("dead").end == 10
@@ -388,7 +391,7 @@ def test_stages_nobody_came_for_go(node: Node) -> None:
         assert node.staging.discard_older(3600.0) == 0
         assert node.staging.discard_older(-1.0) == 1
         with pytest.raises(NoSuchStage):
-            node.staging.contents(stage)
+            node.staging.get_contents(stage)
         assert not list((node.data / "staging").iterdir())
 
 

@@ -15,7 +15,7 @@ from tests.spark.nodes import numbers
 from turnlane.client.node_client import StageWriter
 from turnlane.errors import NoSuchQueue, RetryLater, SchemaMismatch, StorageFailed
 from turnlane.events import block_of
-from turnlane.intervals import COPIED
+from turnlane.intervals import COPY_SCHEMA
 from turnlane.node import event_refs as places_module
 from turnlane.testing import FaultyDisk
 
@@ -23,7 +23,7 @@ from turnlane.testing import FaultyDisk
 def places(offsets: list[int], routes: list[int] | None = None) -> pa.RecordBatch:
     bits = [1] * len(offsets) if routes is None else routes
     columns: list[Any] = [pa.array(offsets, pa.int64()), pa.array(bits, pa.int64())]
-    return pa.RecordBatch.from_arrays(columns, schema=COPIED)
+    return pa.RecordBatch.from_arrays(columns, schema=COPY_SCHEMA)
 
 
 def test_copies_are_in_their_queue_once_they_are_committed(served: Served) -> None:
@@ -42,11 +42,11 @@ def test_copies_are_in_their_queue_once_they_are_committed(served: Served) -> No
 @pytest.mark.parametrize(
     ("block", "said"),
     [
-        (pa.record_batch({"offset": pa.array([1])}), "`routes` is to be"),
-        (pa.record_batch({"offset": pa.array([1.0]), "routes": pa.array([1])}), "`offset` is to"),
+        (pa.record_batch({"offset": pa.array([1])}), "`routes` must be"),
+        (pa.record_batch({"offset": pa.array([1.0]), "routes": pa.array([1])}), "`offset` must"),
         (pa.record_batch({"offset": pa.array([1, None]), "routes": pa.array([1, 1])}), "nulls"),
-        (places([2, 2]), "above the one before"),
-        (places([-1, 2]), "above the one before"),
+        (places([2, 2]), "must be ascending"),
+        (places([-1, 2]), "must be ascending"),
     ],
     ids=["no routes", "no integers", "nulls", "twice", "negative"],
 )
@@ -76,7 +76,7 @@ def test_what_cannot_be_read_is_not_passed_over(
 ) -> None:
     """A commit would settle it."""
     served.node.queue("memory").producer().publish_block(block_of(numbers(0, 10)))
-    monkeypatch.setattr(places_module, "read", lambda *_: iter(()))
+    monkeypatch.setattr(places_module, "read_range", lambda *_: iter(()))
     with (
         served.client().nodes[0].copy("memory", ["disk"]) as copy,
         pytest.raises(RetryLater, match="an event at 3 that cannot be read"),

@@ -20,7 +20,7 @@ import pytest
 
 from tests.contract.harness import wait_until
 from tests.node.http_harness import Served, served
-from turnlane.events import values_of
+from turnlane.events import get_values
 from turnlane.node.node import Node
 from turnlane.queues.consumer import HoldingQueue
 
@@ -36,7 +36,7 @@ def values_in(queue: HoldingQueue) -> list[bytes]:
     found: list[bytes] = []
     while (read := queue.read(queue.low + len(found), 100_000)) is not None:
         assert read[0] == queue.low + len(found)
-        found += values_of([read[1]])
+        found += get_values([read[1]])
     return found
 
 

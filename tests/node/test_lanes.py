@@ -19,11 +19,11 @@ from turnlane.events import block_of
 from turnlane.ledger import Outcome
 from turnlane.node import commits
 from turnlane.node import lanes as lane_module
-from turnlane.node.commit_record import Plan, Range
-from turnlane.node.commit_recovery import identity
-from turnlane.node.commits import Claim, Commits, Keys
+from turnlane.node.commit_record import CommitPlan, SettleRange
+from turnlane.node.commit_recovery import get_queue_id
+from turnlane.node.commits import CommitLocks, Commits, LockSet
 from turnlane.node.flight import actions, read
-from turnlane.node.lanes import RETIRED, Lanes, Planned
+from turnlane.node.lanes import MAX_RETIRED_RUNS, LanePlan, Lanes
 from turnlane.queues.api import Stats
 from turnlane.queues.consumer import HoldingQueue
 from turnlane.queues.producer import HoldingProducer
@@ -63,7 +63,9 @@ def test_a_lane_that_looks_while_a_commit_fills_its_queue_gets_all_of_it(
         return real(producer, timeout)
 
     looked = threading.Event()
-    monkeypatch.setattr(Commits, "await_filled", told(looked, Commits.await_filled))
+    monkeypatch.setattr(
+        Commits, "wait_for_publishing_commits", told(looked, Commits.wait_for_publishing_commits)
+    )
     with node.stage("disk", block_of([]).schema) as stage:
         stage.write(block_of([b"staged"]))
         stages = [stage.finish()]
@@ -186,7 +188,7 @@ class TestCommitUnderWay:
     What it has read is not settled yet, and will be.
     """
 
-    def begun(self, served: Served, disk: FaultyDisk) -> Task[bool]:
+    def begin(self, served: Served, disk: FaultyDisk) -> Task[bool]:
         """Commit ten events of twelve to ``a``, which cannot be written."""
         fill(served, numbers(12))
         node = served.client().nodes[0]
@@ -211,13 +213,13 @@ class TestCommitUnderWay:
         """A new run is told of nothing, and cannot plan what the commit has passed on."""
         monkeypatch.setattr(actions, "PLAN_SECONDS", 0.01)
         assert node.unsettled("disk", 100, lane="l")[:2] == ([], 0)
-        with pytest.raises(RetryLater, match="'disk' is not through"):
+        with pytest.raises(RetryLater, match="'disk' is still running"):
             node.plan("l", "2", "disk", [(0, 12)])
 
     def test_a_new_run_waits_for_it(self, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
         disk = FaultyDisk()
         served = serve(TWO_QUEUES, disk=disk)
-        task = self.begun(served, disk)
+        task = self.begin(served, disk)
         self.check_waits(served.client().nodes[0], monkeypatch)
         disk.clear()
         assert task.result()
@@ -228,7 +230,7 @@ class TestCommitUnderWay:
     ) -> None:
         disk = FaultyDisk()
         first = serve(TWO_QUEUES, disk=disk)
-        task = self.begun(first, disk)
+        task = self.begin(first, disk)
         first.close()
         with pytest.raises(RetryLater):
             task.result()
@@ -247,14 +249,14 @@ class TestCommitUnderWay:
         node.plan("l", "1", "disk", [(0, 10)])
         stage = staged_for(node, numbers(10))
         asked, planned = threading.Event(), threading.Event()
-        real = Keys.take
+        real = CommitLocks.acquire
 
-        def late(keys: Keys, wanted: Iterable[str]) -> Claim:
+        def late(keys: CommitLocks, wanted: Iterable[str]) -> LockSet:
             asked.set()
             assert planned.wait(PATIENCE)
             return real(keys, wanted)
 
-        monkeypatch.setattr(Keys, "take", late)
+        monkeypatch.setattr(CommitLocks, "acquire", late)
         task = Task(lambda: node.commit([stage], lane="l", run="1"))
         assert asked.wait(PATIENCE)
         assert served.client().nodes[0].plan("l", "2", "disk", [(0, 10)]) == [(0, 10)]
@@ -277,13 +279,13 @@ def staged_for(node: RemoteNode, stage_values: list[bytes], queue: str = "a") ->
 def test_runs_that_are_long_over_are_forgotten() -> None:
     """A lane that is started anew with every reload must not fill the node's memory."""
     lanes = Lanes()
-    for run in range(3 * RETIRED):
-        lanes.plan("a", str(run), Planned("disk", []))
-    for run in (3 * RETIRED - 2, 2 * RETIRED):
-        with pytest.raises(LaneTaken, match="started anew"):
-            lanes.planned("a", str(run))
+    for run in range(3 * MAX_RETIRED_RUNS):
+        lanes.plan("a", str(run), LanePlan("disk", []))
+    for run in (3 * MAX_RETIRED_RUNS - 2, 2 * MAX_RETIRED_RUNS):
+        with pytest.raises(LaneTaken, match="was restarted"):
+            lanes.get_plan("a", str(run))
     with pytest.raises(LaneTaken, match="unknown here"):
-        lanes.planned("a", "0")
+        lanes.get_plan("a", "0")
 
 
 def test_an_interrupted_commit_keeps_what_it_said_it_would(serve: Serve) -> None:
@@ -291,8 +293,8 @@ def test_an_interrupted_commit_keeps_what_it_said_it_would(serve: Serve) -> None
     first = serve()
     first.node.queue("disk").producer(ack="persisted").publish_block(block_of(numbers(10)))
     left = first.node.data / "commits" / f"{1:020}.commit"
-    ranges = Planned("disk", [(0, 10)]).settled_by([(2, 4)], [(0, 1)])
-    plan = Plan([], ranges, ids={"disk": identity(first.node.queue("disk"))})
+    ranges = LanePlan("disk", [(0, 10)]).get_settle_ranges([(2, 4)], [(0, 1)])
+    plan = CommitPlan([], ranges, ids={"disk": get_queue_id(first.node.queue("disk"))})
     first.close()
     left.write_bytes(plan.to_json())
     again = serve()
@@ -344,13 +346,13 @@ def test_an_event_that_comes_while_one_looks_is_not_waited_past(
 
 
 def test_dead_offsets_are_those_that_were_planned_and_not_kept() -> None:
-    planned = Planned("q", [(0, 4), (6, 10)])
-    assert planned.settled_by([(1, 2)], [(1, 3), (8, 20)]) == [
-        Range("q", 0, 1),
-        Range("q", 3, 4),
-        Range("q", 6, 8),
-        Range("q", 2, 3, Outcome.DEAD),
-        Range("q", 8, 10, Outcome.DEAD),
+    planned = LanePlan("q", [(0, 4), (6, 10)])
+    assert planned.get_settle_ranges([(1, 2)], [(1, 3), (8, 20)]) == [
+        SettleRange("q", 0, 1),
+        SettleRange("q", 3, 4),
+        SettleRange("q", 6, 8),
+        SettleRange("q", 2, 3, Outcome.DEAD),
+        SettleRange("q", 8, 10, Outcome.DEAD),
     ]
 
 
@@ -358,9 +360,9 @@ def test_lanes_that_are_long_silent_are_forgotten(monkeypatch: pytest.MonkeyPatc
     """A forgotten lane has to start anew; whatever it has read stays unsettled."""
     monkeypatch.setattr(lane_module, "MAX_LANES", 3)
     lanes = Lanes()
-    planned = Planned("disk", [(0, 1)])
+    planned = LanePlan("disk", [(0, 1)])
     for name in ("a", "b", "c", "a", "d"):
         lanes.plan(name, "1", planned)
-    with pytest.raises(LaneTaken, match="start the lane anew"):
-        lanes.planned("b", "1")
-    assert [lanes.planned(name, "1") for name in ("a", "c", "d")] == [planned] * 3
+    with pytest.raises(LaneTaken, match="restart the lane"):
+        lanes.get_plan("b", "1")
+    assert [lanes.get_plan(name, "1") for name in ("a", "c", "d")] == [planned] * 3

@@ -21,7 +21,7 @@ from turnlane.errors import NoSuchLease, QueueClosed, QueueEmpty, TransportDown
 from turnlane.events import block_of
 from turnlane.node.flight import read
 from turnlane.node.flight.actions import Caller
-from turnlane.node.flight.commands import Consume
+from turnlane.node.flight.commands import ConsumeCommand
 from turnlane.node.flight.server import FlightPlane
 from turnlane.node.leases import Leases
 from turnlane.queues.memory import MemoryQueue
@@ -157,7 +157,7 @@ def test_a_client_that_has_left_while_it_waited_gets_no_lease(
     node = served.client().nodes[0]
     with pytest.raises(flight.FlightTimedOutError):
         list(node.get({"consume": "disk", "wait": 60.0, "lease": 3600.0}, 0.5))
-    wait_until(lambda: bool(queue._hunger) and callers[0].in_vain())
+    wait_until(lambda: bool(queue._hunger) and callers[0].is_abandoned())
     _publish(served, b"a")
     wait_until(lambda: queue.stats().releases == 1, "the batch to be given back")
     assert (len(served.node.leases), queue.stats().in_flight) == (0, 0)
@@ -166,7 +166,7 @@ def test_a_client_that_has_left_while_it_waited_gets_no_lease(
 def test_a_batch_that_nobody_reads_is_given_back(served: Served) -> None:
     """Flight may let go of a stream before it has asked for a single block."""
     _publish(served, b"a")
-    command = Consume(consume="disk", lease=3600.0)
+    command = ConsumeCommand(consume="disk", lease=3600.0)
     ended: list[str] = []
     with contextlib.ExitStack() as call:
         call.callback(ended.append, "the call")
@@ -174,7 +174,7 @@ def test_a_batch_that_nobody_reads_is_given_back(served: Served) -> None:
             served.node.leases,
             served.node.queue("disk"),
             command,
-            read.Patience(0.0, lambda: False),
+            read.AbortableWait(0.0, lambda: False),
             call,
         )
     assert len(served.node.leases) == 1

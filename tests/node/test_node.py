@@ -190,7 +190,7 @@ def test_a_stage_waits_for_the_slowest_task_of_its_batch(tmp_path: Path) -> None
         contents, since = node.staging._finished[stage_id]
         node.staging._finished[stage_id] = contents, since - 12 * 3600.0
         node.staging.discard_older(node_module.STAGE_SECONDS)
-        assert node.staging.contents(stage_id) == contents
+        assert node.staging.get_contents(stage_id) == contents
 
 
 def test_tidying_up_goes_on_when_the_disk_fails(

@@ -15,7 +15,7 @@ from turnlane.events import block_of
 from turnlane.node import staging
 from turnlane.node.metrics import NodeCollector
 from turnlane.node.node import DRAIN_SECONDS, Housekeeping
-from turnlane.node.staging import Overflow
+from turnlane.node.staging import OverflowBuffer
 from turnlane.testing import FaultyDisk, ManualClock
 
 QUEUES: dict[str, dict[str, Any]] = {"alerts": {}, "alerts.dead": {"size": 10}}
@@ -112,10 +112,10 @@ def test_they_take_no_more_memory_than_the_node_allows(full: Served) -> None:
     """However many events a client says may wait, and for whichever queue."""
     blocks = [block_of([bytes(1000)] * 100) for _ in range(10)]
     room = 5 * blocks[0].nbytes
-    overflow = Overflow(full.node.queue, room)
-    overflow.take("alerts.dead", blocks, 1 << 61)
+    overflow = OverflowBuffer(full.node.queue, room)
+    overflow.add("alerts.dead", blocks, 1 << 61)
     assert overflow.events() == {"alerts.dead": 500}
-    overflow.take("alerts", blocks[:2], 1 << 61)
+    overflow.add("alerts", blocks[:2], 1 << 61)
     assert overflow.events() == {"alerts.dead": 300, "alerts": 200}, "who has most gives way"
     assert overflow.dropped == {"alerts.dead": 700}
 

@@ -20,13 +20,19 @@ from tests.contract.harness import Task, wait_until
 from tests.node.lane import EVENTS, QUEUES, contents, copied, opened, staged, start
 from tests.node.test_commit_order import KNOBS, await_blocked, some, steps
 from turnlane.errors import NoSuchStage, QueueClosed
-from turnlane.events import Block, block_of, values_of
-from turnlane.intervals import COPIED
+from turnlane.events import Block, block_of, get_values
+from turnlane.intervals import COPY_SCHEMA
 from turnlane.node import event_refs
-from turnlane.node.commit_apply import MOST_TOGETHER, READ_PAUSE, kept, loads, pieces
-from turnlane.node.commit_record import Commit, Part, Range
-from turnlane.node.copy import CopyingEvents, CopyingPlaces
-from turnlane.node.event_refs import packed, read, unpacked
+from turnlane.node.commit_apply import (
+    MAX_GROUP_PARTS,
+    READ_RETRY_SECONDS,
+    group_parts,
+    read_parts,
+    restage_events,
+)
+from turnlane.node.commit_record import Commit, CommitPart, SettleRange
+from turnlane.node.copy import CopyByReference, CopyByValue
+from turnlane.node.event_refs import decode_references, encode_references, read_range
 from turnlane.node.node import Node
 from turnlane.queues.consumer import HoldingQueue
 from turnlane.testing import FaultyDisk
@@ -34,7 +40,7 @@ from turnlane.testing import FaultyDisk
 Queues = Mapping[str, Mapping[str, Any]]
 ALL = [b"%d" % number for number in range(EVENTS)]
 ODD = ALL[1::2]
-WHOLE = [Range("main", 0, EVENTS)]
+WHOLE = [SettleRange("main", 0, EVENTS)]
 
 
 def interrupt(data: Path, more: Sequence[bytes] = ()) -> None:
@@ -141,7 +147,7 @@ def test_another_queue_of_the_same_name_is_not_copied_from(tmp_path: Path) -> No
         node.drop("main")
         node.create("main", **QUEUES["main"])
         node.queue("main").producer(ack="persisted").publish_block(some(b"new", EVENTS))
-        with pytest.raises(NoSuchStage, match="went with their queue"):
+        with pytest.raises(NoSuchStage, match="which was dropped"):
             node.commits.commit(Commit(stages, WHOLE))
         assert contents(node.queue("all")) == []
         assert node.queue("main").low == 0
@@ -160,8 +166,8 @@ def test_what_is_gone_is_left_out_and_numbers_go_on(tmp_path: Path) -> None:
     with opened(tmp_path) as node:
         stages = copied(node, 0, 20)
         node.queue("main").settle(0, 6)
-        node.commits.commit(Commit(stages, [Range("main", 0, 20)]))
-        node.commits.commit(Commit(copied(node, 20, 10), [Range("main", 20, 30)]))
+        node.commits.commit(Commit(stages, [SettleRange("main", 0, 20)]))
+        node.commits.commit(Commit(copied(node, 20, 10), [SettleRange("main", 20, 30)]))
         node.commits.commit(Commit([staged(node, "all", block_of([b"more"]))]))
         assert contents(node.queue("all")) == [*ALL[6:], b"more"]
         assert contents(node.queue("odd")) == ALL[7::2]
@@ -173,17 +179,17 @@ def test_events_beyond_a_gap_are_kept_under_their_own_numbers(
     """Else, as some of them may be in the queue already, others would seem to be."""
 
     def with_gap(queue: HoldingQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
-        yield from read(queue, first, 10)
-        yield from read(queue, 20, end)
+        yield from read_range(queue, first, 10)
+        yield from read_range(queue, 20, end)
 
     with opened(tmp_path) as node:
-        part = Part(copied(node, 0, EVENTS)[0], "all", 7, None, "main", EVENTS)
+        part = CommitPart(copied(node, 0, EVENTS)[0], "all", 7, None, "main", EVENTS)
         node.queue("main").settle(10, 20)
-        monkeypatch.setattr(event_refs, "read", with_gap)
-        found = kept(part, node.staging, {"main": node.queue("main")})
+        monkeypatch.setattr(event_refs, "read_range", with_gap)
+        found = restage_events(part, node.staging, {"main": node.queue("main")})
         assert [each[1:] for each in found] == [(0, 10), (20, 10)]
-        second = Part(found[1].stage, "all", 27)
-        assert values_of(block for *_, block in pieces([second], node.staging, {})) == ALL[20:]
+        second = CommitPart(found[1].stage, "all", 27)
+        assert get_values(block for *_, block in read_parts([second], node.staging, {})) == ALL[20:]
 
 
 def test_a_stage_that_cannot_be_read_settles_nothing(tmp_path: Path) -> None:
@@ -210,14 +216,14 @@ def test_an_event_that_cannot_be_read_is_waited_for(
     def later(queue: HoldingQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
         tries.append(queue.low)
         if len(tries) > 2:
-            yield from read(queue, first, end)
+            yield from read_range(queue, first, end)
             return
-        yield from read(queue, first, gap[0])
-        yield from read(queue, gap[1], end)
+        yield from read_range(queue, first, gap[0])
+        yield from read_range(queue, gap[1], end)
 
     with opened(tmp_path) as node:
         stages = copied(node, 0, EVENTS)
-        monkeypatch.setattr(event_refs, "read", later)
+        monkeypatch.setattr(event_refs, "read_range", later)
         node.commits.commit(Commit(stages, WHOLE))
         assert tries == [0, 0, 0]
         check_all(node)
@@ -242,7 +248,7 @@ def test_a_disk_that_does_not_read_for_a_while_loses_nothing(
         disk.fail("read", match=".chunk", times=2)
         monkeypatch.setattr(node.commits, "_closing", Closing())
         node.commits.commit(Commit(stages, WHOLE))
-        assert pauses == [READ_PAUSE] * 2
+        assert pauses == [READ_RETRY_SECONDS] * 2
         check_all(node)
 
 
@@ -324,7 +330,7 @@ def test_a_source_that_is_dropped_meanwhile_takes_its_events_along(
 
         wait_until(is_through, "the commit, for which room is made")
         task.result()
-        assert "with it, what was to be copied from it" in caplog.text
+        assert "commit.source_dropped queue=" in caplog.text
         assert node.commits.commit(Commit([staged(node, "all", block_of([b"more"]))]))
 
 
@@ -342,14 +348,14 @@ def test_a_stage_that_cannot_be_counted_keeps_no_node_from_starting(tmp_path: Pa
 @pytest.mark.parametrize(
     ("source", "target", "kind"),
     [
-        ({}, {}, CopyingPlaces),
-        ({"durability": "always"}, {"kind": "memory"}, CopyingPlaces),
-        ({"durability": "never"}, {}, CopyingEvents),
-        ({"kind": "memory"}, {}, CopyingEvents),
-        ({"kind": "disk_assisted"}, {}, CopyingEvents),
-        ({}, {"max_event_bytes": "1Mi"}, CopyingEvents),
-        ({"max_event_bytes": "1Mi"}, {"max_event_bytes": "1Mi"}, CopyingEvents),
-        ({"max_event_bytes": "1Mi"}, {}, CopyingPlaces),
+        ({}, {}, CopyByReference),
+        ({"durability": "always"}, {"kind": "memory"}, CopyByReference),
+        ({"durability": "never"}, {}, CopyByValue),
+        ({"kind": "memory"}, {}, CopyByValue),
+        ({"kind": "disk_assisted"}, {}, CopyByValue),
+        ({}, {"max_event_bytes": "1Mi"}, CopyByValue),
+        ({"max_event_bytes": "1Mi"}, {"max_event_bytes": "1Mi"}, CopyByValue),
+        ({"max_event_bytes": "1Mi"}, {}, CopyByReference),
     ],
     ids=["disk", "into memory", "unsynced", "memory", "assisted", "narrower", "narrow", "wider"],
 )
@@ -358,7 +364,7 @@ def test_only_what_lasts_and_fits_is_referred_to(
 ) -> None:
     with (
         Node(tmp_path, {"main": source, "other": target}) as node,
-        node.copying(node.queue("main"), ["other"]) as copying,
+        node.copy(node.queue("main"), ["other"]) as copying,
     ):
         assert type(copying) is kind
 
@@ -368,19 +374,19 @@ def test_events_with_columns_of_their_own_are_staged_themselves(tmp_path: Path) 
         block = block_of([b"a"])
         extra = block.append_column("shop", block.column("source").fill_null("here"))
         node.queue("main").producer(ack="persisted").publish_block(extra)
-        with node.copying(node.queue("main"), ["other"]) as copying:
-            assert type(copying) is CopyingEvents
+        with node.copy(node.queue("main"), ["other"]) as copying:
+            assert type(copying) is CopyByValue
 
 
 @given(st.sets(st.integers(0, 3000) | st.integers(10**9, 10**9 + 600) | st.integers(0, 1 << 60)))
 def test_places_come_back_as_they_were(offsets: set[int]) -> None:
     numbers = np.array(sorted(offsets), dtype=np.int64)
-    assert unpacked([packed(numbers)]).tolist() == sorted(offsets)
+    assert decode_references([encode_references(numbers)]).tolist() == sorted(offsets)
 
 
 def test_places_that_come_out_of_order_are_put_in_order(tmp_path: Path) -> None:
     with opened(tmp_path) as node:
-        with node.copying(node.queue("main"), ["all"]) as copying:
+        with node.copy(node.queue("main"), ["all"]) as copying:
             for first in (20, 0, 10, 15):
                 copying.add(places_of(first, 10))
             stages = copying.finish()
@@ -391,16 +397,20 @@ def test_places_that_come_out_of_order_are_put_in_order(tmp_path: Path) -> None:
 
 def places_of(first: int, count: int) -> Block:
     offsets = np.arange(first, first + count)
-    return pa.record_batch([pa.array(offsets), pa.array(np.ones(count, np.int64))], schema=COPIED)
+    return pa.record_batch(
+        [pa.array(offsets), pa.array(np.ones(count, np.int64))], schema=COPY_SCHEMA
+    )
 
 
 def test_no_more_are_in_a_load_than_fit_in_memory() -> None:
-    copies = [Part("s", str(number), 0, None, "main", 9) for number in range(MOST_TOGETHER + 1)]
-    assert loads(copies) == [copies[:-1], copies[-1:]]
+    copies = [
+        CommitPart("s", str(number), 0, None, "main", 9) for number in range(MAX_GROUP_PARTS + 1)
+    ]
+    assert group_parts(copies) == [copies[:-1], copies[-1:]]
 
 
 def test_no_queue_is_in_a_load_twice() -> None:
     """What has the higher numbers would come first, and the rest seem a repeat."""
-    copies = [Part(stage, queue, 0, None, "main", 9) for stage in "st" for queue in "ab"]
-    plain = Part("u", "a", 0)
-    assert loads([*copies, plain, plain]) == [copies[:2], copies[2:], [plain], [plain]]
+    copies = [CommitPart(stage, queue, 0, None, "main", 9) for stage in "st" for queue in "ab"]
+    plain = CommitPart("u", "a", 0)
+    assert group_parts([*copies, plain, plain]) == [copies[:2], copies[2:], [plain], [plain]]

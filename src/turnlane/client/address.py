@@ -14,21 +14,21 @@ from pyarrow import flight
 
 from turnlane import errors
 from turnlane.errors import ConfigError, NotSupported, RetryLater, TransportDown, TurnlaneError
-from turnlane.validation import message_of
+from turnlane.validation import get_message
 
 _NAMED = re.compile(
     r"turnlane:(\w+): (.*?)(?:\. (?:Detail|gRPC client debug context): |$)", re.DOTALL
 )
 
 
-def failure(error: Exception, place: str) -> Exception:
+def convert_flight_error(error: Exception, place: str) -> Exception:
     """The error that the node at ``place`` meant; ``TransportDown`` if it was none of its own."""
     name, message, after = _details(error)
     if name == ValueError.__name__:
         return ValueError(message)
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, TurnlaneError):
-        return _rebuilt(kind, message, after)
+        return _build_error(kind, message, after)
     if isinstance(error, NotImplementedError):
         return NotSupported(f"what listens at {place} is not a turnlane node")
     return TransportDown(f"{place}: {_first_line(error)}")
@@ -45,7 +45,7 @@ def _details(error: Exception) -> tuple[str, str, float | None]:
     return (match[1], match[2], None) if match else ("", "", None)
 
 
-def _rebuilt(kind: type[TurnlaneError], message: str, after: float | None) -> TurnlaneError:
+def _build_error(kind: type[TurnlaneError], message: str, after: float | None) -> TurnlaneError:
     if issubclass(kind, RetryLater):
         return kind(message, after=after)
     if issubclass(kind, ConfigError):
@@ -60,12 +60,12 @@ def _first_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def understood(place: str) -> Iterator[None]:
+def raise_node_errors(place: str) -> Iterator[None]:
     """Whatever Flight raises within is raised as what the node meant."""
     try:
         yield
     except (flight.FlightError, pa.ArrowException, NotImplementedError) as error:
-        raise failure(error, place) from None
+        raise convert_flight_error(error, place) from None
 
 
 # ── url ──
@@ -78,7 +78,7 @@ _PLACE: Final = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5
 
 
 @dataclass(frozen=True, slots=True)
-class Url:
+class NodeUrl:
     """Where the nodes are, and whether to speak TLS with them."""
 
     places: tuple[str, ...]
@@ -91,18 +91,18 @@ class Url:
         scheme, separator, rest = url.partition("://")
         if not separator or scheme not in SCHEMES:
             raise ConfigError("url", f"{url!r} is not a node's; {_HELP}")
-        places = tuple(_place(each.strip(), url) for each in rest.rstrip("/").split(","))
+        places = tuple(_parse_place(each.strip(), url) for each in rest.rstrip("/").split(","))
         if len(set(places)) < len(places):
             raise ConfigError("url", f"{url!r} names a node twice")
         return cls(places, SCHEMES[scheme])
 
     @classmethod
-    def of_setting(cls, url: str) -> Self:
+    def from_setting(cls, url: str) -> Self:
         """The same for a setting. Raises ``ValueError``, of which pydantic says whose it is."""
         try:
             return cls.parse(url)
         except ConfigError as error:
-            raise ValueError(message_of(error)) from None
+            raise ValueError(get_message(error)) from None
 
     def locations(self) -> list[str]:
         """The places as Flight writes them."""
@@ -110,7 +110,7 @@ class Url:
         return [f"{scheme}://{place}" for place in self.places]
 
 
-def _place(text: str, url: str) -> str:
+def _parse_place(text: str, url: str) -> str:
     match = _PLACE.fullmatch(text)
     if match is None or int(match[2] or 1) > 65_535 or match[2] == "0":
         raise ConfigError("url", f"{text!r} in {url!r} is not host:port; {_HELP}")

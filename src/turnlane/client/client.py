@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from turnlane.client.address import Url
-from turnlane.client.leased_batch import Keeper
-from turnlane.client.node_client import Credentials, Ends, RemoteNode, StageWriter
+from turnlane.client.address import NodeUrl
+from turnlane.client.leased_batch import LeaseKeeper
+from turnlane.client.node_client import Credentials, QueueEnds, RemoteNode, StageWriter
 from turnlane.client.spread import SpreadQueue
 from turnlane.client.transport import FlightTransport
 from turnlane.clock import SYSTEM_CLOCK, Clock
@@ -23,7 +23,7 @@ from turnlane.queues.api import Queue
 from turnlane.queues.knobs import Kind
 from turnlane.queues.proxy import ProxyQueue
 from turnlane.queues.settings import QueueSettings
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 from turnlane.units import parse_duration
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def connect(
     ``tls_key`` are the client's own. ``lease`` is how long the batches of a client that has died
     stay away. Raises ``ConfigError``.
     """
-    where = Url.parse(url)
+    where = NodeUrl.parse(url)
     files = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key}
     paths = {knob: Path(each) for knob, each in files.items() if each is not None}
     if paths and not where.tls:
@@ -63,21 +63,21 @@ def connect(
     return Client(where, Credentials(token, **paths), seconds)
 
 
-class Client(Closing):
+class Client(Closeable):
     """Queues of one node or several. Safe to use from any thread; closes what it has given out.
 
     Calls that concern one node (:meth:`read`, :meth:`commit`, …) are those of ``nodes[0]`` if there
     is no other. With several, say which: ``client.nodes[1].read(…)``.
     """
 
-    def __init__(self, url: Url, credentials: Credentials, lease: float) -> None:
+    def __init__(self, url: NodeUrl, credentials: Credentials, lease: float) -> None:
         self.nodes: Sequence[RemoteNode] = [
             RemoteNode(place, location, credentials)
             for place, location in zip(url.places, url.locations(), strict=True)
         ]
         self._lease = lease
         # One for each: a node that does not answer must not let the leases of others run out.
-        self._keepers = {node.place: Keeper(lease) for node in self.nodes}
+        self._keepers = {node.place: LeaseKeeper(lease) for node in self.nodes}
         self._holder = f"{os.uname().nodename}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._queues: list[Queue] = []
         self._closed = False
@@ -177,7 +177,7 @@ class Client(Closing):
         """See :meth:`RemoteNode.read`."""
         return self.node.read(queue, first, end)
 
-    def wait(self, queue: str, beyond: int, timeout: float) -> Ends:
+    def wait(self, queue: str, beyond: int, timeout: float) -> QueueEnds:
         """See :meth:`RemoteNode.wait`."""
         return self.node.wait(queue, beyond, timeout)
 

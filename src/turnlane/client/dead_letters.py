@@ -14,11 +14,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from turnlane.client.node_client import RemoteNode, Unsettled
+from turnlane.client.node_client import RemoteNode, UnsettledSpans
 from turnlane.delivery.results import DEAD_LETTER_COLUMNS
 from turnlane.errors import ConfigError, NoSuchQueue, RetryLater
 from turnlane.events import Block
-from turnlane.intervals import hulls, inside, spans_of
+from turnlane.intervals import convert_to_spans, find_inside, merge_near_spans
 
 # ── letters ──
 # Choosing dead letters: by reason, time, key, or a condition in SQL. No I/O.
@@ -30,7 +30,7 @@ _READING: Final = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FU
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LetterFilter:
     """Which dead letters are meant; what is not given does not matter."""
 
     reason: str | None = None
@@ -46,16 +46,18 @@ class Choice:
         chosen = np.ones(block.num_rows, dtype=np.bool_)
         for name, wanted in ((REASON, self.reason), (KEY, self.key)):
             if wanted is not None:
-                chosen &= _is(pc.equal(_column(block, name, pa.string()), pa.scalar(wanted)))
+                chosen &= _fill_nulls(
+                    pc.equal(_column(block, name, pa.string()), pa.scalar(wanted))
+                )
         stamp = pa.timestamp("us", tz="UTC")
         if self.since is not None:
             times = _column(block, TIME, stamp)
-            chosen &= _is(pc.greater_equal(times, pa.scalar(self.since, stamp)))
+            chosen &= _fill_nulls(pc.greater_equal(times, pa.scalar(self.since, stamp)))
         if self.until is not None:
             times = _column(block, TIME, stamp)
-            chosen &= _is(pc.less(times, pa.scalar(self.until, stamp)))
+            chosen &= _fill_nulls(pc.less(times, pa.scalar(self.until, stamp)))
         if self.where is not None and chosen.any():
-            chosen &= _where(block, self.where)
+            chosen &= _match_condition(block, self.where)
         return chosen
 
     def __str__(self) -> str:
@@ -75,12 +77,12 @@ def _column(block: Block, name: str, kind: Any) -> Any:  # noqa: ANN401 - a type
     return pa.nulls(block.num_rows, kind) if at < 0 else block.column(at).cast(kind)
 
 
-def _is(condition: Any) -> Mask:  # noqa: ANN401 - a column
+def _fill_nulls(condition: Any) -> Mask:  # noqa: ANN401 - a column
     """Null is no."""
     return np.asarray(condition.fill_null(pa.scalar(value=False)))
 
 
-def _where(block: Block, condition: str) -> Mask:
+def _match_condition(block: Block, condition: str) -> Mask:
     names = [field.name for field in block.schema if _is_plain(field.type)]
     table = sqlite3.connect(":memory:")
     try:
@@ -90,7 +92,7 @@ def _where(block: Block, condition: str) -> Mask:
         insert = f"INSERT INTO letters VALUES ({marks})"  # noqa: S608 - marks are question marks
         table.executemany(insert, _rows(block, names))
         # The condition is the user's own, but it is to read these letters and nothing else.
-        table.set_authorizer(_only_reading)
+        table.set_authorizer(_authorize_read)
         query = f"SELECT rowid - 1 FROM letters WHERE ({condition}\n)"  # noqa: S608 - see above
         found = table.execute(query)
         mask = np.zeros(block.num_rows, dtype=np.bool_)
@@ -102,7 +104,7 @@ def _where(block: Block, condition: str) -> Mask:
         table.close()
 
 
-def _only_reading(action: int, *_: object) -> int:
+def _authorize_read(action: int, *_: object) -> int:
     return sqlite3.SQLITE_OK if action in _READING else sqlite3.SQLITE_DENY
 
 
@@ -145,7 +147,7 @@ Offsets = npt.NDArray[np.int64]
 Advance = Callable[[int], object]
 
 
-class Chosen(NamedTuple):
+class SelectedLetters(NamedTuple):
     """Dead letters that were chosen, of one piece of their queue."""
 
     letters: Block
@@ -153,7 +155,7 @@ class Chosen(NamedTuple):
 
 
 @dataclass(slots=True)
-class Summary:
+class LetterSummary:
     """The letters of one action that have one reason."""
 
     action: str
@@ -186,13 +188,13 @@ class DeadLetters:
         """How many there are."""
         return self._look(1).pending
 
-    def chosen(self, choice: Choice, limit: int | None = None) -> Iterator[Chosen]:
+    def chosen(self, choice: LetterFilter, limit: int | None = None) -> Iterator[SelectedLetters]:
         """The chosen ones, in their order, at most ``limit``. Raises ``NoSuchQueue``."""
         left = limit
         for block, offsets in self._waiting():
             numbers = np.flatnonzero(choice.mask(block))[:left]
             if len(numbers):
-                yield Chosen(block.take(numbers), offsets[numbers].tolist())
+                yield SelectedLetters(block.take(numbers), offsets[numbers].tolist())
                 left = None if left is None else left - len(numbers)
             if left == 0:
                 return
@@ -206,23 +208,23 @@ class DeadLetters:
             places: list[Offsets] = []
             size = 0
             for first, block in self._read(spans):
-                waiting = inside(spans, first, block.num_rows)
+                waiting = find_inside(spans, first, block.num_rows)
                 if waiting.any():
                     blocks.append(block.filter(pa.array(waiting)))
                     places.append(np.flatnonzero(waiting) + first)
                     size += blocks[-1].nbytes
                 if size >= STEP_BYTES:
-                    yield _merged(blocks), np.concatenate(places)
+                    yield _merge_blocks(blocks), np.concatenate(places)
                     blocks, places, size = [], [], 0
             if blocks:
-                yield _merged(blocks), np.concatenate(places)
+                yield _merge_blocks(blocks), np.concatenate(places)
 
     def _read(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Block]]:
         """Blocks that have these offsets, and maybe some between them."""
-        for hull in hulls(spans):
+        for hull in merge_near_spans(spans):
             yield from self._node.read(self.queue, *hull)
 
-    def _look(self, events: int, first: int = 0) -> Unsettled:
+    def _look(self, events: int, first: int = 0) -> UnsettledSpans:
         """What waits from ``first`` on, of what was there at the first look."""
         found = self._node.unsettled(self.queue, events, first=first)
         if self._end is None:
@@ -230,22 +232,22 @@ class DeadLetters:
         end = self._end
         return found._replace(spans=[(at, min(to, end)) for at, to in found.spans if at < end])
 
-    def summaries(self) -> list[Summary]:
+    def summaries(self) -> list[LetterSummary]:
         """What there is, by reason."""
         counts: Counter[str | None] = Counter()
         times: dict[str | None, list[datetime]] = {}
-        for letters, _ in self.chosen(Choice()):
+        for letters, _ in self.chosen(LetterFilter()):
             for reason, time in zip(_values(letters, REASON), _values(letters, TIME), strict=True):
                 counts[reason] += 1
                 if time is not None:
                     known = times.setdefault(reason, [time, time])
                     times[reason] = [min(known[0], time), max(known[1], time)]
         return [
-            Summary(self.action, reason, count, *times.get(reason, (None, None)))
+            LetterSummary(self.action, reason, count, *times.get(reason, (None, None)))
             for reason, count in counts.most_common()
         ]
 
-    def replay(self, choice: Choice, target: str, limit: int | None, advance: Advance) -> int:
+    def replay(self, choice: LetterFilter, target: str, limit: int | None, advance: Advance) -> int:
         """Put chosen letters into a queue again, as the events they were; returns how many.
 
         Each step is one commit of the node: the events are in the queue, and their letters are
@@ -255,11 +257,11 @@ class DeadLetters:
             raise NoSuchQueue(f"there is no queue {target!r} to send them to; name another one")
         done = 0
         for letters, offsets in self.chosen(choice, limit):
-            events = _events(letters)
+            events = _restore_events(letters)
             with self._node.stage(target, events.schema) as stage:
                 stage.write(events)
                 stage_id = stage.finish()
-            ranges = [(self.queue, *span) for span in spans_of(np.array(offsets))]
+            ranges = [(self.queue, *span) for span in convert_to_spans(np.array(offsets))]
             try:
                 is_mine = self._node.commit([stage_id], ranges, exact=True)
             except RetryLater:
@@ -269,25 +271,29 @@ class DeadLetters:
             advance(len(offsets))
         return done
 
-    def purge(self, choice: Choice, limit: int | None, advance: Advance) -> int:
+    def purge(self, choice: LetterFilter, limit: int | None, advance: Advance) -> int:
         """Throw chosen letters away, which the node writes down; returns how many."""
         done = 0
         for _, offsets in self.chosen(choice, limit):
-            done += self._node.purge(self.queue, spans_of(np.array(offsets)), f"dlq: {choice}")
+            done += self._node.purge(
+                self.queue, convert_to_spans(np.array(offsets)), f"dlq: {choice}"
+            )
             advance(len(offsets))
         return done
 
 
-def _merged(blocks: Sequence[Block]) -> Block:
+def _merge_blocks(blocks: Sequence[Block]) -> Block:
     """One block of several, of which later ones may have columns that earlier ones lack."""
     tables = [pa.Table.from_batches([block]) for block in blocks]
     (merged,) = pa.concat_tables(tables, promote_options="default").combine_chunks().to_batches()
     return merged
 
 
-def _events(letters: Block) -> Block:
+def _restore_events(letters: Block) -> Block:
     """Letters as the events they were."""
-    return letters.select([name for name in letters.schema.names if name not in DEAD_LETTER_COLUMNS.names])
+    return letters.select(
+        [name for name in letters.schema.names if name not in DEAD_LETTER_COLUMNS.names]
+    )
 
 
 def _values(block: Block, name: str) -> list[Any]:

@@ -14,7 +14,7 @@ from turnlane.delivery.breaker import AllowedSends, BreakerState
 from turnlane.delivery.destination import SendPermit, SendReport
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import RetryLater
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ Doing = Callable[[], tuple[int, int]]
 """How much is being prepared, and how much is being sent."""
 
 
-class RemoteDestinationState(Closing):
+class RemoteDestinationState(Closeable):
     """One task's way to the gate of its action. Calls raise what the node raises.
 
     As long as it is open the node counts the task as one that is at work, and a probe that it was

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Final
 from turnlane.errors import QueueClosed, QueueFull
 from turnlane.queues.api import Ack, AckLevel, Producer
 
-WAITING: Final = 4096
+MAX_WAITING_EVENTS: Final = 4096
 """Events that wait here while the other process, or the node, is slow."""
 _LEAVE_SECONDS: Final = 1.0
 PERSISTED: Final = b"."
@@ -28,14 +28,14 @@ LATE: Final = b"!"
 """The answers to a flush."""
 
 
-class Relay:
+class ForkRelay:
     """The sender's end: takes events as a producer does."""
 
     def __init__(
         self, url: str, name: str, options: Mapping[str, Any], exit_timeout: float
     ) -> None:
         about = {"url": url, "name": name, "options": options, "exit_timeout": exit_timeout}
-        self._lines = queue.Queue[bytes | None](WAITING)
+        self._lines = queue.Queue[bytes | None](MAX_WAITING_EVENTS)
         self._flushing = threading.Lock()
         self._asked = 0
         self._answered = 0
@@ -128,11 +128,11 @@ def serve(lines: BinaryIO, answers: BinaryIO) -> None:
     ):
         producer = node_queue.producer(ack=AckLevel.PERSISTED, on_ack=_ignore)
         for line in lines:
-            _obey(json.loads(line), producer, answers)
+            _handle_frame(json.loads(line), producer, answers)
         producer.flush(about["exit_timeout"])
 
 
-def _obey(frame: Any, producer: Producer, answers: BinaryIO) -> None:  # noqa: ANN401 - JSON
+def _handle_frame(frame: Any, producer: Producer, answers: BinaryIO) -> None:  # noqa: ANN401 - JSON
     """Publish an event, or say whether everything before is persisted (a number: in time)."""
     if not isinstance(frame, list):
         answers.write(PERSISTED if producer.flush(frame) else LATE)

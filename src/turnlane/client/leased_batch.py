@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from turnlane.client.node_client import RemoteNode
 from turnlane.errors import BatchFreed, NoSuchLease, TransportDown, TurnlaneError
-from turnlane.events import Block, conform, join
+from turnlane.events import Block, conform_block, join_blocks
 from turnlane.queues.api import Batch, Place
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ class LeasedBatch(Batch):
     """A batch from a node. If its lease runs out, its events go to another consumer."""
 
     def __init__(
-        self, node: RemoteNode, keeper: Keeper, lease: str, place: Place, blocks: list[Block]
+        self, node: RemoteNode, keeper: LeaseKeeper, lease: str, place: Place, blocks: list[Block]
     ) -> None:
         self.place = place
         self.lease = lease
@@ -37,12 +37,12 @@ class LeasedBatch(Batch):
     def block(self) -> Block:
         blocks = self._contents()
         if len(blocks) > 1:
-            self._blocks = blocks = [join(blocks)]
-        return conform(blocks[0])
+            self._blocks = blocks = [join_blocks(blocks)]
+        return conform_block(blocks[0])
 
     @property
     def blocks(self) -> Sequence[Block]:
-        return [conform(block) for block in self._contents()]
+        return [conform_block(block) for block in self._contents()]
 
     def _contents(self) -> list[Block]:
         if self._blocks is None:
@@ -104,7 +104,7 @@ class LeasedBatch(Batch):
             log.info("a lease could not be extended, trying again: %s", error)
 
 
-class Keeper:
+class LeaseKeeper:
     """Extends the leases of all batches in this process that somebody still holds."""
 
     def __init__(self, lease: float) -> None:

@@ -18,10 +18,10 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from turnlane.client.fork_relay import Relay
+from turnlane.client.fork_relay import ForkRelay
 from turnlane.errors import ConfigError, QueueClosed, QueueFull
 from turnlane.queues.api import Ack, AckLevel, Producer, Queue, chosen
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 
 _OWN: Final = ("turnlane", "pyarrow")
 """Loggers whose records are not sent: sending them would make more of them."""
@@ -88,9 +88,9 @@ class TurnlaneHandler(logging.Handler):
         self._counting = threading.Lock()
         self._opening = threading.Lock()
         self._sending = threading.local()
-        self._client: Closing | None = None
+        self._client: Closeable | None = None
         self._own: Queue | None = None
-        self._producer: Producer | Relay | None = None
+        self._producer: Producer | ForkRelay | None = None
         self._gave_up = False
         """Whether the last flush ran out of time, and nothing came since."""
         self._closed = False
@@ -122,7 +122,7 @@ class TurnlaneHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Publish the record. Never raises, as ``logging`` wants it: see ``handleError``."""
-        if getattr(self._sending, "on", False) or _is_own(record.name):
+        if getattr(self._sending, "on", False) or _is_own_logger(record.name):
             return
         self._sending.on = True
         try:
@@ -143,11 +143,11 @@ class TurnlaneHandler(logging.Handler):
         event: dict[str, Any] = {
             "headers": self._headers_of(record),
             "timestamp": int(record.created * 1_000_000),
-            "severity": severity_of(record.levelno),
+            "severity": get_severity(record.levelno),
             "source": self._source,
         }
         # A lone surrogate, from a file name say, must not make the record unsendable.
-        value, key = text.encode("utf-8", "backslashreplace"), _sound(record.name)
+        value, key = text.encode("utf-8", "backslashreplace"), _escape_surrogates(record.name)
         try:
             if self._block_for > 0:
                 inside = producer.publish(value, key, timeout=self._block_for, **event)
@@ -168,13 +168,13 @@ class TurnlaneHandler(logging.Handler):
         if self._on_full is OnFull.STDERR and sys.stderr is not None:
             sys.stderr.write(text + "\n")
 
-    def _ready(self) -> Producer | Relay | None:
+    def _ready(self) -> Producer | ForkRelay | None:
         """The producer; in a process that was forked, something like it."""
         if self._producer is not None or self._closed or self._url is None:
             return self._producer
         with self._opening:
             if self._producer is None:
-                self._producer = Relay(*self._url, self._exit_timeout)
+                self._producer = ForkRelay(*self._url, self._exit_timeout)
                 _close_when_child_ends(self)
         return self._producer
 
@@ -188,7 +188,7 @@ class TurnlaneHandler(logging.Handler):
         try:
             self._gave_up = not producer.flush(self._exit_timeout)
             if self._gave_up:
-                _say(f"records may be lost: not persisted within {self._exit_timeout:g} s")
+                _write_stderr(f"records may be lost: not persisted within {self._exit_timeout:g} s")
         except QueueClosed:
             return  # whoever closed it has decided what becomes of its events
 
@@ -213,7 +213,7 @@ class TurnlaneHandler(logging.Handler):
             self._client.close()
             self._own = self._client = None
 
-    def forked(self) -> None:
+    def reset_after_fork(self) -> None:
         """Forget, in a child, what belongs to its parent: its threads and locks are not here."""
         for each in (self._producer, self._own, self._client):
             _never_destroy(each)
@@ -246,16 +246,16 @@ class JsonFormatter(logging.Formatter):
 _USUAL: Final = frozenset([*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"])
 
 
-def severity_of(level: int) -> int:
+def get_severity(level: int) -> int:
     """The severity, as syslog numbers it, of a level of ``logging``."""
     return next((severity for least, severity in _SEVERITIES if level >= least), 7)
 
 
-def _is_own(logger: object) -> bool:
+def _is_own_logger(logger: object) -> bool:
     return str(logger).partition(".")[0] in _OWN
 
 
-def _sound(text: object) -> str:
+def _escape_surrogates(text: object) -> str:
     return str(text).encode("utf-8", "backslashreplace").decode()
 
 
@@ -263,7 +263,7 @@ def _ignore(_ack: Ack) -> None:
     """Nothing is to be done for a single ack."""
 
 
-def _say(text: str) -> None:
+def _write_stderr(text: str) -> None:
     if sys.stderr is not None:
         sys.stderr.write(f"turnlane: {text}\n")
 
@@ -282,7 +282,7 @@ def _never_destroy(thing: object) -> None:
 
 def _after_fork() -> None:
     for handler in list(_OPEN):
-        handler.forked()
+        handler.reset_after_fork()
 
 
 def _close_when_child_ends(handler: TurnlaneHandler) -> None:

@@ -17,11 +17,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 import pyarrow as pa
 from pyarrow import flight
 
-from turnlane.client.address import understood
+from turnlane.client.address import raise_node_errors
 from turnlane.errors import ConfigError, NoSuchStage, TransportDown
 from turnlane.events import Block
-from turnlane.intervals import COPIED
-from turnlane.runtime import Closing
+from turnlane.intervals import COPY_SCHEMA
+from turnlane.runtime import Closeable
 
 # ── pieces ──
 # Blocks in pieces that a node takes, however many events were gathered in one.
@@ -30,12 +30,12 @@ SEND_BYTES = 64 << 20
 """A node refuses blocks beyond its ``max_block_bytes``, and holds each of them in memory."""
 
 
-def pieces_of(block: Block) -> Iterator[Block]:
+def split_block(block: Block) -> Iterator[Block]:
     """The block, halved until each piece has at most ``SEND_BYTES``, or is a single event."""
     rows = block.num_rows
     if rows > 1 and block.nbytes > SEND_BYTES:
         for half in (block.slice(0, rows // 2), block.slice(rows // 2)):
-            yield from pieces_of(half)
+            yield from split_block(half)
     else:
         yield block
 
@@ -56,7 +56,9 @@ STORE_SECONDS: Final = 120.0
 _LOOK_SECONDS: Final = 1.0
 
 
-def within(place: str, step: Callable[[], Answer], seconds: float = STORE_SECONDS) -> Answer:
+def run_with_timeout(
+    place: str, step: Callable[[], Answer], seconds: float = STORE_SECONDS
+) -> Answer:
     """Take a step that cannot be cancelled, on a thread of its own. Raises ``TransportDown``.
 
     If it takes too long the thread is left behind, until the connection ends.
@@ -73,10 +75,10 @@ def within(place: str, step: Callable[[], Answer], seconds: float = STORE_SECOND
     try:
         return done.result(seconds)
     except TimeoutError:
-        raise _hangs(place, seconds) from None
+        raise _build_timeout_error(place, seconds) from None
 
 
-class Watch:
+class StepWatchdog:
     """Cancels streams whose next step takes too long. One for a process, from any thread.
 
     Looks only while there is something to look at; costs next to nothing for each step.
@@ -99,7 +101,7 @@ class Watch:
             yield
         except Exception:
             if token not in self._steps:
-                raise _hangs(place, seconds) from None
+                raise _build_timeout_error(place, seconds) from None
             raise
         finally:
             self._steps.pop(token, None)
@@ -121,10 +123,10 @@ class Watch:
                         cancel()
 
 
-WATCH: Final = Watch()
+STEP_WATCHDOG: Final = StepWatchdog()
 
 
-def _hangs(place: str, seconds: float) -> TransportDown:
+def _build_timeout_error(place: str, seconds: float) -> TransportDown:
     return TransportDown(f"{place}: nothing has come of it in {seconds:g} seconds")
 
 
@@ -132,7 +134,7 @@ def _hangs(place: str, seconds: float) -> TransportDown:
 # Staging on a node elsewhere: what a commit will publish, written to its disk.
 
 
-class StageWriter(Closing):
+class StageWriter(Closeable):
     """Has blocks written to a node's disk, for a commit to publish."""
 
     def __init__(self, node: RemoteNode, command: Mapping[str, Any], schema: pa.Schema) -> None:
@@ -141,15 +143,15 @@ class StageWriter(Closing):
         self._failed = False
         self._node = node
         self._place = node.place
-        with understood(self._place):
+        with raise_node_errors(self._place):
             self._writer, self._answers = node.put(command, schema)
 
     def write(self, block: Block) -> None:
         """Stage another block."""
         self._failed = True
-        with understood(self._place):
-            for piece in pieces_of(block):
-                within(self._place, partial(self._writer.write_batch, piece))
+        with raise_node_errors(self._place):
+            for piece in split_block(block):
+                run_with_timeout(self._place, partial(self._writer.write_batch, piece))
         self._failed = False
 
     def finish(self) -> str:
@@ -160,8 +162,8 @@ class StageWriter(Closing):
     def finish_all(self) -> list[str]:
         """The same of what has become several stages, or none."""
         self._failed = True
-        with understood(self._place):
-            answer = within(self._place, self._end)
+        with raise_node_errors(self._place):
+            answer = run_with_timeout(self._place, self._end)
         if answer is None:
             raise NoSuchStage(f"{self._place} has not finished the stage")
         self._failed = False
@@ -256,7 +258,7 @@ class Credentials:
         return [] if self.token is None else [(b"authorization", b"Bearer " + self.token.encode())]
 
 
-class Ends(NamedTuple):
+class QueueEnds(NamedTuple):
     """How far a queue goes."""
 
     end: int
@@ -267,7 +269,7 @@ class Ends(NamedTuple):
     """Tells the queue from others of its name: one that is made anew has another."""
 
 
-class Unsettled(NamedTuple):
+class UnsettledSpans(NamedTuple):
     """What waits in a queue."""
 
     spans: list[tuple[int, int]]
@@ -280,7 +282,7 @@ class Unsettled(NamedTuple):
     """How many events the lane's last commit has kept."""
 
 
-class RemoteNode(Closing):
+class RemoteNode(Closeable):
     """A node elsewhere. Safe to use from any thread; made at once, connected when needed.
 
     Every call raises what the node raised, or ``TransportDown`` if it cannot be reached.
@@ -289,7 +291,7 @@ class RemoteNode(Closing):
     def __init__(self, place: str, location: str, credentials: Credentials) -> None:
         self.place = place
         self._headers = credentials.headers()
-        with understood(place):
+        with raise_node_errors(place):
             self._flight = flight.FlightClient(
                 location, generic_options=OPTIONS, **credentials.arguments()
             )
@@ -326,14 +328,14 @@ class RemoteNode(Closing):
 
     # ── reading by offset ────────────────────────────────────────────────────────────────────────
 
-    def wait(self, queue: str, beyond: int, timeout: float) -> Ends:
+    def wait(self, queue: str, beyond: int, timeout: float) -> QueueEnds:
         """Wait until the queue's end is beyond an offset; returns how far it goes either way."""
         answer = self.act(
             "wait",
             timeout=timeout + ANSWER_SECONDS,
             body={"queue": queue, "beyond": beyond, "timeout": timeout},
         )
-        return Ends(answer["end"], answer["low"], answer["queue_id"])
+        return QueueEnds(answer["end"], answer["low"], answer["queue_id"])
 
     def unsettled(
         self,
@@ -345,7 +347,7 @@ class RemoteNode(Closing):
         timeout: float = 0.0,
         lane: str | None = None,
         into: Sequence[str] = (),
-    ) -> Unsettled:
+    ) -> UnsettledSpans:
         """The oldest events from ``first`` on that are not settled, at most so many.
 
         If there are more, ``newest`` of those are the newest ones instead. If there is none in the
@@ -355,7 +357,7 @@ class RemoteNode(Closing):
         body = {**place, "events": events, "newest": newest, "timeout": timeout}
         answer = self.act("unsettled", timeout=timeout + ANSWER_SECONDS, body=body)
         spans = [(first, end) for first, end in answer.pop("spans")]
-        return Unsettled(spans, **answer)
+        return UnsettledSpans(spans, **answer)
 
     def read(
         self,
@@ -385,16 +387,16 @@ class RemoteNode(Closing):
         command: dict[str, Any] = {"read": queue, "first": first, "end": end}
         if columns is not None:
             command["columns"] = sorted(columns)
-        with understood(self.place):
+        with raise_node_errors(self.place):
             # Flight waits for the first answer here, and could not be told to wait no longer.
-            chunks = within(self.place, partial(self.get, command, None), STEP_SECONDS)
+            chunks = run_with_timeout(self.place, partial(self.get, command, None), STEP_SECONDS)
             while (chunk := self._next(chunks)) is not None:
                 if chunk.data is not None:
-                    yield said(chunk.app_metadata)["first"], chunk.data
+                    yield parse_metadata(chunk.app_metadata)["first"], chunk.data
 
     def _next(self, chunks: flight.FlightStreamReader) -> flight.FlightStreamChunk | None:
         """The next chunk of a stream, unless the node hangs."""
-        with WATCH.step(self.place, chunks.cancel, STEP_SECONDS):
+        with STEP_WATCHDOG.step(self.place, chunks.cancel, STEP_SECONDS):
             return next(chunks, None)
 
     def settle(self, queue: str, first: int, end: int, queue_id: str | None = None) -> bool:
@@ -419,8 +421,8 @@ class RemoteNode(Closing):
         return StageWriter(self, {"stage": queue, "spare": spare, "diskless": diskless}, schema)
 
     def copy(self, queue: str, into: Sequence[str]) -> StageWriter:
-        """Begin to stage events of a queue for others; blocks of ``COPIED`` say which."""
-        return StageWriter(self, {"copy": queue, "into": list(into)}, COPIED)
+        """Begin to stage events of a queue for others; blocks of ``COPY_SCHEMA`` say which."""
+        return StageWriter(self, {"copy": queue, "into": list(into)}, COPY_SCHEMA)
 
     def commit(
         self,
@@ -514,9 +516,9 @@ class RemoteNode(Closing):
     ) -> dict[str, Any]:
         """Carry out one of the node's actions."""
         action = flight.Action(kind, json.dumps(values if body is None else body).encode())
-        with understood(self.place):
+        with raise_node_errors(self.place):
             (result,) = self._flight.do_action(action, self.options(timeout))
-        return said(result.body)
+        return parse_metadata(result.body)
 
     def get(self, command: Mapping[str, Any], timeout: float | None) -> flight.FlightStreamReader:
         """A stream of blocks from the node."""
@@ -548,7 +550,7 @@ class RemoteNode(Closing):
         self._flight.close()
 
 
-def said(metadata: pa.Buffer | None) -> dict[str, Any]:
+def parse_metadata(metadata: pa.Buffer | None) -> dict[str, Any]:
     """What a node has said, in JSON."""
     values: dict[str, Any] = json.loads(b"{}" if metadata is None else bytes(metadata))
     return values

@@ -19,7 +19,7 @@ import numpy as np
 
 from turnlane.errors import NotSupported, QueueClosed, QueueEmpty, TransportDown, TurnlaneError
 from turnlane.events import Block
-from turnlane.key_hash import node_of, nodes_of
+from turnlane.key_hash import find_node, find_nodes
 from turnlane.ledger import Ledger
 from turnlane.queues.api import (
     Ack,
@@ -45,7 +45,7 @@ LOOK_SECONDS = 0.2
 """How long a node is asked to wait, and how long one that is away is left alone."""
 
 
-class Fetching:
+class BatchFetcher:
     """Batches from all of ``queues``. Safe to use from any thread."""
 
     def __init__(self, queues: Sequence[Queue]) -> None:
@@ -190,7 +190,7 @@ class SpreadQueue(Queue):
 
     def __init__(self, queues: Sequence[ProxyQueue]) -> None:
         self._queues = queues
-        self._fetching = Fetching(queues)
+        self._fetching = BatchFetcher(queues)
 
     def producer(
         self,
@@ -200,7 +200,7 @@ class SpreadQueue(Queue):
         flow: FlowControl | str = FlowControl.NONE,
         producer_id: str | None = None,
     ) -> Producer:
-        callback = None if on_ack is None else _one_at_a_time(on_ack)
+        callback = None if on_ack is None else _serialize_callback(on_ack)
         return SpreadProducer(
             [
                 queue.producer(ack=ack, on_ack=callback, flow=flow, producer_id=producer_id)
@@ -240,7 +240,7 @@ class SpreadQueue(Queue):
         return all(queue.closed for queue in self._queues)
 
     def stats(self) -> Stats:
-        return _sum([queue.stats() for queue in self._queues])
+        return _sum_stats([queue.stats() for queue in self._queues])
 
 
 class SpreadProducer(Producer):
@@ -289,8 +289,8 @@ class SpreadProducer(Producer):
         self, block: Block, *, sequence: int | None = None, timeout: float | None = None
     ) -> Published:
         """As for every producer; but after ``QueueFull`` any part of the block may be in."""
-        _without(sequence)
-        left = _time_left(timeout)
+        _check_no_sequence(sequence)
+        left = _start_countdown(timeout)
         published = [
             producer.publish_block(part, timeout=left()) for producer, part in self._parts(block)
         ]
@@ -298,7 +298,7 @@ class SpreadProducer(Producer):
 
     def try_publish_block(self, block: Block, *, sequence: int | None = None) -> Published | None:
         """As for every producer; a block with keys of several nodes is refused."""
-        _without(sequence)
+        _check_no_sequence(sequence)
         parts = list(self._parts(block))
         if len(parts) != 1:
             raise NotSupported("the block belongs to several nodes: use publish_block()")
@@ -306,7 +306,7 @@ class SpreadProducer(Producer):
         return producer.try_publish_block(part)
 
     def flush(self, timeout: float | None = None) -> bool:
-        left = _time_left(timeout)
+        left = _start_countdown(timeout)
         flushed = [producer.flush(left()) for producer in self._producers]  # all, come what may
         return all(flushed)
 
@@ -319,7 +319,7 @@ class SpreadProducer(Producer):
             return self._next()
         if not isinstance(key, str):
             raise TypeError(f"key is text, not {type(key).__name__}")
-        return self._producers[node_of(key, len(self._producers))]
+        return self._producers[find_node(key, len(self._producers))]
 
     def _next(self) -> Producer:
         return self._producers[next(self._turns) % len(self._producers)]
@@ -330,7 +330,7 @@ class SpreadProducer(Producer):
         if "key" not in block.schema.names or block.column("key").null_count == block.num_rows:
             yield self._producers[turn], block
             return
-        nodes = nodes_of(block.column("key"), len(self._producers))
+        nodes = find_nodes(block.column("key"), len(self._producers))
         nodes[nodes < 0] = turn
         for index, producer in enumerate(self._producers):
             rows = np.flatnonzero(nodes == index)
@@ -338,12 +338,12 @@ class SpreadProducer(Producer):
                 yield producer, block if len(rows) == block.num_rows else block.take(rows)
 
 
-def _without(sequence: int | None) -> None:
+def _check_no_sequence(sequence: int | None) -> None:
     if sequence is not None:
         raise NotSupported("events spread over several nodes cannot be numbered as one")
 
 
-def _one_at_a_time(on_ack: AckCallback) -> AckCallback:
+def _serialize_callback(on_ack: AckCallback) -> AckCallback:
     """Every node has a thread for its acks; the callback shall not have to know."""
     lock = threading.Lock()
 
@@ -354,14 +354,14 @@ def _one_at_a_time(on_ack: AckCallback) -> AckCallback:
     return serial
 
 
-def _time_left(timeout: float | None) -> Callable[[], float | None]:
+def _start_countdown(timeout: float | None) -> Callable[[], float | None]:
     if timeout is None:
         return lambda: None
     until = time.monotonic() + timeout
     return lambda: max(0.0, until - time.monotonic())
 
 
-def _sum(parts: Sequence[Stats]) -> Stats:
+def _sum_stats(parts: Sequence[Stats]) -> Stats:
     """The stats of all together; a bound that one of them does not have nobody has."""
     names = Stats.__dataclass_fields__.keys() - {"name", "kind", "ledger", "trouble"}
     totals: dict[str, Any] = {

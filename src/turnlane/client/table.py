@@ -14,14 +14,14 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from turnlane.client.address import understood
-from turnlane.client.node_client import RemoteNode, said
+from turnlane.client.address import raise_node_errors
+from turnlane.client.node_client import RemoteNode, parse_metadata
+from turnlane.databases import Row
 from turnlane.errors import LeadLost, Never, QueueClosed, TransportDown, TurnlaneError
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 from turnlane.table.event import EVENT_COLUMNS, TableEvent
 from turnlane.table.receiver import DEFAULT_PREFETCH, LostAckCounter
 from turnlane.table.shards import KeyRange
-from turnlane.table.sql.dialect import Row
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class RemoteEvent(TableEvent):
         """Which of the stream's acks was its first; 0: none."""
 
 
-class RemoteReceiver(Closing):
+class RemoteReceiver(Closeable):
     """Takes events from nodes; as :class:`turnlane.table.Receiver`. Safe to use from any thread."""
 
     def __init__(
@@ -103,7 +103,7 @@ class RemoteReceiver(Closing):
 
     def ack(self, events: Sequence[TableEvent]) -> None:
         """Settle several events at once; does not wait until that is stored."""
-        for home, mine in itertools.groupby(events, key=lambda event: event.home):
+        for home, mine in itertools.groupby(events, key=lambda event: event.ack_handler):
             home.ack(list(mine))
 
     def flush(
@@ -156,7 +156,7 @@ class RemoteReceiver(Closing):
     def forget(self, stream: _Stream) -> None:
         """A stream is over: what nobody took of it fires elsewhere."""
         with self.changed:
-            self.waiting = deque(event for event in self.waiting if event.home is not stream)
+            self.waiting = deque(event for event in self.waiting if event.ack_handler is not stream)
 
 
 class _Link:
@@ -198,7 +198,7 @@ class _Link:
     def has_news(self) -> bool:
         """Whether acks were lost of which this thread was not told; now it was."""
         with self._lock:
-            return self._losses.is_news(self._lost)
+            return self._losses.has_new_losses(self._lost)
 
     def _run(self) -> None:
         while not self._receiver.is_over:
@@ -216,7 +216,7 @@ class _Link:
             self._receiver.pause()
 
     def _listen(self) -> None:
-        with understood(self._node.place):
+        with raise_node_errors(self._node.place):
             stream = _Stream(self._node, self._receiver, self.lose)
             with self._lock:
                 self._stream = stream
@@ -281,7 +281,7 @@ class _Stream:
         fields = self._reader.schema.names
         self.positions = {name: at for at, name in enumerate(fields) if at >= len(EVENT_COLUMNS)}
         for chunk in self._reader:
-            about = said(chunk.app_metadata)
+            about = parse_metadata(chunk.app_metadata)
             if chunk.data is not None:
                 self._receiver.offer(self._events(about["first"], chunk.data))
             elif "flushed" in about:

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from turnlane.client.address import understood
-from turnlane.client.leased_batch import Keeper, LeasedBatch
-from turnlane.client.node_client import RemoteNode, pieces_of, said
+from turnlane.client.address import raise_node_errors
+from turnlane.client.leased_batch import LeasedBatch, LeaseKeeper
+from turnlane.client.node_client import RemoteNode, parse_metadata, split_block
 from turnlane.errors import ConfigError, QueueClosed, QueueEmpty, TransportDown
-from turnlane.events import Block, conform
+from turnlane.events import Block, conform_block
 from turnlane.queues.api import Durability, Place, Progress
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class FlightTransport:
     """Publishes to a queue of a node, and takes batches from it."""
 
     def __init__(
-        self, node: RemoteNode, queue: str, *, lease: float, holder: str, keeper: Keeper
+        self, node: RemoteNode, queue: str, *, lease: float, holder: str, keeper: LeaseKeeper
     ) -> None:
         self.queue = queue
         self._node = node
@@ -51,12 +51,12 @@ class FlightTransport:
             "lease": self._lease,
             "holder": self._holder,
         }
-        with understood(self._node.place), _closing_is_down(self._node.place):
+        with raise_node_errors(self._node.place), _convert_queue_closed(self._node.place):
             reader = self._node.get(command, timeout + GRACE_SECONDS)
             chunks = list(reader)
         if not chunks:
             raise QueueEmpty(f"queue {self.queue!r} had nothing to read in the time allowed")
-        about = said(chunks[0].app_metadata)
+        about = parse_metadata(chunks[0].app_metadata)
         return self._lent(about, [chunk.data for chunk in chunks if chunk.data is not None])
 
     def _lent(self, about: dict[str, Any], blocks: list[Block]) -> LeasedBatch:
@@ -88,7 +88,7 @@ class FlightConnection:
         """Send a block whose first event has this number."""
         self._fit(block.schema)
         assert self._schema is not None
-        for piece in pieces_of(conform(block, self._schema)):
+        for piece in split_block(conform_block(block, self._schema)):
             self._check()
             metadata = pa.py_buffer(json.dumps({"sequence": sequence}).encode())
             self._stream.write(piece, metadata)
@@ -156,14 +156,14 @@ class FlightConnection:
 
     # ── for the stream's own thread ──────────────────────────────────────────────────────────────
 
-    def heard(self, news: dict[str, Any]) -> None:
+    def on_progress(self, news: dict[str, Any]) -> None:
         """The node says how far it has come."""
         progress = Progress(news["accepted"], news["persisted"], news["delivered"])
         with self._changed:
             self._progress = progress
             self._changed.notify_all()
 
-    def failed(self, error: Exception) -> None:
+    def on_failure(self, error: Exception) -> None:
         """The stream is at an end."""
         with self._changed:
             self._failure = self._failure or error
@@ -182,7 +182,7 @@ class _Stream:
         self._over = threading.Event()
         self._writing = threading.Lock()
         self._error: Exception | None = None
-        with understood(self._place):
+        with raise_node_errors(self._place):
             self._writer, self._reader = node.exchange(command)
         self._listener = threading.Thread(
             target=self._listen, name=f"turnlane-stream-{node.place}", daemon=True
@@ -224,7 +224,7 @@ class _Stream:
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
         try:
-            with _closing_is_down(self._place), understood(self._place):
+            with _convert_queue_closed(self._place), raise_node_errors(self._place):
                 yield
         except ValueError as error:  # the node does not understand it, and never will
             raise ConfigError("publish", str(error)) from None
@@ -237,7 +237,7 @@ class _Stream:
                 raise TransportDown(f"{self._place} has ended the stream")  # noqa: TRY301
         except Exception as error:  # noqa: BLE001 - raised again by whoever uses the connection
             self._error = error
-            self._owner.failed(error)
+            self._owner.on_failure(error)
         finally:
             self._over.set()
             self._greeted.set()
@@ -247,18 +247,18 @@ class _Stream:
 
     def _hear_all(self) -> None:
         for chunk in self._reader:
-            news = said(chunk.app_metadata)
+            news = parse_metadata(chunk.app_metadata)
             if "ended" in news:
                 raise TransportDown(f"{self._place}: {news['ended']}")
             if "instance" in news:
                 self.greeting = news
                 self._greeted.set()
             else:
-                self._owner.heard(news)
+                self._owner.on_progress(news)
 
 
 @contextlib.contextmanager
-def _closing_is_down(place: str) -> Iterator[None]:
+def _convert_queue_closed(place: str) -> Iterator[None]:
     """A queue that is closed belongs to a node that is being stopped, and that comes back."""
     try:
         yield

@@ -22,8 +22,8 @@ from typing import ClassVar, Final, Self
 from pydantic.json_schema import JsonSchemaValue
 
 from turnlane.errors import AddressTaken, ConfigError
-from turnlane.runtime import Closing
-from turnlane.units import Written
+from turnlane.runtime import Closeable
+from turnlane.units import WrittenQuantity
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -32,7 +32,7 @@ _FORM: Final = re.compile(r"(?:\[([0-9A-Fa-f:.%]+)\]|([A-Za-z0-9._*-]*)):([0-9]{
 
 
 @dataclass(frozen=True, slots=True)
-class Address(Written):
+class Address(WrittenQuantity):
     """A host and a port; port 0 lets the operating system choose one."""
 
     schema: ClassVar[JsonSchemaValue] = {
@@ -95,12 +95,12 @@ class Address(Written):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def named(host: str) -> str:
+def normalize_host(host: str) -> str:
     """A sender's host in the one form for it: one that came by IPv4 to IPv6's socket, as IPv4."""
     return host.removeprefix("::ffff:")
 
 
-def check_exposed(
+def check_exposure(
     address: Address,
     *,
     tls: bool,
@@ -153,7 +153,7 @@ _LAST_RECEIVED: Final = 52
 """Where Linux's ``struct tcp_info`` has the milliseconds since data last went, and last came."""
 
 
-def connections(port: int) -> Iterator[socket.socket]:
+def list_connections(port: int) -> Iterator[socket.socket]:
     """Yield every connection of this process to its own ``port``.
 
     The caller borrows a connection until it asks for the next one. The owner can close it before
@@ -183,7 +183,7 @@ def borrow(number: int) -> Iterator[socket.socket]:
         connection.detach()
 
 
-def cut(connection: socket.socket) -> bool:
+def shut_down(connection: socket.socket) -> bool:
     """Shut a connection down; false if that was done before.
 
     Whoever reads from it finds its end, so that Flight's handlers return.
@@ -195,12 +195,12 @@ def cut(connection: socket.socket) -> bool:
     return True
 
 
-def cut_connections(port: int) -> int:
+def shut_down_connections(port: int) -> int:
     """Shut down every connection of this process to its own ``port``; returns how many."""
-    return sum(map(cut, connections(port)))
+    return sum(map(shut_down, list_connections(port)))
 
 
-def idle_seconds(connection: socket.socket) -> float:
+def get_idle_seconds(connection: socket.socket) -> float:
     """How long nothing has gone either way; what is on its way, or not taken, counts as gone."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     (sent,), (received,) = (
@@ -222,13 +222,13 @@ def _is_connected(connection: socket.socket, port: int) -> bool:
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS: Final = 1.0
+CHECK_SECONDS: Final = 1.0
 """How often it looks; so long may there be more connections than allowed."""
-SHARE: Final = 0.02
+MAX_TIME_SHARE: Final = 0.02
 """Of its time, what it may look for at most: it has to pass by all that the process has open."""
 
 
-class ConnectionWatch(Closing):
+class ConnectionWatch(Closeable):
     """Cuts connections to a port of this process, on a thread of its own, until it is closed.
 
     Those on which nothing has gone either way for ``idle_timeout`` seconds, and the newest of more
@@ -253,7 +253,7 @@ class ConnectionWatch(Closing):
         self._thread.join()
 
     def _run(self) -> None:
-        soon = min(LOOK_SECONDS, self._idle_timeout / 4)
+        soon = min(CHECK_SECONDS, self._idle_timeout / 4)
         pause = soon
         while not self._over.wait(pause):
             begun = time.monotonic()
@@ -261,15 +261,15 @@ class ConnectionWatch(Closing):
                 self._look()
             except Exception:
                 log.exception("connections to port %d could not be looked at", self._port)
-            pause = max(soon, (time.monotonic() - begun) / SHARE)
+            pause = max(soon, (time.monotonic() - begun) / MAX_TIME_SHARE)
 
     def _look(self) -> None:
         found: list[int] = []
         idle = 0
-        for connection in connections(self._port):
+        for connection in list_connections(self._port):
             with contextlib.suppress(OSError):  # the server has closed it since
-                if idle_seconds(connection) >= self._idle_timeout:
-                    idle += cut(connection)
+                if get_idle_seconds(connection) >= self._idle_timeout:
+                    idle += shut_down(connection)
                 else:
                     found.append(_number(connection))
         crowded = self._cut_newest(found)
@@ -289,10 +289,10 @@ class ConnectionWatch(Closing):
         if len(found) <= self._most:
             return 0
         crowded = 0
-        for connection in connections(self._port):
+        for connection in list_connections(self._port):
             with contextlib.suppress(OSError):  # the server has closed it since
                 if _number(connection) not in self._known:
-                    crowded += cut(connection)
+                    crowded += shut_down(connection)
         return crowded
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, Self
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from turnlane.errors import ConfigError, NotAllowed
-from turnlane.validation import Contradiction, Problem
+from turnlane.validation import ConfigIssue, ContradictorySettings
 
 ANY_QUEUE: Final = "*"
 
@@ -55,10 +55,10 @@ class TokenSettings(BaseModel):
         given = [self.secret, self.secret_env, self.secret_file]
         if sum(each is not None for each in given) != 1:
             problem = "give exactly one of secret, secret_env and secret_file"
-            raise Contradiction([Problem("secret", problem)])
+            raise ContradictorySettings([ConfigIssue("secret", problem)])
         return self
 
-    def reveal(self) -> bytes:
+    def read_secret(self) -> bytes:
         """The secret. Raises ``ConfigError`` if it is not where it should be."""
         knob = f"tokens.{self.name}"
         if self.secret_env is not None:
@@ -96,7 +96,8 @@ class Authority:
         """Read all secrets. Raises ``ConfigError``."""
         self._now = now
         self._tokens = tuple(
-            _Token(each.name, _digest(each.reveal()), each.rights, each.expires) for each in tokens
+            _Token(each.name, _digest(each.read_secret()), each.rights, each.expires)
+            for each in tokens
         )
         if len({token.digest for token in self._tokens}) < len(self._tokens):
             raise ConfigError("tokens", "two tokens have the same secret")
@@ -109,13 +110,13 @@ class Authority:
     def check(self, bearer: str | None, right: Right, queue: str | None) -> None:
         """Raise ``NotAllowed`` unless the token gives the right on the queue.
 
-        ``bearer`` is the token alone (see :func:`bearer_of`). ``queue=None`` asks for the right on
+        ``bearer`` is the token alone (see :func:`parse_bearer`). ``queue=None`` asks for the right on
         the node as a whole: on every queue.
         """
         if not self._tokens:
             return
         token = self._known(bearer)
-        if not _gives(token, right, queue):
+        if not _has_right(token, right, queue):
             what = "every queue" if queue is None else f"queue {queue!r}"
             raise _refusal(f"{token!r} does not give the right to {right} on {what}", known=True)
 
@@ -131,7 +132,7 @@ class Authority:
         """The name of a valid token, ``None`` if there are no tokens; else ``NotAllowed``."""
         return self._known(bearer).name if self._tokens else None
 
-    def own(self, bearer: str | None, name: str) -> str:
+    def qualify_name(self, bearer: str | None, name: str) -> str:
         """A name that a client calls itself, apart from the same one under another token."""
         token = self.identify(bearer)
         return name if token is None else f"{token}\n{name}"
@@ -152,13 +153,13 @@ class Authority:
         return found
 
 
-def bearer_of(header: str | None) -> str | None:
+def parse_bearer(header: str | None) -> str | None:
     """The token in an ``Authorization`` header; ``None`` if there is none."""
     kind, _, token = (header or "").strip().partition(" ")
     return token.strip() or None if kind.lower() == "bearer" else None
 
 
-def _gives(token: _Token, right: Right, queue: str | None) -> bool:
+def _has_right(token: _Token, right: Right, queue: str | None) -> bool:
     """Whether one of the token's patterns gives the right; on the node, only ``*`` itself does."""
     patterns = [pattern for pattern, rights in token.rights.items() if right in rights]
     if queue is None:
@@ -216,7 +217,7 @@ class TlsSettings(BaseModel):
             _load_authorities(context, self.client_ca, "tls.client_ca")
         return context
 
-    def flight_arguments(self) -> dict[str, Any]:
+    def build_flight_arguments(self) -> dict[str, Any]:
         """Keyword arguments for ``pyarrow.flight.FlightServerBase``, checked as by ``context``."""
         self.context()
         arguments: dict[str, Any] = {

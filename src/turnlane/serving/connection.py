@@ -5,7 +5,7 @@ adds them: the headers have to arrive within the idle timeout and fit their limi
 keep arriving, the client has to read the answer, and the number of connections is bounded.
 
 Only the callbacks of the parser distinguish headers from a body. uvicorn has no public interface
-to them, so :class:`Connection` is a subclass of uvicorn's protocol. ``web.py``
+to them, so :class:`HttpConnection` is a subclass of uvicorn's protocol. ``web.py``
 does the same with uvicorn's server. :data:`UVICORN_INTERNALS` lists everything that both use, a
 test checks it, and ``pyproject.toml`` bounds uvicorn to versions that pass all tests. To raise the
 bound, read the changes of these classes first.
@@ -38,7 +38,7 @@ UVICORN_INTERNALS: Final = {
 
 _NEVER: Final = math.inf
 
-_SLOWEST: Final = 64 * 1024
+_MIN_BODY_BYTES: Final = 64 * 1024
 """A body that brings fewer bytes than this within the idle timeout is too slow."""
 
 _BUSY: Final = "too many connections"
@@ -61,7 +61,7 @@ class ConnectionLimits(Protocol):
         """Seconds."""
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """A connection with a deadline for the next bytes of its client. Only the loop uses it."""
 
     def __init__(self, limits: ConnectionLimits, **parts: Any) -> None:
@@ -118,7 +118,7 @@ class Connection(HttpToolsProtocol):
             return
         super().on_body(body)
         self._body_bytes += len(body)
-        if self._body_bytes >= _SLOWEST:
+        if self._body_bytes >= _MIN_BODY_BYTES:
             self._restart_deadline()
 
     def on_message_complete(self) -> None:

@@ -41,11 +41,11 @@ RETRY_AFTER: Final = 1.0
 
 PROBLEM_TYPE: Final = "application/problem+json"
 
-_AT_ONCE: Final = 1024
+_INLINE_BYTES: Final = 1024
 """So few compressed bytes are unpacked on the spot: they become a megabyte at most."""
 
 _STEP: Final = 64 * 1024
-_MOST_MEMBERS: Final = 10_000
+_MAX_MEMBERS: Final = 10_000
 """Each costs time even if it is empty."""
 
 _STATUS: Final[tuple[tuple[type[BaseException], int], ...]] = (
@@ -93,33 +93,33 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
     encoding = request.headers.get("content-encoding", "identity").strip().lower() or "identity"
     if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
         raise HTTPException(415, f"content-encoding {encoding!r}; use gzip, deflate or none")
-    body = await _received(request, limits.max_request_bytes)
+    body = await _receive(request, limits.max_request_bytes)
     if encoding == "identity":
         return body
     most = limits.max_decompressed_bytes
-    if len(body) <= _AT_ONCE:
-        return unpacked(body, most)
-    return await asyncio.get_running_loop().run_in_executor(None, unpacked, body, most)
+    if len(body) <= _INLINE_BYTES:
+        return decompress(body, most)
+    return await asyncio.get_running_loop().run_in_executor(None, decompress, body, most)
 
 
-async def _received(request: Request, most: int) -> bytes:
+async def _receive(request: Request, most: int) -> bytes:
     declared = request.headers.get("content-length", "")
     stream = request.stream()
     if declared.isdecimal() and int(declared) > most:
-        await _let_finish(request, stream, most)
+        await _drain(request, stream, most)
         raise _too_large(most)
     pieces: list[bytes] = []
     size = 0
     async for piece in stream:
         size += len(piece)
         if size > most:
-            await _let_finish(request, stream, most)
+            await _drain(request, stream, most)
             raise _too_large(most)
         pieces.append(piece)
     return b"".join(pieces)
 
 
-async def _let_finish(request: Request, stream: AsyncIterator[bytes], most: int) -> None:
+async def _drain(request: Request, stream: AsyncIterator[bytes], most: int) -> None:
     """Read on for a while: a client that is still sending does not see the answer."""
     if request.headers.get("expect") is not None:
         return
@@ -133,20 +133,20 @@ def _too_large(most: int) -> BodyTooLarge:
     return BodyTooLarge(f"the request's body is larger than {most} bytes; send it in parts")
 
 
-def unpacked(body: bytes, most: int) -> bytes:
+def decompress(body: bytes, most: int) -> bytes:
     """gzip, zlib or raw deflate data, unpacked; never makes more than ``most`` bytes."""
     try:
-        return _inflated(body, most, 47)  # gzip or zlib, as its first bytes say
+        return _inflate(body, most, 47)  # gzip or zlib, as its first bytes say
     except zlib.error as error:
         if body[:1] == b"\x1f":
             raise ValueError(f"the body is not gzip as it claims: {error}") from None
     try:
-        return _inflated(body, most, -15)  # which some clients call deflate
+        return _inflate(body, most, -15)  # which some clients call deflate
     except zlib.error as error:
         raise ValueError(f"the body cannot be unpacked: {error}") from None
 
 
-def _inflated(body: bytes, most: int, window: int) -> bytes:
+def _inflate(body: bytes, most: int, window: int) -> bytes:
     pieces: list[bytes] = []
     stream = zlib.decompressobj(window)
     members = 0
@@ -160,7 +160,7 @@ def _inflated(body: bytes, most: int, window: int) -> bytes:
         pieces.append(stream.decompress(given, most + 1))
         at += len(given) - len(stream.unused_data)
         most -= len(pieces[-1])
-        if most < 0 or members > _MOST_MEMBERS:
+        if most < 0 or members > _MAX_MEMBERS:
             raise BodyTooLarge("the request's body is too large once it is unpacked")
     if body and not stream.eof:
         raise ValueError("the body ends in the middle of its compressed data")
@@ -186,7 +186,7 @@ class ProblemJson(TypedDict):
     ]
 
 
-def status_of(error: Exception) -> int:
+def get_status(error: Exception) -> int:
     """The status that an error is answered with."""
     if isinstance(error, HTTPException):
         return error.status_code
@@ -195,9 +195,9 @@ def status_of(error: Exception) -> int:
     return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
 
 
-def problem(error: Exception) -> Response:
+def build_problem(error: Exception) -> Response:
     """The answer to an error, as a JSON problem (RFC 9457) that also names its class."""
-    status = status_of(error)
+    status = get_status(error)
     if status == 500:
         log.error("a request failed", exc_info=error)
     detail = "internal error, see the log" if status == 500 else _detail(error)
@@ -212,7 +212,7 @@ def problem(error: Exception) -> Response:
         content["missing"] = [[first, end - 1] for first, end in error.missing]
     headers = dict(getattr(error, "headers", None) or {})
     if status in (429, 503):
-        headers["retry-after"] = str(retry_after(error))
+        headers["retry-after"] = str(get_retry_after(error))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if status == 413:
@@ -221,7 +221,7 @@ def problem(error: Exception) -> Response:
     return Response(body, status, headers, media_type=PROBLEM_TYPE)
 
 
-def retry_after(error: Exception) -> int:
+def get_retry_after(error: Exception) -> int:
     """Whole seconds after which to try again."""
     after = getattr(error, "after", None)
     return max(1, math.ceil(RETRY_AFTER if after is None else after))
@@ -229,13 +229,13 @@ def retry_after(error: Exception) -> int:
 
 async def answer_problem(_request: Request, error: Exception) -> Response:
     """The handler of :data:`PROBLEM_HANDLERS`."""
-    return problem(error)
+    return build_problem(error)
 
 
 PROBLEM_HANDLERS: Final[dict[Any, Any]] = dict.fromkeys(
     (HTTPException, TurnlaneError, ClientDisconnect, ValueError, OSError), answer_problem
 )
-"""``exception_handlers`` of a Starlette application: errors are answered by :func:`problem`.
+"""``exception_handlers`` of a Starlette application: errors are answered by :func:`build_problem`.
 
 Any other is a bug: uvicorn logs it and answers 500.
 """

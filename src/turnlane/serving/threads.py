@@ -11,19 +11,19 @@ from typing import Any, TypeVar
 
 import anyio
 
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 
 Result = TypeVar("Result")
 
 
-class Threads:
+class ThreadLimiter:
     """So many threads at most for the blocking calls of one server."""
 
     def __init__(self, most: int) -> None:
         self._limiter = anyio.CapacityLimiter(most)
 
     @property
-    def exhausted(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether a call would have to wait for a thread."""
         return self._limiter.available_tokens < 1
 
@@ -39,17 +39,17 @@ class Threads:
         )
 
 
-class ThreadsByQueue:
+class ThreadLimiterByQueue:
     """So many threads for each queue: those who wait for one hold up nobody else's."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._by_queue: dict[str, Threads] = {}
+        self._by_queue: dict[str, ThreadLimiter] = {}
 
-    def of(self, queue: str) -> Threads:
+    def of(self, queue: str) -> ThreadLimiter:
         """The threads for calls that wait for this queue."""
         if queue not in self._by_queue:
-            self._by_queue[queue] = Threads(self._most)
+            self._by_queue[queue] = ThreadLimiter(self._most)
         return self._by_queue[queue]
 
 
@@ -57,7 +57,7 @@ class ThreadsByQueue:
 # One thread that calls off whatever has not come in time.
 
 
-class Deadlines(Closing):
+class DeadlineTimer(Closeable):
     """Gives everyone the same number of seconds. Safe to use from any thread.
 
     ``name`` is that of its thread, which runs until it is closed.

@@ -18,7 +18,7 @@ from turnlane.errors import ConfigError
 from turnlane.runtime import Closeable
 from turnlane.serving.address import Address
 from turnlane.serving.auth import TlsSettings
-from turnlane.serving.connection import Connection
+from turnlane.serving.connection import HttpConnection
 from turnlane.units import Duration, Size
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class _Server(uvicorn.Server):
         self._loop = loop = asyncio.get_running_loop()
         await self.lifespan.startup()
         make = functools.partial(
-            Connection,
+            HttpConnection,
             self._settings,
             config=self.config,
             server_state=self.server_state,
@@ -184,7 +184,7 @@ class _Server(uvicorn.Server):
         while not await self.on_tick(0):
             now = asyncio.get_running_loop().time()
             for connection in list(self.server_state.connections):
-                if isinstance(connection, Connection):
+                if isinstance(connection, HttpConnection):
                     connection.abort_if_late(now)
             try:
                 await asyncio.wait_for(self._stop_event.wait(), tick)
