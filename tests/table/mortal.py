@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from turnlane.databases import Dialect
 from turnlane.table.definition import Definition
-from turnlane.table.sql.dialect import Dialect
 from turnlane.table.store import TableStore
 
 OPERATIONS = (
-    "acquire",
-    "renew",
-    "release",
-    "listen",
-    "last_id",
+    "acquire_lease",
+    "renew_lease",
+    "release_lease",
+    "set_listening",
+    "read_last_id",
     "read_due",
     "read_new",
     "read_ids",
     "read_retried",
-    "mark",
-    "unmark",
+    "mark_fired",
+    "unmark_fired",
     "insert_fired",
-    "late_ack",
-    "standing",
-    "ack",
-    "put_back",
-    "old_fired",
-    "purge",
+    "store_late_acks",
+    "find_open",
+    "store_acks",
+    "apply_decisions",
+    "read_old_fired",
+    "delete_old_acked",
     "release_groups",
     "fire_schedule",
 )

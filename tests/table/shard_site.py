@@ -13,14 +13,14 @@ from typing import Any
 from tests.table.site import COLUMNS, PATIENCE
 from turnlane import table
 from turnlane.errors import LeadLost
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
+from turnlane.table.queue_sql import load_queue_dialect
 from turnlane.table.shard_directory import ShardDirectory
-from turnlane.table.url import dialect_of
 
 OPTIONS = "lease = 10s, backoff = 10ms, max_backoff = 50ms, window = 1s"
 
 
-class ShardSite(Closing):
+class ShardSite(Closeable):
     """Databases, one for each shard, and a queue in all of them."""
 
     def __init__(
@@ -39,15 +39,15 @@ class ShardSite(Closing):
         database = self._opened.enter_context(table.connect_shards(self.shards))
         return database.queue(self.name)
 
-    def sites(self) -> ShardDirectory:
+    def directory(self) -> ShardDirectory:
         """The databases alone, without anybody who follows the map."""
-        definition = self.database._databases[0].catalog.definition(self.name)
+        definition = self.database._databases[0].catalog.get_definition(self.name)
         urls = [url for url, _ in self.shards]
         return self._opened.enter_context(ShardDirectory(definition, urls))
 
     def execute(self, url: str, statement: str) -> list[tuple[Any, ...]]:
         """Plain SQL in one database."""
-        with contextlib.closing(dialect_of(url).connect()) as connection:
+        with contextlib.closing(load_queue_dialect(url).connect()) as connection:
             cursor = connection.cursor()
             cursor.execute(statement)
             return list(cursor.fetchall()) if cursor.description else []

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.table.servers import MariadbServer, PostgresServer
 from turnlane import table
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 from turnlane.table.manager import Manager
 from turnlane.table.store import TableStore
 
@@ -18,7 +18,7 @@ PATIENCE = 60.0
 COLUMNS = "user_id BIGINT, payload VARCHAR(256)"
 
 
-class Site(Closing):
+class Site(Closeable):
     """A database and the queues that a test makes there."""
 
     def __init__(self, url: str, server: PostgresServer | MariadbServer | None) -> None:

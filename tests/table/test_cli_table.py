@@ -59,7 +59,7 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("These are the notes of a long meeting, and not a database.")
     said = turnlane("status", "--url", f"sqlite:///{path}", code=78)
-    assert said == f"turnlane: {path}: is not a database of SQLite's\n"
+    assert said == f"turnlane: {path}: is not a database of SQLite\n"
 
 
 class TestStatements:

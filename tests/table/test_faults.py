@@ -18,7 +18,6 @@ from typing import Any
 import psycopg
 import pymysql
 import pytest
-from psycopg.conninfo import make_conninfo
 
 from tests.table.mortal import OPERATIONS, Killed, MortalStore
 from tests.table.oracle import Oracle
@@ -26,16 +25,14 @@ from tests.table.servers import MariadbServer, PostgresServer
 from tests.table.site import PATIENCE, Site, eventually, payloads, settle, step_until, take
 from turnlane import table
 from turnlane.clock import BootClock
+from turnlane.databases import Dialect, ErrorKind, Session, connection
 from turnlane.errors import DatabaseDown, LeadLost
-from turnlane.table import dispatcher, id_gaps
+from turnlane.retry import Backoff
+from turnlane.table import dispatcher, row_finder
 from turnlane.table.manager import Manager
+from turnlane.table.queue_sql import RetryDecision, load_queue_dialect
 from turnlane.table.receiver import Receiver
-from turnlane.table.sql import watch
-from turnlane.table.sql.dialect import Dialect, Failure, Verdict
-from turnlane.table.sql.postgres import Postgres
-from turnlane.table.sql.session import Session
 from turnlane.table.store import TableStore
-from turnlane.table.url import dialect_of
 
 VICTIM = Path(__file__).with_name("victim.py")
 HOLDER = Path(__file__).with_name("holder.py")
@@ -79,8 +76,8 @@ ELSEWHERE = {"insert_fired", "fire_schedule"}
 
 NOT_CALLED = {
     # It gives the ids of what is rolled back to the next rows, and watches a counter.
-    "sqlite": ("read_ids", "listen"),
-    "mysql": ("listen",),
+    "sqlite": ("read_ids", "set_listening"),
+    "mysql": ("set_listening",),
 }
 
 
@@ -106,9 +103,9 @@ def run_until_killed(
                 if unacked:
                     event.nack()
             receiver.ack(events)
-            if manager.fires and not more:
+            if manager.can_fire and not more:
                 more.add(enqueue_behind_a_gap(site, queue))
-            if manager.fires:
+            if manager.can_fire:
                 provoked(manager, operation)
             time.sleep(min(pause, 0.01))  # the manager's own pause
     except Killed:
@@ -122,11 +119,11 @@ def run_until_killed(
 def provoked(manager: Manager, operation: str) -> None:
     """Have a manager that leads do what it does not do by itself."""
     match operation:
-        case "unmark" if manager.receivers == 1:
+        case "unmark_fired" if manager.receivers == 1:
             manager.attach(Receiver())  # who never takes what it is offered
-        case "late_ack":
+        case "store_late_acks":
             manager.ack_ids([10**9])
-        case "release":
+        case "release_lease":
             manager.close()
 
 
@@ -154,7 +151,7 @@ def test_a_manager_killed_while_it_writes_events_as_fired_loses_nothing(
     store = MortalStore(site.dialect, queue.definition, "insert_fired", after=after)
     manager = Manager(store)
     manager.attach(Receiver())
-    step_until(manager, lambda: manager.fires and manager.receivers == 1)
+    step_until(manager, lambda: manager.can_fire and manager.receivers == 1)
     assert not manager.enqueue([{"payload": "new"}], timeout=0)
     with pytest.raises(Killed):
         step_until(manager, lambda: False)
@@ -203,9 +200,9 @@ def stopped(process: subprocess.Popen[str], other: Manager) -> bool:
     """Stop a process; whether another leads then: not if it has a transaction under way."""
     process.send_signal(signal.SIGSTOP)
     until = time.monotonic() + 5
-    while not other.fires and time.monotonic() < until:
+    while not other.can_fire and time.monotonic() < until:
         time.sleep(0.01)  # the lease ends by the database's clock
-    return other.fires
+    return other.can_fire
 
 
 def enqueue_behind_a_gap(site: Site, queue: table.TableQueue) -> str:
@@ -258,7 +255,7 @@ def test_a_manager_that_was_paused_changes_nothing(site: Site) -> None:
         settle(receiver, events)
         before = sorted(site.execute(f"SELECT * FROM {queue.name}"))
         assert stale.take(timeout=0) == [], "a stale manager's events were given out"
-        assert not paused.fires
+        assert not paused.can_fire
         paused.run_once()
         runner = threading.Thread(target=paused.run_once)
         runner.start()
@@ -271,17 +268,17 @@ def test_a_manager_that_was_paused_changes_nothing(site: Site) -> None:
 
 
 def _out(manager: Manager) -> int:
-    reign = manager._reign
-    return 0 if reign is None else len(reign.stock.flights)
+    term = manager._term
+    return 0 if term is None else len(term.cache.in_flight)
 
 
 def test_every_write_with_an_old_token_is_refused(site: Site) -> None:
     queue = site.queue(lease="1s")
     site.fill(queue, 3)
     store = TableStore(site.dialect, queue.definition)
-    grant = store.acquire("old", 0.0)
+    grant = store.acquire_lease("old", 0.0)
     assert grant is not None
-    eventually(lambda: store.acquire("new", 60.0) is not None)
+    eventually(lambda: store.acquire_lease("new", 60.0) is not None)
     with site.transaction() as connection:
         queue.enqueue(connection, {"user_id": 9}, group="g")
         queue.enqueue(connection, {"user_id": 9}, after_group="h")
@@ -294,25 +291,25 @@ def test_every_write_with_an_old_token_is_refused(site: Site) -> None:
     led = site.execute(lease)
     ids = [row[0] for row in site.execute(f"SELECT event_id FROM {queue.name}")]
     writes: list[Any] = [
-        lambda: store.mark(grant.token, ids),
-        lambda: store.ack(grant.token, ids),
-        lambda: store.ack(grant.token, ids, {"g"}),
-        lambda: store.ack(grant.token, (), {"g"}),
-        lambda: store.ack(grant.token, ids, wary=True),
-        lambda: store.unmark(grant.token, ids),
-        lambda: store.late_ack(grant.token, ids),
-        lambda: store.put_back(grant.token, [Verdict(ids[0], "dead", 0, 1, None)]),
+        lambda: store.mark_fired(grant.token, ids),
+        lambda: store.store_acks(grant.token, ids),
+        lambda: store.store_acks(grant.token, ids, {"g"}),
+        lambda: store.store_acks(grant.token, (), {"g"}),
+        lambda: store.store_acks(grant.token, ids, likely_locked=True),
+        lambda: store.unmark_fired(grant.token, ids),
+        lambda: store.store_late_acks(grant.token, ids),
+        lambda: store.apply_decisions(grant.token, [RetryDecision(ids[0], "dead", 0, 1, None)]),
         lambda: store.insert_fired(grant.token, ["payload"], [("new",)]),
         lambda: store.release_groups(grant.token),
-        lambda: store.purge(grant.token, 2**62),
+        lambda: store.delete_old_acked(grant.token, 2**62),
         lambda: store.fire_schedule(grant.token, "tick"),
-        lambda: store.renew(grant.token, 1.0),
+        lambda: store.renew_lease(grant.token, 1.0),
     ]
     for write in writes:
         with pytest.raises(LeadLost):
             write()
-    store.listen(grant.token, on=True)
-    store.release(grant.token)
+    store.set_listening(grant.token, on=True)
+    store.release_lease(grant.token)
     assert site.execute(lease) == led
     assert [each.next_at for each in queue.schedules()] == [1]
     assert store.read_new(grant.token, 0, 10) == []
@@ -326,7 +323,7 @@ def test_a_takeover_waits_for_a_write_that_is_under_way(site: Site) -> None:
     queue = site.queue(lease="1s")
     site.fill(queue, 1)
     first, second = (TableStore(site.dialect, queue.definition) for _ in range(2))
-    grant = first.acquire("first", 0.0)
+    grant = first.acquire_lease("first", 0.0)
     assert grant is not None
     fenced, go_on = threading.Event(), threading.Event()
 
@@ -336,7 +333,7 @@ def test_a_takeover_waits_for_a_write_that_is_under_way(site: Site) -> None:
 
     taken: list[Any] = []
     writer = threading.Thread(target=lambda: first._fence.transact(grant.token, write))
-    taker = threading.Thread(target=lambda: taken.append(second.acquire("second", 60.0)))
+    taker = threading.Thread(target=lambda: taken.append(second.acquire_lease("second", 60.0)))
     writer.start()
     assert fenced.wait(PATIENCE)
     taker.start()
@@ -399,10 +396,12 @@ def test_a_connection_to_postgresql_asks_whether_its_host_is_there(
 def test_a_watch_that_cannot_connect_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(watch, "RETRIES", (0.05, 0.1))
+    monkeypatch.setattr(connection, "RECONNECT", Backoff(0.05, 0.1))
     directory = tmp_path / "later"
     poked = threading.Event()
-    watching = dialect_of(f"sqlite:///{directory}/queue.db").watch("mails", poked.set)
+    watching = load_queue_dialect(f"sqlite:///{directory}/queue.db").watch(
+        "turnlane", "mails", poked.set
+    )
     assert watching is not None
     with watching:
         eventually(lambda: "polling until it listens again" in caplog.text)
@@ -421,7 +420,7 @@ def test_a_queue_that_is_dropped_is_missed_once_and_found_again(
     with queue.receive() as receiver:
         settle(receiver, take(receiver, 1))
         site.database.catalog.drop(queue.name)
-        eventually(lambda: "nothing fires until it is there again" in caplog.text)
+        eventually(lambda: "table.queue_missing" in caplog.text)
         statements = queue.manager().store.session.statements
         eventually(lambda: queue.manager().store.session.statements > statements + 5)
         said = [record for record in caplog.records if queue.name in record.getMessage()]
@@ -438,12 +437,12 @@ def test_a_queue_that_is_made_anew_otherwise_is_not_led(
     monkeypatch.setattr("turnlane.table.manager.MISSING_QUEUE_PAUSE", 0.1)
     queue = site.queue(lease="300ms")
     with queue.receive():
-        eventually(lambda: queue.manager().fires)
+        eventually(lambda: queue.manager().can_fire)
         site.database.catalog.drop(queue.name)
-        eventually(lambda: "nothing fires until it is there again" in caplog.text)
+        eventually(lambda: "table.queue_missing" in caplog.text)
         site.database.sql(f"CREATE QUEUE {queue.name} (other TEXT)")
-        eventually(lambda: "was made anew, otherwise" in caplog.text)
-        assert not queue.manager().fires
+        eventually(lambda: "was created again with another definition" in caplog.text)
+        assert not queue.manager().can_fire
 
 
 def test_a_read_only_database_stops_the_firing_and_keeps_the_acks(site: Site) -> None:
@@ -458,7 +457,7 @@ def test_a_read_only_database_stops_the_firing_and_keeps_the_acks(site: Site) ->
         with read_only(site, queue):
             first.ack()
             assert not receiver.flush(0.1)
-            eventually(lambda: not queue.manager().fires)
+            eventually(lambda: not queue.manager().can_fire)
             held = receiver.take(timeout=0)  # a slow machine may have fired it before
             eventually(lambda: site.now() > due)
             assert receiver.take(timeout=0.1) == [], "it fired while nothing could be written"
@@ -474,8 +473,8 @@ def test_a_database_that_becomes_read_only_is_noticed_though_nobody_acks(site: S
     with queue.receive() as receiver:
         (event,) = take(receiver, 1)
         with read_only(site, queue):
-            eventually(lambda: not queue.manager().fires)
-        eventually(lambda: queue.manager().fires)
+            eventually(lambda: not queue.manager().can_fire)
+        eventually(lambda: queue.manager().can_fire)
         settle(receiver, [event])
 
 
@@ -510,12 +509,12 @@ def read_only(site: Site, queue: table.TableQueue) -> Iterator[None]:
             connection.execute("PRAGMA query_only = ON")
             return connection
 
-        session.dialect.own_connection = refusing  # type: ignore[method-assign]
+        session.dialect.connect_for_index_scans = refusing  # type: ignore[method-assign]
         session.close()
         try:
             yield
         finally:
-            session.dialect.own_connection = connect  # type: ignore[method-assign]
+            session.dialect.connect_for_index_scans = connect  # type: ignore[method-assign]
             session.close()
 
 
@@ -569,7 +568,7 @@ def test_a_database_without_a_free_connection_keeps_the_acks(served_site: Site) 
             with exhausted(manager):
                 receiver.ack(events)
                 assert not receiver.flush(0.3)
-                eventually(lambda: not manager.fires)
+                eventually(lambda: not manager.can_fire)
             assert receiver.flush(PATIENCE)
             assert manager.lost_acks == manager.counts.lost_leads == 0
     assert queue.counts()["to_be_fired"] == queue.counts()["fired"] == 0
@@ -585,7 +584,7 @@ def limited(site: Site) -> Iterator[tuple[Dialect, Exhausted]]:
     if isinstance(site.server, PostgresServer):
         site.execute(f"CREATE ROLE {user} LOGIN")
         site.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {user}")
-        yield Postgres(make_conninfo(site.url, user=user)), lambda manager: no_slot(site, manager)
+        yield load_queue_dialect(f"{site.url}&user={user}"), lambda manager: no_slot(site, manager)
         site.execute(f"DROP OWNED BY {user}")
         site.execute(f"DROP ROLE {user}")
     else:
@@ -593,7 +592,7 @@ def limited(site: Site) -> Iterator[tuple[Dialect, Exhausted]]:
         with contextlib.closing(site.server.connect()) as root, root.cursor() as cursor:
             cursor.execute(f"CREATE USER {user}@'127.0.0.1' WITH MAX_USER_CONNECTIONS 2")
             cursor.execute(f"GRANT ALL ON turnlane.* TO {user}@'127.0.0.1'")
-            dialect = dialect_of(site.url.replace("app@", f"{user}@"))
+            dialect = load_queue_dialect(site.url.replace("app@", f"{user}@"))
             yield dialect, lambda manager: all_slots(site, dialect, manager)
             cursor.execute(f"DROP USER {user}@'127.0.0.1'")
 
@@ -633,7 +632,10 @@ def all_slots(site: Site, dialect: Dialect, manager: Manager) -> Iterator[None]:
 @pytest.mark.parametrize("code", [1021, 1040, 1114, 1203, 1226])
 def test_what_a_database_has_not_enough_of_may_be_there_later(code: int) -> None:
     error = pymysql.err.OperationalError(code, "no more of it")
-    assert dialect_of("mysql://nobody@nowhere/none").failure(error) is Failure.DISCONNECTED
+    assert (
+        load_queue_dialect("mysql://nobody@nowhere/none").classify_error(error)
+        is ErrorKind.UNAVAILABLE
+    )
 
 
 def test_a_real_deadlock_is_retried(served_site: Site) -> None:
@@ -642,7 +644,7 @@ def test_a_real_deadlock_is_retried(served_site: Site) -> None:
     queue = site.queue()
     site.fill(queue, 40)
     store = TableStore(site.dialect, queue.definition)
-    grant = store.acquire("me", 60.0)
+    grant = store.acquire_lease("me", 60.0)
     assert grant is not None
     other, met, tries = site.dialect.connect(), threading.Barrier(2), []
 
@@ -705,14 +707,14 @@ def test_deadlocks_and_serialization_failures_are_retried(site: Site) -> None:
     with queue.receive() as receiver:
         events = take(receiver, 5)
         session = queue.manager().store.session
-        once = session._once
+        once = session._run_once
 
         def failing(work: Any, *, atomic: bool) -> Any:
             if failures:
                 raise failures.pop()
             return once(work, atomic=atomic)
 
-        session._once = failing  # type: ignore[method-assign]
+        session._run_once = failing  # type: ignore[method-assign]
         settle(receiver, events)
         assert not failures
     assert queue.counts()["to_be_fired"] == 0
@@ -771,7 +773,7 @@ def test_a_manager_whose_machine_slept_gives_out_nothing(site: Site) -> None:
         step_until(manager, lambda: manager.in_flight == 1)
         clock.slept = 3600.0
         assert receiver.take(timeout=0) == []
-        assert not manager.fires
+        assert not manager.can_fire
 
 
 class Sleeper(BootClock):
@@ -815,7 +817,7 @@ def test_a_transaction_that_stays_open_on_sqlite_holds_writes_up_and_loses_nothi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is one writer at a time: acks wait for it, and are stored when it is done."""
-    monkeypatch.setattr("turnlane.table.sql.sqlite.BUSY_MS", 50)
+    monkeypatch.setattr("turnlane.databases.sqlite.BUSY_MS", 50)
     with Site(f"sqlite:///{tmp_path}/queue.db", None) as site:
         queue = site.queue(lease="10m", ack_timeout="60s")
         site.fill(queue, 3)
@@ -832,13 +834,13 @@ def test_a_transaction_that_stays_open_on_sqlite_holds_writes_up_and_loses_nothi
             assert queue.manager().lost_acks == queue.manager().counts.lost_leads == 0
 
 
-@pytest.mark.parametrize("patience", [id_gaps.STALE_AFTER, 0.0])
+@pytest.mark.parametrize("patience", [row_finder.STALE_AFTER, 0.0])
 def test_a_transaction_that_stays_open_fires_when_it_commits(
     served_site: Site, patience: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even when its id is asked for no longer: then the sweep finds it."""
     site = served_site
-    monkeypatch.setattr(id_gaps, "STALE_AFTER", patience)
+    monkeypatch.setattr(row_finder, "STALE_AFTER", patience)
     queue = site.queue(window="1s")
     with queue.receive() as receiver:
         with site.transaction() as connection:
@@ -908,8 +910,8 @@ def _events_in_memory() -> int:
 class SlowToMark(TableStore):
     """A store that takes longer to mark events than the lease lasts."""
 
-    def mark(self, token: int, ids: Sequence[int]) -> set[int]:
-        marked = super().mark(token, ids)
+    def mark_fired(self, token: int, ids: Sequence[int]) -> set[int]:
+        marked = super().mark_fired(token, ids)
         time.sleep(0.3)  # the fault itself
         return marked
 

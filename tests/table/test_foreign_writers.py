@@ -14,7 +14,7 @@ import turnlane
 from tests.table.site import PATIENCE, eventually
 from turnlane import table
 from turnlane.config import Config
-from turnlane.events import events_of
+from turnlane.events import iterate_events
 from turnlane.service import Service
 
 WRITER = Path(__file__).with_name("foreign_writer.py")
@@ -76,7 +76,7 @@ def copied(service: Service) -> set[str]:
     found: set[str] = set()
     start = queue.low
     while (read := queue.read(start, ROWS)) is not None:
-        events = list(events_of(read[1], read[0]))
+        events = list(iterate_events(read[1], read[0]))
         found |= {json.loads(event.value or b"")["payload"] for event in events}
         start += len(events)
     return found

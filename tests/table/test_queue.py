@@ -326,7 +326,7 @@ def test_an_event_fires_once_when_its_group_is_done(
 def test_what_comes_through_the_manager_is_written_as_fired(site: Site) -> None:
     queue = site.queue()
     with queue.receive() as receiver:
-        eventually(lambda: queue.manager().fires)
+        eventually(lambda: queue.manager().can_fire)
         site.fill(queue, 1)
         settle(receiver, take(receiver, 1))  # by now the manager knows its receiver
         assert queue.put([{"user_id": 1, "payload": "a"}, {"user_id": 2, "payload": "b"}], PATIENCE)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.table.servers import PostgresServer
 from tests.table.site import PATIENCE, Site, eventually, payloads, settle, step_until, take
+from turnlane.databases import ErrorKind, Row, load_dialect
 from turnlane.errors import LeadLost, NameTaken
 from turnlane.node.tables import TableStream
 from turnlane.table.event import TableEvent
@@ -20,8 +21,6 @@ from turnlane.table.manager import Manager
 from turnlane.table.queue import EventSelection, TableQueue
 from turnlane.table.receiver import Receiver
 from turnlane.table.shards import KeyRange, keyspace_id
-from turnlane.table.sql.dialect import Failure, Row
-from turnlane.table.sql.postgres import Postgres
 from turnlane.table.store import TableStore
 
 SOON = 20.0
@@ -199,11 +198,11 @@ class NotYet(TableStore):
 
     early = True
 
-    def mark(self, token: int, ids: Sequence[int]) -> set[int]:
+    def mark_fired(self, token: int, ids: Sequence[int]) -> set[int]:
         if self.early:
             self.early = False
             return set()
-        return super().mark(token, ids)
+        return super().mark_fired(token, ids)
 
 
 def test_an_event_that_is_not_quite_due_keeps_its_place(site: Site) -> None:
@@ -270,7 +269,7 @@ def test_an_event_fires_with_the_last_ack_of_its_group(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No sweep and no round of the collector is needed for it."""
-    monkeypatch.setattr("turnlane.table.fetcher.SWEEP_SECONDS", 600.0)
+    monkeypatch.setattr("turnlane.table.row_finder.SWEEP_SECONDS", 600.0)
     monkeypatch.setattr("turnlane.table.leader.COLLECT_SECONDS", 600.0)
     queue = site.queue(ack_timeout="30m", window="1h")
     with queue.receive() as receiver:
@@ -294,7 +293,7 @@ def test_what_a_long_transaction_committed_fires_within_seconds(
 ) -> None:
     """Its events were due an hour ago, and their ids are long passed by."""
     site = served_site
-    monkeypatch.setattr("turnlane.table.id_gaps.STALE_AFTER", 0.0)
+    monkeypatch.setattr("turnlane.table.row_finder.STALE_AFTER", 0.0)
     queue = site.queue(retention="1h")
     an_hour_ago = site.now() - 3600 * 10**9
     with queue.receive() as receiver:
@@ -307,7 +306,7 @@ def test_what_a_long_transaction_committed_fires_within_seconds(
                 site.fill(queue, 1)
                 settle(receiver, take(receiver, 1))
             queue.enqueue(connection, {"user_id": -1, "fire_at": an_hour_ago})
-            lapsed = queue.manager()._reign.reader._gaps.lapsed  # type: ignore[union-attr]
+            lapsed = queue.manager()._term.finder._gaps.stale  # type: ignore[union-attr]
             eventually(lambda: bool(lapsed))
         seen = 0
         while seen <= count:
@@ -321,8 +320,8 @@ def test_what_was_rolled_back_is_asked_for_only_while_it_may_appear(
     served_site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = served_site
-    monkeypatch.setattr("turnlane.table.id_gaps.STALE_AFTER", 0.0)
-    monkeypatch.setattr("turnlane.table.fetcher.STALE_POLL", 0.05)
+    monkeypatch.setattr("turnlane.table.row_finder.STALE_AFTER", 0.0)
+    monkeypatch.setattr("turnlane.table.row_finder.STALE_POLL", 0.05)
     queue = site.queue()
     with queue.receive() as receiver:
         site.fill(queue, 1)
@@ -332,10 +331,10 @@ def test_what_was_rolled_back_is_asked_for_only_while_it_may_appear(
             raise ZeroDivisionError
         site.fill(queue, 1)
         settle(receiver, take(receiver, 1))
-        lapsed = queue.manager()._reign.reader._gaps.lapsed  # type: ignore[union-attr]
-        eventually(lambda: bool(lapsed.ids) or site.dialect.running is not None, SOON)
+        lapsed = queue.manager()._term.finder._gaps.stale  # type: ignore[union-attr]
+        eventually(lambda: bool(lapsed.ids) or site.dialect.snapshot_query is not None, SOON)
         # MySQL does not say which transactions are open: there the last ones are kept.
-        eventually(lambda: not lapsed.ids or site.dialect.running is None, SOON)
+        eventually(lambda: not lapsed.ids or site.dialect.snapshot_query is None, SOON)
 
 
 def test_a_transaction_that_is_older_than_the_lead_is_not_overlooked(
@@ -374,7 +373,7 @@ def test_a_full_receiver_holds_up_no_other_key_range(site: Site) -> None:
 
 
 def _share(queue: TableQueue, key_range: str) -> int:
-    return len(queue.scan.ids(EventSelection(key_range=KeyRange.parse(key_range))))
+    return len(queue.scan.read_ids(EventSelection(key_range=KeyRange.parse(key_range))))
 
 
 # ── events through the manager ───────────────────────────────────────────────────────────────────
@@ -390,11 +389,11 @@ class LostThen(TableStore):
 
     lost = False
 
-    def renew(self, token: int, seconds: float) -> int:
+    def renew_lease(self, token: int, seconds: float) -> int:
         if self.lost:
             self.lost = False
             raise LeadLost("another manager leads")
-        return super().renew(token, seconds)
+        return super().renew_lease(token, seconds)
 
 
 def test_what_was_stored_before_the_lead_was_lost_is_not_stored_twice(
@@ -404,27 +403,27 @@ def test_what_was_stored_before_the_lead_was_lost_is_not_stored_twice(
     store = LostThen(site.dialect, queue.definition)
     with site.manager(queue, store) as manager:
         _attached(manager)
-        step_until(manager, lambda: manager.fires and manager.receivers == 1)
+        step_until(manager, lambda: manager.can_fire and manager.receivers == 1)
         monkeypatch.setattr("turnlane.table.lease.WRITE_PROOF_SECONDS", 0.0)
         assert not manager.enqueue([{"payload": "once"}], timeout=0)
         step_until(manager, lambda: manager.counts.lost_leads == 1)
         monkeypatch.undo()
-        step_until(manager, lambda: manager.fires)
+        step_until(manager, lambda: manager.can_fire)
         assert sum(queue.counts().values()) == 1
 
 
 def test_a_manager_of_a_queue_that_was_made_anew_changes_nothing(site: Site) -> None:
     queue = site.queue()
     store = TableStore(site.dialect, queue.definition)
-    old = store.acquire("old", 60.0)
+    old = store.acquire_lease("old", 60.0)
     site.database.catalog.drop(queue.name)
     site.database.catalog.create(queue.definition)
     site.fill(queue, 1)
-    new = store.acquire("new", 60.0)
+    new = store.acquire_lease("new", 60.0)
     assert old is not None
     assert new is not None
     with pytest.raises(LeadLost):
-        store.ack(old.token, [1])
+        store.store_acks(old.token, [1])
     assert queue.counts()["to_be_fired"] == 1
     store.close()
 
@@ -513,7 +512,7 @@ def test_a_fired_event_of_any_time_is_collected(site: Site) -> None:
 def test_every_event_that_the_last_leader_may_have_died_of_is_marked_first(site: Site) -> None:
     queue = site.queue(window_events=10, ack_timeout="60s")
     store = TableStore(site.dialect, queue.definition)
-    assert store.acquire("dies", 0.0) is not None
+    assert store.acquire_lease("dies", 0.0) is not None
     store.close()
     site.fill(queue, 40)
     with site.manager(queue) as manager:
@@ -534,7 +533,7 @@ def test_groups_that_wait_cost_no_statement_each(site: Site) -> None:
         for at in range(20):
             queue.enqueue(connection, {"user_id": at}, group=f"g{at}")
             queue.enqueue(connection, {"user_id": at}, after_group=f"g{at}")
-    grant = store.acquire("me", 60.0)
+    grant = store.acquire_lease("me", 60.0)
     assert grant is not None
     site.execute(f"UPDATE {queue.name} SET state = 'acked' WHERE event_group = 'g7'")
     before = store.session.statements
@@ -563,6 +562,12 @@ def test_no_nack_stops_the_manager(site: Site, delay: float | None) -> None:
 
 
 def test_a_value_that_postgresql_cannot_have_is_no_failure_of_the_database() -> None:
-    dialect = Postgres("postgresql://nowhere/none")
-    assert dialect.failure(psycopg.DataError("text cannot contain NUL")) is Failure.OTHER
-    assert dialect.failure(psycopg.OperationalError("connection refused")) is Failure.DISCONNECTED
+    dialect = load_dialect("postgresql://nowhere/none")
+    assert (
+        dialect.classify_error(psycopg.DataError("text cannot contain NUL"))
+        is ErrorKind.REFUSED_DATA
+    )
+    assert (
+        dialect.classify_error(psycopg.OperationalError("connection refused"))
+        is ErrorKind.UNAVAILABLE
+    )

@@ -32,7 +32,7 @@ from turnlane.config import Config, ConfigFaults, loads
 from turnlane.delivery.destination import SendReport
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import LeadLost, NoSuchQueue, NotAllowed
-from turnlane.node.breakers import Asker
+from turnlane.node.breakers import BreakerRequest
 from turnlane.node.flight.errors import FlightLimits
 from turnlane.node.flight.server import FlightPlane
 from turnlane.service import Service
@@ -58,7 +58,7 @@ class Serving:
 
         def leads() -> bool:
             served = service.tables.table(self.site.name)
-            return served.is_open and all(m.fires for m in served.queue.managers().values())
+            return served.is_open and all(m.can_fire for m in served.queue.managers().values())
 
         eventually(leads)
         return service
@@ -568,7 +568,7 @@ def test_promtool_has_nothing_to_say_of_a_node_at_work(serving: Serving) -> None
     serving.config["inputs"] = [{"type": "http", "queue": "main", "listen": "127.0.0.1:0"}]
     service = serving.start()
     service.node.queue("main").producer(ack="persisted").publish(b"x", timeout=PATIENCE)
-    asker = Asker("alerts", "main", "1", DeliverySettings(breaker_failures=1))
+    asker = BreakerRequest("alerts", "main", "1", DeliverySettings(breaker_failures=1))
     service.node.breakers.permit(asker)
     failed = SendReport(failures=1, error="refused", retries=1, retry_failures={"RetryLater": 1})
     service.node.breakers.report(asker, failed)

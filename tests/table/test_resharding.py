@@ -22,32 +22,32 @@ from tests.table.site import PATIENCE, Site, eventually, take
 from turnlane import table
 from turnlane.errors import LeadLost, ReshardUnderWay, RetryLater
 from turnlane.table.batch_commit import BatchStaging, get_job_id
+from turnlane.table.queue_sql import load_queue_dialect
 from turnlane.table.reshard import Resharder, ReshardProgress, ReshardStep, RowMover
-from turnlane.table.row_codec import TransferFilter
+from turnlane.table.row_transfer import TransferFilter
 from turnlane.table.shard_directory import ShardDirectory, ShardRouter
 from turnlane.table.shard_store import ShardStore
 from turnlane.table.shards import KeyRange, Shard, ShardMap, keyspace_id
-from turnlane.table.url import dialect_of
 
 RESHARDER = Path(__file__).with_name("resharder.py")
 
 STEPS = (
-    "newest_map",
-    "keep_map",
-    "set_plan",
-    "plan",
-    "shut",
-    "open",
-    "take",
-    "first_batch",
-    "arrive",
-    "strike",
-    "map_of",
-    "is_led",
-    "end_plan",
-    "schedules",
-    "keep_schedule",
-    "drop_schedule",
+    "read_newest_map",
+    "save_map",
+    "save_plan",
+    "read_plan",
+    "close_lease",
+    "open_lease",
+    "move_to_outbox",
+    "read_first_batch",
+    "insert_batch",
+    "delete_batch",
+    "read_map",
+    "has_leader",
+    "delete_plan",
+    "read_schedules",
+    "add_schedule",
+    "remove_schedule",
 )
 
 
@@ -79,15 +79,17 @@ class MortalShardStore(ShardStore):
 class MortalSites(ShardDirectory):
     """Sites whose stores die."""
 
-    def store(self, shard: Shard) -> ShardStore:
+    def get_store(self, shard: Shard) -> ShardStore:
         with self._lock:
             if shard.address not in self._stores:
-                self._stores[shard.address] = MortalShardStore(self.dialect(shard), self.definition)
+                self._stores[shard.address] = MortalShardStore(
+                    self.get_dialect(shard), self.definition
+                )
             return self._stores[shard.address]
 
 
 def split(directory: Path) -> list[Shard]:
-    return [Shard.of((sqlite_url(directory, each), each)) for each in ("-40", "40-80")]
+    return [Shard.from_spec((sqlite_url(directory, each), each)) for each in ("-40", "40-80")]
 
 
 def fill(queue: table.ShardedQueue, label: str, count: int) -> set[str]:
@@ -121,8 +123,10 @@ def test_a_reshard_killed_at_every_step_is_resumed(
             queue.schedule(f"tick {key}", "0 3 * * *", user_id=key)
         scheduled = queue.schedules()
         MortalShardStore.fatal, MortalShardStore.after = operation, after
-        sites, deaths = site.sites(), 0
-        while reshard_until_killed(sites, ShardMap.of(site.shards), split(tmp_path), deaths):
+        directory, deaths = site.directory(), 0
+        while reshard_until_killed(
+            directory, ShardMap.from_shards(site.shards), split(tmp_path), deaths
+        ):
             deaths += 1
             assert deaths < 60
         assert deaths
@@ -142,14 +146,14 @@ def test_a_reshard_killed_at_every_step_is_resumed(
 
 
 def reshard_until_killed(
-    sites: ShardDirectory, shards: ShardMap, targets: list[Shard], survive: int
+    directory: ShardDirectory, shards: ShardMap, targets: list[Shard], survive: int
 ) -> bool:
     """Whether it died."""
     MortalShardStore.calls, MortalShardStore.survive = 0, survive
-    definition = sites.definition
+    definition = directory.definition
     with MortalSites(definition, [shard.url for shard in shards.shards]) as mortal:
         try:
-            Resharder.begin(mortal, mortal.newest(shards), targets).run()
+            Resharder.begin(mortal, mortal.find_newest_map(shards), targets).run()
         except Killed:
             return True
     return False
@@ -160,7 +164,7 @@ def test_a_split_and_a_merge_under_load(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-80", "80-") as site:
         queue, oracle, expected = site.queue(), ShardOracle(), set[str]()
         with Load(site, expected), queue.receive() as receiver, Eater(oracle, receiver):
-            for targets in (split(tmp_path), [Shard.of((sqlite_url(tmp_path, "all"), "-"))]):
+            for targets in (split(tmp_path), [Shard.from_spec((sqlite_url(tmp_path, "all"), "-"))]):
                 site.queue().reshard(targets)
                 confirmed_beyond(oracle, len(oracle.confirmed) + 50)
         queue.refresh()
@@ -192,10 +196,10 @@ class Load:
 
     def _run(self) -> None:
         site, queue, at = self._site, self._site.queue(), 0
-        old = ShardMap.of(site.shards)
+        old = ShardMap.from_shards(site.shards)
         while not self._over.wait(0.005):
             at += 1
-            url = old.shard_of(keyspace_id(at)).url
+            url = old.find_shard(keyspace_id(at)).url
             site.execute(
                 url, f"INSERT INTO {site.name} (user_id, payload) VALUES ({at}, 'old {at}')"
             )
@@ -282,7 +286,7 @@ def served_shards(request: pytest.FixtureRequest) -> list[str]:
 
 def databases_of(server: Any) -> list[str]:
     names = [f"shard_{uuid.uuid4().hex[:8]}" for _ in range(3)]
-    with contextlib.closing(dialect_of(server.url).connect()) as connection:
+    with contextlib.closing(load_queue_dialect(server.url).connect()) as connection:
         for name in names:
             connection.cursor().execute(f"CREATE DATABASE {name}")
     base, mark, query = server.url.partition("?")
@@ -387,7 +391,7 @@ def test_a_row_that_somebody_holds_delays_only_the_end_of_a_reshard(
     with ShardSite([(first, "-")]) as site, ThreadPoolExecutor(1) as threads:
         queue = site.queue()
         queue.put({"user_id": at, "payload": f"p{at}"} for at in range(10))
-        dialect = dialect_of(first)
+        dialect = load_queue_dialect(first)
         with contextlib.closing(dialect.connect()) as connection:
             with dialect.transaction(connection):
                 held = f"SELECT payload FROM {site.name} WHERE user_id = 3 FOR UPDATE"
@@ -466,20 +470,20 @@ def test_a_retired_shard_s_late_rows_are_moved_on(tmp_path: Path) -> None:
 def test_an_event_is_delivered_by_the_map_it_was_taken_by(tmp_path: Path) -> None:
     """Or one that had arrived before a crash would come a second time, by a newer map."""
     with sqlite_site(tmp_path, "-") as site:
-        queue, sites = site.queue(), site.sites()
+        queue, directory = site.queue(), site.directory()
         (source,) = queue.map.shards
-        first = Shard.of((sqlite_url(tmp_path, "a"), "-"))
+        first = Shard.from_spec((sqlite_url(tmp_path, "a"), "-"))
         queue.reshard([first])
         site.execute(source.url, f"INSERT INTO {site.name} (user_id, payload) VALUES (1, 'one')")
-        store = sites.store(source)
-        assert store.take(TransferFilter.PLAIN, 1) == 1
-        batch = store.first_batch()
+        store = directory.get_store(source)
+        assert store.move_to_outbox(TransferFilter.PLAIN, 1) == 1
+        batch = store.read_first_batch()
         assert batch is not None
-        assert sites.store(first).arrive(store.id, batch.number, batch.rows)
+        assert directory.get_store(first).insert_batch(store.id, batch.number, batch.rows)
         # Killed here, before it was struck off.
         last = (sqlite_url(tmp_path, "b"), "-")
         queue.reshard([last])
-        RowMover(sites, source).drain(2)
+        RowMover(directory, source).drain(2)
         assert [site.rows(each) for each in (source.url, first.url, last[0])] == [0, 0, 1]
 
 
@@ -504,12 +508,14 @@ def test_what_was_acked_stays_acked(tmp_path: Path) -> None:
 def test_the_old_manager_can_confirm_nothing_after_the_switch(tmp_path: Path) -> None:
     """An ack that comes when its event was moved is refused; the event fires again."""
     with sqlite_site(tmp_path, "-") as site:
-        old, sites = site.queue(), site.sites()
+        old, directory = site.queue(), site.directory()
         old.put([{"user_id": 1, "payload": "one"}])
-        target = Shard.of((sqlite_url(tmp_path, "a"), "-"))
+        target = Shard.from_spec((sqlite_url(tmp_path, "a"), "-"))
         with old.receive() as receiver:
             (event,) = take(receiver, 1)
-            Resharder(sites, Resharder.begin(sites, old.map, [target]).plan, grace=0.0).run()
+            Resharder(
+                directory, Resharder.begin(directory, old.map, [target]).plan, leave_seconds=0.0
+            ).run()
             event.ack()
             with pytest.raises(LeadLost):
                 receiver.flush(PATIENCE)
@@ -519,25 +525,25 @@ def test_the_old_manager_can_confirm_nothing_after_the_switch(tmp_path: Path) ->
 
 def test_near_events_are_not_taken_while_a_manager_may_have_them(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-") as site:
-        queue, sites = site.queue(), site.sites()
+        queue, directory = site.queue(), site.directory()
         fill(queue, "x", 9)
-        store = sites.store(queue.map.shards[0])
-        with pytest.raises(LeadLost, match="not shut"):
-            store.take(TransferFilter.PLAIN, 1)
-        assert store.take(TransferFilter.FAR, 1, store.now() + 10**11) == 3
+        store = directory.get_store(queue.map.shards[0])
+        with pytest.raises(LeadLost, match="not closed"):
+            store.move_to_outbox(TransferFilter.PLAIN, 1)
+        assert store.move_to_outbox(TransferFilter.FAR, 1, store.read_now() + 10**11) == 3
         assert site.rows(site.shards[0][0]) == 6
 
 
 def test_a_shard_that_is_shut_is_led_by_nobody(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-") as site:
-        queue, sites = site.queue(), site.sites()
+        queue, directory = site.queue(), site.directory()
         (shard,) = queue.map.shards
-        store = sites.store(shard)
-        store.shut()
+        store = directory.get_store(shard)
+        store.close_lease()
         queue.put([{"user_id": 1, "payload": "one"}])
         with queue.receive() as receiver:
             assert receiver.take(timeout=0.5) == []
-            store.open()
+            store.open_lease()
             assert take(receiver, 1)[0]["payload"] == "one"
 
 
@@ -595,7 +601,7 @@ def test_a_group_ends_after_its_last_member_wherever_they_are(tmp_path: Path) ->
 def test_merged_shards_may_have_had_the_same_name_for_two_events(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-80", "80-") as site:
         queue = site.queue()
-        keys = {queue.map.shard_of(keyspace_id(key)).address: key for key in range(50)}
+        keys = {queue.map.find_shard(keyspace_id(key)).address: key for key in range(50)}
         for key in keys.values():
             queue.put([{"user_id": key, "payload": f"p{key}", "event_name": "same"}])
         queue.reshard([(sqlite_url(tmp_path, "all"), "-")])
@@ -605,11 +611,11 @@ def test_merged_shards_may_have_had_the_same_name_for_two_events(tmp_path: Path)
 
 def test_one_reshard_at_a_time(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-80", "80-") as site:
-        sites, shards = site.sites(), ShardMap.of(site.shards)
-        Resharder.begin(sites, shards, split(tmp_path))
-        other = Shard.of((sqlite_url(tmp_path, "z"), "80-"))
+        directory, shards = site.directory(), ShardMap.from_shards(site.shards)
+        Resharder.begin(directory, shards, split(tmp_path))
+        other = Shard.from_spec((sqlite_url(tmp_path, "z"), "80-"))
         with pytest.raises(ReshardUnderWay):
-            Resharder.begin(sites, shards, [other])
+            Resharder.begin(directory, shards, [other])
         queue = site.queue()
         assert queue.resume_reshard() is not None
         assert queue.resume_reshard() is None
@@ -650,7 +656,7 @@ def _tables(url: str) -> set[str]:
     if not url.startswith("sqlite"):
         schema = "DATABASE()" if url.startswith("mysql") else "current_schema()"
         listed = f"SELECT table_name FROM information_schema.tables WHERE table_schema = {schema}"
-    with contextlib.closing(dialect_of(url).connect()) as connection:
+    with contextlib.closing(load_queue_dialect(url).connect()) as connection:
         cursor = connection.cursor()
         cursor.execute(listed)
         return {row[0] for row in cursor.fetchall()}
@@ -658,10 +664,10 @@ def _tables(url: str) -> set[str]:
 
 def test_a_dropped_queue_leaves_nothing_of_its_shards(site: Site) -> None:
     name = site.queue().name
-    with ShardDirectory(site.database.catalog.definition(name), [site.url]) as sites:
-        store = sites.store(Shard.of((site.url, "-")))
-        store.keep_map(ShardMap.of([(site.url, "-")]))
-        store.arrive("a shard", 7, [])
+    with ShardDirectory(site.database.catalog.get_definition(name), [site.url]) as directory:
+        store = directory.get_store(Shard.from_spec((site.url, "-")))
+        store.save_map(ShardMap.from_shards([(site.url, "-")]))
+        store.insert_batch("a shard", 7, [])
     outbox = f"turnlane_move_{name}"
     assert outbox in _tables(site.url)
     site.database.sql(f"DROP QUEUE {name}")
@@ -674,7 +680,7 @@ def test_a_queue_made_anew_does_not_follow_the_former_s_map(tmp_path: Path) -> N
     with sqlite_site(tmp_path, "-80", "80-") as site:
         with site.queue() as queue:
             queue.reshard(split(tmp_path))
-        made = site.database._databases[0].catalog.definition(site.name)
+        made = site.database._databases[0].catalog.get_definition(site.name)
         site.database.sql(f"DROP QUEUE {site.name}")
         site.database.sql(f"CREATE QUEUE {str(made).removeprefix('CREATE QUEUE ')}")
         assert [str(shard.key_range) for shard in site.queue().map.shards] == ["-80", "80-"]
@@ -685,7 +691,7 @@ def test_a_database_that_is_gone_hides_no_newer_map(tmp_path: Path) -> None:
         queue = site.queue()
         site.queue().reshard(split(tmp_path))
         Path(site.shards[0][0].removeprefix("sqlite:///")).unlink()
-        later = table.ShardedQueue(site.sites(), ShardMap.of(site.shards))
+        later = table.ShardedQueue(site.directory(), ShardMap.from_shards(site.shards))
         assert later.map.version == 1
         later.close()
         queue.refresh()
@@ -709,14 +715,14 @@ def test_columns_with_any_name_are_moved(site: Site, name: str) -> None:
         ShardStore(site.dialect, queue.definition) as source,
         ShardStore(site.dialect, other.definition) as target,
     ):
-        source.shut()
-        assert source.take(TransferFilter.PLAIN, 1) == 1
-        batch = source.first_batch()
+        source.close_lease()
+        assert source.move_to_outbox(TransferFilter.PLAIN, 1) == 1
+        batch = source.read_first_batch()
         assert batch is not None
-        assert target.arrive(source.id, batch.number, batch.rows)
-        assert not target.arrive(source.id, batch.number, batch.rows)
-        source.strike(batch.number)
-        assert source.left() == 0
+        assert target.insert_batch(source.id, batch.number, batch.rows)
+        assert not target.insert_batch(source.id, batch.number, batch.rows)
+        source.delete_batch(batch.number)
+        assert source.count_rows() == 0
     with other.receive() as receiver:
         (event,) = take(receiver, 1)
         assert event[name] == "100 %s"
@@ -727,14 +733,14 @@ def test_columns_with_any_name_are_moved(site: Site, name: str) -> None:
 
 def write_batch(site: ShardSite, shards: ShardMap, epoch: int, *, only: int | None = None) -> None:
     """As Spark does: rows to each shard, noted in all of them; perhaps cut off after some."""
-    definition = site.sites().definition
+    definition = site.directory().definition
     for shard in shards.shards[:only]:
         rows = [
             {"user_id": at, "payload": f"{epoch} {at}", "fire_at": 2**62}
             for at in range(20)
             if shard.key_range.contains(keyspace_id(at))
         ]
-        with BatchStaging(dialect_of(shard.url), definition) as staging:
+        with BatchStaging(load_queue_dialect(shard.url), definition) as staging:
             job = get_job_id("w")
             staging.add(f"{job}/1", 0, rows)
             staging.commit(job, [f"{job}/1"], epoch)

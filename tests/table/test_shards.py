@@ -10,8 +10,9 @@ import pytest
 from tests.table.shard_site import ShardOracle, sqlite_site, sqlite_url
 from tests.table.site import PATIENCE, eventually, take
 from turnlane import table
+from turnlane.databases import remove_password
 from turnlane.errors import ConfigError, LeadLost
-from turnlane.table.shards import KeyRange, Shard, ShardMap, address_of, keyspace_id
+from turnlane.table.shards import KeyRange, Shard, ShardMap, keyspace_id
 
 
 def key_in(key_range: str) -> int:
@@ -34,20 +35,20 @@ def key_in(key_range: str) -> int:
 )
 def test_a_map_has_every_key_exactly_once(ranges: list[str], wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
-        ShardMap.of([(f"sqlite:///{at}.db", each) for at, each in enumerate(ranges)])
+        ShardMap.from_shards([(f"sqlite:///{at}.db", each) for at, each in enumerate(ranges)])
 
 
 def test_no_two_shards_share_a_database() -> None:
-    with pytest.raises(ConfigError, match="stands there twice"):
-        ShardMap.of([("sqlite:///a.db", "-80"), ("sqlite:///a.db", "80-")])
+    with pytest.raises(ConfigError, match="is used by two shards"):
+        ShardMap.from_shards([("sqlite:///a.db", "-80"), ("sqlite:///a.db", "80-")])
 
 
 def test_every_key_has_its_shard() -> None:
-    shards = ShardMap.of([("sqlite:///b.db", "80-"), ("sqlite:///a.db", "-80")])
+    shards = ShardMap.from_shards([("sqlite:///b.db", "80-"), ("sqlite:///a.db", "-80")])
     for key in range(1000):
-        found = shards.shard_of(keyspace_id(key))
+        found = shards.find_shard(keyspace_id(key))
         assert found.key_range.contains(keyspace_id(key))
-    assert {shards.shard_of(keyspace_id(key)).url for key in range(20)} == {
+    assert {shards.find_shard(keyspace_id(key)).url for key in range(20)} == {
         "sqlite:///a.db",
         "sqlite:///b.db",
     }
@@ -55,24 +56,24 @@ def test_every_key_has_its_shard() -> None:
 
 def test_a_map_is_kept_without_passwords() -> None:
     url = "postgresql://app:secret@db.example:5432/shop?sslmode=require"
-    shards = ShardMap.of([(url, "-")])
+    shards = ShardMap.from_shards([(url, "-")])
     assert "secret" not in shards.to_json() + repr(shards) + str(shards.shards[0])
-    assert address_of(url) == "postgresql://app@db.example:5432/shop?sslmode=require"
+    assert remove_password(url) == "postgresql://app@db.example:5432/shop?sslmode=require"
     assert ShardMap.from_json(shards.to_json()) == shards
 
 
 def test_a_reshard_takes_whole_shards() -> None:
-    shards = ShardMap.of([("sqlite:///a.db", "-80"), ("sqlite:///b.db", "80-")])
-    split = shards.resharded(
-        [Shard.of(("sqlite:///c.db", "-40")), Shard.of(("sqlite:///d.db", "40-80"))]
+    shards = ShardMap.from_shards([("sqlite:///a.db", "-80"), ("sqlite:///b.db", "80-")])
+    split = shards.plan_reshard(
+        [Shard.from_spec(("sqlite:///c.db", "-40")), Shard.from_spec(("sqlite:///d.db", "40-80"))]
     )
     assert [str(shard.key_range) for shard in split.shards] == ["-40", "40-80", "80-"]
     assert [shard.url for shard in split.retired] == ["sqlite:///a.db"]
     assert split.version == 1
     with pytest.raises(ConfigError, match="no shard has the keys 40-80"):
-        shards.resharded([Shard.of(("sqlite:///c.db", "-40"))])
-    with pytest.raises(ConfigError, match="twice"):
-        shards.resharded([Shard.of(("sqlite:///b.db", "-80"))])
+        shards.plan_reshard([Shard.from_spec(("sqlite:///c.db", "-40"))])
+    with pytest.raises(ConfigError, match="used by two shards"):
+        shards.plan_reshard([Shard.from_spec(("sqlite:///b.db", "-80"))])
 
 
 def test_events_lie_where_their_keys_belong(tmp_path: Path) -> None:
@@ -140,8 +141,8 @@ def test_two_processes_share_the_shards(tmp_path: Path) -> None:
         low, high = (shard for shard in first.map.shards)
         first.queue(low).manager()
         second.queue(high).manager()
-        eventually(lambda: first.queue(low).manager().fires)
-        eventually(lambda: second.queue(high).manager().fires)
+        eventually(lambda: first.queue(low).manager().can_fire)
+        eventually(lambda: second.queue(high).manager().can_fire)
         oracle = ShardOracle()
         with first.receive() as one, second.receive() as two:
             first.put({"user_id": key, "payload": f"p{key}"} for key in range(100))
@@ -169,7 +170,7 @@ def test_an_ack_that_was_lost_with_the_lead_is_not_confirmed_later(tmp_path: Pat
             site.execute(shard.url, f"{token.replace('token + 1', 'token + 1, expires_at = 0')}")
             event.ack()
             eventually(lambda: manager.counts.lost_leads == 1)
-            eventually(lambda: manager.fires)
+            eventually(lambda: manager.can_fire)
             with pytest.raises(LeadLost):
                 receiver.flush(PATIENCE)
             (again,) = take(receiver, 1)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.table.site import Site
+from turnlane.databases import Session
 from turnlane.table import KeyRange, TableQueue
 from turnlane.table.batch_commit import STAGE_PREFIX, STAGE_RETENTION, BatchStaging, get_job_id
 from turnlane.table.queue import EventSelection
-from turnlane.table.sql.session import Session
 
 ODD = "a %s {now} `b`"
 COLUMNS = f'user_id BIGINT, payload VARCHAR(256) NOT NULL, "{ODD}" INT'
@@ -25,7 +25,7 @@ def rows(*payloads: str, **columns: Any) -> list[dict[str, Any]]:
 
 
 def payloads(queue: TableQueue) -> list[str]:
-    return sorted(row["payload"] for row in queue.scan.events(EventSelection()))
+    return sorted(row["payload"] for row in queue.scan.read_events(EventSelection()))
 
 
 def staged(site: Site, queue: TableQueue) -> int:
@@ -50,7 +50,7 @@ def test_a_batch_is_there_as_a_whole_and_once(site: Site) -> None:
         assert other.commit(job, [f"{job}/5"], epoch=5) == 1
         assert payloads(queue) == ["a", "b", "c", "d", "e"]
         assert staged(site, queue) == 0
-    found = {row["payload"]: row for row in queue.scan.events(EventSelection())}
+    found = {row["payload"]: row for row in queue.scan.read_events(EventSelection())}
     assert [found["c"][name] for name in ("fire_at", "priority", "event_name", ODD)] == [
         5,
         2,
@@ -73,7 +73,9 @@ def test_a_commit_that_is_cut_off_changes_nothing(
             def cut_off(*_: object) -> None:
                 raise KeyboardInterrupt
 
-            broken.setattr(BatchStaging, "_forget", cut_off)  # the last thing that a commit does
+            broken.setattr(
+                BatchStaging, "_delete_stages", cut_off
+            )  # the last thing that a commit does
             with pytest.raises(KeyboardInterrupt):
                 made.commit(job, [f"{job}/1"], epoch=0)
         assert payloads(queue) == []
@@ -106,7 +108,7 @@ def test_key_ranges_divide_a_table(site: Site) -> None:
     parts = [
         {
             row["payload"]: row["keyspace_id"]
-            for row in queue.scan.events(EventSelection(key_range=part))
+            for row in queue.scan.read_events(EventSelection(key_range=part))
         }
         for part in KeyRange.parse("-").split(3)
     ]
@@ -115,15 +117,19 @@ def test_key_ranges_divide_a_table(site: Site) -> None:
     for part, found in zip(KeyRange.parse("-").split(3), parts, strict=True):
         assert all(part.contains(each) for each in found.values())
     some = EventSelection(keys=(7, 8), states=("to_be_fired",))
-    assert sorted(row["payload"] for row in queue.scan.events(some)) == ["p7", "p8"]
-    assert queue.scan.ids(EventSelection(ids=())) == []
-    assert [len(page) for page in queue.scan.pages(EventSelection(), size=120)] == [120, 120, 60]
+    assert sorted(row["payload"] for row in queue.scan.read_events(some)) == ["p7", "p8"]
+    assert queue.scan.read_ids(EventSelection(ids=())) == []
+    assert [len(page) for page in queue.scan.read_pages(EventSelection(), size=120)] == [
+        120,
+        120,
+        60,
+    ]
 
 
 def test_a_scan_holds_nobody_up(site: Site) -> None:
     queue = site.queue()
     site.fill(queue, 50)
-    pages = queue.scan.pages(EventSelection(), size=10)
+    pages = queue.scan.read_pages(EventSelection(), size=10)
     assert len(next(pages)) == 10
     with site.transaction() as connection:
         connection.cursor().execute(f"DELETE FROM {queue.name}")
