@@ -50,12 +50,12 @@ def filled(site: Site) -> TableQueue:
 @pytest.mark.parametrize(
     "url", ["mysql://h:99999/x", "postgresql://u:se/cret@h/x", "-80=postgresql://[::1/x"]
 )
-def test_an_address_that_cannot_be_read_is_said_without_its_password(url: str) -> None:
+def test_invalid_url_is_reported_without_its_password(url: str) -> None:
     said = turnlane("status", "--url", url, code=78)
     assert said == "turnlane: --url: is no address: its host or its port cannot be read\n"
 
 
-def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
+def test_file_that_is_not_a_database_is_named_in_the_error(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("These are the notes of a long meeting, and not a database.")
     said = turnlane("status", "--url", f"sqlite:///{path}", code=78)
@@ -63,7 +63,7 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
 
 
 class TestStatements:
-    def test_queues_are_made_shown_and_dropped(self, site: Site) -> None:
+    def test_statements_create_show_and_drop_queues(self, site: Site) -> None:
         statement = "CREATE QUEUE cli_mails (customer BIGINT, subject TEXT) SHARD BY (customer)"
         assert turnlane("sql", statement, "--url", site.url) == "cli_mails\n"
         assert "cli_mails\n" in turnlane("sql", "-", "--url", site.url, stdin="SHOW QUEUES")
@@ -72,7 +72,7 @@ class TestStatements:
         turnlane("sql", "DROP QUEUE cli_mails", "--url", site.url)
         assert "cli_mails" not in turnlane("sql", "SHOW QUEUES", "--url", site.url)
 
-    def test_the_sql_that_is_printed_makes_the_queue(self, site: Site) -> None:
+    def test_printed_ddl_creates_the_queue(self, site: Site) -> None:
         statement = 'CREATE QUEUE cli_odd ("a %s {b}" INT) WITH (max_attempts = 3)'
         listed = objects("sql", statement, "--print", "--url", site.url)
         assert "cli_odd" not in turnlane("sql", "SHOW QUEUES", "--url", site.url)
@@ -84,7 +84,7 @@ class TestStatements:
         finally:
             turnlane("sql", "DROP QUEUE IF EXISTS cli_odd", "--url", site.url)
 
-    def test_schedules_are_made_shown_and_dropped(self, site: Site) -> None:
+    def test_statements_create_show_and_drop_schedules(self, site: Site) -> None:
         name = site.queue().name
         statement = f"CREATE SCHEDULE tick ON {name} EVERY '5 * * * *' VALUES (payload = 'x')"
         assert turnlane("sql", statement, "--url", site.url) == "tick\n"
@@ -96,7 +96,7 @@ class TestStatements:
         assert objects("sql", gone, "--url", site.url) == [{"schedule": "tick"}]
         assert "no schedule 'tick'" in turnlane("sql", gone, "--url", site.url, code=1)
 
-    def test_mistakes_are_told_in_a_line(self, tmp_path: Path) -> None:
+    def test_errors_take_one_line(self, tmp_path: Path) -> None:
         url = f"sqlite:///{tmp_path}/q.db"
         assert "1:19: there is no type" in turnlane(
             "sql", "CREATE QUEUE a (b c)", "--url", url, code=1
@@ -111,7 +111,7 @@ class TestStatements:
 
 
 class TestEvents:
-    def test_status_says_what_waits_how_late_it_is_and_who_leads(
+    def test_status_shows_waiting_events_lag_and_leader(
         self, site: Site, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("COLUMNS", "200")
@@ -131,7 +131,7 @@ class TestEvents:
         assert status["term"] > 0
         assert 0 < status["lease"] <= 2
 
-    def test_peek_shows_what_is_asked_for(self, site: Site) -> None:
+    def test_peek_shows_only_the_selected_events(self, site: Site) -> None:
         name = filled(site).name
 
         def seen(*options: str) -> list[str]:
@@ -179,7 +179,7 @@ class TestEvents:
             assert receiver.take(timeout=0) == []
 
 
-def test_shards_are_looked_at_together_and_resharded(
+def test_status_and_reshard_work_on_several_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = [(f"sqlite:///{tmp_path}/a.db", "-80"), (f"sqlite:///{tmp_path}/b.db", "80-")]

@@ -41,20 +41,18 @@ def following(text: str, start: str, count: int, zone: ZoneInfo | None = None) -
         ("30/15 8 * * *", "2026-01-01T00:00Z", ["2026-01-01T08:30", "2026-01-01T08:45"]),
     ],
 )
-def test_an_expression_comes_when_its_fields_say(
-    text: str, start: str, expected: list[str]
-) -> None:
+def test_expression_matches_its_fields(text: str, start: str, expected: list[str]) -> None:
     assert following(text, start, 2) == [f"{each}+00:00" for each in expected]
 
 
-def test_what_names_an_hour_comes_once_on_the_days_that_clocks_are_changed() -> None:
+def test_fixed_hour_comes_once_on_days_when_clocks_change() -> None:
     spring = following("30 2 * * *", "2026-03-28T12:00Z", 2, BERLIN)
     assert spring == ["2026-03-29T03:30+02:00", "2026-03-30T02:30+02:00"]
     autumn = following("30 2 * * *", "2026-10-24T12:00Z", 2, BERLIN)
     assert autumn == ["2026-10-25T02:30+02:00", "2026-10-26T02:30+01:00"]
 
 
-def test_what_comes_every_hour_goes_on_while_clocks_are_changed() -> None:
+def test_every_hour_follows_elapsed_time_when_clocks_change() -> None:
     spring = following("*/30 * * * *", "2026-03-29T00:29Z", 3, BERLIN)
     assert spring == ["2026-03-29T01:30+01:00", "2026-03-29T03:00+02:00", "2026-03-29T03:30+02:00"]
     autumn = following("30 * * * *", "2026-10-25T00:00Z", 3, BERLIN)
@@ -70,7 +68,7 @@ moments = st.integers(1_577_836_800 * 10**9, 2_051_222_400 * 10**9)  # from 2020
     st.integers(0, 23),
     st.sampled_from(["Europe/Berlin", "Asia/Kolkata"]),
 )
-def test_it_comes_after_the_moment_and_within_a_day(
+def test_daily_expression_comes_after_the_moment_and_within_a_day(
     moment: int, minute: int, hour: int, zone: str
 ) -> None:
     came = Cron.parse(f"{minute} {hour} * * *").find_next(moment, ZoneInfo(zone))
@@ -94,6 +92,6 @@ def test_it_comes_after_the_moment_and_within_a_day(
         ("0 0 30 2 *", "day of the month: '30' does not come in month '2'"),
     ],
 )
-def test_what_is_none_is_told_with_its_field(text: str, words: str) -> None:
+def test_invalid_expression_error_names_the_field(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         Cron.parse(text)

@@ -38,7 +38,7 @@ def _fill(site: Site, queue: TableQueue, key_range: str, count: int, **columns: 
 
 
 @pytest.mark.parametrize("ordering", ["none", "key"])
-def test_a_receiver_that_takes_nothing_starves_no_other_key_range(
+def test_receiver_that_takes_nothing_does_not_starve_other_key_ranges(
     site: Site, ordering: str
 ) -> None:
     queue = site.queue(ack_timeout="10m", ordering=ordering)
@@ -63,7 +63,7 @@ def test_a_receiver_that_takes_nothing_starves_no_other_key_range(
     assert queue.counts()["to_be_fired"] == queue.counts()["fired"] == 0
 
 
-def test_a_key_range_without_a_receiver_starves_no_other(site: Site) -> None:
+def test_key_range_without_receiver_does_not_starve_others(site: Site) -> None:
     queue = site.queue(ack_timeout="10m")
     _fill(site, queue, "-80", MANY)
     with queue.receive("80-") as receiver:
@@ -86,7 +86,7 @@ def test_a_key_range_without_a_receiver_starves_no_other(site: Site) -> None:
     assert queue.counts()["to_be_fired"] == queue.counts()["fired"] == 0
 
 
-def test_events_that_are_not_due_hold_up_none_that_are(site: Site) -> None:
+def test_events_not_due_do_not_delay_due_events(site: Site) -> None:
     queue = site.queue(window="1h", window_events=100, ack_timeout="10m")
     site.fill(queue, 300, fire_at=site.now() + 600 * 10**9)
     with queue.receive() as receiver:
@@ -108,7 +108,7 @@ def test_events_that_are_not_due_hold_up_none_that_are(site: Site) -> None:
     assert sorted(seen) == sorted(f"p{at}" for at in range(300))
 
 
-def test_what_waits_behind_a_busy_key_is_bounded_and_starves_no_other(site: Site) -> None:
+def test_events_behind_a_busy_key_are_bounded_and_do_not_starve_others(site: Site) -> None:
     queue = site.queue(ordering="key", window_events=100, ack_timeout="10m")
     with site.transaction() as connection:
         queue.enqueue_many(connection, [{"user_id": 1, "payload": f"{at}"} for at in range(300)])
@@ -143,9 +143,7 @@ def _by_key(events: list[TableEvent], key: int) -> tuple[list[TableEvent], list[
 
 
 @pytest.mark.parametrize("prefetch", [2, 50])
-def test_a_long_queue_in_order_comes_in_order_from_a_short_window(
-    site: Site, prefetch: int
-) -> None:
+def test_long_ordered_queue_keeps_its_order_with_a_short_window(site: Site, prefetch: int) -> None:
     queue = site.queue(ordering="queue", window_events=20, ack_timeout="10m")
     site.fill(queue, 200)
     seen: list[str] = []
@@ -159,7 +157,7 @@ def test_a_long_queue_in_order_comes_in_order_from_a_short_window(
     assert seen == [f"p{at}" for at in range(200)]
 
 
-def test_many_busy_keys_share_the_room_for_what_waits_behind_them(site: Site) -> None:
+def test_many_busy_keys_share_the_room_for_waiting_events(site: Site) -> None:
     queue = site.queue(ordering="key", window_events=40, ack_timeout="10m")
     with site.transaction() as connection:
         queue.enqueue_many(
@@ -179,7 +177,7 @@ def test_many_busy_keys_share_the_room_for_what_waits_behind_them(site: Site) ->
     assert queue.counts()["to_be_fired"] == queue.counts()["fired"] == 0
 
 
-def test_a_retry_is_found_though_its_key_is_crowded(site: Site) -> None:
+def test_retry_is_found_although_its_key_is_crowded(site: Site) -> None:
     """Far off, it is not in memory; those that wait for it are, and there are more of them."""
     queue = site.queue(ordering="key", window="1s", window_events=20, ack_timeout="10m")
     with site.transaction() as connection:

@@ -38,7 +38,7 @@ VICTIM = Path(__file__).with_name("victim.py")
 HOLDER = Path(__file__).with_name("holder.py")
 
 
-def test_a_manager_killed_at_every_step_loses_nothing(site: Site) -> None:
+def test_manager_killed_at_every_step_loses_nothing(site: Site) -> None:
     """One manager after the other dies, before or after a step; the next one carries on.
 
     An event that waits for a group fires after all its members are acked, and is acked once.
@@ -144,7 +144,7 @@ class GroupOracle(Oracle):
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_a_manager_killed_while_it_writes_events_as_fired_loses_nothing(
+def test_manager_killed_while_inserting_fired_events_loses_nothing(
     site: Site, *, after: bool
 ) -> None:
     queue = site.queue(lease="150ms", ack_timeout="200ms")
@@ -163,7 +163,7 @@ def test_a_manager_killed_while_it_writes_events_as_fired_loses_nothing(
     oracle.check({"p0", "new"} if after else {"p0"})
 
 
-def test_a_process_that_was_stopped_changes_nothing(site: Site) -> None:
+def test_stopped_process_changes_nothing_after_a_takeover(site: Site) -> None:
     """It leads, sleeps past its lease with events in hand, and goes on when another leads."""
     queue = site.queue(lease="500ms", ack_timeout="60s", retention="1h")
     site.fill(queue, 30)
@@ -216,7 +216,7 @@ def enqueue_behind_a_gap(site: Site, queue: table.TableQueue) -> str:
     return name
 
 
-def test_a_process_killed_in_the_middle_loses_nothing(site: Site) -> None:
+def test_process_killed_in_the_middle_loses_nothing(site: Site) -> None:
     queue = site.queue(lease="1s", ack_timeout="1s")
     site.fill(queue, 300)
     oracle = Oracle(site)
@@ -239,7 +239,7 @@ def test_a_process_killed_in_the_middle_loses_nothing(site: Site) -> None:
     oracle.check({f"p{at}" for at in range(300)})
 
 
-def test_a_manager_that_was_paused_changes_nothing(site: Site) -> None:
+def test_paused_manager_changes_nothing_after_a_takeover(site: Site) -> None:
     queue = site.queue(lease="300ms", ack_timeout="60s", retention="1h")
     site.fill(queue, 4)
     paused = site.manager(queue)
@@ -319,7 +319,7 @@ def test_every_write_with_an_old_token_is_refused(site: Site) -> None:
     store.close()
 
 
-def test_a_takeover_waits_for_a_write_that_is_under_way(site: Site) -> None:
+def test_takeover_waits_for_a_running_write(site: Site) -> None:
     queue = site.queue(lease="1s")
     site.fill(queue, 1)
     first, second = (TableStore(site.dialect, queue.definition) for _ in range(2))
@@ -348,7 +348,7 @@ def test_a_takeover_waits_for_a_write_that_is_under_way(site: Site) -> None:
         store.close()
 
 
-def test_the_database_is_restarted(served_site: Site) -> None:
+def test_database_restart_loses_nothing(served_site: Site) -> None:
     site = served_site
     assert site.server is not None
     queue = site.queue(ack_timeout="2s")
@@ -366,7 +366,7 @@ def test_the_database_is_restarted(served_site: Site) -> None:
     oracle.check({f"p{at}" for at in range(50)})
 
 
-def test_a_server_that_says_nothing_is_noticed(mariadb: MariadbServer) -> None:
+def test_silent_server_is_noticed(mariadb: MariadbServer) -> None:
     with Site(f"{mariadb.url}?read_timeout=1", mariadb) as site:
         queue = site.queue()
         site.fill(queue, 1)
@@ -379,7 +379,7 @@ def test_a_server_that_says_nothing_is_noticed(mariadb: MariadbServer) -> None:
         assert queue.counts()["to_be_fired"] == 1
 
 
-def test_a_connection_to_postgresql_asks_whether_its_host_is_there(
+def test_postgresql_connection_uses_keepalives(
     postgres: PostgresServer,
 ) -> None:
     with contextlib.closing(table.connect(postgres.url).connect()) as connection:
@@ -393,7 +393,7 @@ def test_a_connection_to_postgresql_asks_whether_its_host_is_there(
         assert told["application_name"] == "shop"
 
 
-def test_a_watch_that_cannot_connect_tries_again(
+def test_watch_that_cannot_connect_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connection, "RECONNECT", Backoff(0.05, 0.1))
@@ -411,7 +411,7 @@ def test_a_watch_that_cannot_connect_tries_again(
     assert caplog.text.count("polling until") == 1
 
 
-def test_a_queue_that_is_dropped_is_missed_once_and_found_again(
+def test_dropped_queue_is_reported_once_and_found_again(
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("turnlane.table.manager.MISSING_QUEUE_PAUSE", 0.1)
@@ -431,7 +431,7 @@ def test_a_queue_that_is_dropped_is_missed_once_and_found_again(
         settle(receiver, take(receiver, 1))
 
 
-def test_a_queue_that_is_made_anew_otherwise_is_not_led(
+def test_queue_created_with_another_definition_is_not_led(
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("turnlane.table.manager.MISSING_QUEUE_PAUSE", 0.1)
@@ -445,7 +445,7 @@ def test_a_queue_that_is_made_anew_otherwise_is_not_led(
         assert not queue.manager().can_fire
 
 
-def test_a_read_only_database_stops_the_firing_and_keeps_the_acks(site: Site) -> None:
+def test_read_only_database_stops_firing_and_keeps_acks(site: Site) -> None:
     queue = site.queue(ack_timeout="60s", lease="600ms")
     with site.transaction() as connection:
         queue.enqueue(connection, {"payload": "first"})
@@ -467,7 +467,7 @@ def test_a_read_only_database_stops_the_firing_and_keeps_the_acks(site: Site) ->
         settle(receiver, [second])
 
 
-def test_a_database_that_becomes_read_only_is_noticed_though_nobody_acks(site: Site) -> None:
+def test_read_only_database_is_noticed_without_acks(site: Site) -> None:
     queue = site.queue(ack_timeout="60s", lease="10m")
     site.fill(queue, 1)
     with queue.receive() as receiver:
@@ -518,7 +518,7 @@ def read_only(site: Site, queue: table.TableQueue) -> Iterator[None]:
             session.close()
 
 
-def test_connections_are_cut_in_the_middle_of_everything(site: Site) -> None:
+def test_cut_connections_lose_nothing(site: Site) -> None:
     queue = site.queue(ack_timeout="1s")
     site.fill(queue, 400)
     oracle = Oracle(site)
@@ -554,7 +554,7 @@ def cut_connections(site: Site, queue: table.TableQueue, over: threading.Event) 
             session.close()
 
 
-def test_a_database_without_a_free_connection_keeps_the_acks(served_site: Site) -> None:
+def test_database_without_free_connections_keeps_acks(served_site: Site) -> None:
     site = served_site
     queue = site.queue(ack_timeout="60s")
     site.fill(queue, 2)
@@ -630,7 +630,7 @@ def all_slots(site: Site, dialect: Dialect, manager: Manager) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("code", [1021, 1040, 1114, 1203, 1226])
-def test_what_a_database_has_not_enough_of_may_be_there_later(code: int) -> None:
+def test_exhausted_resources_are_retried(code: int) -> None:
     error = pymysql.err.OperationalError(code, "no more of it")
     assert (
         load_queue_dialect("mysql://nobody@nowhere/none").classify_error(error)
@@ -638,7 +638,7 @@ def test_what_a_database_has_not_enough_of_may_be_there_later(code: int) -> None
     )
 
 
-def test_a_real_deadlock_is_retried(served_site: Site) -> None:
+def test_real_deadlock_is_retried(served_site: Site) -> None:
     """The manager's transaction and a user's each wait for a row that the other has."""
     site = served_site
     queue = site.queue()
@@ -679,7 +679,7 @@ def test_a_real_deadlock_is_retried(served_site: Site) -> None:
     assert len(tries) == 2
 
 
-def test_a_real_serialization_failure_is_retried(postgres: PostgresServer) -> None:
+def test_real_serialization_failure_is_retried(postgres: PostgresServer) -> None:
     with Site(postgres.url, postgres) as site:
         queue = site.queue()
         site.fill(queue, 1)
@@ -735,7 +735,7 @@ def deadlock(site: Site) -> Exception:
 
 
 @pytest.mark.parametrize("skew", [-9 * 3600, 9 * 3600])
-def test_only_the_clock_of_the_database_counts(
+def test_only_the_database_clock_decides_when_events_fire(
     site: Site, skew: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client's may be hours off, behind or ahead: what it schedules, fires and retries is not."""
@@ -759,7 +759,7 @@ def test_only_the_clock_of_the_database_counts(
     assert queue.counts()["to_be_fired"] == 1
 
 
-def test_a_manager_whose_machine_slept_gives_out_nothing(site: Site) -> None:
+def test_manager_whose_machine_slept_sends_nothing(site: Site) -> None:
     """Its clock goes on meanwhile: the lease is over before it can look at the database."""
     assert isinstance(Manager(TableStore(site.dialect, site.queue().definition))._clock, BootClock)
     assert abs(BootClock().monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME)) < 60
@@ -785,7 +785,7 @@ class Sleeper(BootClock):
         return super().monotonic() + self.slept
 
 
-def test_an_ack_that_comes_late_settles_the_event_wherever_it_is(site: Site) -> None:
+def test_late_ack_settles_the_event_in_every_state(site: Site) -> None:
     queue = site.queue(ack_timeout="300ms")
     site.fill(queue, 1)
     with queue.receive() as slow:
@@ -799,7 +799,7 @@ def test_an_ack_that_comes_late_settles_the_event_wherever_it_is(site: Site) -> 
         assert slow.take(timeout=0.5) == []
 
 
-def test_an_ack_of_what_was_never_received_changes_nothing(site: Site) -> None:
+def test_ack_of_an_event_never_fired_changes_nothing(site: Site) -> None:
     queue = site.queue()
     with site.transaction() as connection:
         later = queue.enqueue(connection, {"payload": "later"}, delay=1.0)
@@ -813,7 +813,7 @@ def test_an_ack_of_what_was_never_received_changes_nothing(site: Site) -> None:
         assert payloads(take(receiver, 1)) == ["later"]
 
 
-def test_a_transaction_that_stays_open_on_sqlite_holds_writes_up_and_loses_nothing(
+def test_open_sqlite_transaction_delays_writes_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is one writer at a time: acks wait for it, and are stored when it is done."""
@@ -835,7 +835,7 @@ def test_a_transaction_that_stays_open_on_sqlite_holds_writes_up_and_loses_nothi
 
 
 @pytest.mark.parametrize("patience", [row_finder.STALE_AFTER, 0.0])
-def test_a_transaction_that_stays_open_fires_when_it_commits(
+def test_event_of_a_long_transaction_fires_when_it_commits(
     served_site: Site, patience: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even when its id is asked for no longer: then the sweep finds it."""
@@ -854,7 +854,7 @@ def test_a_transaction_that_stays_open_fires_when_it_commits(
         settle(receiver, events)
 
 
-def test_a_hundred_thousand_due_at_once(site: Site) -> None:
+def test_hundred_thousand_events_due_at_once_all_fire(site: Site) -> None:
     queue = site.queue(ack_timeout="120s")
     for _ in range(10):
         site.fill(queue, 10_000)
@@ -872,7 +872,9 @@ def test_a_hundred_thousand_due_at_once(site: Site) -> None:
     assert queue.counts()["to_be_fired"] == queue.counts()["fired"] == 0
 
 
-def test_a_million_due_at_once_after_a_downtime(postgres: PostgresServer) -> None:
+def test_million_due_events_after_a_downtime_stay_within_the_window(
+    postgres: PostgresServer,
+) -> None:
     """All come, once, and none early; few of them are in memory at a time."""
     million, later = 1_000_000, 5_000
     with Site(postgres.url, postgres) as site:
@@ -916,7 +918,7 @@ class SlowToMark(TableStore):
         return marked
 
 
-def test_a_mark_that_takes_longer_than_the_lease_loses_no_time(
+def test_mark_slower_than_the_lease_delays_no_retry(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatcher, "MAX_UNMARKED_AGE", 0.0)

@@ -47,7 +47,7 @@ def service(database: Path, tmp_path: Path) -> Iterator[Service]:
         yield running
 
 
-def test_rows_of_a_foreign_program_all_arrive(service: Service, database: Path) -> None:
+def test_all_rows_of_a_foreign_program_arrive(service: Service, database: Path) -> None:
     """The program connects for every row; the node must not let it delete the write-ahead log."""
     settings = [str(database), "served,copied", str(ROWS), str(SECONDS)]
     expected = {f"p{at}" for at in range(ROWS)}

@@ -53,13 +53,13 @@ def ids(events: list[TableEvent]) -> list[int]:
 # ── the grammar ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_seeds_own_example_can_be_read() -> None:
+def test_example_with_a_trailing_comma_is_parsed() -> None:
     parsed = parse("CREATE QUEUE my_queue(\n  user_id BIGINT(10),\n  payload VARCHAR(256),\n)\n")
     assert isinstance(parsed, CreateQueue)
     assert parsed.definition.column_names == ("user_id", "payload")
 
 
-def test_options_and_the_key_are_read() -> None:
+def test_options_and_key_are_parsed() -> None:
     definition = parse_definition(
         "create queue Q (a bigint not null) -- a comment\nshard by (A) "
         "with (ack_timeout = 1m30s, max_qps = 0.5, ordering = key, layout = 'keyspace');"
@@ -72,7 +72,7 @@ def test_options_and_the_key_are_read() -> None:
     assert definition.settings.layout is Layout.KEYSPACE
 
 
-def test_the_other_statements_are_read() -> None:
+def test_drop_and_show_are_parsed() -> None:
     assert parse("DROP QUEUE IF EXISTS q") == DropQueue("q", if_exists=True)
     assert parse("SHOW QUEUES;") == ShowQueues()
 
@@ -101,7 +101,7 @@ def test_the_other_statements_are_read() -> None:
         ("SHOW QUEUES €", "1:13", "cannot read"),
     ],
 )
-def test_mistakes_are_shown_where_they_are(text: str, place: str, words: str) -> None:
+def test_syntax_error_has_its_position(text: str, place: str, words: str) -> None:
     with pytest.raises(SyntaxFault) as caught:
         parse(text)
     assert str(caught.value).startswith(f"{place}: ")
@@ -114,7 +114,7 @@ names = st.text(
 
 
 @given(names, names, st.booleans(), st.integers(1, 10**6))
-def test_a_definition_is_read_back_from_its_text(
+def test_text_of_a_definition_parses_to_an_equal_definition(
     name: str, column: str, required: bool, attempts: int
 ) -> None:
     quoted = '"' + column.replace('"', '""') + '"'
@@ -127,12 +127,12 @@ def test_a_definition_is_read_back_from_its_text(
 
 
 @given(st.text(max_size=60))
-def test_whatever_is_not_a_statement_is_a_syntax_fault(text: str) -> None:
+def test_any_other_text_is_a_syntax_fault(text: str) -> None:
     with pytest.raises(SyntaxFault):
         parse(f"CREATE QUEUE {text}")
 
 
-def test_settings_that_contradict_each_other_are_refused() -> None:
+def test_contradictory_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="backoff"):
         TableSettings.from_options(backoff="1h", max_backoff="1m")
 
@@ -141,18 +141,18 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["-", "-80", "80-", "40-80", "c0-", "4020-4021"])
-def test_key_ranges_are_written_as_they_are_read(text: str) -> None:
+def test_key_range_formats_as_it_was_parsed(text: str) -> None:
     assert str(KeyRange.parse(text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "80", "80-40", "8-", "zz-", "80-80", "-00"])
-def test_what_is_no_key_range_is_refused(text: str) -> None:
+def test_invalid_key_range_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="key range"):
         KeyRange.parse(text)
 
 
 @given(st.one_of(st.integers(), st.text()))
-def test_every_key_lies_in_one_half_and_in_its_own_place(key: object) -> None:
+def test_every_key_lies_in_exactly_one_half(key: object) -> None:
     found = keyspace_id(key)
     assert -KEYSPACE_SHIFT <= found < KEYSPACE_SHIFT
     low, high = KeyRange.parse("-80"), KeyRange.parse("80-")
@@ -165,7 +165,7 @@ def test_every_key_lies_in_one_half_and_in_its_own_place(key: object) -> None:
 # ── times and limits ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_gaps_are_asked_for_until_they_are_seen_or_old() -> None:
+def test_missing_ids_are_read_until_found_or_stale() -> None:
     gaps = IdGaps(10)
     gaps.record_read([11, 12, 15], now=0.0)
     assert gaps.get_missing(1.0) == [13, 14]
@@ -180,7 +180,7 @@ def test_gaps_are_asked_for_until_they_are_seen_or_old() -> None:
 # ── what fires next ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_window_gives_out_what_is_due_by_priority() -> None:
+def test_window_returns_due_events_by_priority() -> None:
     window = Window()
     window.add([event(1, 0), event(2, 0, 5), event(3, 100), event(4, 50)], now=10)
     assert ids(window.take(10, 10)) == [2, 1]
@@ -190,7 +190,7 @@ def test_the_window_gives_out_what_is_due_by_priority() -> None:
     assert len(window) == 0
 
 
-def test_what_is_put_back_goes_out_first_and_what_is_discarded_not_at_all() -> None:
+def test_events_put_back_come_first_and_discarded_events_never() -> None:
     window = Window()
     window.add([event(at) for at in range(5)], now=0)
     taken = window.take(3, 0)
@@ -199,7 +199,7 @@ def test_what_is_put_back_goes_out_first_and_what_is_discarded_not_at_all() -> N
     assert ids(window.take(10, 0)) == [0, 2, 3, 4]
 
 
-def test_an_event_that_is_moved_fires_at_its_new_time_only() -> None:
+def test_rescheduled_event_is_due_at_its_new_time_only() -> None:
     window = Window()
     window.add([event(1, 10)], now=0)
     window.add([event(1, 50)], now=0)
@@ -207,7 +207,7 @@ def test_an_event_that_is_moved_fires_at_its_new_time_only() -> None:
     assert ids(window.take(1, 50)) == [1]
 
 
-def test_a_key_has_one_event_out_and_the_others_wait_in_order() -> None:
+def test_key_has_one_event_in_flight_and_others_wait_in_order() -> None:
     order = KeyOrder(lambda each: each["key"], lambda _: WHOLE_KEYSPACE, 100)
     first, second, third, other = (
         event(1, 5, key="a"),
@@ -226,7 +226,7 @@ def test_a_key_has_one_event_out_and_the_others_wait_in_order() -> None:
     assert ids(order.admit([third])) == [3]
 
 
-def test_too_many_that_wait_in_order_are_left_in_the_table() -> None:
+def test_too_many_waiting_events_are_left_in_the_table() -> None:
     place = KeyRange(7, 8)
     order = KeyOrder(lambda each: each["key"], lambda _: place, 4)
     hot = [event(at, at, key="hot") for at in range(9)]
@@ -264,7 +264,7 @@ def test_too_many_that_wait_in_order_are_left_in_the_table() -> None:
     assert 8 in order
 
 
-def test_the_retry_that_all_others_wait_for_is_never_left() -> None:
+def test_retry_that_makes_its_key_busy_is_never_left_in_the_table() -> None:
     order = KeyOrder(lambda each: each["key"], lambda _: WHOLE_KEYSPACE, 2)
     events = [event(at, at, key="a") for at in range(6)]
     order.admit(events)
@@ -279,13 +279,13 @@ def test_the_retry_that_all_others_wait_for_is_never_left() -> None:
     assert not order.find_readable_backlogs()
 
 
-def test_ranges_are_cut_out_of_ranges() -> None:
+def test_subtract_ranges_removes_overlaps() -> None:
     left = subtract_ranges([KeyRange(0, 10), KeyRange(20, 30)], [KeyRange(3, 4), KeyRange(8, 25)])
     assert left == [KeyRange(0, 3), KeyRange(4, 8), KeyRange(25, 30)]
     assert subtract_ranges([WHOLE_KEYSPACE], [WHOLE_KEYSPACE]) == []
 
 
-def test_settled_events_are_not_remembered_until_they_would_be_late() -> None:
+def test_settled_events_leave_memory_before_their_timeout() -> None:
     in_flight = InFlightEvents(ack_timeout=30.0, check_after=1.0)
     events = [event(at) for at in range(100)]
     known = [weakref.ref(each.ack_handler) for each in events]  # each has its own
@@ -309,7 +309,7 @@ def test_settled_events_are_not_remembered_until_they_would_be_late() -> None:
     st.integers(0, 200),
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), min_size=1, max_size=6),
 )
-def test_events_are_dealt_so_that_loads_are_even(count: int, slots: list[tuple[int, int]]) -> None:
+def test_assignment_makes_loads_even(count: int, slots: list[tuple[int, int]]) -> None:
     made = [ReceiverSlot(capacity, load) for capacity, load in slots]
     events = [event(at) for at in range(count)]
     result = assign_events(events, made, lambda each: each.id)
@@ -324,7 +324,7 @@ def test_events_are_dealt_so_that_loads_are_even(count: int, slots: list[tuple[i
             assert all(load <= other + 1 for other, each in loads if other < each.capacity)
 
 
-def test_events_go_to_who_covers_their_key() -> None:
+def test_events_go_to_receivers_that_cover_their_key() -> None:
     low, high = (
         ReceiverSlot(2, key_range=KeyRange.parse("-80")),
         ReceiverSlot(9, key_range=KeyRange.parse("c0-")),
@@ -336,7 +336,7 @@ def test_events_go_to_who_covers_their_key() -> None:
     assert ids(result.without_receiver) == [4]
 
 
-def test_a_window_that_is_too_full_forgets_what_is_due_last() -> None:
+def test_full_window_drops_the_latest_events() -> None:
     window = Window()
     window.add([event(1), *(event(at, at) for at in range(10, 20))], now=5)
     assert window.trim(8) == 17
@@ -349,7 +349,7 @@ def test_a_window_that_is_too_full_forgets_what_is_due_last() -> None:
     assert ids(window.take(99, 99)) == [1, 12, 13, 14, 15, 16]
 
 
-def test_what_is_left_in_the_table_takes_what_waits_behind_it_along() -> None:
+def test_event_left_in_the_table_takes_waiting_events_along() -> None:
     order = KeyOrder(lambda each: each["key"], lambda _: WHOLE_KEYSPACE, 100)
     first, second, other = event(1, key="a"), event(2, key="a"), event(3, key="b")
     order.admit([first, second, other])
@@ -362,7 +362,7 @@ def test_what_is_left_in_the_table_takes_what_waits_behind_it_along() -> None:
     assert order.admit([event(4, key="b")]) == [], "what was fired before keeps its key busy"
 
 
-def test_backlogs_are_read_from_the_first_event_that_was_left() -> None:
+def test_backlog_is_read_from_its_first_event() -> None:
     backlogs = RangeBacklogs()
     assert list(backlogs.ranges_without_backlog) == [WHOLE_KEYSPACE]
     low, high = KeyRange.parse("-80"), KeyRange.parse("80-")
@@ -386,7 +386,7 @@ def test_backlogs_are_read_from_the_first_event_that_was_left() -> None:
     assert backlogs.take_resume_time() == MAX_FIRE_TIME
 
 
-def test_an_id_lapses_until_its_transaction_is_over() -> None:
+def test_stale_id_stays_until_its_transaction_is_over() -> None:
     stale = StaleIdGaps()
     assert not stale
     stale.add(range(5, 7))
@@ -398,7 +398,7 @@ def test_an_id_lapses_until_its_transaction_is_over() -> None:
     assert not stale
 
 
-def test_of_a_long_row_of_missing_ids_some_stand_for_all() -> None:
+def test_probes_stand_for_a_long_run_of_missing_ids() -> None:
     stale = StaleIdGaps()
     stale.add(range(1_000_000))
     assert len(stale.ids) < 100
@@ -408,7 +408,7 @@ def test_of_a_long_row_of_missing_ids_some_stand_for_all() -> None:
     assert len(stale.ids) <= 2_000
 
 
-def test_transactions_that_are_older_than_the_lead_are_waited_for() -> None:
+def test_transactions_older_than_the_lease_are_awaited() -> None:
     stale = StaleIdGaps()
     stale.expect_open_transactions(TransactionSnapshot(20, 20))
     assert not stale, "none is open"

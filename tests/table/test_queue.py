@@ -17,7 +17,7 @@ from turnlane.table.shards import KeyRange, keyspace_id
 NOBODY = {"to_be_fired": 0, "fired": 0, "acked": 0, "dead": 0}
 
 
-def test_queues_are_made_shown_and_dropped(site: Site) -> None:
+def test_queues_are_created_shown_and_dropped(site: Site) -> None:
     queue = site.queue()
     assert queue.name in site.database.sql("SHOW QUEUES")
     with pytest.raises(QueueExists):
@@ -30,7 +30,7 @@ def test_queues_are_made_shown_and_dropped(site: Site) -> None:
     site.database.sql(f"DROP QUEUE IF EXISTS {queue.name}")
 
 
-def test_a_plain_insert_enqueues(site: Site) -> None:
+def test_plain_insert_enqueues_an_event(site: Site) -> None:
     queue = site.queue()
     site.execute(f"INSERT INTO {queue.name} (user_id, payload) VALUES (10, 'send this')")
     with queue.receive() as receiver:
@@ -40,7 +40,7 @@ def test_a_plain_insert_enqueues(site: Site) -> None:
     assert queue.counts() == NOBODY
 
 
-def test_what_is_rolled_back_never_fires(site: Site) -> None:
+def test_rolled_back_event_never_fires(site: Site) -> None:
     queue = site.queue()
     with contextlib.suppress(ZeroDivisionError), site.transaction() as connection:
         queue.enqueue(connection, {"payload": "never"})
@@ -55,7 +55,7 @@ def test_what_is_rolled_back_never_fires(site: Site) -> None:
     assert queue.counts() == NOBODY
 
 
-def test_events_inserted_while_a_receiver_waits_come_at_once(site: Site) -> None:
+def test_event_inserted_while_a_receiver_waits_comes_at_once(site: Site) -> None:
     queue = site.queue()
     with queue.receive() as receiver:
         for at in range(5):
@@ -66,7 +66,7 @@ def test_events_inserted_while_a_receiver_waits_come_at_once(site: Site) -> None
             event.ack()
 
 
-def test_nothing_fires_before_its_time(site: Site) -> None:
+def test_no_event_fires_before_its_time(site: Site) -> None:
     queue = site.queue()
     due = datetime.now(UTC) + timedelta(seconds=0.6)
     with site.transaction() as connection:
@@ -80,7 +80,7 @@ def test_nothing_fires_before_its_time(site: Site) -> None:
             event.ack()
 
 
-def test_a_name_is_unique_while_its_event_is_there(site: Site) -> None:
+def test_event_name_is_unique_while_the_event_exists(site: Site) -> None:
     queue = site.queue()
     with site.transaction() as connection:
         queue.enqueue(connection, {"payload": "first"}, name="only one")
@@ -95,7 +95,7 @@ def test_a_name_is_unique_while_its_event_is_there(site: Site) -> None:
             queue.put([{"payload": "third", "event_name": "only one"}], PATIENCE)
 
 
-def test_higher_priorities_go_first(site: Site) -> None:
+def test_higher_priority_fires_first(site: Site) -> None:
     queue = site.queue(max_concurrency=1)
     with site.transaction() as connection:
         for priority in (0, 5, -3, 5):
@@ -110,7 +110,7 @@ def test_higher_priorities_go_first(site: Site) -> None:
 
 
 @pytest.mark.parametrize("layout", ["time", "keyspace"])
-def test_many_rows_come_whole_in_either_layout(site: Site, layout: str) -> None:
+def test_many_rows_arrive_complete_in_both_layouts(site: Site, layout: str) -> None:
     queue = site.queue(layout=layout)
     site.fill(queue, 3_000)
     with queue.receive() as receiver:
@@ -125,7 +125,7 @@ def test_many_rows_come_whole_in_either_layout(site: Site, layout: str) -> None:
     assert queue.counts() == NOBODY
 
 
-def test_the_database_and_python_agree_on_key_space_ids(site: Site) -> None:
+def test_database_and_python_compute_the_same_keyspace_ids(site: Site) -> None:
     queue = site.queue()
     keys = [0, 1, -1, 2**62, -(2**63)]
     with site.transaction() as connection:
@@ -135,7 +135,7 @@ def test_the_database_and_python_agree_on_key_space_ids(site: Site) -> None:
             assert event.keyspace_id in {None, keyspace_id(event["user_id"])}
 
 
-def test_receivers_get_the_events_of_their_key_range(site: Site) -> None:
+def test_receivers_get_only_events_of_their_key_range(site: Site) -> None:
     queue = site.queue()
     site.fill(queue, 60)
     low = {f"p{at}" for at in range(60) if KeyRange.parse("-80").contains(keyspace_id(at))}
@@ -146,7 +146,7 @@ def test_receivers_get_the_events_of_their_key_range(site: Site) -> None:
             assert not low & set(others)
 
 
-def test_the_least_busy_receiver_gets_more(site: Site) -> None:
+def test_least_busy_receiver_gets_more_events(site: Site) -> None:
     queue = site.queue()
     with queue.receive(prefetch=40) as first:
         site.fill(queue, 20)
@@ -157,7 +157,7 @@ def test_the_least_busy_receiver_gets_more(site: Site) -> None:
             first.ack(held)
 
 
-def test_no_more_events_are_out_than_max_concurrency(site: Site) -> None:
+def test_in_flight_events_stay_within_max_concurrency(site: Site) -> None:
     queue = site.queue(max_concurrency=3)
     site.fill(queue, 10)
     with queue.receive() as receiver:
@@ -179,7 +179,7 @@ def test_events_fire_no_faster_than_max_qps(site: Site) -> None:
         assert time.monotonic() - started > 9 / 20
 
 
-def test_a_nack_comes_back_after_its_delay(site: Site) -> None:
+def test_nacked_event_fires_again_after_its_delay(site: Site) -> None:
     queue = site.queue(backoff="10ms")
     site.fill(queue, 1)
     with queue.receive() as receiver:
@@ -194,7 +194,7 @@ def test_a_nack_comes_back_after_its_delay(site: Site) -> None:
     assert queue.counts() == NOBODY
 
 
-def test_what_is_not_acked_in_time_is_fired_again(site: Site) -> None:
+def test_event_not_acked_in_time_fires_again(site: Site) -> None:
     queue = site.queue(ack_timeout="500ms")
     site.fill(queue, 3)
     with queue.receive() as receiver:
@@ -206,7 +206,7 @@ def test_what_is_not_acked_in_time_is_fired_again(site: Site) -> None:
     assert queue.counts() == NOBODY
 
 
-def test_after_max_attempts_an_event_is_a_dead_letter_that_can_be_retried(site: Site) -> None:
+def test_event_is_a_dead_letter_after_max_attempts_and_can_be_retried(site: Site) -> None:
     queue = site.queue(max_attempts=3)
     site.fill(queue, 1)
     with queue.receive() as receiver:
@@ -224,7 +224,7 @@ def test_after_max_attempts_an_event_is_a_dead_letter_that_can_be_retried(site: 
     assert queue.counts() == NOBODY
 
 
-def test_an_ack_by_plain_sql_settles_an_event(site: Site) -> None:
+def test_ack_by_plain_sql_settles_the_event(site: Site) -> None:
     queue = site.queue(max_concurrency=1, ack_timeout="60s")
     site.fill(queue, 2)
     with queue.receive() as receiver:
@@ -238,7 +238,7 @@ def test_an_ack_by_plain_sql_settles_an_event(site: Site) -> None:
     assert queue.counts()["to_be_fired"] == queue.counts()["fired"] == 0
 
 
-def test_an_ack_that_is_rolled_back_settles_nothing(site: Site) -> None:
+def test_rolled_back_ack_settles_nothing(site: Site) -> None:
     queue = site.queue(ack_timeout="500ms")
     site.fill(queue, 1)
     with queue.receive() as receiver:
@@ -258,7 +258,7 @@ def test_acked_events_are_kept_for_their_retention(site: Site) -> None:
     assert queue.counts() == {**NOBODY, "acked": 3}
 
 
-def test_acked_events_are_purged_when_their_retention_is_over(site: Site) -> None:
+def test_acked_events_are_deleted_after_their_retention(site: Site) -> None:
     queue = site.queue(retention="100ms", ack_timeout="1s")
     site.fill(queue, 3)
     with queue.receive() as receiver:
@@ -288,7 +288,7 @@ def test_events_of_a_key_fire_in_order_one_at_a_time(site: Site) -> None:
     assert seen == {key: [at for at in range(12) if at % 3 == key] for key in seen}
 
 
-def test_a_queue_in_order_fires_one_event_after_the_other(site: Site) -> None:
+def test_ordered_queue_fires_one_event_at_a_time(site: Site) -> None:
     queue = site.queue(ordering="queue")
     site.fill(queue, 8)
     with queue.receive() as receiver:
@@ -301,7 +301,7 @@ def test_a_queue_in_order_fires_one_event_after_the_other(site: Site) -> None:
     assert seen == [f"p{at}" for at in range(8)]
 
 
-def test_an_event_fires_once_when_its_group_is_done(
+def test_event_fires_once_when_its_group_is_done(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leader, "COLLECT_SECONDS", 0.2)
@@ -323,7 +323,7 @@ def test_an_event_fires_once_when_its_group_is_done(
         assert receiver.take(timeout=0.1) == []
 
 
-def test_what_comes_through_the_manager_is_written_as_fired(site: Site) -> None:
+def test_put_writes_due_events_as_fired(site: Site) -> None:
     queue = site.queue()
     with queue.receive() as receiver:
         eventually(lambda: queue.manager().can_fire)
@@ -339,7 +339,7 @@ def test_what_comes_through_the_manager_is_written_as_fired(site: Site) -> None:
     assert queue.counts() == {**NOBODY, "to_be_fired": 1}
 
 
-def test_an_event_that_is_cancelled_or_moved_does_not_fire(
+def test_cancelled_or_rescheduled_event_does_not_fire(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatcher, "MAX_UNMARKED_AGE", 0.0)
@@ -360,7 +360,7 @@ def test_an_event_that_is_cancelled_or_moved_does_not_fire(
     assert queue.counts() == {**NOBODY, "to_be_fired": 1}
 
 
-def test_an_event_that_is_cancelled_while_it_waits_for_its_time_does_not_fire(
+def test_event_cancelled_while_it_waits_in_memory_does_not_fire(
     site: Site,
 ) -> None:
     queue = site.queue()
@@ -394,7 +394,7 @@ def cancelled_in_time(site: Site, queue: TableQueue, receiver: Receiver) -> bool
     return in_time
 
 
-def test_events_of_a_receiver_that_goes_away_come_to_another(site: Site) -> None:
+def test_events_of_a_closed_receiver_go_to_another(site: Site) -> None:
     queue = site.queue(ack_timeout="60s")
     site.fill(queue, 4)
     first = queue.receive()
@@ -409,7 +409,7 @@ def test_events_of_a_receiver_that_goes_away_come_to_another(site: Site) -> None
     assert queue.counts() == NOBODY
 
 
-def test_a_loop_over_a_receiver_ends_when_it_is_closed(site: Site) -> None:
+def test_loop_over_a_receiver_ends_when_it_is_closed(site: Site) -> None:
     queue = site.queue()
     site.fill(queue, 5)
     receiver = queue.receive()
@@ -422,7 +422,7 @@ def test_a_loop_over_a_receiver_ends_when_it_is_closed(site: Site) -> None:
     assert not reader.is_alive()
 
 
-def test_a_receiver_is_closed_with_its_queue(site: Site) -> None:
+def test_receiver_closes_with_its_queue(site: Site) -> None:
     queue = site.queue()
     site.fill(queue, 3)
     receiver = queue.receive()
@@ -443,7 +443,7 @@ def _acked(event: object) -> object:
 @pytest.mark.parametrize(
     "name", ['say "hi"', "100%s", "{table}", "sel'ect; --", "`tick`", "Größe ß", "a\\b", "order"]
 )
-def test_hostile_names_are_only_names(site: Site, name: str) -> None:
+def test_hostile_names_are_quoted(site: Site, name: str) -> None:
     column = f"{name} col"
     quoted, column_quoted = (f'"{each.replace(chr(34), chr(34) * 2)}"' for each in (name, column))
     site.database.sql(f"CREATE QUEUE {quoted} ({column_quoted} TEXT) WITH (backoff = 10ms)")
@@ -464,7 +464,7 @@ def test_hostile_names_are_only_names(site: Site, name: str) -> None:
         site.database.sql(f"DROP QUEUE {quoted}")
 
 
-def test_the_printed_ddl_makes_the_queue_too(site: Site) -> None:
+def test_printed_ddl_creates_the_queue(site: Site) -> None:
     name = site.queue().name
     site.database.sql(f"DROP QUEUE {name}")
     for statement in site.database.ddl(f"CREATE QUEUE {name} (payload TEXT)"):

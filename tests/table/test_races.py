@@ -56,7 +56,7 @@ def _received(manager: Manager, receiver: Receiver) -> list[TableEvent]:
 # ── events that wait for a receiver ──────────────────────────────────────────────────────────────
 
 
-def test_an_event_acked_by_sql_while_it_waits_at_a_receiver_is_not_given_out(site: Site) -> None:
+def test_event_acked_by_sql_while_it_waits_is_not_sent(site: Site) -> None:
     queue = site.queue(ack_timeout="60s")
     site.fill(queue, 1)
     with site.manager(queue) as manager:
@@ -79,7 +79,7 @@ class AckedBehind(TableStore):
         return rows
 
 
-def test_an_event_of_an_earlier_leader_is_asked_about_before_it_fires(site: Site) -> None:
+def test_event_of_an_earlier_leader_is_checked_before_it_fires(site: Site) -> None:
     queue = site.queue()
     site.fill(queue, 1)
     site.execute(f"UPDATE {queue.name} SET attempts = 1")  # somebody has it, and may ack it
@@ -92,7 +92,7 @@ def test_an_event_of_an_earlier_leader_is_asked_about_before_it_fires(site: Site
         assert receiver.take(timeout=0) == []
 
 
-def test_what_nobody_took_is_not_counted_as_an_attempt(site: Site) -> None:
+def test_event_not_taken_does_not_count_as_an_attempt(site: Site) -> None:
     queue = site.queue(ack_timeout="200ms", max_attempts=1)
     site.fill(queue, 1)
     with queue.receive() as receiver:
@@ -103,7 +103,7 @@ def test_what_nobody_took_is_not_counted_as_an_attempt(site: Site) -> None:
     eventually(lambda: queue.counts()["dead"] == 1)  # it was received once, and not acked
 
 
-def test_what_a_receiver_never_took_goes_to_another_at_once(site: Site) -> None:
+def test_event_not_taken_goes_to_another_receiver_at_once(site: Site) -> None:
     queue = site.queue(ack_timeout="60s", ordering="key")
     with site.transaction() as connection:
         for payload in ("first", "second"):
@@ -118,7 +118,7 @@ def test_what_a_receiver_never_took_goes_to_another_at_once(site: Site) -> None:
         assert seen[0].attempts == 0
 
 
-def test_what_nobody_took_is_as_if_never_fired_when_the_manager_closes(site: Site) -> None:
+def test_event_not_taken_is_unmarked_when_the_manager_closes(site: Site) -> None:
     queue = site.queue(ack_timeout="60s")
     site.fill(queue, 1)
     with site.manager(queue) as manager:
@@ -130,7 +130,7 @@ def test_what_nobody_took_is_as_if_never_fired_when_the_manager_closes(site: Sit
 # ── acks that are lost ───────────────────────────────────────────────────────────────────────────
 
 
-def test_every_thread_hears_of_acks_that_were_lost(site: Site) -> None:
+def test_every_thread_hears_of_lost_acks(site: Site) -> None:
     queue = site.queue(lease="60s", ack_timeout="60s")
     site.fill(queue, 3)
     with queue.receive() as receiver, ThreadPoolExecutor(1) as other:
@@ -151,7 +151,7 @@ def test_every_thread_hears_of_acks_that_were_lost(site: Site) -> None:
                 receiver.flush(PATIENCE, [stored, lost])
 
 
-def test_an_ack_over_http_that_was_lost_is_refused_however_often_it_comes(site: Site) -> None:
+def test_lost_ack_over_http_is_refused_every_time(site: Site) -> None:
     queue = site.queue(lease="60s", ack_timeout="60s")
     site.fill(queue, 2)
     with TableStream(queue.name, queue.receive(), queue.definition) as stream:
@@ -175,7 +175,7 @@ def _take_the_lead_away(site: Site, queue: TableQueue) -> None:
 
 
 @pytest.mark.parametrize("how", ["ack", "sql", "cancel"])
-def test_a_key_does_not_wait_for_a_retry_that_was_settled(site: Site, how: str) -> None:
+def test_settled_retry_releases_its_key(site: Site, how: str) -> None:
     queue = site.queue(ordering="key", window="1s", ack_timeout="2s")
     with site.transaction() as connection:
         for payload in ("first", "second"):
@@ -205,7 +205,7 @@ class NotYet(TableStore):
         return super().mark_fired(token, ids)
 
 
-def test_an_event_that_is_not_quite_due_keeps_its_place(site: Site) -> None:
+def test_event_not_quite_due_keeps_its_key(site: Site) -> None:
     queue = site.queue(ordering="key")
     with site.transaction() as connection:
         for payload in ("first", "second"):
@@ -221,7 +221,7 @@ def test_an_event_that_is_not_quite_due_keeps_its_place(site: Site) -> None:
 # ── rows that others hold, and old ones ──────────────────────────────────────────────────────────
 
 
-def test_an_ack_in_an_open_transaction_holds_nothing_up(served_site: Site) -> None:
+def test_ack_in_an_open_transaction_blocks_no_other_event(served_site: Site) -> None:
     site = served_site
     queue = site.queue(ack_timeout="2s")
     site.fill(queue, 2)
@@ -244,7 +244,7 @@ def test_an_ack_in_an_open_transaction_holds_nothing_up(served_site: Site) -> No
 
 @pytest.mark.parametrize("retention", ["0s", "1h"])
 @pytest.mark.parametrize("group", [None, "g"])
-def test_a_row_that_is_locked_holds_up_no_ack_but_its_own(
+def test_locked_row_delays_only_its_own_ack(
     served_site: Site, retention: str, group: str | None
 ) -> None:
     site = served_site
@@ -265,7 +265,7 @@ def test_a_row_that_is_locked_holds_up_no_ack_but_its_own(
         assert site.execute(unsettled) == []
 
 
-def test_an_event_fires_with_the_last_ack_of_its_group(
+def test_last_ack_of_a_group_fires_the_waiting_event(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No sweep and no round of the collector is needed for it."""
@@ -288,7 +288,7 @@ def test_an_event_fires_with_the_last_ack_of_its_group(
 
 
 @pytest.mark.parametrize("count", [1, 5_000])
-def test_what_a_long_transaction_committed_fires_within_seconds(
+def test_events_of_a_long_transaction_fire_within_seconds(
     served_site: Site, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its events were due an hour ago, and their ids are long passed by."""
@@ -316,7 +316,7 @@ def test_what_a_long_transaction_committed_fires_within_seconds(
             seen += len(events)
 
 
-def test_what_was_rolled_back_is_asked_for_only_while_it_may_appear(
+def test_rolled_back_ids_are_read_only_while_they_may_appear(
     served_site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = served_site
@@ -337,7 +337,7 @@ def test_what_was_rolled_back_is_asked_for_only_while_it_may_appear(
         eventually(lambda: not lapsed.ids or site.dialect.snapshot_query is None, SOON)
 
 
-def test_a_transaction_that_is_older_than_the_lead_is_not_overlooked(
+def test_transaction_older_than_the_lease_is_not_missed(
     postgres: PostgresServer,
 ) -> None:
     with Site(postgres.url, postgres) as site:
@@ -352,7 +352,7 @@ def test_a_transaction_that_is_older_than_the_lead_is_not_overlooked(
         receiver.close()
 
 
-def test_old_events_that_no_receiver_covered_come_to_one_that_does(site: Site) -> None:
+def test_old_events_reach_a_receiver_that_covers_them_later(site: Site) -> None:
     queue = site.queue()
     site.fill(queue, 20, fire_at=site.now() - 3600 * 10**9)
     with queue.receive("-80") as receiver:
@@ -362,7 +362,7 @@ def test_old_events_that_no_receiver_covered_come_to_one_that_does(site: Site) -
             settle(other, take(other, 20 - len(lower), SOON))
 
 
-def test_a_full_receiver_holds_up_no_other_key_range(site: Site) -> None:
+def test_full_receiver_does_not_delay_other_key_ranges(site: Site) -> None:
     queue = site.queue(ack_timeout="60s")
     site.fill(queue, 400)
     upper = _share(queue, "80-")
@@ -396,7 +396,7 @@ class LostThen(TableStore):
         return super().renew_lease(token, seconds)
 
 
-def test_what_was_stored_before_the_lead_was_lost_is_not_stored_twice(
+def test_event_stored_before_the_lease_was_lost_is_not_stored_twice(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = site.queue()
@@ -412,7 +412,7 @@ def test_what_was_stored_before_the_lead_was_lost_is_not_stored_twice(
         assert sum(queue.counts().values()) == 1
 
 
-def test_a_manager_of_a_queue_that_was_made_anew_changes_nothing(site: Site) -> None:
+def test_manager_of_a_recreated_queue_changes_nothing(site: Site) -> None:
     queue = site.queue()
     store = TableStore(site.dialect, queue.definition)
     old = store.acquire_lease("old", 60.0)
@@ -429,7 +429,7 @@ def test_a_manager_of_a_queue_that_was_made_anew_changes_nothing(site: Site) -> 
 
 
 @pytest.mark.parametrize("column", ["fire_at", "priority", "attempts"])
-def test_a_row_that_is_no_event_is_refused(site: Site, column: str) -> None:
+def test_invalid_row_is_refused(site: Site, column: str) -> None:
     queue = site.queue()
     site.fill(queue, 1)
     for statement in (
@@ -450,7 +450,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_a_row_that_cannot_be_read_stops_no_other(site: Site, when: str) -> None:
+def test_unreadable_row_does_not_stop_others(site: Site, when: str) -> None:
     if site.kind == "mysql":
         return  # its driver reads all that it takes
     columns, column, value = UNREADABLE[site.kind]
@@ -476,7 +476,7 @@ def test_a_row_that_cannot_be_read_stops_no_other(site: Site, when: str) -> None
         assert sorted(event["user_id"] for event in take(receiver, 2)) == [100, 101]
 
 
-def test_a_key_that_cannot_be_read_stops_no_other(tmp_path: Path) -> None:
+def test_unreadable_key_does_not_stop_others(tmp_path: Path) -> None:
     with Site(f"sqlite:///{tmp_path}/queue.db", None) as site:
         queue = site.queue("user_id TEXT")
         with site.transaction() as connection:
@@ -489,7 +489,7 @@ def test_a_key_that_cannot_be_read_stops_no_other(tmp_path: Path) -> None:
         assert queue.counts()["dead"] == 1
 
 
-def test_no_number_of_attempts_stops_the_manager(site: Site) -> None:
+def test_any_number_of_attempts_is_accepted(site: Site) -> None:
     queue = site.queue(ack_timeout="1s")
     site.fill(queue, 3)
     site.execute(f"UPDATE {queue.name} SET attempts = 2147483647 WHERE event_id = 1")
@@ -501,7 +501,7 @@ def test_no_number_of_attempts_stops_the_manager(site: Site) -> None:
         assert queue.manager().counts.lost_leads == 0
 
 
-def test_a_fired_event_of_any_time_is_collected(site: Site) -> None:
+def test_forgotten_fired_event_with_any_fire_time_is_collected(site: Site) -> None:
     queue = site.queue(ack_timeout="200ms")
     site.fill(queue, 1)
     site.execute(f"UPDATE {queue.name} SET fire_at = -1, state = 'fired', attempts = 1")
@@ -509,7 +509,7 @@ def test_a_fired_event_of_any_time_is_collected(site: Site) -> None:
         settle(receiver, take(receiver, 1, SOON))
 
 
-def test_every_event_that_the_last_leader_may_have_died_of_is_marked_first(site: Site) -> None:
+def test_events_that_may_have_killed_the_last_leader_are_marked_first(site: Site) -> None:
     queue = site.queue(window_events=10, ack_timeout="60s")
     store = TableStore(site.dialect, queue.definition)
     assert store.acquire_lease("dies", 0.0) is not None
@@ -526,7 +526,7 @@ def test_every_event_that_the_last_leader_may_have_died_of_is_marked_first(site:
             seen += len(events)
 
 
-def test_groups_that_wait_cost_no_statement_each(site: Site) -> None:
+def test_waiting_groups_cost_no_statement_each(site: Site) -> None:
     queue = site.queue()
     store = TableStore(site.dialect, queue.definition)
     with site.transaction() as connection:
@@ -542,7 +542,7 @@ def test_groups_that_wait_cost_no_statement_each(site: Site) -> None:
     store.close()
 
 
-def test_what_a_database_refuses_is_told_in_our_words(site: Site) -> None:
+def test_refused_insert_raises_a_turnlane_error(site: Site) -> None:
     queue = site.queue()
     with pytest.raises(NameTaken):
         queue.insert([{"payload": "p", "event_name": "once"}] * 2)
@@ -550,7 +550,7 @@ def test_what_a_database_refuses_is_told_in_our_words(site: Site) -> None:
 
 
 @pytest.mark.parametrize("delay", [None, 1e12, float("inf"), float("nan")])
-def test_no_nack_stops_the_manager(site: Site, delay: float | None) -> None:
+def test_any_nack_delay_is_accepted(site: Site, delay: float | None) -> None:
     queue = site.queue(retention="1h")
     site.fill(queue, 2)
     with queue.receive() as receiver:
@@ -561,7 +561,7 @@ def test_no_nack_stops_the_manager(site: Site, delay: float | None) -> None:
         assert queue.manager().counts.lost_leads == 0
 
 
-def test_a_value_that_postgresql_cannot_have_is_no_failure_of_the_database() -> None:
+def test_value_that_postgresql_refuses_is_not_a_database_failure() -> None:
     dialect = load_dialect("postgresql://nowhere/none")
     assert (
         dialect.classify_error(psycopg.DataError("text cannot contain NUL"))

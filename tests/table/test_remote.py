@@ -116,7 +116,7 @@ def test_events_are_received_and_acked_over_flight(serving: Serving) -> None:
         assert not any(serving.site.queue().counts().values())
 
 
-def test_a_remote_receiver_has_its_key_range(serving: Serving) -> None:
+def test_remote_receiver_gets_only_its_key_range(serving: Serving) -> None:
     client = serving.client(serving.start())
     serving.put(200)
     middle = KeyRange.parse("40-c0")
@@ -126,7 +126,7 @@ def test_a_remote_receiver_has_its_key_range(serving: Serving) -> None:
         assert receiver.take(timeout=0.3) == []
 
 
-def test_a_receiver_that_leaves_has_its_events_fired_elsewhere(serving: Serving) -> None:
+def test_events_of_a_closed_remote_receiver_fire_elsewhere(serving: Serving) -> None:
     service = serving.start()
     expected = serving.put(50)
     first, second = serving.client(service), serving.client(service)
@@ -139,7 +139,7 @@ def test_a_receiver_that_leaves_has_its_events_fired_elsewhere(serving: Serving)
         assert payloads(take(receiver, 40)) == expected - kept
 
 
-def test_a_nacked_event_comes_again(serving: Serving) -> None:
+def test_nacked_event_fires_again(serving: Serving) -> None:
     client = serving.client(serving.start())
     serving.put(1)
     with client.table(serving.site.name).receive() as receiver:
@@ -152,7 +152,7 @@ def test_a_nacked_event_comes_again(serving: Serving) -> None:
         assert receiver.flush(PATIENCE)
 
 
-def test_a_receiver_that_stalls_gets_no_more_and_loses_what_it_has(tmp_path: Path) -> None:
+def test_stalled_receiver_gets_no_more_events_and_loses_its_own(tmp_path: Path) -> None:
     options = "backoff = 10ms, max_backoff = 50ms, ack_timeout = 500ms"
     with sqlite_site(tmp_path, "-", options=options) as site:
         serving = Serving(site, config_of(site, tmp_path / "node"))
@@ -171,7 +171,7 @@ def test_a_receiver_that_stalls_gets_no_more_and_loses_what_it_has(tmp_path: Pat
             assert stalled.take(timeout=0.2) == []
 
 
-def test_a_receiver_outlives_its_node(serving: Serving) -> None:
+def test_receiver_outlives_its_node(serving: Serving) -> None:
     """Acks of a stream that broke are not confirmed; the events come again on the next."""
     port = free_port()
     serving.config["node"]["flight"] = {"listen": f"127.0.0.1:{port}"}
@@ -190,7 +190,7 @@ def test_a_receiver_outlives_its_node(serving: Serving) -> None:
         assert receiver.flush(PATIENCE)
 
 
-def test_flush_tells_of_lost_acks_of_the_events_that_it_is_given(serving: Serving) -> None:
+def test_flush_with_events_raises_only_for_their_lost_acks(serving: Serving) -> None:
     """However often it is called, and whoever was told of them already."""
     service = serving.start()
     serving.put(3)
@@ -208,7 +208,7 @@ def test_flush_tells_of_lost_acks_of_the_events_that_it_is_given(serving: Servin
                 receiver.flush(PATIENCE, [stored, lost])
 
 
-def test_a_loss_that_is_answered_too_late_is_told_by_the_next_flush(serving: Serving) -> None:
+def test_late_answer_about_a_loss_is_raised_by_the_next_flush(serving: Serving) -> None:
     service = serving.start()
     serving.put(2)
     with serving.client(service).table(serving.site.name).receive() as receiver:
@@ -229,7 +229,7 @@ def test_a_loss_that_is_answered_too_late_is_told_by_the_next_flush(serving: Ser
             receiver.flush(PATIENCE, [lost])
 
 
-def test_two_nodes_one_receiver(serving: Serving, tmp_path: Path) -> None:
+def test_one_receiver_gets_events_of_two_nodes(serving: Serving, tmp_path: Path) -> None:
     """One of the nodes leads; a client of both need not know which."""
     first = serving.start()
     other = {**serving.config, "node": {**serving.config["node"], "data": tmp_path / "other"}}
@@ -248,7 +248,7 @@ def test_two_nodes_one_receiver(serving: Serving, tmp_path: Path) -> None:
         assert payloads(take(receiver, 20)) == after
 
 
-def test_a_resharded_table_keeps_its_remote_receivers(serving: Serving, tmp_path: Path) -> None:
+def test_resharded_table_keeps_its_remote_receivers(serving: Serving, tmp_path: Path) -> None:
     client = serving.client(serving.start())
     with client.table(serving.site.name).receive() as receiver:
         serving.site.queue().reshard([(sqlite_url(tmp_path, "all"), "-")])
@@ -256,7 +256,7 @@ def test_a_resharded_table_keeps_its_remote_receivers(serving: Serving, tmp_path
         assert payloads(take(receiver, 50)) == expected
 
 
-def test_rights_are_those_of_queues(serving: Serving) -> None:
+def test_tables_need_the_same_rights_as_queues(serving: Serving) -> None:
     name = serving.site.name
     serving.config["node"]["tokens"] = [
         {"name": "reader", "secret": "reads", "rights": {name: ["read"]}},
@@ -277,7 +277,7 @@ def test_rights_are_those_of_queues(serving: Serving) -> None:
         assert take(receiver, 1)
 
 
-def test_streams_end_when_their_token_expires(serving: Serving) -> None:
+def test_stream_ends_when_its_token_expires(serving: Serving) -> None:
     name = serving.site.name
     serving.config["node"]["tokens"] = [
         {
@@ -306,7 +306,7 @@ def test_streams_end_when_their_token_expires(serving: Serving) -> None:
             deque(iter(partial(receiver.take, timeout=PATIENCE), None), maxlen=0)
 
 
-def test_an_idle_receiver_comes_back_without_a_word(
+def test_idle_receiver_reconnects_without_a_warning(
     serving: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = serving.start()
@@ -332,7 +332,7 @@ def _streams(receiver: RemoteReceiver) -> list[object]:
     return [link._stream for link in receiver._links if link._stream is not None]
 
 
-def test_a_table_that_nobody_serves(serving: Serving) -> None:
+def test_unknown_table_is_refused(serving: Serving) -> None:
     client = serving.client(serving.start())
     with client.table("other").receive() as receiver, pytest.raises(NoSuchQueue):
         receiver.take(timeout=PATIENCE)
@@ -425,7 +425,7 @@ def test_events_are_received_and_acked_over_http(
     assert stream.post("ack", event=[1]).status_code == 400
 
 
-def test_an_http_receiver_that_leaves_has_its_events_fired_elsewhere(
+def test_events_of_a_closed_http_receiver_fire_elsewhere(
     serving: Serving, lines: Callable[..., Lines]
 ) -> None:
     service = serving.start()
@@ -438,7 +438,7 @@ def test_an_http_receiver_that_leaves_has_its_events_fired_elsewhere(
     eventually(lambda: gone.post("ack", events=[0]).status_code == 404)
 
 
-def test_an_http_receiver_nacks(serving: Serving, lines: Callable[..., Lines]) -> None:
+def test_http_receiver_can_nack(serving: Serving, lines: Callable[..., Lines]) -> None:
     service = serving.start()
     serving.put(1)
     stream = lines(service.url("http"), serving.site.name, prefetch=1)
@@ -448,7 +448,7 @@ def test_an_http_receiver_nacks(serving: Serving, lines: Callable[..., Lines]) -
     assert again["attempts"] == 1
 
 
-def test_what_http_refuses(serving: Serving) -> None:
+def test_invalid_http_requests_are_refused(serving: Serving) -> None:
     http = serving.start().url("http")
     for path, status in (
         ("/tables/other/events", 404),
@@ -499,7 +499,7 @@ def test_values_of_every_type_are_sent(tmp_path: Path, lines: Callable[..., Line
             eventually(lambda: queue.counts()["dead"] == 1)
 
 
-def test_a_node_starts_without_its_databases(tmp_path: Path) -> None:
+def test_node_starts_without_its_databases(tmp_path: Path) -> None:
     """Receivers are told to come back later; once the table is there, they get its events."""
     url = sqlite_url(tmp_path, "late")
     node: dict[str, Any] = {"data": tmp_path / "node"}
@@ -515,7 +515,7 @@ def test_a_node_starts_without_its_databases(tmp_path: Path) -> None:
             assert take(receiver, 1)[0]["payload"] == "here"
 
 
-def test_metrics_by_queue_and_shard(serving: Serving) -> None:
+def test_metrics_have_queue_and_shard_labels(serving: Serving) -> None:
     service = serving.start()
     serving.put(40)
     with serving.client(service).table(serving.site.name).receive() as receiver:
@@ -536,7 +536,7 @@ def test_metrics_by_queue_and_shard(serving: Serving) -> None:
         assert label in text
 
 
-def test_metrics_tell_of_lost_acks_and_of_rows_that_cannot_be_read(serving: Serving) -> None:
+def test_metrics_count_lost_acks_and_unreadable_rows(serving: Serving) -> None:
     service, name = serving.start(), serving.site.name
 
     def counted(metric: str) -> float:
@@ -559,7 +559,7 @@ def test_metrics_tell_of_lost_acks_and_of_rows_that_cannot_be_read(serving: Serv
         assert counted("lost_leads") > 0
 
 
-def test_promtool_has_nothing_to_say_of_a_node_at_work(serving: Serving) -> None:
+def test_promtool_accepts_the_metrics_of_a_busy_node(serving: Serving) -> None:
     """With all that there are metrics of: queues, inputs, breakers, tables."""
     promtool = shutil.which("promtool")
     if promtool is None:
@@ -607,6 +607,6 @@ def values(text: str, metric: str) -> list[float]:
         ("{shards: [{url: 'sqlite:///a.db', range: '8'}]}", "is not a key range"),
     ],
 )
-def test_the_section_is_checked(section: str, wrong: str) -> None:
+def test_tables_section_is_validated(section: str, wrong: str) -> None:
     with pytest.raises(ConfigFaults, match=wrong):
         loads(f"node: {{data: /tmp/x}}\ntables:\n  mails: {section}\n")

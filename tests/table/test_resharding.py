@@ -112,7 +112,7 @@ def hurry(site: ShardSite, shards: ShardMap) -> None:
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("operation", STEPS)
-def test_a_reshard_killed_at_every_step_is_resumed(
+def test_reshard_killed_at_every_step_is_resumed(
     tmp_path: Path, operation: str, after: bool
 ) -> None:
     """Killed at the first call of an operation, then at the second one, … until it gets through."""
@@ -159,7 +159,7 @@ def reshard_until_killed(
     return False
 
 
-def test_a_split_and_a_merge_under_load(tmp_path: Path) -> None:
+def test_split_and_merge_under_load_lose_nothing(tmp_path: Path) -> None:
     """Events come and fire all the while, through clients with old maps and with new ones."""
     with sqlite_site(tmp_path, "-80", "80-") as site:
         queue, oracle, expected = site.queue(), ShardOracle(), set[str]()
@@ -234,7 +234,7 @@ class Eater:
             self._failure = error
 
 
-def test_a_resharder_killed_again_and_again_under_load(tmp_path: Path) -> None:
+def test_resharder_killed_repeatedly_under_load_loses_nothing(tmp_path: Path) -> None:
     """kill -9 at random moments; one that is let live finishes."""
     with sqlite_site(tmp_path, "-80", "80-") as site:
         targets = [(shard.url, str(shard.key_range)) for shard in split(tmp_path)]
@@ -294,7 +294,7 @@ def databases_of(server: Any) -> list[str]:
     return [f"{root}/{name}{mark}{query}" for name in names]
 
 
-def test_a_split_under_load_on_a_server(served_shards: list[str]) -> None:
+def test_split_under_load_on_a_server_loses_nothing(served_shards: list[str]) -> None:
     first, *others = served_shards
     with ShardSite([(first, "-")]) as site:
         queue, oracle = site.queue(), ShardOracle()
@@ -315,7 +315,7 @@ def test_a_split_under_load_on_a_server(served_shards: list[str]) -> None:
             assert all(wanted.contains(row[0]) for row in ids)
 
 
-def test_a_resharder_killed_under_load_on_a_server(served_shards: list[str]) -> None:
+def test_resharder_killed_under_load_on_a_server_loses_nothing(served_shards: list[str]) -> None:
     """While events are moved ahead, and while it drains."""
     first, *others = served_shards
     with ShardSite([(first, "-")]) as site:
@@ -331,7 +331,7 @@ def shard_urls(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
     return databases_of(request.getfixturevalue(request.param))
 
 
-def test_an_id_never_means_two_events(shard_urls: list[str]) -> None:
+def test_event_id_never_names_two_events(shard_urls: list[str]) -> None:
     """Neither after a merge of shards that were made together nor after a split."""
     first, second, third = shard_urls
     with ShardSite([(first, "-80"), (second, "80-")]) as site:
@@ -347,7 +347,7 @@ def test_an_id_never_means_two_events(shard_urls: list[str]) -> None:
         assert queue.map.shards[0].first_id <= min(after)
 
 
-def test_an_ack_of_an_event_that_was_moved_acks_no_other(shard_urls: list[str]) -> None:
+def test_ack_of_a_moved_event_acks_no_other(shard_urls: list[str]) -> None:
     first, *others = shard_urls
     with ShardSite([(first, "-")], OPTIONS + ", ack_timeout = 60s") as site:
         queue = site.queue()
@@ -384,7 +384,7 @@ def same_half(one: int, other: int) -> bool:
     return lower.contains(keyspace_id(one)) == lower.contains(keyspace_id(other))
 
 
-def test_a_row_that_somebody_holds_delays_only_the_end_of_a_reshard(
+def test_locked_row_delays_only_the_end_of_a_reshard(
     served_shards: list[str],
 ) -> None:
     first, *others = served_shards
@@ -418,7 +418,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("database", UNREADABLE)
-def test_a_row_that_cannot_be_read_stops_no_reshard(
+def test_unreadable_row_does_not_stop_a_reshard(
     tmp_path: Path, request: pytest.FixtureRequest, database: str
 ) -> None:
     """Neither one that is moved ahead, nor one that is drained; each becomes a dead letter."""
@@ -450,7 +450,7 @@ def test_a_row_that_cannot_be_read_stops_no_reshard(
             assert len(take(receiver, 9)) == 9
 
 
-def test_a_retired_shard_s_late_rows_are_moved_on(tmp_path: Path) -> None:
+def test_late_rows_of_a_retired_shard_are_moved(tmp_path: Path) -> None:
     """Through two reshards, with nobody but a plain INSERT into the very first shard."""
     with sqlite_site(tmp_path, "-") as site:
         site.queue().reshard(
@@ -467,7 +467,7 @@ def test_a_retired_shard_s_late_rows_are_moved_on(tmp_path: Path) -> None:
         assert site.rows(first) == 0
 
 
-def test_an_event_is_delivered_by_the_map_it_was_taken_by(tmp_path: Path) -> None:
+def test_batch_is_delivered_by_the_map_of_its_version(tmp_path: Path) -> None:
     """Or one that had arrived before a crash would come a second time, by a newer map."""
     with sqlite_site(tmp_path, "-") as site:
         queue, directory = site.queue(), site.directory()
@@ -487,7 +487,7 @@ def test_an_event_is_delivered_by_the_map_it_was_taken_by(tmp_path: Path) -> Non
         assert [site.rows(each) for each in (source.url, first.url, last[0])] == [0, 0, 1]
 
 
-def test_what_was_acked_stays_acked(tmp_path: Path) -> None:
+def test_acked_events_stay_acked_after_a_reshard(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-", options=f"{OPTIONS}, retention = 1h") as site:
         queue = site.queue()
         queue.put([{"user_id": at, "payload": f"p{at}"} for at in range(50)])
@@ -505,7 +505,7 @@ def test_what_was_acked_stays_acked(tmp_path: Path) -> None:
             assert receiver.take(timeout=0.3) == []
 
 
-def test_the_old_manager_can_confirm_nothing_after_the_switch(tmp_path: Path) -> None:
+def test_old_manager_cannot_store_acks_after_the_switch(tmp_path: Path) -> None:
     """An ack that comes when its event was moved is refused; the event fires again."""
     with sqlite_site(tmp_path, "-") as site:
         old, directory = site.queue(), site.directory()
@@ -523,7 +523,7 @@ def test_the_old_manager_can_confirm_nothing_after_the_switch(tmp_path: Path) ->
             oracle.drain(receiver, {"one"})  # from the new shard, by the same receiver
 
 
-def test_near_events_are_not_taken_while_a_manager_may_have_them(tmp_path: Path) -> None:
+def test_events_in_the_window_are_not_moved_while_a_manager_leads(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-") as site:
         queue, directory = site.queue(), site.directory()
         fill(queue, "x", 9)
@@ -534,7 +534,7 @@ def test_near_events_are_not_taken_while_a_manager_may_have_them(tmp_path: Path)
         assert site.rows(site.shards[0][0]) == 6
 
 
-def test_a_shard_that_is_shut_is_led_by_nobody(tmp_path: Path) -> None:
+def test_closed_shard_has_no_leader(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-") as site:
         queue, directory = site.queue(), site.directory()
         (shard,) = queue.map.shards
@@ -547,7 +547,7 @@ def test_a_shard_that_is_shut_is_led_by_nobody(tmp_path: Path) -> None:
             assert take(receiver, 1)[0]["payload"] == "one"
 
 
-def test_order_by_key_holds_through_a_reshard(tmp_path: Path) -> None:
+def test_key_order_survives_a_reshard(tmp_path: Path) -> None:
     options = f"{OPTIONS}, ordering = key"
     with sqlite_site(tmp_path, "-", options=options) as site:
         queue = site.queue()
@@ -573,7 +573,7 @@ def test_order_by_key_holds_through_a_reshard(tmp_path: Path) -> None:
         assert all(numbers == sorted(numbers) for numbers in seen.values())
 
 
-def test_a_group_ends_after_its_last_member_wherever_they_are(tmp_path: Path) -> None:
+def test_group_ends_after_its_last_member_across_shards(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-") as site:
         queue = site.queue()
         with queue.transaction(1) as transaction:
@@ -598,7 +598,7 @@ def test_a_group_ends_after_its_last_member_wherever_they_are(tmp_path: Path) ->
         assert set(order[:3]) == {"m0", "m1", "m2"}
 
 
-def test_merged_shards_may_have_had_the_same_name_for_two_events(tmp_path: Path) -> None:
+def test_merged_shards_keep_both_events_of_one_name(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-80", "80-") as site:
         queue = site.queue()
         keys = {queue.map.find_shard(keyspace_id(key)).address: key for key in range(50)}
@@ -609,7 +609,7 @@ def test_merged_shards_may_have_had_the_same_name_for_two_events(tmp_path: Path)
             ShardOracle().drain(receiver, {f"p{key}" for key in keys.values()})
 
 
-def test_one_reshard_at_a_time(tmp_path: Path) -> None:
+def test_second_reshard_is_refused(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-80", "80-") as site:
         directory, shards = site.directory(), ShardMap.from_shards(site.shards)
         Resharder.begin(directory, shards, split(tmp_path))
@@ -623,7 +623,7 @@ def test_one_reshard_at_a_time(tmp_path: Path) -> None:
         assert [str(each.key_range) for each in queue.map.shards] == ["-40", "40-80", "80-"]
 
 
-def test_a_client_with_old_settings_finds_the_new_shards(tmp_path: Path) -> None:
+def test_client_with_old_settings_finds_the_new_shards(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-") as site:
         site.queue().reshard(
             [(sqlite_url(tmp_path, "a"), "-80"), (sqlite_url(tmp_path, "b"), "80-")]
@@ -634,7 +634,7 @@ def test_a_client_with_old_settings_finds_the_new_shards(tmp_path: Path) -> None
         assert site.rows(site.shards[0][0]) == 0
 
 
-def test_a_retired_shard_is_forgotten_and_deleted(tmp_path: Path) -> None:
+def test_retired_shard_can_be_forgotten_and_deleted(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-80", "80-") as site:
         queue = site.queue()
         queue.reshard(split(tmp_path))
@@ -662,7 +662,7 @@ def _tables(url: str) -> set[str]:
         return {row[0] for row in cursor.fetchall()}
 
 
-def test_a_dropped_queue_leaves_nothing_of_its_shards(site: Site) -> None:
+def test_dropped_queue_leaves_no_shard_data(site: Site) -> None:
     name = site.queue().name
     with ShardDirectory(site.database.catalog.get_definition(name), [site.url]) as directory:
         store = directory.get_store(Shard.from_spec((site.url, "-")))
@@ -676,7 +676,7 @@ def test_a_dropped_queue_leaves_nothing_of_its_shards(site: Site) -> None:
         assert site.execute(f"SELECT COUNT(*) FROM {kept} WHERE queue = '{name}'") == [(0,)]
 
 
-def test_a_queue_made_anew_does_not_follow_the_former_s_map(tmp_path: Path) -> None:
+def test_recreated_queue_does_not_follow_the_old_map(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-80", "80-") as site:
         with site.queue() as queue:
             queue.reshard(split(tmp_path))
@@ -686,7 +686,7 @@ def test_a_queue_made_anew_does_not_follow_the_former_s_map(tmp_path: Path) -> N
         assert [str(shard.key_range) for shard in site.queue().map.shards] == ["-80", "80-"]
 
 
-def test_a_database_that_is_gone_hides_no_newer_map(tmp_path: Path) -> None:
+def test_missing_database_does_not_hide_a_newer_map(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-80", "80-") as site:
         queue = site.queue()
         site.queue().reshard(split(tmp_path))
@@ -698,7 +698,7 @@ def test_a_database_that_is_gone_hides_no_newer_map(tmp_path: Path) -> None:
         assert queue.map.version == 1
 
 
-def test_many_clients_come_at_the_same_time(served_shards: list[str]) -> None:
+def test_many_clients_can_open_the_queue_at_once(served_shards: list[str]) -> None:
     """Each of them makes what tables are missing."""
     with ShardSite([(served_shards[0], "-")]) as site, ThreadPoolExecutor(6) as threads:
         for queue in [threads.submit(site.queue) for _ in range(12)]:
@@ -752,9 +752,7 @@ def all_payloads(site: ShardSite, shards: ShardMap) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["split", "merge"])
-def test_a_batch_that_comes_again_after_a_reshard_is_there_once(
-    shard_urls: list[str], how: str
-) -> None:
+def test_batch_repeated_after_a_reshard_is_stored_once(shard_urls: list[str], how: str) -> None:
     first, second, third = shard_urls
     halves, whole = ("-80", "80-"), ("-",)
     before, after = (whole, halves) if how == "split" else (halves, whole)
@@ -777,7 +775,7 @@ def test_a_batch_that_comes_again_after_a_reshard_is_there_once(
                 assert spread.map.version == 1
 
 
-def test_shards_are_not_merged_in_the_middle_of_a_batch(shard_urls: list[str]) -> None:
+def test_merge_is_refused_in_the_middle_of_a_batch(shard_urls: list[str]) -> None:
     first, second, third = shard_urls
     with ShardSite([(first, "-80"), (second, "80-")]) as site:
         queue = site.queue()

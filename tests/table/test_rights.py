@@ -80,7 +80,7 @@ def shop(postgres: PostgresServer) -> Iterator[Shop]:
             site.execute(f"DROP ROLE {role}")
 
 
-def test_who_inserts_and_who_manages_need_no_more_than_is_documented(shop: Shop) -> None:
+def test_documented_grants_are_enough_to_insert_and_to_manage(shop: Shop) -> None:
     name = shop.queue.name
     producer = shop.as_role("producer")
     with contextlib.closing(producer.connect()) as connection:
@@ -102,7 +102,7 @@ def test_who_inserts_and_who_manages_need_no_more_than_is_documented(shop: Shop)
     assert shop.as_role("planner").queue(name).unschedule("tick")
 
 
-def test_who_has_shards_needs_no_more_than_is_documented(shop: Shop) -> None:
+def test_documented_grants_are_enough_for_shards(shop: Shop) -> None:
     shards = connect_shards([(shop.url("server"), "-")])
     queue = shop.opened.enter_context(shards).queue(shop.queue.name)
     queue.put([{"user_id": 1, "payload": "one"}])
@@ -111,7 +111,7 @@ def test_who_has_shards_needs_no_more_than_is_documented(shop: Shop) -> None:
         settle(receiver, take(receiver, 1))
 
 
-def test_an_output_that_delivers_once_needs_no_more_than_is_documented(shop: Shop) -> None:
+def test_documented_grants_are_enough_for_an_exactly_once_output(shop: Shop) -> None:
     output = shop.output(shop.url("delivery"))
     for _ in range(2):
         output.send(output.prepare(handed(numbered(1, 6), 1)))

@@ -44,7 +44,7 @@ def names(site: Site, queue: TableQueue) -> list[str]:
     return [row[0] for row in site.execute(f"SELECT event_name FROM {queue.name}")]
 
 
-def test_an_event_comes_when_its_schedule_is_due(site: Site) -> None:
+def test_event_is_inserted_when_its_schedule_is_due(site: Site) -> None:
     queue = site.queue()
     queue.schedule("tick", "* * * * *", user_id=7, payload="tock")
     assert 0 < next_at(queue) - site.now() <= MINUTE
@@ -59,7 +59,7 @@ def test_an_event_comes_when_its_schedule_is_due(site: Site) -> None:
     assert next_at(queue) % MINUTE == 0
 
 
-def test_of_what_was_missed_one_occurrence_comes(site: Site) -> None:
+def test_one_of_the_missed_occurrences_is_inserted(site: Site) -> None:
     queue = site.queue()
     queue.schedule("tick", "* * * * *", payload="tock")
     at = due(site, queue, ago=180 * MINUTE)
@@ -72,9 +72,7 @@ def test_of_what_was_missed_one_occurrence_comes(site: Site) -> None:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_manager_that_dies_over_a_schedule_loses_and_doubles_nothing(
-    site: Site, after: bool
-) -> None:
+def test_manager_killed_while_firing_a_schedule_inserts_it_once(site: Site, after: bool) -> None:
     queue = site.queue(lease="150ms")
     queue.schedule("tick", "* * * * *", payload="tock")
     due(site, queue)
@@ -87,7 +85,7 @@ def test_a_manager_that_dies_over_a_schedule_loses_and_doubles_nothing(
     assert len(names(site, queue)) == 1
 
 
-def test_an_event_of_the_same_name_is_not_put_there_again(site: Site) -> None:
+def test_existing_event_of_the_same_name_is_not_inserted_again(site: Site) -> None:
     queue = site.queue()
     queue.schedule("tick", "* * * * *", payload="tock")
     at = due(site, queue)
@@ -99,9 +97,7 @@ def test_an_event_of_the_same_name_is_not_put_there_again(site: Site) -> None:
     assert queue.counts()["to_be_fired"] == 1
 
 
-def test_a_schedule_that_somebody_spoilt_holds_up_no_other(
-    site: Site, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_broken_schedule_does_not_stop_others(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     queue = site.queue()
     for name in ("a", "b", "c", "tick"):
         queue.schedule(name, "* * * * *", payload=name)
@@ -119,7 +115,7 @@ def test_a_schedule_that_somebody_spoilt_holds_up_no_other(
     assert caplog.text.count("schedule=a ") == 1
 
 
-def test_a_schedule_is_replaced_unless_it_is_the_same(site: Site) -> None:
+def test_changed_schedule_is_replaced_and_an_equal_one_stays(site: Site) -> None:
     queue = site.queue()
     queue.schedule("tick", "0 3 * * *", "Europe/Berlin", user_id=1, payload="x")
     at = due(site, queue, ago=MINUTE)
@@ -133,7 +129,7 @@ def test_a_schedule_is_replaced_unless_it_is_the_same(site: Site) -> None:
     assert queue.schedules() == []
 
 
-def test_many_processes_declare_the_same_schedule_at_once(served_site: Site) -> None:
+def test_many_processes_can_create_the_same_schedule_at_once(served_site: Site) -> None:
     queue = served_site.queue()
     opened = [served_site.open_again(queue) for _ in range(6)]
     with ThreadPoolExecutor(6) as threads:
@@ -141,7 +137,7 @@ def test_many_processes_declare_the_same_schedule_at_once(served_site: Site) -> 
     assert len(queue.schedules()) == 1
 
 
-def test_what_the_queue_does_not_take_is_refused_at_once(site: Site) -> None:
+def test_schedule_with_an_invalid_event_is_refused(site: Site) -> None:
     queue = site.queue("user_id BIGINT, payload VARCHAR(5) NOT NULL")
     with pytest.raises(SchemaMismatch, match="takes no column 'nothing'"):
         queue.schedule("tick", "* * * * *", payload="x", nothing=1)
@@ -161,7 +157,7 @@ def test_what_the_queue_does_not_take_is_refused_at_once(site: Site) -> None:
     assert sum(queue.counts().values()) == 0
 
 
-def test_schedules_go_with_their_queue(site: Site) -> None:
+def test_drop_queue_deletes_its_schedules(site: Site) -> None:
     queue = site.queue()
     queue.schedule("tick", "* * * * *", payload="x")
     site.database.sql(f"DROP QUEUE {queue.name}")
@@ -169,7 +165,7 @@ def test_schedules_go_with_their_queue(site: Site) -> None:
     assert site.execute(kept) == [(0,)]
 
 
-def test_a_schedule_may_have_any_name_and_values(site: Site) -> None:
+def test_schedule_may_have_any_name_and_values(site: Site) -> None:
     queue = site.queue(f'user_id BIGINT, "{HOSTILE.replace(chr(34), chr(34) * 2)}" TEXT, n DOUBLE')
     queue.schedule(HOSTILE, "* * * * *", **{HOSTILE: HOSTILE, "n": -2.5})
     (shown,) = queue.schedules()
@@ -180,7 +176,7 @@ def test_a_schedule_may_have_any_name_and_values(site: Site) -> None:
         assert event.columns == {"user_id": None, HOSTILE: HOSTILE, "n": -2.5}
 
 
-def test_a_quiet_timetable_costs_a_statement_every_few_seconds(site: Site) -> None:
+def test_idle_schedule_runner_sends_one_statement_every_few_seconds(site: Site) -> None:
     queue = site.queue()
     queue.schedule("tick", "0 0 1 1 *", payload="x")
     with TableStore(site.dialect, queue.definition) as store:
@@ -197,7 +193,7 @@ def test_a_quiet_timetable_costs_a_statement_every_few_seconds(site: Site) -> No
 # ── statements ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_schedules_are_made_shown_and_dropped_by_statements(site: Site) -> None:
+def test_statements_create_show_and_drop_schedules(site: Site) -> None:
     queue = site.queue()
     statement = (
         f'CREATE SCHEDULE "tick" ON "{queue.name}" EVERY \'0 3 * * *\' '
@@ -215,7 +211,7 @@ def test_schedules_are_made_shown_and_dropped_by_statements(site: Site) -> None:
         site.database.sql("CREATE SCHEDULE tick ON nowhere EVERY '* * * * *'")
 
 
-def test_the_statements_are_read() -> None:
+def test_schedule_statements_are_parsed() -> None:
     text = "create schedule Tick on Q every '* * * * *' values (a = NULL, b = true, c = 1.5,);"
     schedule = Schedule("q", "tick", "* * * * *", columns={"a": None, "b": True, "c": 1.5})
     assert parse(text) == parse(str(schedule)) == CreateSchedule(schedule)
@@ -237,7 +233,7 @@ def test_the_statements_are_read() -> None:
         ("SHOW SCHEDULE", "1:6", "did you mean SCHEDULES"),
     ],
 )
-def test_mistakes_are_shown_where_they_are(text: str, place: str, words: str) -> None:
+def test_syntax_error_has_its_position(text: str, place: str, words: str) -> None:
     with pytest.raises(SyntaxFault) as caught:
         parse(text)
     assert str(caught.value).startswith(f"{place}: ")
@@ -265,7 +261,7 @@ def kept_in(site: ShardSite, url: str) -> list[str]:
     return [row[0] for row in site.execute(url, kept)]
 
 
-def test_a_schedule_lies_where_its_key_belongs(halves: ShardSite) -> None:
+def test_schedule_is_stored_in_the_shard_of_its_key(halves: ShardSite) -> None:
     queue, (low, high) = halves.queue(), [url for url, _ in halves.shards]
     lower, upper = keys_of(halves)
     queue.schedule("tick", "* * * * *", user_id=lower, payload="x")

@@ -33,17 +33,17 @@ def key_in(key_range: str) -> int:
         (["-8"], "'-8' is not a key range"),
     ],
 )
-def test_a_map_has_every_key_exactly_once(ranges: list[str], wrong: str) -> None:
+def test_map_must_have_every_key_exactly_once(ranges: list[str], wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
         ShardMap.from_shards([(f"sqlite:///{at}.db", each) for at, each in enumerate(ranges)])
 
 
-def test_no_two_shards_share_a_database() -> None:
+def test_two_shards_cannot_share_a_database() -> None:
     with pytest.raises(ConfigError, match="is used by two shards"):
         ShardMap.from_shards([("sqlite:///a.db", "-80"), ("sqlite:///a.db", "80-")])
 
 
-def test_every_key_has_its_shard() -> None:
+def test_every_key_has_one_shard() -> None:
     shards = ShardMap.from_shards([("sqlite:///b.db", "80-"), ("sqlite:///a.db", "-80")])
     for key in range(1000):
         found = shards.find_shard(keyspace_id(key))
@@ -54,7 +54,7 @@ def test_every_key_has_its_shard() -> None:
     }
 
 
-def test_a_map_is_kept_without_passwords() -> None:
+def test_map_is_stored_without_passwords() -> None:
     url = "postgresql://app:secret@db.example:5432/shop?sslmode=require"
     shards = ShardMap.from_shards([(url, "-")])
     assert "secret" not in shards.to_json() + repr(shards) + str(shards.shards[0])
@@ -62,7 +62,7 @@ def test_a_map_is_kept_without_passwords() -> None:
     assert ShardMap.from_json(shards.to_json()) == shards
 
 
-def test_a_reshard_takes_whole_shards() -> None:
+def test_reshard_must_cover_whole_shards() -> None:
     shards = ShardMap.from_shards([("sqlite:///a.db", "-80"), ("sqlite:///b.db", "80-")])
     split = shards.plan_reshard(
         [Shard.from_spec(("sqlite:///c.db", "-40")), Shard.from_spec(("sqlite:///d.db", "40-80"))]
@@ -76,7 +76,7 @@ def test_a_reshard_takes_whole_shards() -> None:
         shards.plan_reshard([Shard.from_spec(("sqlite:///b.db", "-80"))])
 
 
-def test_events_lie_where_their_keys_belong(tmp_path: Path) -> None:
+def test_events_are_stored_in_the_shard_of_their_key(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-40", "40-80", "80-") as site:
         queue = site.queue()
         assert queue.put({"user_id": key, "payload": f"p{key}"} for key in range(200)) == 200
@@ -87,7 +87,7 @@ def test_events_lie_where_their_keys_belong(tmp_path: Path) -> None:
         assert queue.counts()["to_be_fired"] == 200
 
 
-def test_an_event_commits_with_what_is_written_in_its_shard(tmp_path: Path) -> None:
+def test_event_commits_with_other_data_in_its_shard(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-80", "80-") as site:
         queue = site.queue()
         low, high = key_in("-80"), key_in("80-")
@@ -110,7 +110,7 @@ def test_an_event_commits_with_what_is_written_in_its_shard(tmp_path: Path) -> N
         assert queue.counts()["to_be_fired"] == 0
 
 
-def test_a_receiver_s_range_may_cut_across_shards(tmp_path: Path) -> None:
+def test_key_range_of_a_receiver_may_span_shards(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-40", "40-80", "80-") as site:
         queue = site.queue()
         queue.put({"user_id": key, "payload": f"p{key}"} for key in range(300))
@@ -125,7 +125,7 @@ def test_a_receiver_s_range_may_cut_across_shards(tmp_path: Path) -> None:
             assert {event["payload"] for event in take(low, len(rest))} == rest
 
 
-def test_a_row_in_the_wrong_shard_is_received_all_the_same(tmp_path: Path) -> None:
+def test_row_in_the_wrong_shard_is_received(tmp_path: Path) -> None:
     with sqlite_site(tmp_path, "-80", "80-") as site:
         high = key_in("80-")
         wrong = site.shards[0][0]
@@ -157,7 +157,7 @@ def test_two_processes_share_the_shards(tmp_path: Path) -> None:
             assert set(oracle.received.values()) == {1}
 
 
-def test_an_ack_that_was_lost_with_the_lead_is_not_confirmed_later(tmp_path: Path) -> None:
+def test_ack_lost_with_the_lease_is_not_confirmed_later(tmp_path: Path) -> None:
     """Also when the same manager leads again before anybody asks."""
     with sqlite_site(tmp_path, "-") as site:
         queue = site.queue()
@@ -178,7 +178,7 @@ def test_an_ack_that_was_lost_with_the_lead_is_not_confirmed_later(tmp_path: Pat
             assert receiver.flush(PATIENCE)
 
 
-def test_a_queue_without_a_key_cannot_be_sharded(tmp_path: Path) -> None:
+def test_queue_without_a_key_cannot_be_sharded(tmp_path: Path) -> None:
     shards = [(sqlite_url(tmp_path, "a"), "-80"), (sqlite_url(tmp_path, "b"), "80-")]
     with table.connect_shards(shards) as database:
         database.sql("CREATE QUEUE plain (payload TEXT)")
@@ -187,7 +187,7 @@ def test_a_queue_without_a_key_cannot_be_sharded(tmp_path: Path) -> None:
             database.queue("plain")
 
 
-def test_shards_must_agree_on_the_queue(tmp_path: Path) -> None:
+def test_shards_with_different_definitions_are_refused(tmp_path: Path) -> None:
     shards = [(sqlite_url(tmp_path, "a"), "-80"), (sqlite_url(tmp_path, "b"), "80-")]
     with table.connect(shards[0][0]) as one, table.connect(shards[1][0]) as other:
         one.sql("CREATE QUEUE q (k BIGINT) SHARD BY (k)")

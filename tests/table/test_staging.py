@@ -33,7 +33,7 @@ def staged(site: Site, queue: TableQueue) -> int:
     return found
 
 
-def test_a_batch_is_there_as_a_whole_and_once(site: Site) -> None:
+def test_batch_is_committed_completely_and_once(site: Site) -> None:
     queue = site.queue(COLUMNS)
     job = get_job_id("a stream")
     before = site.now()
@@ -61,9 +61,7 @@ def test_a_batch_is_there_as_a_whole_and_once(site: Site) -> None:
     assert before <= found["a"]["fire_at"] <= site.now()
 
 
-def test_a_commit_that_is_cut_off_changes_nothing(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_commit_changes_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = site.queue(COLUMNS)
     job = get_job_id(None)
     with staging(site, queue) as made:
@@ -83,7 +81,7 @@ def test_a_commit_that_is_cut_off_changes_nothing(
         assert payloads(queue) == ["a"]
 
 
-def test_only_the_jobs_own_stages_are_given_up_and_what_is_forgotten(site: Site) -> None:
+def test_discard_deletes_only_stages_of_the_job_and_old_ones(site: Site) -> None:
     queue = site.queue(COLUMNS)
     mine, others = get_job_id(None), get_job_id(None)
     with staging(site, queue) as made:
@@ -102,7 +100,7 @@ def test_only_the_jobs_own_stages_are_given_up_and_what_is_forgotten(site: Site)
     assert payloads(queue) == ["a"]
 
 
-def test_key_ranges_divide_a_table(site: Site) -> None:
+def test_key_ranges_divide_a_scan(site: Site) -> None:
     queue = site.queue()
     site.fill(queue, 300)
     parts = [
@@ -126,7 +124,7 @@ def test_key_ranges_divide_a_table(site: Site) -> None:
     ]
 
 
-def test_a_scan_holds_nobody_up(site: Site) -> None:
+def test_scan_blocks_no_writer(site: Site) -> None:
     queue = site.queue()
     site.fill(queue, 50)
     pages = queue.scan.read_pages(EventSelection(), size=10)
@@ -140,7 +138,7 @@ def test_a_scan_holds_nobody_up(site: Site) -> None:
         assert session.query(f"SELECT COUNT(*) FROM {queue.name}")[0][0] == 0
 
 
-def test_a_queue_that_is_made_anew_knows_nothing_of_the_former(site: Site) -> None:
+def test_recreated_queue_has_no_writer_records(site: Site) -> None:
     former = site.queue(COLUMNS)
     with staging(site, former) as staged:
         staged.add("stream/1", 0, rows("a"))

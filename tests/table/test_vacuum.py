@@ -15,7 +15,7 @@ from turnlane.table.queue_sql import PostgresQueueSql
 from turnlane.testing import ManualClock
 
 
-def test_a_busy_table_is_vacuumed_again_and_again(
+def test_busy_table_is_vacuumed_repeatedly(
     postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leader, "VACUUM_AFTER_EVENTS", 100)
@@ -33,7 +33,7 @@ def test_a_busy_table_is_vacuumed_again_and_again(
                 eventually(functools.partial(vacuumed, times))
 
 
-def test_a_vacuum_comes_after_enough_events_and_a_rest(site: Site) -> None:
+def test_vacuum_starts_after_enough_events_and_a_pause(site: Site) -> None:
     clock = ManualClock()
     with Vacuum(site.dialect, site.queue().definition, clock) as cleaner:
         assert not cleaner.run_once(VACUUM_AFTER_EVENTS - 1)
@@ -52,7 +52,7 @@ class SlowClock(ManualClock):
         return super().monotonic()
 
 
-def test_a_long_vacuum_is_followed_by_a_longer_rest(postgres: PostgresServer) -> None:
+def test_long_vacuum_is_followed_by_a_longer_pause(postgres: PostgresServer) -> None:
     clock = SlowClock()
     with (
         Site(postgres.url, postgres) as site,
@@ -66,7 +66,7 @@ def test_a_long_vacuum_is_followed_by_a_longer_rest(postgres: PostgresServer) ->
         assert cleaner.run_once(2 * VACUUM_AFTER_EVENTS)
 
 
-def test_a_vacuum_that_fails_is_told_and_no_harm(
+def test_failed_vacuum_is_logged_and_harmless(
     postgres: PostgresServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Site(postgres.url, postgres) as site:
