@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.contract.harness import PATIENCE, Task, wait_until
 from tests.recovery.hooked_disk import HookedDisk
 from tests.recovery.proxy_harness import Publisher, await_values, impatience, open_proxy
-from turnlane.events import values_of
+from turnlane.events import get_values
 from turnlane.queues.api import AckLevel
 from turnlane.queues.disk import DiskQueue
 from turnlane.queues.proxy import ProxyQueue
@@ -201,7 +201,7 @@ def test_does_a_real_node_that_was_killed_get_everything_again(tmp_path: Path) -
     arrived: list[bytes | None] = []
     while len(arrived) < 61:
         with far[1].get(timeout=PATIENCE) as batch:
-            arrived += values_of([batch.block])
+            arrived += get_values([batch.block])
     assert arrived == [b"before", *values]
     assert far[1].stats().ledger.accepted == 61
     for each in far:

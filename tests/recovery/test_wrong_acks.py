@@ -191,7 +191,7 @@ def test_is_what_is_being_settled_persisted_when_the_log_passes_it(
     for value in numbered(10, 95):
         producer.publish(value)
     wait_until(lambda: queue.troubled, "the spill that fails")
-    record = queue.store.journal.settled
+    record = queue.store.journal.record_settled
     reached, go = threading.Event(), threading.Event()
 
     def fail_late(first: int, end: int, size: int, outcome: Outcome) -> None:

@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from turnlane.errors import NumbersMissing, QueueClosed
-from turnlane.events import Block, event_sizes
+from turnlane.events import Block, get_event_sizes
 from turnlane.ledger import Outcome
-from turnlane.queues.accepted import MAX_RUNS, Gaps
 from turnlane.queues.acks import Ticket
 from turnlane.queues.api import Published
-from turnlane.storage.frames import Stamp
+from turnlane.storage.frames import ProducerSequence
+from turnlane.storage.producer_sequences import MAX_RUNS, GapPolicy
 
 if TYPE_CHECKING:
     from turnlane.queues.producer import HoldingProducer
@@ -436,7 +436,11 @@ class BlockEntry(PublishEntry):
 
     def check_gaps(self) -> None:
         producer_id = self.producer.hashed_id
-        if self._sequence is None or producer_id is None or self.producer.gaps is not Gaps.KEEP:
+        if (
+            self._sequence is None
+            or producer_id is None
+            or self.producer.gaps is not GapPolicy.KEEP
+        ):
             return
         accepted = self.producer.queue.sequences.get(producer_id)
         if accepted is None or len(accepted.runs) < MAX_RUNS:
@@ -453,7 +457,7 @@ class BlockEntry(PublishEntry):
     def largest_event(self) -> int:
         if self.events == 1:
             return self.size
-        return int(event_sizes(self._block).max(initial=0))
+        return int(get_event_sizes(self._block).max(initial=0))
 
     @property
     def is_repeat(self) -> bool:
@@ -478,7 +482,7 @@ class BlockEntry(PublishEntry):
         super().skip()
         self._number()
 
-    def _number(self) -> Stamp | None:
+    def _number(self) -> ProducerSequence | None:
         producer_id = self.producer.hashed_id
         first, end = self._sequence, self._end_sequence
         if producer_id is None or first is None or end is None:

@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 from turnlane.errors import ConfigError
-from turnlane.events import Block, Event, events_of
+from turnlane.events import Block, Event, iterate_events
 from turnlane.ledger import Ledger
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 
 
 class AckLevel(enum.StrEnum):
@@ -118,7 +118,7 @@ class Place:
         return self.end - self.first
 
 
-class Producer(Closing):
+class Producer(Closeable):
     """The publishing end. Safe to use from several threads; acks then cover all of them."""
 
     @abc.abstractmethod
@@ -223,7 +223,7 @@ class Batch(abc.ABC):
         return len(self.place)
 
     def __iter__(self) -> Iterator[Event]:
-        return events_of(self.block, self.place.first)
+        return iterate_events(self.block, self.place.first)
 
     def __enter__(self) -> Self:
         return self
@@ -244,7 +244,7 @@ Consumer = Callable[[Batch], None]
 """The passive end: takes a batch. Returning means done; raising means nothing was delivered."""
 
 
-class Queue(Closing):
+class Queue(Closeable):
     """A queue of events. Every method may be called from any thread."""
 
     @abc.abstractmethod

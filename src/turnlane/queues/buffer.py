@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 
 from turnlane.errors import BatchFreed
-from turnlane.events import BASE_SCHEMA, Block, conform, join, values_array
+from turnlane.events import BASE_SCHEMA, Block, build_values, conform_block, join_blocks
 from turnlane.ledger import Outcome
 from turnlane.queues.api import Batch, Place
-from turnlane.storage.frames import Stamp
+from turnlane.storage.frames import ProducerSequence
 
 # ── batch ──
 # The batch that the holding kinds of queue hand out.
@@ -69,12 +69,12 @@ class HeldBatch(Batch):
     def block(self) -> Block:
         pieces = self._pieces()
         if len(pieces) > 1:
-            self.portion.pieces = pieces = [join(pieces)]
-        return conform(pieces[0])
+            self.portion.pieces = pieces = [join_blocks(pieces)]
+        return conform_block(pieces[0])
 
     @property
     def blocks(self) -> Sequence[Block]:
-        return [conform(piece) for piece in self._pieces()]
+        return [conform_block(piece) for piece in self._pieces()]
 
     def _pieces(self) -> Sequence[Block]:
         pieces = self.portion.pieces
@@ -151,7 +151,7 @@ class OpenBlock:
         """The events as a block, with the base columns."""
         stamps = np.array(self.timestamps, dtype=np.int64) // 1000
         arrays = {
-            "value": values_array(self.values),
+            "value": build_values(self.values),
             "timestamp": pa.array(stamps).view(BASE_SCHEMA.field("timestamp").type),
         }
         count = len(self.values)
@@ -176,7 +176,7 @@ class Portion:
     """Bytes that it counts for."""
     pieces: Sequence[Block] | None
     attempt: int = 1
-    stamps: Sequence[Stamp] = ()
+    sequences: Sequence[ProducerSequence] = ()
     """The numbered producers whose events it completes."""
     charged: bool = True
     """Whether it counts against the queue's bounds."""
@@ -196,7 +196,7 @@ class Portion:
             self.size,
             self.pieces,
             self.attempt,
-            self.stamps,
+            self.sequences,
             self.charged,
             self.recorded,
             self.consecutive,
@@ -223,13 +223,13 @@ class Portion:
         pieces, rest = (None, None) if self.pieces is None else _cut(self.pieces, events)
         head = self.copy()
         head.end, head.size, head.pieces = cut, size, pieces
-        head.stamps = self._stamps_before(self.end - cut)
+        head.sequences = self._stamps_before(self.end - cut)
         self.first, self.size, self.pieces = cut, self.size - size, rest
         return head
 
-    def _stamps_before(self, events: int) -> list[Stamp]:
+    def _stamps_before(self, events: int) -> list[ProducerSequence]:
         """What is known of its numbers so many events before its end."""
-        return [stamp.before(events) for stamp in self.stamps] if self.consecutive else []
+        return [stamp.subtract(events) for stamp in self.sequences] if self.consecutive else []
 
     def parts(self, size: int) -> list[Portion]:
         """The same events in portions of about this size; their numbers go along if they can."""
@@ -312,7 +312,7 @@ class Tail:
         """Cut out ``first`` to ``end - 1``; ``first`` must be in memory."""
         self.forget_below(first)
         pieces: list[Block] = []
-        stamps: list[Stamp] = []
+        stamps: list[ProducerSequence] = []
         size = 0
         at = first
         while at < end:
@@ -325,10 +325,10 @@ class Tail:
             else:
                 self.drop_oldest()
             pieces.extend(portion.pieces or ())
-            stamps.extend(portion.stamps)
+            stamps.extend(portion.sequences)
             size += portion.size
             at = portion.end
-        return Portion(first, end, size, pieces, stamps=stamps)
+        return Portion(first, end, size, pieces, sequences=stamps)
 
     def look(self, first: int, end: int) -> list[Block]:
         """The blocks of ``first`` to ``end - 1``, left in place."""

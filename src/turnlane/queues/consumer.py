@@ -14,8 +14,15 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from turnlane.errors import AckNotStored, BatchFreed, QueueClosed, QueueEmpty
-from turnlane.events import Block, conform, join
-from turnlane.intervals import Ranges, Span, count_of, newest_of, oldest_of, overlap
+from turnlane.events import Block, conform_block, join_blocks
+from turnlane.intervals import (
+    RangeSet,
+    Span,
+    count_offsets,
+    is_overlapping,
+    take_newest,
+    take_oldest,
+)
 from turnlane.ledger import Outcome
 from turnlane.queues.api import AckLevel
 from turnlane.queues.buffer import BatchState, HeldBatch, Portion
@@ -26,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Handing(Intake):
-    """A queue that hands out batches; :class:`turnlane.queues.consumer.HoldingQueue` is the rest."""
+    """A queue that hands out batches; :class:`HoldingQueue` has the rest."""
 
     # ── consuming ───────────────────────────────────────────────────────────────────────────────
 
@@ -185,7 +192,7 @@ class Handing(Intake):
     def _await_settlings(self, batch: HeldBatch) -> None:
         """Who settles first decides what becomes of an event, here as in the journal."""
         first, end = batch.place.first, batch.place.end
-        while any(overlap(span, (first, end)) for span in self._settlings):
+        while any(is_overlapping(span, (first, end)) for span in self._settlings):
             self._drained.wait()
 
     def release_batch(self, batch: HeldBatch) -> None:
@@ -347,7 +354,7 @@ class HoldingQueue(Handing):
                 if first >= end:
                     return None
                 if first >= self.tail.first:
-                    return first, conform(join(self.tail.look(first, end)))
+                    return first, conform_block(join_blocks(self.tail.look(first, end)))
                 end = min(end, self.tail.first)
             found = self.read_stored(first, end)
             if found is not None:
@@ -380,7 +387,7 @@ class HoldingQueue(Handing):
 
     def _await_others(self, span: Span) -> None:
         """Who settles first decides what becomes of an event, here as in the journal."""
-        while any(overlap(span, other) for other in self._being_settled()):
+        while any(is_overlapping(span, other) for other in self._being_settled()):
             self._drained.wait()
 
     def _being_settled(self) -> list[Span]:
@@ -412,9 +419,9 @@ class HoldingQueue(Handing):
             spans = self.positions.unsettled(first, end)
         if pending <= events:
             newest = 0
-        chosen = Ranges(newest_of(spans[-MAX_SPANS // 2 :], newest))
+        chosen = RangeSet(take_newest(spans[-MAX_SPANS // 2 :], newest))
         room = MAX_SPANS - len(chosen)
-        for span in oldest_of(spans[:room], events - count_of(chosen)):
+        for span in take_oldest(spans[:room], events - count_offsets(chosen)):
             chosen.add(*span)
         return Unsettled(list(chosen), pending, end)
 

@@ -20,8 +20,7 @@ from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import Bug, SchemaMismatch
 from turnlane.events import Block
 from turnlane.intervals import Span
-from turnlane.ledger import Outcome, Totals
-from turnlane.queues.accepted import MAX_RUNS, Accepted, Gaps
+from turnlane.ledger import Outcome, OutcomeTotals
 from turnlane.queues.acks import Dispatcher, Follower, Notice, Ticket, Watermark
 from turnlane.queues.admission import Annotations, Gate, PublishEntry, Waiter
 from turnlane.queues.api import (
@@ -36,10 +35,11 @@ from turnlane.queues.api import (
 )
 from turnlane.queues.buffer import SEAL_BYTES, HeldBatch, Portion, Tail
 from turnlane.queues.policies import Door, Patience
-from turnlane.queues.positions import Positions
 from turnlane.queues.producer import HoldingProducer
 from turnlane.queues.settings import QueueSettings
-from turnlane.storage.frames import Stamp
+from turnlane.storage.frames import ProducerSequence
+from turnlane.storage.positions import Positions
+from turnlane.storage.producer_sequences import MAX_RUNS, AcceptedSequences, GapPolicy
 from turnlane.units import TimeWindow
 
 # ── dequeue ──
@@ -96,8 +96,8 @@ class Intake(Queue):
         *,
         clock: Clock = SYSTEM_CLOCK,
         positions: Positions | None = None,
-        totals: Totals | None = None,
-        sequences: Mapping[bytes, Accepted] | None = None,
+        totals: OutcomeTotals | None = None,
+        sequences: Mapping[bytes, AcceptedSequences] | None = None,
         queue_id: str | None = None,
     ) -> None:
         self.settings = settings
@@ -115,9 +115,9 @@ class Intake(Queue):
             level: Watermark(level, self.durability, self.positions.low)
             for level in (AckLevel.PERSISTED, AckLevel.DELIVERED)
         }
-        self.sequences: dict[bytes, Accepted] = dict(sequences or {})
+        self.sequences: dict[bytes, AcceptedSequences] = dict(sequences or {})
         """The sequence numbers that it has of every numbered producer, the longest silent first."""
-        self.totals = totals or Totals()
+        self.totals = totals or OutcomeTotals()
         self.pushes = 0
         """Blocks that were published; single events are told by the tail."""
         self.heed_at = SEAL_BYTES
@@ -153,7 +153,7 @@ class Intake(Queue):
         on_ack: AckCallback | None = None,
         flow: FlowControl | str = FlowControl.NONE,
         producer_id: str | None = None,
-        gaps: Gaps = Gaps.KEEP,
+        gaps: GapPolicy = GapPolicy.KEEP,
     ) -> HoldingProducer:
         self.gate.check_open(self.name)
         if on_ack is not None:
@@ -191,7 +191,7 @@ class Intake(Queue):
         return first
 
     def append_block(
-        self, block: Block, size: int, stamp: Stamp | None, *, consecutive: bool
+        self, block: Block, size: int, stamp: ProducerSequence | None, *, consecutive: bool
     ) -> int:
         """Put a block at the end; returns its first offset. Under the lock.
 
@@ -201,7 +201,7 @@ class Intake(Queue):
         first = self.positions.end
         stamps = () if stamp is None else (stamp,)
         end = first + block.num_rows
-        portion = Portion(first, end, size, [block], stamps=stamps, consecutive=consecutive)
+        portion = Portion(first, end, size, [block], sequences=stamps, consecutive=consecutive)
         self.tail.append(portion)
         self.positions.end = end
         self.gate.charge(block.num_rows, size)
@@ -220,20 +220,20 @@ class Intake(Queue):
         accepted = self.sequences.get(producer)
         return 0 if accepted is None else accepted.end
 
-    def numbered(self, producer: bytes, first: int, end: int, gaps: Gaps) -> Stamp:
+    def numbered(self, producer: bytes, first: int, end: int, gaps: GapPolicy) -> ProducerSequence:
         """Remember that numbers ``first`` to ``end - 1`` are taken. Under the lock.
 
         Returns their stamp. It has the whole run up to ``end``: the events before are in the queue
         at lower offsets, or were dropped, so that they are in the log if this stamp is.
         """
-        accepted = self.sequences.pop(producer, None) or Accepted()
+        accepted = self.sequences.pop(producer, None) or AcceptedSequences()
         self.sequences[producer] = accepted
         if len(self.sequences) > MAX_SEQUENCES:
             del self.sequences[next(iter(self.sequences))]
-        accepted.add(0 if gaps is Gaps.SKIP else first, end)
-        if gaps is Gaps.FORGET:
+        accepted.add(0 if gaps is GapPolicy.SKIP else first, end)
+        if gaps is GapPolicy.FORGET:
             accepted.close_gaps(MAX_RUNS)
-        return Stamp(producer, end, accepted.start_of_run(first))
+        return ProducerSequence(producer, end, accepted.start_of_run(first))
 
     def heed(self) -> None:
         """The open block has grown, or somebody waits for events. Under the lock."""

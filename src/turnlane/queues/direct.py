@@ -13,8 +13,8 @@ from typing import NoReturn
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import BatchFreed, EventTooLarge, NotSupported, QueueClosed, RetryLater
-from turnlane.events import EVENT_OVERHEAD, Block, block_of, event_sizes, prepared
-from turnlane.ledger import Outcome, Totals
+from turnlane.events import EVENT_OVERHEAD, Block, block_of, get_event_sizes, prepare_block
+from turnlane.ledger import Outcome, OutcomeTotals
 from turnlane.queues.acks import Dispatcher, Follower, Watermark
 from turnlane.queues.admission import check_severities, sampled
 from turnlane.queues.api import (
@@ -30,9 +30,9 @@ from turnlane.queues.api import (
     chosen,
 )
 from turnlane.queues.buffer import BatchState, HeldBatch, Portion
-from turnlane.queues.positions import Positions
 from turnlane.queues.producer import as_bytes, measured, nanoseconds
 from turnlane.queues.settings import QueueSettings
+from turnlane.storage.positions import Positions
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class DirectQueue(Queue):
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._positions = Positions()
-        self._totals = Totals()
+        self._totals = OutcomeTotals()
         self._marks = {level: Watermark(level, Durability.MEMORY, 0) for level in AckLevel}
         self._acks = Dispatcher(settings.name)
         self._seen = 0
@@ -286,9 +286,9 @@ class DirectProducer(Producer):
         if sequence is not None:
             msg = "a sequence needs a producer made with producer_id"
             raise ValueError(msg)
-        block = prepared(block, self._queue.time_ns)
+        block = prepare_block(block, self._queue.time_ns)
         check_severities(block)
-        self._check_size(int(event_sizes(block).max(initial=0)))
+        self._check_size(int(get_event_sizes(block).max(initial=0)))
         return self._deliver(block)
 
     def try_publish_block(self, block: Block, *, sequence: int | None = None) -> Published:

@@ -26,8 +26,8 @@ from turnlane.queues.buffer import Portion
 from turnlane.queues.disk_writer import Job, WrittenQueue
 from turnlane.queues.settings import QueueSettings
 from turnlane.storage.disk_io import Disk
-from turnlane.storage.producer_sequences import Numbered
-from turnlane.storage.reader import Fault, Found
+from turnlane.storage.reader import StoredEvents, UnreadableRange
+from turnlane.storage.unwritten_sequences import SequencedRange
 
 # ── stored ──
 # What the kinds with a disk have in common beside their writer: reading, acks, closing.
@@ -77,8 +77,8 @@ class StoredQueue(WrittenQueue):
     def _reload(self, pending: int) -> None:
         """Take over what the store says was there."""
         self.types.update((field.name, field.type) for field in self.store.log.schema)
-        size = self.store.unsettled_bytes()
-        for first, end, attempt in self.store.returned():
+        size = self.store.unsettled_bytes
+        for first, end, attempt in self.store.returned_ranges:
             share = size * (end - first) // max(1, pending)
             charged = self.storage_is_charged
             with self.lock:
@@ -110,7 +110,7 @@ class StoredQueue(WrittenQueue):
     def record_settled(self, portion: Portion, outcome: Outcome) -> None:
         if not outcome.is_drop:
             self._write_numbered(portion)
-        self.store.journal.settled(portion.first, portion.end, portion.size, outcome)
+        self.store.journal.record_settled(portion.first, portion.end, portion.size, outcome)
         portion.recorded = True
         if self.durability is not Durability.ALWAYS:
             self._acks_unsynced = True
@@ -122,7 +122,7 @@ class StoredQueue(WrittenQueue):
         them. Not while the disk goes on failing, for acks go on then. Not under the lock.
         """
         mark = self.watermarks[AckLevel.PERSISTED]
-        while end := self.store.journal.unsafe_end(portion.first, portion.end):
+        while end := self.store.journal.find_unsafe_end(portion.first, portion.end):
             with self.lock:
                 ticket = mark.ticket(end, end) if self._can_write() else None
                 if ticket is None:
@@ -149,7 +149,7 @@ class StoredQueue(WrittenQueue):
 
     def record_returned(self, portion: Portion) -> None:
         try:
-            self.store.journal.returned(portion.first, portion.end, portion.attempt)
+            self.store.journal.record_returned(portion.first, portion.end, portion.attempt)
         except OSError as error:
             # Only the count of attempts suffers, and only if the queue is restarted before the
             # batch is settled.
@@ -168,7 +168,7 @@ class StoredQueue(WrittenQueue):
         try:
             while at < portion.end:
                 found = self.store.fetch(at, portion.end)
-                if isinstance(found, Found):
+                if isinstance(found, StoredEvents):
                     end = at + found.block.num_rows
                     large = portion.size * (end - portion.first) >= JOIN_BYTES * len(portion)
                     if large and pieces:
@@ -223,7 +223,7 @@ class StoredQueue(WrittenQueue):
     def read_stored(self, first: int, end: int) -> tuple[int, Block] | None:
         while first < end:
             found = self.store.visit(first, end)
-            if not isinstance(found, Fault):
+            if not isinstance(found, UnreadableRange):
                 return found
             # Nobody ever will read it: whoever waited for it would wait for ever.
             self.settle(first, min(found.end, end), found.outcome)
@@ -242,7 +242,7 @@ class StoredQueue(WrittenQueue):
             self._note_drops()  # the writer may have left before it saw the last of them
             if not self._give_up_rest() and not unwritten:
                 # Otherwise their producers may send again what was given up, or may be lost yet.
-                self.store.journal.remember(self.sequences)
+                self.store.journal.remember_sequences(self.sequences)
             self.store.journal.snapshot()
         except OSError as error:
             log.warning("queue %s: journal not tidied on close: %s", self.name, error)
@@ -288,7 +288,7 @@ class StoredQueue(WrittenQueue):
             for first, end in spans:
                 self.totals.add(Outcome.CLOSED, self.positions.settle(first, end))
         for first, end in spans:
-            self.store.journal.settled(first, end, 0, Outcome.CLOSED)
+            self.store.journal.record_settled(first, end, 0, Outcome.CLOSED)
         return bool(spans)
 
     def stats(self) -> Stats:
@@ -334,15 +334,15 @@ class DiskQueue(StoredQueue):
         """How many publishers were waiting for the last sync, or came while it ran."""
         self._gathering = False
         pending = self.positions.pending
-        self.gate.charge(pending, self.store.unsettled_bytes() if pending else 0)
+        self.gate.charge(pending, self.store.unsettled_bytes if pending else 0)
         self.start()
 
     def sealed(self, portion: Portion) -> None:
         # A copy: consumers cut pieces off the one in the tail.
         self._unwritten.append(portion.copy())
-        for stamp in portion.stamps:
-            numbered = Numbered(portion.first, portion.end, stamp, portion.consecutive)
-            self.store.journal.unstamped.add(numbered)
+        for stamp in portion.sequences:
+            numbered = SequencedRange(portion.first, portion.end, stamp, portion.consecutive)
+            self.store.journal.unwritten_sequences.add(numbered)
         self._unwritten_bytes += portion.size
         if self._unwritten_bytes >= self.settings.write_buffer:
             self.work.notify()
@@ -402,7 +402,7 @@ class DiskQueue(StoredQueue):
         return max(0.0, due - time.monotonic())
 
     def _has_unsynced(self) -> bool:
-        return self.store.log.unsynced or bool(self._unwritten or self.tail.open.values)
+        return self.store.log.has_unsynced or bool(self._unwritten or self.tail.open.values)
 
     def _interval(self) -> float:
         if self.durability is Durability.ALWAYS:
@@ -443,7 +443,7 @@ class DiskQueue(StoredQueue):
         end = self.store.log.end
         while self._unwritten and self._unwritten[0].end <= end:
             self._unwritten_bytes -= self._unwritten.popleft().size
-        self.store.journal.unstamped.forget_below(self.safe_end())
+        self.store.journal.unwritten_sequences.forget_below(self.safe_end())
         self._evict_tail(end)
 
     def _evict_tail(self, written: int) -> None:

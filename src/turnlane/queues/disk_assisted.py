@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
-from turnlane.intervals import Ranges
+from turnlane.intervals import RangeSet
 from turnlane.ledger import Outcome
 from turnlane.queues.api import Durability
 from turnlane.queues.buffer import BatchState, HeldBatch, Portion
@@ -41,19 +41,19 @@ class Untold:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ranges: dict[Outcome, Ranges] = {}
+        self._ranges: dict[Outcome, RangeSet] = {}
 
     def add(self, first: int, end: int, outcome: Outcome) -> None:
         """Note that ``[first, end)`` is settled, which it was not before."""
         with self._lock:
-            self._ranges.setdefault(outcome, Ranges()).add(first, end)
+            self._ranges.setdefault(outcome, RangeSet()).add(first, end)
 
     def tell(self, journal: Journal) -> None:
         """Tell the journal everything. On ``OSError``: call it again, for twice is harmless."""
         with self._lock:
             for outcome, ranges in self._ranges.items():
                 for first, end in ranges:
-                    journal.settled(first, end, 0, outcome)
+                    journal.record_settled(first, end, 0, outcome)
             self._ranges.clear()
 
 
@@ -132,13 +132,13 @@ class DiskAssistedQueue(StoredQueue):
     def _due_in(self) -> float | None:
         if self.stopping or self._spilling or self._can_end() or self.can_retire():
             return 0.0
-        if not self.store.log.unsynced and not self.untidy():
+        if not self.store.log.has_unsynced and not self.untidy():
             return None
         return max(0.0, self._synced_at + self.settings.sync_interval - time.monotonic())
 
     def _can_end(self) -> bool:
         """Whether disk assistance is over: there are files, and all in them is settled."""
-        return bool(self.store.log.chunks()) and not self.assisted
+        return bool(self.store.log.list_segments()) and not self.assisted
 
     def _job(self) -> Job:
         due = time.monotonic() >= self._synced_at + self.settings.sync_interval
@@ -206,7 +206,7 @@ class DiskAssistedQueue(StoredQueue):
         if again:
             self._tell_journal()  # or what was settled before them would seem missing
         for portion in again:
-            self.store.journal.returned(portion.first, portion.end, portion.attempt)
+            self.store.journal.record_returned(portion.first, portion.end, portion.attempt)
 
     def record_returned(self, portion: Portion) -> None:
         # Of what is in memory only, the journal must not know: it could not tell, after a kill,

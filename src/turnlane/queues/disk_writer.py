@@ -27,7 +27,7 @@ from turnlane.queues.consumer import HoldingQueue
 from turnlane.queues.settings import QueueSettings
 from turnlane.retry import doubled
 from turnlane.storage.disk_io import Disk
-from turnlane.storage.store import Store
+from turnlane.storage.store import Store, StoreSettings
 
 log = logging.getLogger(__name__)
 
@@ -60,14 +60,14 @@ class WrittenQueue(HoldingQueue):
     ) -> None:
         self.disk = disk or Disk()
         self.durability = Durability(settings.durability)
-        self.store = Store.open(settings, self.disk)
-        positions = self.store.positions()
+        self.store = Store.open(_get_store_settings(settings), self.disk)
+        positions = self.store.restore_positions()
         super().__init__(
             settings,
             clock=clock,
             positions=positions,
-            totals=self.store.totals(positions),
-            sequences=self.store.sequences(),
+            totals=self.store.restore_totals(positions),
+            sequences=self.store.restore_sequences(),
             queue_id=self.store.queue_id,
         )
         self.work = threading.Condition(self.lock)
@@ -160,13 +160,13 @@ class WrittenQueue(HoldingQueue):
             job.before()
         self.store.commit(job.portions, sync=job.sync)
         self._flushes += bool(job.portions)
-        self.store.hint(self.gate.bytes)
+        self.store.record_position(self.gate.bytes)
 
     def _try_to_tidy(self, *, retire: bool) -> None:
         """What fails here holds nobody up: it is tried again later."""
         try:
             if retire:
-                self.store.log.retire()
+                self.store.log.close_active_segment()
             self._tidy()
         except TRANSIENT as error:
             self.tidy_again_at = time.monotonic() + LAST_RETRY
@@ -188,7 +188,7 @@ class WrittenQueue(HoldingQueue):
             return self.left_over() > 0
 
     def _settle_lost(self) -> None:
-        for first, end in self.store.lost():
+        for first, end in self.store.take_lost_ranges():
             self.settle_range(first, end, Outcome.MISSING, recorded=False)
 
     def advance_persisted(self) -> None:
@@ -229,10 +229,10 @@ class WrittenQueue(HoldingQueue):
             spared = self.spare()
         try:
             for portion in spared:
-                self.store.remember(portion.stamps)
-            self.store.hint(self.gate.bytes)
+                self.store.remember_sequences(portion.sequences)
+            self.store.record_position(self.gate.bytes)
             if everything:
-                self.store.log.retire()
+                self.store.log.close_active_segment()
             return self._remove_settled_chunks() or bool(spared)
         except OSError as error:
             log.debug("queue %s cannot make space: %s", self.name, error)
@@ -262,19 +262,19 @@ class WrittenQueue(HoldingQueue):
         with self.lock:
             drops = self._drops.copy()
         for outcome, events in drops.items():
-            self.store.journal.dropped(outcome, events)
+            self.store.journal.record_dropped(outcome, events)
             with self.lock:
                 self._drops -= Counter({outcome: events})
 
     def _remove_settled_chunks(self) -> bool:
         with self.lock:
-            chunks = self.store.settled_chunks(self.positions)
+            chunks = self.store.find_settled_segments(self.positions)
         if chunks:
-            self.store.remove(chunks)
+            self.store.remove_segments(chunks)
         return bool(chunks)
 
     def _set_retire_at(self) -> None:
-        spans = self.store.log.inactive_chunks()
+        spans = self.store.log.list_inactive_segments()
         self._retire_at = spans[0].end if spans else 1 << 62
 
     def can_retire(self) -> bool:
@@ -288,3 +288,15 @@ class WrittenQueue(HoldingQueue):
     def untidy(self) -> bool:
         """Whether there is anything to tidy up. Under the lock."""
         return self._acks_unsynced or bool(self._drops)
+
+
+def _get_store_settings(settings: QueueSettings) -> StoreSettings:
+    assert settings.path is not None, "the settings of a disk queue have a path"
+    return StoreSettings(
+        path=settings.path,
+        name=settings.name,
+        segment_size=settings.chunk_size,
+        compression=settings.compression.value,
+        durable=settings.durability is not Durability.NEVER,
+        max_unsynced_bytes=min(settings.memory_bytes, settings.max_bytes or settings.memory_bytes),
+    )

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from turnlane.errors import AckPending, EventTooLarge, QueueClosed, QueueFull, StorageFailed
-from turnlane.events import EVENT_OVERHEAD, MAX_BLOCK_BYTES, Block, prepared, stamped
-from turnlane.queues.accepted import Gaps
+from turnlane.events import EVENT_OVERHEAD, MAX_BLOCK_BYTES, Block, add_timestamps, prepare_block
 from turnlane.queues.acks import Follower, Ticket, Watermark
 from turnlane.queues.admission import (
     MAX_SEVERITY,
@@ -25,6 +24,7 @@ from turnlane.queues.admission import (
 )
 from turnlane.queues.api import AckCallback, AckLevel, FlowControl, Producer, Published
 from turnlane.queues.policies import FOR_EVER, Patience
+from turnlane.storage.producer_sequences import GapPolicy
 
 if TYPE_CHECKING:
     from turnlane.queues.core import Intake
@@ -150,7 +150,7 @@ class HoldingProducer(Producer):
         flow: FlowControl,
         producer_id: str | None,
         *,
-        gaps: Gaps = Gaps.KEEP,
+        gaps: GapPolicy = GapPolicy.KEEP,
     ) -> None:
         self.queue = queue
         # Looked up once, not for every event.
@@ -382,8 +382,8 @@ class HoldingProducer(Producer):
             raise TypeError(msg)
         if self._schema is not None and block.schema.equals(self._schema):
             check_severities(block)
-            return stamped(block, self.queue.time_ns)
-        ready = prepared(block, self.queue.time_ns)
+            return add_timestamps(block, self.queue.time_ns)
+        ready = prepare_block(block, self.queue.time_ns)
         check_severities(ready)
         self.queue.check_types(ready.schema)
         same = ready.schema.equals(block.schema, check_metadata=True)

@@ -31,7 +31,7 @@ import pyarrow as pa
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import Never, QueueClosed, QueueEmpty, TransportDown
 from turnlane.events import Block
-from turnlane.intervals import count_of
+from turnlane.intervals import count_offsets
 from turnlane.ledger import Outcome
 from turnlane.queues.api import (
     AckCallback,
@@ -87,7 +87,7 @@ class Held(HoldingQueue):
     def count_from(self, offset: int) -> int:
         """How many events there are from ``offset`` on, what was dropped left aside."""
         with self.lock:
-            return count_of(self.positions.unsettled(offset, self.positions.end))
+            return count_offsets(self.positions.unsettled(offset, self.positions.end))
 
     def fail(self, error: Exception) -> None:
         """Take no more, and tell all publishers why. What is not acked stays so."""

@@ -33,7 +33,7 @@ from turnlane.queues.knobs import (
 )
 from turnlane.queues.memory_limit import memory_limit
 from turnlane.units import Duration, Percentage, Size, TimeWindow, format_size
-from turnlane.validation import Contradiction, Problem, config_error
+from turnlane.validation import ConfigIssue, ContradictorySettings, convert_validation_error
 
 # ── completion ──
 # What follows from a queue's settings taken together: defaults by kind, and contradictions.
@@ -58,28 +58,34 @@ _MARKS: Final = (
 
 
 def complete(settings: QueueSettings) -> None:
-    """Fill in what was left open; raise :class:`Contradiction` with all that does not fit."""
+    """Fill in open settings. Raises :class:`ContradictorySettings` with all contradictions."""
     problems = list(_misplaced(settings))
     if not problems:
         _fill_in(settings)
         problems = list(_contradictions(settings))
     if problems:
-        raise Contradiction(problems)
+        raise ContradictorySettings(problems)
 
 
-def _misplaced(settings: QueueSettings) -> Iterator[Problem]:
+def _misplaced(settings: QueueSettings) -> Iterator[ConfigIssue]:
     """Knobs that the kind has no use for, and the path that it cannot do without."""
     kind = settings.kind
     for setting in sorted(settings.explicit):
         kinds = settings.kinds_of(setting)
         if setting == "size" and kind is Kind.PROXY:
-            yield Problem(setting, "follows from batches * batch_size in a proxy queue; set those")
+            yield ConfigIssue(
+                setting, "follows from batches * batch_size in a proxy queue; set those"
+            )
         elif kind not in kinds:
-            yield Problem(setting, f"means nothing in a {kind} queue, only in {', '.join(kinds)}")
+            yield ConfigIssue(
+                setting, f"means nothing in a {kind} queue, only in {', '.join(kinds)}"
+            )
     if kind in ON_DISK and settings.path is None:
-        yield Problem("path", f"is required for a {kind} queue, such as /var/lib/turnlane/orders")
+        yield ConfigIssue(
+            "path", f"is required for a {kind} queue, such as /var/lib/turnlane/orders"
+        )
     if settings.memory_percent is not None and settings.max_bytes is not None:
-        yield Problem("memory_percent", "contradicts max_bytes; set one of them")
+        yield ConfigIssue("memory_percent", "contradicts max_bytes; set one of them")
 
 
 def _fill_in(settings: QueueSettings) -> None:
@@ -140,13 +146,13 @@ def _event_bounds(settings: QueueSettings) -> dict[str, int]:
     return bounds
 
 
-def _contradictions(settings: QueueSettings) -> Iterator[Problem]:
+def _contradictions(settings: QueueSettings) -> Iterator[ConfigIssue]:
     yield from _unpaired(settings)
     yield from _too_much(settings)
     yield from _marks_out_of_place(settings)
 
 
-def _unpaired(settings: QueueSettings) -> Iterator[Problem]:
+def _unpaired(settings: QueueSettings) -> Iterator[ConfigIssue]:
     """Knobs that need another one, or another value of it."""
     explicit = settings.explicit
     for one, other in (
@@ -154,21 +160,21 @@ def _unpaired(settings: QueueSettings) -> Iterator[Problem]:
         ("discard_severity", "discard_mark"),
     ):
         if one in explicit and other not in explicit:
-            yield Problem(other, f"is required with {one}; set both or neither")
+            yield ConfigIssue(other, f"is required with {one}; set both or neither")
     if "full_timeout" in explicit and settings.full_behavior is not FullBehavior.BLOCK:
-        yield Problem("full_timeout", f"contradicts full_behavior: {settings.full_behavior}")
+        yield ConfigIssue("full_timeout", f"contradicts full_behavior: {settings.full_behavior}")
     if "sync_interval" in explicit and settings.durability is not Durability.INTERVAL:
-        yield Problem("sync_interval", f"contradicts durability: {settings.durability}")
+        yield ConfigIssue("sync_interval", f"contradicts durability: {settings.durability}")
 
 
-def _too_much(settings: QueueSettings) -> Iterator[Problem]:
+def _too_much(settings: QueueSettings) -> Iterator[ConfigIssue]:
     """Numbers that exceed the one that bounds them."""
     bytes_within = [("max_event_bytes", bound) for bound in _event_bounds(settings)]
     for setting, bound in [*bytes_within, ("write_buffer", "chunk_size")]:
         value, most = getattr(settings, setting), getattr(settings, bound)
         if value > most:
             message = f"must be at most {bound}, {format_size(most)}, not {format_size(value)}"
-            yield Problem(setting, message)
+            yield ConfigIssue(setting, message)
     batch = "batch_size" if settings.kind is Kind.PROXY else "dequeue_batch_size"
     for setting, bound in (
         ("minimum_batch_size", batch),
@@ -177,10 +183,10 @@ def _too_much(settings: QueueSettings) -> Iterator[Problem]:
     ):
         value, most = getattr(settings, setting), getattr(settings, bound)
         if most is not None and value > most:
-            yield Problem(setting, f"must be at most {bound}, {most}, not {value}")
+            yield ConfigIssue(setting, f"must be at most {bound}, {most}, not {value}")
 
 
-def _marks_out_of_place(settings: QueueSettings) -> Iterator[Problem]:
+def _marks_out_of_place(settings: QueueSettings) -> Iterator[ConfigIssue]:
     """Marks beyond the size, below one event, or relative to a size that is not there."""
     knobs = [setting for setting in _MARKS if setting in settings.explicit]
     problems = [problem for setting in knobs for problem in _mark_problems(settings, setting)]
@@ -188,18 +194,18 @@ def _marks_out_of_place(settings: QueueSettings) -> Iterator[Problem]:
     high, low = settings.marks.high, settings.marks.low
     if not problems and high is not None and low is not None and low >= high:
         message = f"must be below high_watermark, {high} events, not {low}"
-        yield Problem("low_watermark", message)
+        yield ConfigIssue("low_watermark", message)
 
 
-def _mark_problems(settings: QueueSettings, setting: str) -> Iterator[Problem]:
+def _mark_problems(settings: QueueSettings, setting: str) -> Iterator[ConfigIssue]:
     mark: int | Percentage = getattr(settings, setting)
     size = settings.size
     if size is None and isinstance(mark, Percentage):
-        yield Problem(setting, f"{mark} of what? Set size, or write a number of events")
+        yield ConfigIssue(setting, f"{mark} of what? Set size, or write a number of events")
     elif mark == 0 and setting != "low_watermark":
-        yield Problem(setting, "must be at least 1 event, or null to switch it off")
+        yield ConfigIssue(setting, "must be at least 1 event, or null to switch it off")
     elif size is not None and isinstance(mark, int) and mark > size:
-        yield Problem(setting, f"must be at most size, {size} events, not {mark}")
+        yield ConfigIssue(setting, f"must be at most size, {size} events, not {mark}")
 
 
 class QueueSettings(BaseModel):
@@ -498,7 +504,7 @@ class QueueSettings(BaseModel):
         try:
             super().__init__(**knobs)
         except ValidationError as error:
-            raise config_error(error, type(self).model_fields) from None
+            raise convert_validation_error(error, type(self).model_fields) from None
 
     # pydantic's own mark for an __init__ that only wraps the usual one: a model that holds this
     # one then validates it in place and can say where in the whole the problem lies.

@@ -28,7 +28,7 @@ from turnlane.errors import (
 from turnlane.queues.api import Batch, Consumer
 from turnlane.queues.consumer import HoldingQueue
 from turnlane.retry import doubled, scattered
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ class _Worker:
             )
 
 
-class WorkerPool(Closing):
+class WorkerPool(Closeable):
     """Workers for one queue. As a context manager it stops at the end."""
 
     def __init__(

@@ -1,4 +1,8 @@
-"""The chunk at the log's end, open for writing: what goes there goes whole, or is cut off again."""
+"""The segment at the end of the log, which is open for writing.
+
+A group of frames is written completely, or the file is cut back to its former end. One group can
+be written by a second thread while the log's writer encodes the next one.
+"""
 
 from __future__ import annotations
 
@@ -10,185 +14,186 @@ from queue import SimpleQueue
 from time import perf_counter
 
 from turnlane.storage.disk_io import Disk
-from turnlane.storage.encoder import Group
-from turnlane.storage.segments import Chunk
+from turnlane.storage.encoder import FrameGroup
+from turnlane.storage.segments import Segment
 
-# ── hand ──
-# A second pair of hands: does one thing on a thread of its own while the caller does the next.
+EARLY_SYNC_BYTES = 1 << 20
+"""After a write of this size the device is asked to begin at once: a later sync takes less time."""
+
+MAX_GROUPS_IN_PROGRESS = 2
+"""Groups that may be in progress before the writer waits: the device always has a next one."""
 
 
-class Hand:
-    """Does one call at a time. For one thread; its own begins with the first call."""
+class SingleThreadExecutor:
+    """Runs one call after the other on a thread of its own. For one calling thread.
+
+    The thread starts with the first call. ``concurrent.futures`` does not serve here: its worker
+    keeps a finished call, and so the memory of a written group, until the next one comes, and it
+    runs a call late that it could not start a thread for. Here the calling thread then runs it.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: threading.Thread | None = None
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._results: SimpleQueue[BaseException | None] = SimpleQueue()
 
-    def begin(self, call: Callable[[], None]) -> None:
-        """Have it done; :meth:`finish` has to follow."""
+    def submit(self, call: Callable[[], None]) -> None:
+        """Start a call; :meth:`wait` must follow."""
         self._calls.put(call)
         if self._thread is None:
             self._start()
 
-    def finish(self) -> None:
-        """Wait until it is done. Raises what the call has raised."""
-        outcome = self._outcomes.get()
-        if outcome is not None:
-            raise outcome
-
-    def _start(self) -> None:
-        # A daemon, as the queue's writer is: what matters is synced before a close returns.
-        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            # When a program ends, or has too many, there are no more threads: do it here.
-            self._calls.put(None)
-            self._run()
-        else:
-            self._thread = thread
+    def wait(self) -> None:
+        """Wait for the oldest call that is not waited for yet; raise the error that it raised."""
+        error = self._results.get()
+        if error is not None:
+            raise error
 
     def stop(self) -> None:
-        """End the thread. A call afterwards begins another."""
+        """End the thread. A later call starts another one."""
         if self._thread is not None:
             self._calls.put(None)
             self._thread.join()
             self._thread = None
 
+    def _start(self) -> None:
+        # A daemon thread, as the queue's writer: all that matters is synced before a close returns.
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # No thread can start while the interpreter ends, or when the process has too many.
+            self._calls.put(None)
+            self._run()
+        else:
+            self._thread = thread
+
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             try:
                 call()
-            except BaseException as error:  # noqa: BLE001  whoever waits for it is told
-                self._outcomes.put(error)
+            except BaseException as error:  # noqa: BLE001  wait() raises it
+                self._results.put(error)
             else:
-                del call  # and with it what was written: its memory is for the next frame
-                self._outcomes.put(None)
+                del call  # frees the memory of the group before the next one is encoded
+                self._results.put(None)
 
 
-EARLY_BYTES = 1 << 20
-"""From so much on the device is asked to begin at once: a sync that follows then takes less long.
-"""
+class ActiveSegment:
+    """The file to which the log's one writer appends, if there is one.
 
-BEGUN_GROUPS = 2
-"""As many are begun before the first has to be written: so the device has the next at once."""
+    ``on_written`` is called on the writer's thread after each group, in order.
+    """
 
-
-class Active:
-    """The file that the log's one writer writes to, if there is one."""
-
-    def __init__(self, disk: Disk, *, durable: bool, written: Callable[[Group], None]) -> None:
-        self.chunk: Chunk | None = None
+    def __init__(
+        self, disk: Disk, *, durable: bool, on_written: Callable[[FrameGroup], None]
+    ) -> None:
+        self.segment: Segment | None = None
         self._disk = disk
         self._fd = -1
         self._durable = durable
-        self._written = written
-        self._uncut = False
-        self._put_failed = False
-        """A write has failed; those begun after it are not done: they would lie behind a gap."""
-        self._hand = Hand("turnlane-disk")
-        self._begun: deque[Group] = deque()
-        """What is being written, in order."""
+        self._on_written = on_written
+        self._needs_cut = False
+        """The file ends with part of a group that failed."""
+        self._write_failed = False
+        """A write has failed, so the groups after it are not written: they would follow a gap."""
+        self._executor = SingleThreadExecutor("turnlane-disk")
+        self._in_progress: deque[FrameGroup] = deque()
+        """The groups that are being written, in order."""
 
-    def take(self, chunk: Chunk, fd: int) -> None:
-        """Write to this chunk from now on."""
-        self.retire()
-        self.chunk, self._fd = chunk, fd
-
-    def retire(self) -> None:
-        """Write no more to the chunk."""
-        if self._fd >= 0:
-            self._disk.close(self._fd)
-        self.chunk, self._fd, self._uncut = None, -1, False
+    def open(self, segment: Segment, fd: int) -> None:
+        """Append to this segment and close the former one."""
+        self.close()
+        self.segment, self._fd = segment, fd
 
     def close(self) -> None:
-        """Close the file, for good."""
-        self.retire()
-        self._hand.stop()
+        """Close the file; nothing is appended to it any more."""
+        if self._fd >= 0:
+            self._disk.close(self._fd)
+        self.segment, self._fd, self._needs_cut = None, -1, False
 
-    def write(self, group: Group) -> None:
-        """Write a group at the end. ``OSError``: none of it is in."""
-        self.finish()
-        if self._is_ready(group):
-            self._finished(group, lambda: self._put(group))
-
-    def begin(self, group: Group) -> None:
-        """Write a group while the caller makes the next; :meth:`finish` says how it went."""
-        if len(self._begun) == BEGUN_GROUPS:
-            self._finish_first()
-        if self._is_ready(group):
-            self._hand.begin(lambda: self._put(group))
-            self._begun.append(group)
+    def stop(self) -> None:
+        """Close the file and end the thread."""
+        self.close()
+        self._executor.stop()
 
     @property
-    def begun(self) -> int:
-        """Bytes that were begun to be written, and are not in the chunk's size yet."""
-        return sum(group.size for group in self._begun)
+    def bytes_in_progress(self) -> int:
+        """Bytes of groups that are being written and are not in the segment's size yet."""
+        return sum(group.size for group in self._in_progress)
+
+    def write(self, group: FrameGroup) -> None:
+        """Append a group. ``OSError``: nothing of it is in the file."""
+        self.finish()
+        if self._prepare(group):
+            self._complete(group, lambda: self._write(group))
+
+    def begin(self, group: FrameGroup) -> None:
+        """Append a group on the second thread; :meth:`finish` raises the error if it fails."""
+        if len(self._in_progress) == MAX_GROUPS_IN_PROGRESS:
+            self._finish_oldest()
+        if self._prepare(group):
+            self._executor.submit(lambda: self._write(group))
+            self._in_progress.append(group)
 
     def finish(self) -> None:
-        """Wait for what was begun, if anything was. ``OSError``: some of it is not in."""
-        while self._begun:
-            self._finish_first()
+        """Wait for all groups in progress. ``OSError``: some of them are not in the file."""
+        while self._in_progress:
+            self._finish_oldest()
 
-    def _finish_first(self) -> None:
-        self._finished(self._begun.popleft(), self._hand.finish)
+    def sync(self) -> None:
+        """Return once the file's data is on the device."""
+        self._disk.sync(self._fd)
 
-    def _is_ready(self, group: Group) -> bool:
-        if self.chunk is None or not group.size:
+    def _finish_oldest(self) -> None:
+        self._complete(self._in_progress.popleft(), self._executor.wait)
+
+    def _prepare(self, group: FrameGroup) -> bool:
+        """Give the group its place in the file; false if there is nothing to write."""
+        if self.segment is None or not group.size:
             return False
-        if self._uncut:
-            self._cut_back(self.chunk)
-        group.at = self.chunk.size + self.begun
+        if self._needs_cut:
+            self._cut_back(self.segment)
+        group.at = self.segment.size + self.bytes_in_progress
         return True
 
-    def _put(self, group: Group) -> None:
-        """Nothing but the writing: it may happen on another thread."""
-        if self._put_failed:
+    def _write(self, group: FrameGroup) -> None:
+        """Write the group and change nothing else: this may run on the second thread."""
+        if self._write_failed:
             return
         started = perf_counter()
         try:
             self._disk.write(self._fd, group.buffers, group.at)
         except OSError:
-            self._put_failed = True
+            self._write_failed = True
             raise
-        if self._durable and group.size >= EARLY_BYTES:
+        if self._durable and group.size >= EARLY_SYNC_BYTES:
             self._disk.begin_sync(self._fd, group.at, group.size)
         group.seconds = perf_counter() - started
 
-    def _finished(self, group: Group, await_written: Callable[[], None]) -> None:
-        chunk = self.chunk
-        assert chunk is not None
+    def _complete(self, group: FrameGroup, wait_for_write: Callable[[], None]) -> None:
+        """Wait until the group is in the file, then let readers see it."""
+        segment = self.segment
+        assert segment is not None
         try:
-            await_written()
+            wait_for_write()
         except OSError:
-            self._failed(chunk)
+            for _ in self._in_progress:
+                self._executor.wait()
+            self._in_progress.clear()
+            self._write_failed, self._needs_cut = False, True
+            with contextlib.suppress(OSError):
+                self._cut_back(segment)
             raise
-        self._wrote(group, chunk)
-
-    def _failed(self, chunk: Chunk) -> None:
-        for _ in self._begun:
-            self._hand.finish()
-        self._begun.clear()
-        self._put_failed, self._uncut = False, True
-        with contextlib.suppress(OSError):
-            self._cut_back(chunk)
-
-    def _cut_back(self, chunk: Chunk) -> None:
-        """Cut off a write that failed; until that works nothing may be written after it."""
-        self._disk.truncate(self._fd, chunk.size)
-        self._uncut = False
-
-    def _wrote(self, group: Group, chunk: Chunk) -> None:
-        """A group is in the file: let readers see it."""
         for offset, byte in group.starts:
-            chunk.mark(offset, group.at + byte)
-        # Readers look at the log's end first: it must never promise what the size does not cover.
-        chunk.size += group.size
-        chunk.end = group.end
-        self._written(group)
+            segment.add_mark(offset, group.at + byte)
+        # The size first: readers trust the end, so the size must cover all events before it.
+        segment.size += group.size
+        segment.end = group.end
+        self._on_written(group)
 
-    def sync(self) -> None:
-        """Return once the file's data is on the device."""
-        self._disk.sync(self._fd)
+    def _cut_back(self, segment: Segment) -> None:
+        """Cut off a write that failed; nothing may be written until this succeeds."""
+        self._disk.truncate(self._fd, segment.size)
+        self._needs_cut = False

@@ -8,11 +8,11 @@ from bisect import bisect_right
 
 from turnlane.errors import QueueClosed, QueueFull, TransportDown
 from turnlane.events import Block
-from turnlane.queues.accepted import Gaps
 from turnlane.queues.acks import Ticket
 from turnlane.queues.api import AckLevel, Batch, Durability, Progress
 from turnlane.queues.consumer import HoldingQueue
 from turnlane.queues.producer import hashed
+from turnlane.storage.producer_sequences import GapPolicy
 
 LOOK_SECONDS = 0.002
 """How often a loopback connection looks for progress: there is nobody to tell it."""
@@ -57,7 +57,7 @@ class LoopbackConnection:
             if far_queue.gate.closed:
                 raise TransportDown(f"queue {far_queue.name!r} takes no more events")
             self._resume_at = far_queue.next_sequence(hashed(producer_id))
-        self._producer = far_queue.producer(producer_id=producer_id, gaps=Gaps.FORGET)
+        self._producer = far_queue.producer(producer_id=producer_id, gaps=GapPolicy.FORGET)
         route.reached(self._resume_at)
 
     @property

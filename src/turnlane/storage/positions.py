@@ -1,17 +1,20 @@
-"""Which offsets of a queue are fresh, handed out, or settled: pure bookkeeping, no I/O."""
+"""Which offsets of a queue are new, read, or settled. Pure: no files, no lock.
+
+A disk queue restores its positions from the journal and the log when it is opened.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from turnlane.intervals import Ranges
+from turnlane.intervals import RangeSet
 
 
 class Positions:
-    """``low`` ≤ ``frontier`` ≤ ``end``: settled below, read below, published below.
+    """All offsets below ``low`` are settled, below ``frontier`` read, below ``end`` published.
 
-    Above ``low``, settled offsets are kept as ranges; above ``frontier`` nothing was read since
-    the queue was opened, though after a restart some of it is settled already.
+    The settled offsets above ``low`` are kept as ranges. Above ``frontier`` nothing was read since
+    the queue was opened, but after a restart some of it is already settled.
     """
 
     __slots__ = ("_skipped", "end", "frontier", "low", "settled")
@@ -26,8 +29,8 @@ class Positions:
         self.low = low
         self.frontier = low
         self.end = max(low, end)
-        self.settled = Ranges(settled)
-        self._skipped = Ranges(skipped)
+        self.settled = RangeSet(settled)
+        self._skipped = RangeSet(skipped)
         self._raise_low()
 
     @property
@@ -37,14 +40,14 @@ class Positions:
 
     @property
     def fresh(self) -> int:
-        """How many events were not handed out since the queue was opened."""
+        """How many events were not read since the queue was opened."""
         if not self.settled and not self._skipped:
             return self.end - self.frontier
         span = (self.frontier, self.end)
         return self.end - self.frontier - self.settled.overlap(*span) - self._skipped.overlap(*span)
 
     def next_fresh(self, limit: int) -> tuple[int, int]:
-        """The next run of at most ``limit`` fresh offsets; empty if there is none."""
+        """Return the next run of at most ``limit`` new offsets; empty if there is none."""
         first = self.frontier
         if not self.settled and not self._skipped:
             return first, min(self.end, first + limit)
@@ -58,36 +61,38 @@ class Positions:
         return first, max(first, end)
 
     def take(self, end: int) -> None:
-        """Everything below ``end`` counts as read."""
+        """Count everything below ``end`` as read."""
         self.frontier = max(self.frontier, end)
         self._skipped.drop_below(self.frontier)
 
     def leave(self, first: int, end: int) -> bool:
-        """What was taken last counts as fresh again; false if it was not the last."""
+        """Count ``[first, end)`` as new again; false if it was not the last range read."""
         if self.frontier != end:
             return False
         self.frontier = first
         return True
 
     def settle(self, first: int, end: int) -> int:
-        """Settle a range; returns how many of its events were not settled before."""
+        """Settle a range; return how many of its events were not settled before."""
         first = max(first, self.low)
         if first >= end:
             return 0
         if first == self.low and not self.settled and not self._skipped:
-            # In order, as nearly always: the same as below in a fraction of the time.
+            # Nearly all ranges come in order: the same as below in a fraction of the time.
             self.low = end
             self.frontier = max(self.frontier, end)
             self.end = max(self.end, end)
             return end - first
         fresh = end - first - self.settled.overlap(first, end)
         self.settled.add(first, end)
-        self._skipped.remove(first, end)  # or it would be taken off what is fresh twice
+        self._skipped.remove(
+            first, end
+        )  # otherwise it would be subtracted from the new events twice
         self._raise_low()
         return fresh
 
     def unsettled(self, first: int, end: int) -> list[tuple[int, int]]:
-        """The parts of a range that are not settled."""
+        """Return the parts of a range that are not settled."""
         return self.settled.missing(max(first, self.low), end)
 
     def is_settled(self, first: int, end: int) -> bool:
