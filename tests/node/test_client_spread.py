@@ -180,7 +180,7 @@ def test_an_error_of_one_of_several_nodes_is_raised(pair: tuple[Served, Served])
 
 
 def test_what_only_one_node_can_do_has_to_be_asked_of_one(both: turnlane.Client) -> None:
-    with pytest.raises(NotSupported, match="say which node"):
+    with pytest.raises(NotSupported, match="choose a node"):
         both.stats()
     both.create("new", kind="memory")
     assert [sorted(node.queues()) for node in both.nodes] == [["new", "q"]] * 2

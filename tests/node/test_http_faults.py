@@ -155,7 +155,7 @@ from pathlib import Path
 from turnlane.node.http import HttpPlane
 from turnlane.node.node import Node
 from turnlane.serving.auth import Authority
-from turnlane.serving.web import WebSettings
+from turnlane.serving.http_server import WebSettings
 
 node = Node(Path(sys.argv[1]), {"orders": {"durability": "always"}})
 plane = HttpPlane(node, Authority(), WebSettings(listen=":0")).start()

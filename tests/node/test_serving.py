@@ -38,7 +38,6 @@ from turnlane.errors import (
     StorageFailed,
 )
 from turnlane.serving.auth import TlsSettings
-from turnlane.serving.connection import UVICORN_INTERNALS
 from turnlane.serving.http_body import (
     PROBLEM_HANDLERS,
     BodyTooLarge,
@@ -46,7 +45,7 @@ from turnlane.serving.http_body import (
     decompress,
     read_body,
 )
-from turnlane.serving.web import WebServer, WebSettings
+from turnlane.serving.http_server import UVICORN_INTERNALS, WebServer, WebSettings
 
 # ── TLS ─────────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,4 +1,8 @@
-"""What a node's errors are on this side: the same classes that the node raised."""
+"""URLs of nodes, such as ``turnlane://host:port,host:port``, and the errors that nodes send.
+
+A node sends the class of an error with it (see ``node/flight/errors.py``), so a client raises the
+same class.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ _NAMED = re.compile(
 
 
 def convert_flight_error(error: Exception, place: str) -> Exception:
-    """The error that the node at ``place`` meant; ``TransportDown`` if it was none of its own."""
+    """Return the error that the node at ``place`` raised; ``TransportDown`` for other errors."""
     name, message, after = _details(error)
     if name == ValueError.__name__:
         return ValueError(message)
@@ -30,7 +34,7 @@ def convert_flight_error(error: Exception, place: str) -> Exception:
     if isinstance(kind, type) and issubclass(kind, TurnlaneError):
         return _build_error(kind, message, after)
     if isinstance(error, NotImplementedError):
-        return NotSupported(f"what listens at {place} is not a turnlane node")
+        return NotSupported(f"the server at {place} is not a turnlane node")
     return TransportDown(f"{place}: {_first_line(error)}")
 
 
@@ -40,7 +44,7 @@ def _details(error: Exception) -> tuple[str, str, float | None]:
         if "error" in found:
             return str(found["error"]), str(found.get("message", "")), found.get("after")
     except (ValueError, TypeError):
-        pass  # not ours, or cut off on the way: the message says it too
+        pass  # not from a node, or truncated: the message has the same information
     match = _NAMED.search(str(error))
     return (match[1], match[2], None) if match else ("", "", None)
 
@@ -61,15 +65,12 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def raise_node_errors(place: str) -> Iterator[None]:
-    """Whatever Flight raises within is raised as what the node meant."""
+    """Convert the errors of Flight in the block to the errors that the node raised."""
     try:
         yield
     except (flight.FlightError, pa.ArrowException, NotImplementedError) as error:
         raise convert_flight_error(error, place) from None
 
-
-# ── url ──
-# The url of a node, or of several: ``turnlane://host:port,host:port``.
 
 DEFAULT_PORT: Final = 8815
 SCHEMES: Final = {"turnlane": False, "turnlanes": True}
@@ -79,7 +80,7 @@ _PLACE: Final = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5
 
 @dataclass(frozen=True, slots=True)
 class NodeUrl:
-    """Where the nodes are, and whether to speak TLS with them."""
+    """The addresses of one or more nodes, and whether to use TLS."""
 
     places: tuple[str, ...]
     """``host:port`` each."""
@@ -87,10 +88,10 @@ class NodeUrl:
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Take a url apart. Raises ``ConfigError``."""
+        """Parse a URL. Raises ``ConfigError``."""
         scheme, separator, rest = url.partition("://")
         if not separator or scheme not in SCHEMES:
-            raise ConfigError("url", f"{url!r} is not a node's; {_HELP}")
+            raise ConfigError("url", f"{url!r} is not the URL of a node; {_HELP}")
         places = tuple(_parse_place(each.strip(), url) for each in rest.rstrip("/").split(","))
         if len(set(places)) < len(places):
             raise ConfigError("url", f"{url!r} names a node twice")
@@ -98,14 +99,14 @@ class NodeUrl:
 
     @classmethod
     def from_setting(cls, url: str) -> Self:
-        """The same for a setting. Raises ``ValueError``, of which pydantic says whose it is."""
+        """Parse the URL of a setting. Raises ``ValueError``; pydantic adds the setting's name."""
         try:
             return cls.parse(url)
         except ConfigError as error:
             raise ValueError(get_message(error)) from None
 
     def locations(self) -> list[str]:
-        """The places as Flight writes them."""
+        """Return the addresses in the form of Flight."""
         scheme = "grpc+tls" if self.tls else "grpc+tcp"
         return [f"{scheme}://{place}" for place in self.places]
 

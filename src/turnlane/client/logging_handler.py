@@ -50,9 +50,9 @@ class TurnlaneHandler(logging.Handler):
     level, its value is what the formatter makes of the record. ``dropped`` counts what could not
     be published.
 
-    A process that was forked cannot use what is open in its parent, nor gRPC. With a URL it sends
-    through a small process of its own (``turnlane.client.fork_relay``), started with its first record;
-    given a queue instead, its records are treated as ``on_full`` says.
+    A forked process cannot use the open queue of its parent, nor gRPC. With a URL it sends through
+    a small process (``turnlane.client.fork_relay``), which starts with its first record.
+    With a queue, its records are treated as ``on_full`` says.
     """
 
     def __init__(

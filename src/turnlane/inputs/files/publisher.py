@@ -13,11 +13,11 @@ from turnlane.events import BASE_SCHEMA, Block
 from turnlane.formats.lines import repeated
 from turnlane.inputs.files.state import Entry, FilesSettings, Mark
 from turnlane.inputs.files.tail import Chunk, Tail
-from turnlane.queues.accepted import Gaps
 from turnlane.queues.api import Ack, AckLevel, FullBehavior, Published
 from turnlane.queues.consumer import HoldingQueue
 from turnlane.queues.knobs import Kind
 from turnlane.queues.producer import HoldingProducer, hashed
+from turnlane.storage.producer_sequences import GapPolicy
 
 PATIENCE = 0.5
 """Seconds to stand in line at a full queue before looking around."""
@@ -133,7 +133,7 @@ class LinePublisher:
                 on_ack=on_ack,
                 flow=self._settings.flow,
                 producer_id=tail.id,
-                gaps=Gaps.SKIP,
+                gaps=GapPolicy.SKIP,
             )
             self._producers[tail] = (tail.id, producer)
         return producer
