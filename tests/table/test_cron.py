@@ -1,4 +1,4 @@
-"""Cron expressions: when they come, by the clocks of a time zone, and what is none."""
+"""Cron expressions: their times in a time zone, and errors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from turnlane.table.schedules import Cron
 BERLIN = ZoneInfo("Europe/Berlin")
 
 
-def following(text: str, start: str, count: int, zone: ZoneInfo | None = None) -> list[str]:
-    """The next times after one in ISO 8601, in the time zone's words."""
+def list_next_times(text: str, start: str, count: int, zone: ZoneInfo | None = None) -> list[str]:
+    """Return the next times after ``start`` in ISO 8601, in the time zone."""
     cron, zone = Cron.parse(text), zone or ZoneInfo("UTC")
     moment = round(datetime.fromisoformat(start).timestamp()) * 10**9
     found = []
@@ -36,26 +36,26 @@ def following(text: str, start: str, count: int, zone: ZoneInfo | None = None) -
         ("0 0 1 * *", "2026-12-31T23:59Z", ["2027-01-01T00:00", "2027-02-01T00:00"]),
         ("0 0 31 * *", "2026-01-31T00:00Z", ["2026-03-31T00:00", "2026-05-31T00:00"]),
         ("0 0 29 feb *", "2097-01-01T00:00Z", ["2104-02-29T00:00", "2108-02-29T00:00"]),
-        # Days of the month and of the week: on either, if both are named.
+        # With days of the month and days of the week, either is enough.
         ("0 0 1 * 7", "2026-03-31T00:00Z", ["2026-04-01T00:00", "2026-04-05T00:00"]),
         ("30/15 8 * * *", "2026-01-01T00:00Z", ["2026-01-01T08:30", "2026-01-01T08:45"]),
     ],
 )
 def test_expression_matches_its_fields(text: str, start: str, expected: list[str]) -> None:
-    assert following(text, start, 2) == [f"{each}+00:00" for each in expected]
+    assert list_next_times(text, start, 2) == [f"{each}+00:00" for each in expected]
 
 
 def test_fixed_hour_comes_once_on_days_when_clocks_change() -> None:
-    spring = following("30 2 * * *", "2026-03-28T12:00Z", 2, BERLIN)
+    spring = list_next_times("30 2 * * *", "2026-03-28T12:00Z", 2, BERLIN)
     assert spring == ["2026-03-29T03:30+02:00", "2026-03-30T02:30+02:00"]
-    autumn = following("30 2 * * *", "2026-10-24T12:00Z", 2, BERLIN)
+    autumn = list_next_times("30 2 * * *", "2026-10-24T12:00Z", 2, BERLIN)
     assert autumn == ["2026-10-25T02:30+02:00", "2026-10-26T02:30+01:00"]
 
 
 def test_every_hour_follows_elapsed_time_when_clocks_change() -> None:
-    spring = following("*/30 * * * *", "2026-03-29T00:29Z", 3, BERLIN)
+    spring = list_next_times("*/30 * * * *", "2026-03-29T00:29Z", 3, BERLIN)
     assert spring == ["2026-03-29T01:30+01:00", "2026-03-29T03:00+02:00", "2026-03-29T03:30+02:00"]
-    autumn = following("30 * * * *", "2026-10-25T00:00Z", 3, BERLIN)
+    autumn = list_next_times("30 * * * *", "2026-10-25T00:00Z", 3, BERLIN)
     assert autumn == ["2026-10-25T02:30+02:00", "2026-10-25T02:30+01:00", "2026-10-25T03:30+01:00"]
 
 

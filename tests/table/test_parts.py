@@ -1,4 +1,4 @@
-"""The parts of a queue table that decide and touch nothing."""
+"""The pure parts of a queue table: grammar, key space, window, order, assignment."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from turnlane.table.store import TransactionSnapshot
 from turnlane.table.window import MAX_FIRE_TIME, RangeBacklogs, Window
 
 
-class Nowhere:
-    """Where events of these tests come from."""
+class FailingAckHandler:
+    """An ack handler that must not be called."""
 
     positions: Mapping[str, int] = MappingProxyType({"key": len(EVENT_COLUMNS)})
 
@@ -42,11 +42,15 @@ class Nowhere:
         raise AssertionError
 
 
-def event(event_id: int, fire_at: int = 0, priority: int = 0, key: object = None) -> TableEvent:
-    return TableEvent((event_id, fire_at, priority, 0, None, None, None, key), Nowhere(), 0.0)
+def make_event(
+    event_id: int, fire_at: int = 0, priority: int = 0, key: object = None
+) -> TableEvent:
+    return TableEvent(
+        (event_id, fire_at, priority, 0, None, None, None, key), FailingAckHandler(), 0.0
+    )
 
 
-def ids(events: list[TableEvent]) -> list[int]:
+def get_ids(events: list[TableEvent]) -> list[int]:
     return [each.id for each in events]
 
 
@@ -182,56 +186,58 @@ def test_missing_ids_are_read_until_found_or_stale() -> None:
 
 def test_window_returns_due_events_by_priority() -> None:
     window = Window()
-    window.add([event(1, 0), event(2, 0, 5), event(3, 100), event(4, 50)], now=10)
-    assert ids(window.take(10, 10)) == [2, 1]
+    window.add(
+        [make_event(1, 0), make_event(2, 0, 5), make_event(3, 100), make_event(4, 50)], now=10
+    )
+    assert get_ids(window.take(10, 10)) == [2, 1]
     assert window.take(10, 49) == []
     assert window.get_next_time() == 50
-    assert ids(window.take(10, 100)) == [4, 3]
+    assert get_ids(window.take(10, 100)) == [4, 3]
     assert len(window) == 0
 
 
 def test_events_put_back_come_first_and_discarded_events_never() -> None:
     window = Window()
-    window.add([event(at) for at in range(5)], now=0)
+    window.add([make_event(at) for at in range(5)], now=0)
     taken = window.take(3, 0)
     window.put_back(taken)
     window.discard(1)
-    assert ids(window.take(10, 0)) == [0, 2, 3, 4]
+    assert get_ids(window.take(10, 0)) == [0, 2, 3, 4]
 
 
 def test_rescheduled_event_is_due_at_its_new_time_only() -> None:
     window = Window()
-    window.add([event(1, 10)], now=0)
-    window.add([event(1, 50)], now=0)
+    window.add([make_event(1, 10)], now=0)
+    window.add([make_event(1, 50)], now=0)
     assert window.take(1, 20) == []
-    assert ids(window.take(1, 50)) == [1]
+    assert get_ids(window.take(1, 50)) == [1]
 
 
 def test_key_has_one_event_in_flight_and_others_wait_in_order() -> None:
     order = KeyOrder(lambda each: each["key"], lambda _: WHOLE_KEYSPACE, 100)
     first, second, third, other = (
-        event(1, 5, key="a"),
-        event(2, 9, key="a"),
-        event(3, 7, key="a"),
-        event(4, key="b"),
+        make_event(1, 5, key="a"),
+        make_event(2, 9, key="a"),
+        make_event(3, 7, key="a"),
+        make_event(4, key="b"),
     )
-    assert ids(order.admit([first, second, third, other])) == [1, 4]
-    assert ids(order.admit([first])) == [1], "its own retry may go"
+    assert get_ids(order.admit([first, second, third, other])) == [1, 4]
+    assert get_ids(order.admit([first])) == [1], "its own retry may go"
     assert 3 in order
     following = order.release(first)
     assert following is not None
     assert following.id == 3
     assert order.release(first) is None
-    assert order.admit([event(5, 1, key="a")]) == [], "the next one has its key"
-    assert ids(order.admit([third])) == [3]
+    assert order.admit([make_event(5, 1, key="a")]) == [], "the next one has its key"
+    assert get_ids(order.admit([third])) == [3]
 
 
 def test_too_many_waiting_events_are_left_in_the_table() -> None:
     place = KeyRange(7, 8)
     order = KeyOrder(lambda each: each["key"], lambda _: place, 4)
-    hot = [event(at, at, key="hot") for at in range(9)]
-    cold = [event(at, at, key="cold") for at in (20, 21)]
-    assert ids(order.admit([*hot, *cold])) == [0, 20]
+    hot = [make_event(at, at, key="hot") for at in range(9)]
+    cold = [make_event(at, at, key="cold") for at in (20, 21)]
+    assert get_ids(order.admit([*hot, *cold])) == [0, 20]
     assert len(order) <= 4
     assert 21 in order, "the longest line gives way"
     assert 1 in order
@@ -256,8 +262,8 @@ def test_too_many_waiting_events_are_left_in_the_table() -> None:
     assert left.key_range == place
     page = [each for each in hot if (each.fire_at, each.id) > left.after][:2]
     order.advance(["hot"], (page[-1].fire_at, page[-1].id))
-    assert ids(order.add_from_backlog(page)) == [len(seen)]
-    assert ids(order.admit([page[0]])) == [len(seen)]
+    assert get_ids(order.add_from_backlog(page)) == [len(seen)]
+    assert get_ids(order.admit([page[0]])) == [len(seen)]
     order.advance(["hot"], None)
     assert order.find_readable_backlogs() == {}
     assert order.add_from_backlog([hot[8]]) == []
@@ -266,12 +272,12 @@ def test_too_many_waiting_events_are_left_in_the_table() -> None:
 
 def test_retry_that_makes_its_key_busy_is_never_left_in_the_table() -> None:
     order = KeyOrder(lambda each: each["key"], lambda _: WHOLE_KEYSPACE, 2)
-    events = [event(at, at, key="a") for at in range(6)]
+    events = [make_event(at, at, key="a") for at in range(6)]
     order.admit(events)
     retried = events[0].copy_for_retry(99, 1)
     assert not order.is_in_backlog(retried)
-    assert ids(order.admit([retried])) == [0]
-    assert ids(order.add_from_backlog([retried])) == [0]
+    assert get_ids(order.admit([retried])) == [0]
+    assert get_ids(order.add_from_backlog([retried])) == [0]
     behind, left = order.remove(events[0])
     assert left is not None
     assert behind
@@ -287,22 +293,22 @@ def test_subtract_ranges_removes_overlaps() -> None:
 
 def test_settled_events_leave_memory_before_their_timeout() -> None:
     in_flight = InFlightEvents(ack_timeout=30.0, check_after=1.0)
-    events = [event(at) for at in range(100)]
-    known = [weakref.ref(each.ack_handler) for each in events]  # each has its own
+    events = [make_event(at) for at in range(100)]
+    known = [weakref.ref(each.ack_handler) for each in events]  # each event has its own handler
     in_flight.add(events, 0.0)
     del events
     for at in range(1, 100):
         in_flight.pop(at)
     assert sum(ref() is not None for ref in known) == 1
     assert in_flight.get_next_time() == 1.0
-    assert ids(in_flight.find_unchecked(1.0)) == [0]
+    assert get_ids(in_flight.find_unchecked(1.0)) == [0]
     assert in_flight.find_overdue(29.9) == []
-    assert ids(in_flight.find_overdue(30.0)) == [0]
+    assert get_ids(in_flight.find_overdue(30.0)) == [0]
     in_flight.pop(0)
-    in_flight.add([event(0)], 30.0)  # fired again: another flight
+    in_flight.add([make_event(0)], 30.0)  # sent again
     assert in_flight.find_overdue(40.0) == []
-    assert ids(in_flight.find_unchecked(40.0)) == [0]
-    assert ids(in_flight.find_overdue(60.0)) == [0]
+    assert get_ids(in_flight.find_unchecked(40.0)) == [0]
+    assert get_ids(in_flight.find_overdue(60.0)) == [0]
 
 
 @given(
@@ -311,7 +317,7 @@ def test_settled_events_leave_memory_before_their_timeout() -> None:
 )
 def test_assignment_makes_loads_even(count: int, slots: list[tuple[int, int]]) -> None:
     made = [ReceiverSlot(capacity, load) for capacity, load in slots]
-    events = [event(at) for at in range(count)]
+    events = [make_event(at) for at in range(count)]
     result = assign_events(events, made, lambda each: each.id)
     shares = {id(slot): len(given_) for slot, given_ in result.sent}
     room = sum(slot.room for slot in made)
@@ -320,7 +326,7 @@ def test_assignment_makes_loads_even(count: int, slots: list[tuple[int, int]]) -
     loads = [(slot.load + shares.get(id(slot), 0), slot) for slot in made]
     for load, slot in loads:
         if shares.get(id(slot)):
-            # Nobody with room is left behind by more than one event.
+            # A receiver with room has at most one event less than the others.
             assert all(load <= other + 1 for other, each in loads if other < each.capacity)
 
 
@@ -330,36 +336,36 @@ def test_events_go_to_receivers_that_cover_their_key() -> None:
         ReceiverSlot(9, key_range=KeyRange.parse("c0-")),
     )
     keys = {1: -KEYSPACE_SHIFT, 2: -KEYSPACE_SHIFT, 3: -KEYSPACE_SHIFT, 4: 1, 5: KEYSPACE_SHIFT - 1}
-    result = assign_events([event(at) for at in keys], [low, high], lambda each: keys[each.id])
-    assert [(slot, ids(mine)) for slot, mine in result.sent] == [(low, [1, 2]), (high, [5])]
-    assert ids(result.without_room) == [3]
-    assert ids(result.without_receiver) == [4]
+    result = assign_events([make_event(at) for at in keys], [low, high], lambda each: keys[each.id])
+    assert [(slot, get_ids(mine)) for slot, mine in result.sent] == [(low, [1, 2]), (high, [5])]
+    assert get_ids(result.without_room) == [3]
+    assert get_ids(result.without_receiver) == [4]
 
 
 def test_full_window_drops_the_latest_events() -> None:
     window = Window()
-    window.add([event(1), *(event(at, at) for at in range(10, 20))], now=5)
+    window.add([make_event(1), *(make_event(at, at) for at in range(10, 20))], now=5)
     assert window.trim(8) == 17
     assert window.trim(8) is None
     assert window.get_next_time() == 10
     assert window.count_due(5) == 1
-    assert ids(window.list_due(12)) == [1, 10, 11, 12]
-    window.discard_due([event(10), event(11)])
+    assert get_ids(window.list_due(12)) == [1, 10, 11, 12]
+    window.discard_due([make_event(10), make_event(11)])
     assert window.count_due(12) == 2
-    assert ids(window.take(99, 99)) == [1, 12, 13, 14, 15, 16]
+    assert get_ids(window.take(99, 99)) == [1, 12, 13, 14, 15, 16]
 
 
 def test_event_left_in_the_table_takes_waiting_events_along() -> None:
     order = KeyOrder(lambda each: each["key"], lambda _: WHOLE_KEYSPACE, 100)
-    first, second, other = event(1, key="a"), event(2, key="a"), event(3, key="b")
+    first, second, other = make_event(1, key="a"), make_event(2, key="a"), make_event(3, key="b")
     order.admit([first, second, other])
     behind, left = order.remove(first)
-    assert (ids(behind), left) == ([2], None)
+    assert (get_ids(behind), left) == ([2], None)
     assert 2 not in order
-    assert ids(order.admit([first])) == [1], "its key is free"
+    assert get_ids(order.admit([first])) == [1], "its key is free"
     retried = other.copy_for_retry(9, 1)
     assert order.remove(retried) == ([], None)
-    assert order.admit([event(4, key="b")]) == [], "what was fired before keeps its key busy"
+    assert order.admit([make_event(4, key="b")]) == [], "what was fired before keeps its key busy"
 
 
 def test_backlog_is_read_from_its_first_event() -> None:
@@ -375,7 +381,7 @@ def test_backlog_is_read_from_its_first_event() -> None:
     assert backlogs.get_position(high) == (50, 4)
     assert list(backlogs.ranges_without_backlog) == [low]
     backlogs.advance(high, (60, 6))
-    backlogs.move_back_to((55, 0))  # a sweep comes from there
+    backlogs.move_back_to((55, 0))  # the position of a sweep
     assert backlogs.get_position(high) == (55, 0)
     backlogs.advance(high, None)
     assert high not in backlogs

@@ -1,4 +1,4 @@
-"""A process that receives and acks until it is killed: ``victim.py URL QUEUE``."""
+"""A process that receives and acks until it is killed: ``acking_process.py URL QUEUE``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def main() -> None:
     with table.connect(url) as database, database.queue(name).receive(prefetch=50) as receiver:
         while True:
             events = receiver.take(10)
-            say("got", [event["payload"] for event in events])
+            write_line("got", [event["payload"] for event in events])
             receiver.ack(events)
             receiver.flush()
-            say("acked", [str(event.id) for event in events])
+            write_line("acked", [str(event.id) for event in events])
 
 
-def say(verb: str, words: list[str]) -> None:
-    """A whole line at once: who is killed leaves no half of one."""
+def write_line(verb: str, words: list[str]) -> None:
+    """Write a whole line at once: a killed process leaves no half line."""
     os.write(1, f"{verb} {' '.join(words)}\n".encode())
 
 

@@ -1,4 +1,4 @@
-"""A place to test at: a database, queues in it, and what tests do there."""
+"""A database for tests of queue tables, with the usual actions on it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from turnlane.runtime import Closeable
 from turnlane.table.manager import Manager
 from turnlane.table.store import TableStore
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 COLUMNS = "user_id BIGINT, payload VARCHAR(256)"
 
 
-class Site(Closeable):
-    """A database and the queues that a test makes there."""
+class DatabaseFixture(Closeable):
+    """A database, and the queues that a test creates in it."""
 
     def __init__(self, url: str, server: PostgresServer | MariadbServer | None) -> None:
         self.database = table.connect(url)
@@ -34,7 +34,7 @@ class Site(Closeable):
         return self.dialect.name
 
     def queue(self, columns: str = COLUMNS, **options: object) -> table.TableQueue:
-        """A new queue; short timeouts unless told otherwise."""
+        """Create a queue; with short timeouts, unless the options say otherwise."""
         name = f"q_{uuid.uuid4().hex[:12]}"
         given: dict[str, object] = {"lease": "2s", "backoff": "10ms", "max_backoff": "50ms"}
         given |= options
@@ -45,16 +45,16 @@ class Site(Closeable):
         return self.database.queue(name)
 
     def open_again(self, queue: table.TableQueue) -> table.TableQueue:
-        """The same queue, as another process would have it."""
+        """Open the same queue again, like another process."""
         return self._cleanup.enter_context(table.TableQueue(self.dialect, queue.definition))
 
     def manager(self, queue: table.TableQueue, store: TableStore | None = None) -> Manager:
-        """A manager that is stepped by hand."""
+        """Create a manager that the test steps by hand."""
         return Manager(store or TableStore(self.dialect, queue.definition))
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Any]:
-        """A connection in a transaction, committed at the end."""
+        """Open a transaction; the end of the block commits it."""
         with (
             contextlib.closing(self.dialect.connect()) as connection,
             self.dialect.transaction(connection),
@@ -62,7 +62,7 @@ class Site(Closeable):
             yield connection
 
     def execute(self, statement: str) -> list[tuple[Any, ...]]:
-        """Plain SQL, as any driver would send it."""
+        """Run plain SQL, like any program."""
         with contextlib.closing(self.dialect.connect()) as connection:
             cursor = connection.cursor()
             cursor.execute(statement)
@@ -76,7 +76,7 @@ class Site(Closeable):
             )
 
     def now(self) -> int:
-        """The database's clock."""
+        """Return the database's clock."""
         found: int = self.execute(f"SELECT {self.dialect.now}")[0][0]
         return found
 
@@ -88,12 +88,10 @@ class Site(Closeable):
         self.database.catalog.close()
 
 
-def take(
-    receiver: table.Receiver, count: int, patience: float = PATIENCE
-) -> list[table.TableEvent]:
-    """Exactly so many events."""
+def take(receiver: table.Receiver, count: int, timeout: float = TIMEOUT) -> list[table.TableEvent]:
+    """Take exactly ``count`` events."""
     taken: list[table.TableEvent] = []
-    until = time.monotonic() + patience
+    until = time.monotonic() + timeout
     while len(taken) < count:
         left = until - time.monotonic()
         assert left > 0, f"{len(taken)} of {count} events came"
@@ -106,21 +104,21 @@ def payloads(events: list[table.TableEvent]) -> list[str]:
 
 
 def settle(receiver: table.Receiver, events: list[table.TableEvent]) -> None:
-    """Ack, and wait until that is stored."""
+    """Ack events, and wait until the acks are stored."""
     receiver.ack(events)
-    assert receiver.flush(PATIENCE)
+    assert receiver.flush(TIMEOUT)
 
 
-def step_until(manager: Manager, done: Callable[[], bool], patience: float = PATIENCE) -> None:
-    """Step a manager by hand until something is so."""
-    until = time.monotonic() + patience
+def step_until(manager: Manager, done: Callable[[], bool], timeout: float = TIMEOUT) -> None:
+    """Step a manager by hand until a condition is true."""
+    until = time.monotonic() + timeout
     while not done():
         assert time.monotonic() < until
-        time.sleep(min(0.02, manager.run_once()))  # the manager's own pause
+        time.sleep(min(0.02, manager.run_once()))  # the pause that the manager asks for
 
 
-def eventually(check: Callable[[], bool], patience: float = PATIENCE) -> None:
-    until = time.monotonic() + patience
+def eventually(check: Callable[[], bool], timeout: float = TIMEOUT) -> None:
+    until = time.monotonic() + timeout
     while not check():
         assert time.monotonic() < until
-        time.sleep(0.01)  # what the database holds announces itself to nobody
+        time.sleep(0.01)  # the database gives no signal

@@ -1,4 +1,4 @@
-"""Sharded queues to test with, and what must hold of them."""
+"""Sharded queues for tests, and a checker of their guarantees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.table.site import COLUMNS, PATIENCE
+from tests.table.database_fixture import COLUMNS, TIMEOUT
 from turnlane import table
 from turnlane.errors import LeadLost
 from turnlane.runtime import Closeable
@@ -20,8 +20,8 @@ from turnlane.table.shard_directory import ShardDirectory
 OPTIONS = "lease = 10s, backoff = 10ms, max_backoff = 50ms, window = 1s"
 
 
-class ShardSite(Closeable):
-    """Databases, one for each shard, and a queue in all of them."""
+class ShardedFixture(Closeable):
+    """One database for each shard, and a queue in all of them."""
 
     def __init__(
         self, shards: Sequence[tuple[str, str]], options: str = OPTIONS, columns: str = COLUMNS
@@ -35,25 +35,25 @@ class ShardSite(Closeable):
         )
 
     def queue(self) -> table.ShardedQueue:
-        """The queue, as another process would have it."""
+        """Open the queue again, like another process."""
         database = self._opened.enter_context(table.connect_shards(self.shards))
         return database.queue(self.name)
 
     def directory(self) -> ShardDirectory:
-        """The databases alone, without anybody who follows the map."""
+        """Open the databases without a thread that follows the map."""
         definition = self.database._databases[0].catalog.get_definition(self.name)
         urls = [url for url, _ in self.shards]
         return self._opened.enter_context(ShardDirectory(definition, urls))
 
     def execute(self, url: str, statement: str) -> list[tuple[Any, ...]]:
-        """Plain SQL in one database."""
+        """Run plain SQL in one database."""
         with contextlib.closing(load_queue_dialect(url).connect()) as connection:
             cursor = connection.cursor()
             cursor.execute(statement)
             return list(cursor.fetchall()) if cursor.description else []
 
     def rows(self, url: str) -> int:
-        """How many events one database has."""
+        """Return how many events one database has."""
         found: int = self.execute(url, f"SELECT COUNT(*) FROM {self.name}")[0][0]
         return found
 
@@ -62,25 +62,27 @@ class ShardSite(Closeable):
 
 
 @contextlib.contextmanager
-def sqlite_site(directory: Path, *ranges: str, options: str = OPTIONS) -> Iterator[ShardSite]:
-    """Shards in SQLite files."""
-    with ShardSite([(sqlite_url(directory, each), each) for each in ranges], options) as site:
-        yield site
+def open_sqlite_shards(
+    directory: Path, *ranges: str, options: str = OPTIONS
+) -> Iterator[ShardedFixture]:
+    """Create shards in SQLite files."""
+    with ShardedFixture([(sqlite_url(directory, each), each) for each in ranges], options) as db:
+        yield db
 
 
 def sqlite_url(directory: Path, name: str) -> str:
     return f"sqlite:///{directory}/shard{name}.db"
 
 
-class ShardOracle:
-    """Sees all that is received: nothing lost, and nothing again whose ack was confirmed."""
+class ShardDeliveryChecker:
+    """Records received events: none may be lost, or come again after a confirmed ack."""
 
     def __init__(self) -> None:
         self.received: Counter[str] = Counter()
         self.confirmed: set[str] = set()
 
     def take(self, receiver: table.Receiver, timeout: float = 0.1) -> int:
-        """Receive and ack; an ack that was refused is not confirmed."""
+        """Receive and ack events; a refused ack does not count as confirmed."""
         events = receiver.take(100, timeout=timeout)
         names = [event["payload"] for event in events]
         again = self.confirmed.intersection(names)
@@ -88,7 +90,7 @@ class ShardOracle:
         self.received.update(names)
         receiver.ack(events)
         try:
-            stored = receiver.flush(PATIENCE)
+            stored = receiver.flush(TIMEOUT)
         except LeadLost:
             return len(names)
         assert stored
@@ -96,8 +98,8 @@ class ShardOracle:
         return len(names)
 
     def drain(self, receiver: table.Receiver, expected: set[str]) -> None:
-        """Until all were received and confirmed, and a while longer."""
-        until = time.monotonic() + PATIENCE
+        """Receive until all events are confirmed, and a while longer."""
+        until = time.monotonic() + TIMEOUT
         while not expected <= self.confirmed:
             assert time.monotonic() < until, sorted(expected - self.confirmed)[:20]
             self.take(receiver)

@@ -1,4 +1,4 @@
-"""A process that reshards until it is killed: ``resharder.py QUEUE SHARDS TARGETS``, in JSON."""
+"""A process that reshards: ``resharding_process.py QUEUE SHARDS TARGETS``, in JSON."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from turnlane.table.reshard import ReshardProgress
 def main() -> None:
     name, shards, targets = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
     with table.connect_shards([tuple(each) for each in shards]) as database:
-        database.queue(name).reshard([tuple(each) for each in targets], say)
+        database.queue(name).reshard([tuple(each) for each in targets], write_line)
 
 
-def say(progress: ReshardProgress) -> None:
-    """A whole line at once."""
+def write_line(progress: ReshardProgress) -> None:
+    """Write a whole line at once."""
     os.write(1, f"{progress.step} {progress.moved}\n".encode())
 
 

@@ -1,25 +1,25 @@
-"""What must hold, whatever fails: nothing early, nothing lost, nothing acked comes again."""
+"""Checks the guarantees of every failure test: no event early, none lost, no acked event again."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 
-from tests.table.site import PATIENCE, Site
+from tests.table.database_fixture import TIMEOUT, DatabaseFixture
 from turnlane import table
 from turnlane.errors import LeadLost
 
 
-class Oracle:
-    """Sees every event that a test's receivers get."""
+class DeliveryChecker:
+    """Records every event that the receivers of a test get."""
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
+    def __init__(self, db: DatabaseFixture) -> None:
+        self._site = db
         self.received: Counter[str] = Counter()
         self.confirmed: set[int] = set()
 
-    def saw(self, events: list[table.TableEvent]) -> None:
-        """Events were received."""
+    def record(self, events: list[table.TableEvent]) -> None:
+        """Record events that were received."""
         if not events:
             return
         now = self._site.now()
@@ -29,10 +29,10 @@ class Oracle:
             self.received[event["payload"]] += 1
 
     def ack(self, receiver: table.Receiver, events: list[table.TableEvent]) -> None:
-        """Ack, and take note of what is confirmed; an ack that was refused may come again."""
+        """Ack events and record confirmed ones; after a refused ack, an event may come again."""
         receiver.ack(events)
         try:
-            stored = receiver.flush(PATIENCE)
+            stored = receiver.flush(TIMEOUT)
         except LeadLost:
             return
         assert stored
@@ -40,13 +40,13 @@ class Oracle:
 
     def drain(self, queue: table.TableQueue, receiver: table.Receiver) -> None:
         """Receive and ack until the queue is empty."""
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + TIMEOUT
         while queue.counts()["to_be_fired"] + queue.counts()["fired"]:
             assert time.monotonic() < until, queue.counts()
             events = receiver.take(timeout=0.2)
-            self.saw(events)
+            self.record(events)
             self.ack(receiver, events)
 
     def check(self, payloads: set[str]) -> None:
-        """Every committed event was received, and nothing else."""
+        """Assert that every committed event was received, and no other."""
         assert set(self.received) == payloads

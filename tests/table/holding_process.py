@@ -1,4 +1,4 @@
-"""A process that takes events and acks them when it is told: ``holder.py URL QUEUE``."""
+"""A process that takes events and acks them on a signal: ``holding_process.py URL QUEUE``."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ def main() -> None:
     url, name = sys.argv[1:]
     with table.connect(url) as database, database.queue(name).receive() as receiver:
         events = receiver.take(10)
-        say(f"took {len(events)}")
+        write_line(f"took {len(events)}")
         sys.stdin.readline()
         receiver.ack(events)
         try:
-            say("acked" if receiver.flush(30) else "late")
+            write_line("acked" if receiver.flush(30) else "late")
         except LeadLost:
-            say("refused")
-        say(f"given {len(receiver.take(timeout=0))}")
+            write_line("refused")
+        write_line(f"given {len(receiver.take(timeout=0))}")
         sys.stdin.readline()
 
 
-def say(words: str) -> None:
-    """A whole line at once."""
+def write_line(words: str) -> None:
+    """Write a whole line at once."""
     os.write(1, f"{words}\n".encode())
 
 

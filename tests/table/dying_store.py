@@ -1,4 +1,4 @@
-"""A store whose manager dies at a call of the test's choice."""
+"""A store that kills its manager at a chosen call."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ OPERATIONS = (
 )
 
 
-class Killed(BaseException):
-    """The process is gone; nobody catches this."""
+class ProcessKilled(BaseException):
+    """Stands for the death of the process; no code catches it."""
 
 
-class MortalStore(TableStore):
-    """Dies before or after the first call of one operation."""
+class DyingStore(TableStore):
+    """Raises ``ProcessKilled`` before or after the first call of one operation."""
 
     def __init__(
         self, dialect: Dialect, definition: Definition, operation: str, *, after: bool
@@ -52,8 +52,8 @@ class MortalStore(TableStore):
             return found
 
         def dying(*arguments: Any, **named: Any) -> Any:
-            if super(MortalStore, self).__getattribute__("_after"):
+            if super(DyingStore, self).__getattribute__("_after"):
                 found(*arguments, **named)
-            raise Killed
+            raise ProcessKilled
 
         return dying
