@@ -77,7 +77,7 @@ class TestStopped:
     """The node is closed while one commit is half carried out and another waits for it."""
 
     @pytest.mark.parametrize("published", [0, 5], ids=["nothing in", "some in"])
-    def test_none_is_lost(
+    def test_concurrent_commits_lose_no_event(
         self, published: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         disk = HookedDisk()
@@ -109,7 +109,7 @@ class TestStopped:
             assert node.commits.commit(again)
             assert contents(node.queue("q"))[20 - published :] == values(b"c", 2)
 
-    def test_none_is_lost_on_a_failing_disk(
+    def test_concurrent_commits_on_a_failing_disk_lose_no_event(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         disk = HookedDisk()
@@ -132,7 +132,7 @@ class TestStopped:
             assert node.queue("main").low == 20
             assert node.queue("other").low == 0
 
-    def test_a_commit_that_waits_for_the_disk_ends_with_the_node(self, tmp_path: Path) -> None:
+    def test_commit_that_waits_for_the_disk_ends_when_the_node_closes(self, tmp_path: Path) -> None:
         """Its thread must not go on in a directory that another process may have by then."""
         disk = HookedDisk()
         with Node(tmp_path, {"q": KNOBS}, disk=disk) as node:
@@ -150,7 +150,7 @@ class TestStopped:
 
 
 class TestInTheWay:
-    def test_who_waits_for_one_queue_keeps_no_other(
+    def test_commit_that_waits_for_one_queue_does_not_lock_another(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The lane that empties the full queue writes to the same dead letters."""
@@ -172,7 +172,7 @@ class TestInTheWay:
             assert contents(node.queue("dead")) == [b"d0", b"b0"]
             assert steps(node) == []
 
-    def test_a_queue_that_is_broken_is_noticed_before_the_step(self, tmp_path: Path) -> None:
+    def test_broken_queue_refuses_the_commit_before_the_record(self, tmp_path: Path) -> None:
         with Node(tmp_path, {"main": KNOBS, "q": KNOBS}) as node:
             fill(node, "main", 5)
             commit = Commit([staged(node, "q", some(b"a", 5))], [SettleRange("main", 0, 5)])
@@ -182,7 +182,7 @@ class TestInTheWay:
             assert steps(node) == []
             assert node.queue("main").low == 0
 
-    def test_a_queue_that_breaks_after_it_refuses_others_their_step(self, tmp_path: Path) -> None:
+    def test_queue_that_breaks_after_the_record_blocks_later_commits(self, tmp_path: Path) -> None:
         disk = HookedDisk()
         queues = {"main": KNOBS, "other": KNOBS, "q": KNOBS}
         with Node(tmp_path, queues, disk=disk) as node:
@@ -200,7 +200,7 @@ class TestInTheWay:
             assert contents(node.queue("q")) == values(b"a", 5)
             assert node.queue("main").low == 5
 
-    def test_nothing_is_kept_of_commits_that_are_through(self, tmp_path: Path) -> None:
+    def test_complete_commits_leave_no_locks(self, tmp_path: Path) -> None:
         with Node(tmp_path, {"q": KNOBS}) as node:
             for number in range(5):
                 stage = staged(node, "q", some(b"a", 1))
@@ -213,7 +213,9 @@ class TestInTheWay:
 class TestDropped:
     """A queue is dropped while a commit into it is under way."""
 
-    def test_the_rest_goes_on_and_a_repeat_is_one(self, tmp_path: Path) -> None:
+    def test_dropped_target_queue_does_not_stop_the_rest_of_the_commit(
+        self, tmp_path: Path
+    ) -> None:
         disk = HookedDisk()
         with Node(tmp_path, {"main": KNOBS, "a": KNOBS}, disk=disk) as node:
             node.create("b", size=10, **KNOBS)
@@ -232,7 +234,9 @@ class TestDropped:
             assert steps(node) == []
             assert not list((tmp_path / "staging").iterdir())
 
-    def test_so_it_does_for_what_was_to_be_settled(self, tmp_path: Path) -> None:
+    def test_dropped_source_queue_does_not_stop_the_rest_of_the_commit(
+        self, tmp_path: Path
+    ) -> None:
         disk = HookedDisk()
         with Node(tmp_path, {"q": {**KNOBS, "size": 10}}, disk=disk) as node:
             node.create("source", **KNOBS)

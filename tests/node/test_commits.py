@@ -55,7 +55,7 @@ class TestKilled:
 
     @pytest.mark.parametrize("by_place", [False, True], ids=["events", "places"])
     @pytest.mark.parametrize("op", ["open", "write", "sync", "sync_directory", "rename", "unlink"])
-    def test_at_every(
+    def test_power_cut_at_every_operation_loses_or_applies_the_whole_commit(
         self, op: str, by_place: bool, tmp_path: Path, nursery: ForkServerContext
     ) -> None:
         total = operations(tmp_path / "undisturbed", by_place=by_place)[op]
@@ -71,7 +71,7 @@ class TestKilled:
                     pass
                 check_outcome(node)
 
-    def test_between_the_step_and_its_effects(self, tmp_path: Path) -> None:
+    def test_crash_after_the_record_is_recovered_by_the_start(self, tmp_path: Path) -> None:
         """The commit file is there and nothing else: the next start does the rest."""
         disk = FaultyDisk()
         with opened(tmp_path, disk) as node:
@@ -89,7 +89,7 @@ class TestKilled:
                 pass
             check_outcome(node)
 
-    def test_a_file_that_cannot_be_removed_is_carried_out_again(self, tmp_path: Path) -> None:
+    def test_record_that_cannot_be_removed_is_applied_again(self, tmp_path: Path) -> None:
         disk = FaultyDisk()
         with opened(tmp_path, disk) as node:
             disk.fail("unlink", match=".commit")
@@ -107,7 +107,7 @@ def _swallow(node: Node) -> None:
 
 
 class TestRepeats:
-    def test_of_a_range_do_nothing(self, node: Node) -> None:
+    def test_repeated_range_changes_nothing(self, node: Node) -> None:
         with node:
             first = Commit([staged(node, "all", some(5))], [SettleRange("main", 0, 5)])
             again = Commit([staged(node, "all", some(5))], [SettleRange("main", 0, 5)])
@@ -117,13 +117,13 @@ class TestRepeats:
             assert node.queue("all").end == 5
             assert len(node.staging) == 0
 
-    def test_a_range_of_nothing_tells_nothing(self, node: Node) -> None:
+    def test_empty_range_is_not_a_repeat(self, node: Node) -> None:
         with node:
             stage = staged(node, "all", some(5))
             assert node.commits.commit(Commit([stage], [SettleRange("main", 3, 3)]))
             assert node.queue("all").end == 5
 
-    def test_of_an_epoch_do_nothing_even_after_a_restart(self, tmp_path: Path) -> None:
+    def test_repeated_epoch_changes_nothing_even_after_a_restart(self, tmp_path: Path) -> None:
         with opened(tmp_path) as node:
             assert node.commits.get_epoch("query") is None
             stage = staged(node, "all", some(5))
@@ -138,7 +138,7 @@ class TestRepeats:
             assert node.commits.commit(Commit([stage], writer="query", epoch=8))
             assert node.queue("all").end == 10
 
-    def test_at_the_same_time_are_carried_out_once(self, node: Node) -> None:
+    def test_concurrent_repeats_are_applied_once(self, node: Node) -> None:
         with node:
             commits = [
                 Commit([staged(node, "all", some(5))], [SettleRange("main", 0, 5)])
@@ -156,7 +156,7 @@ class TestRepeats:
             assert sorted(results) == [False] * 7 + [True]
             assert node.queue("all").end == 5
 
-    def test_do_not_reach_beyond_one_stage(self, node: Node) -> None:
+    def test_repeat_does_not_affect_other_stages(self, node: Node) -> None:
         """Two stages for one queue in one commit, then another commit: numbers never overlap."""
         with node:
             stages = [staged(node, "all", some(5)), staged(node, "all", some(3))]
@@ -173,14 +173,14 @@ class TestRefused:
         assert node.queue("all").end == 0
         assert not list((node.data / "commits").iterdir())
 
-    def test_a_stage_that_does_not_exist(self, node: Node) -> None:
+    def test_unknown_stage_is_refused(self, node: Node) -> None:
         with node:
             stage = staged(node, "all", some(5))
             with pytest.raises(NoSuchStage, match="'nope'"):
                 node.commits.commit(Commit([stage, "nope"], [SettleRange("main", 0, 5)]))
             self.check_untouched(node)
 
-    def test_a_stage_that_was_aborted(self, node: Node) -> None:
+    def test_aborted_stage_is_refused(self, node: Node) -> None:
         with node:
             stage = staged(node, "all", some(5))
             node.commits.abort([stage, "never-was", "../../etc"])
@@ -188,7 +188,7 @@ class TestRefused:
                 node.commits.commit(Commit([stage], [SettleRange("main", 0, 5)]))
             self.check_untouched(node)
 
-    def test_a_queue_that_does_not_exist(self, node: Node) -> None:
+    def test_unknown_queue_is_refused(self, node: Node) -> None:
         with node:
             stage = staged(node, "nowhere", some(5))
             with pytest.raises(NoSuchQueue, match="'nowhere'"):
@@ -198,7 +198,7 @@ class TestRefused:
                 node.commits.commit(Commit([stage], [SettleRange("nobody", 0, 5)]))
             self.check_untouched(node)
 
-    def test_a_column_of_another_type(self, node: Node) -> None:
+    def test_column_of_another_type_is_refused(self, node: Node) -> None:
         with node:
             node.queue("odd").check_types(pa.schema([("extra", pa.int64())]))
             wrong = some(2).append_column("extra", pa.array(["a", "b"]))
@@ -207,7 +207,7 @@ class TestRefused:
                 node.commits.commit(Commit(stages, [SettleRange("main", 0, 2)]))
             self.check_untouched(node)
 
-    def test_no_room(self, tmp_path: Path) -> None:
+    def test_full_queue_refuses_the_commit(self, tmp_path: Path) -> None:
         queues = {"main": {}, "all": {"kind": "memory", "size": 10}}
         with Node(tmp_path, queues) as node:
             node.queue("main").producer().publish_block(some(20))
@@ -220,7 +220,9 @@ class TestRefused:
             assert node.commits.commit(Commit([stage], [SettleRange("main", 8, 13)]))
 
     @pytest.mark.parametrize("behavior", ["drop_newest", "drop_oldest"])
-    def test_not_by_a_queue_that_drops_when_full(self, tmp_path: Path, behavior: str) -> None:
+    def test_queue_that_drops_when_full_accepts_the_commit(
+        self, tmp_path: Path, behavior: str
+    ) -> None:
         queues = {"main": {}, "all": {"kind": "memory", "size": 4, "full_behavior": behavior}}
         with Node(tmp_path, queues) as node:
             node.queue("main").producer().publish_block(some(8))
@@ -231,7 +233,7 @@ class TestRefused:
             assert ledger.pending == 4
             assert sum(ledger.dropped.values()) == 4
 
-    def test_a_disk_that_takes_no_commit(self, tmp_path: Path) -> None:
+    def test_unwritable_record_refuses_the_commit(self, tmp_path: Path) -> None:
         disk = FaultyDisk()
         with opened(tmp_path, disk) as node:
             stage = staged(node, "all", some(5))
@@ -243,7 +245,7 @@ class TestRefused:
             assert node.queue("all").end == 0
             assert node.commits.commit(commit)
 
-    def test_a_disk_that_takes_a_commit_and_does_not_say_so(self, tmp_path: Path) -> None:
+    def test_record_written_with_an_error_does_not_survive(self, tmp_path: Path) -> None:
         disk = FaultyDisk()
         with opened(tmp_path, disk) as node:
             disk.fail("sync_directory", match="commits")
@@ -255,7 +257,7 @@ class TestRefused:
         with opened(tmp_path) as node:
             self.check_untouched(node)
 
-    def test_a_disk_that_takes_no_stage(self, tmp_path: Path) -> None:
+    def test_unwritable_stage_is_refused(self, tmp_path: Path) -> None:
         disk = FaultyDisk()
         with opened(tmp_path, disk) as node:
             disk.fail("sync", error=errno.ENOSPC, match=".stage")
@@ -267,7 +269,7 @@ class TestRefused:
 class TestAfterTheStep:
     """Once the step is taken there is no way back, whatever the disk does."""
 
-    def test_a_full_disk_only_delays_it(self, tmp_path: Path) -> None:
+    def test_full_disk_delays_the_commit(self, tmp_path: Path) -> None:
         disk = FaultyDisk()
         with opened(tmp_path, disk) as node:
             stage = staged(node, "all", some(5))
@@ -278,7 +280,7 @@ class TestAfterTheStep:
             assert contents(node.queue("all")) == NUMBERS[:5]
             assert node.queue("main").low == 5
 
-    def test_what_a_failed_sync_has_dropped_is_written_again(self, tmp_path: Path) -> None:
+    def test_events_of_a_failed_sync_are_written_again(self, tmp_path: Path) -> None:
         disk = FaultyDisk()
         with opened(tmp_path, disk) as node:
             disk.forget(match=".chunk")
@@ -288,7 +290,7 @@ class TestAfterTheStep:
         with opened(tmp_path) as node:
             assert contents(node.queue("all")) == NUMBERS[:5]
 
-    def test_its_stages_can_be_neither_aborted_nor_forgotten(self, tmp_path: Path) -> None:
+    def test_stages_of_a_running_commit_cannot_be_aborted_or_expire(self, tmp_path: Path) -> None:
         """A client whose call took too long gives up, while the node sees it through."""
         disk = FaultyDisk()
         with opened(tmp_path, disk) as node:
@@ -305,7 +307,7 @@ class TestAfterTheStep:
             assert contents(node.queue("odd")) == NUMBERS[:3]
             assert not list((tmp_path / "staging").iterdir())
 
-    def test_a_full_queue_does_not_keep_the_node_from_starting(self, tmp_path: Path) -> None:
+    def test_full_queue_does_not_prevent_the_start(self, tmp_path: Path) -> None:
         """Who makes room can only come once it has; until then later commits wait."""
         queues = {"main": {}, "small": {"size": 4, "durability": "always"}}
         with Node(tmp_path, queues) as node:
@@ -329,7 +331,7 @@ class TestAfterTheStep:
             assert node.queue("main").low == 10
             assert not list((tmp_path / "commits").iterdir())
 
-    def test_commits_left_by_a_full_queue_do_not_wait_for_each_other(self, tmp_path: Path) -> None:
+    def test_commits_of_different_full_queues_recover_independently(self, tmp_path: Path) -> None:
         """One may be about to make the room that the other needs."""
         knobs = {"size": 4, "durability": "always"}
         queues = {"main": {}, "first": knobs, "second": knobs}
@@ -353,7 +355,7 @@ class TestAfterTheStep:
             wait_until(lambda: not list((tmp_path / "commits").iterdir()), "both commits")
             assert node.queue("main").low == 10
 
-    def test_a_plan_that_cannot_be_read_is_kept(self, tmp_path: Path) -> None:
+    def test_invalid_record_is_kept(self, tmp_path: Path) -> None:
         with opened(tmp_path) as node:
             commits = node.data / "commits"
         (commits / "0.commit").write_bytes(b"{garbage")
@@ -361,7 +363,7 @@ class TestAfterTheStep:
             assert (commits / "0.failed").read_bytes() == b"{garbage"
 
 
-def test_lanes_do_not_wait_for_each_other(tmp_path: Path) -> None:
+def test_lanes_of_different_queues_commit_in_parallel(tmp_path: Path) -> None:
     """A commit that waits for room in a queue must not keep that queue's lane from making it."""
     queues = {"main": {}, "b": {"kind": "memory", "size": 4}, "dead": {}}
     with Node(tmp_path, queues) as node:
@@ -385,7 +387,7 @@ def test_lanes_do_not_wait_for_each_other(tmp_path: Path) -> None:
         assert node.queue("main").low == 10
 
 
-def test_stages_nobody_came_for_go(node: Node) -> None:
+def test_expired_stages_are_discarded(node: Node) -> None:
     with node:
         stage = staged(node, "all", some(5))
         assert node.staging.discard_older(3600.0) == 0
@@ -395,7 +397,7 @@ def test_stages_nobody_came_for_go(node: Node) -> None:
         assert not list((node.data / "staging").iterdir())
 
 
-def test_a_stage_left_unfinished_is_gone(node: Node) -> None:
+def test_unfinished_stage_is_discarded_at_the_start(node: Node) -> None:
     with node:
         with node.stage("all", some(1).schema) as stage:
             stage.add(some(1))

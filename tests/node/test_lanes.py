@@ -84,7 +84,7 @@ def told(looked: threading.Event, call: Callable[..., None]) -> Callable[..., No
     return and_called
 
 
-def test_what_is_kept_stays_and_what_is_dead_is_counted_so(
+def test_kept_events_stay_and_dead_events_are_counted_as_dead(
     served: Served, node: RemoteNode
 ) -> None:
     node.plan("a", "1", "disk", [(0, 10)])
@@ -97,7 +97,7 @@ def test_what_is_kept_stays_and_what_is_dead_is_counted_so(
     assert values(served.node, "slow") == [b"x"]
 
 
-def test_what_was_left_over_is_planned_again_and_comes_to_an_end(
+def test_kept_events_are_planned_again_until_none_are_left(
     served: Served, node: RemoteNode
 ) -> None:
     node.plan("a", "1", "disk", [(0, 10)])
@@ -120,7 +120,7 @@ def test_a_repeated_commit_changes_nothing(served: Served, node: RemoteNode) -> 
     assert node.unsettled("disk", 100).spans == [(0, 3)]
 
 
-def test_a_queue_that_was_made_anew_is_not_settled(served: Served, node: RemoteNode) -> None:
+def test_recreated_queue_is_not_settled(served: Served, node: RemoteNode) -> None:
     """What was made of the old one's events goes on."""
     served.node.create("late")
     served.node.queue("late").producer(ack="persisted").publish_block(block_of(numbers(10)))
@@ -137,7 +137,7 @@ def test_a_queue_that_was_made_anew_is_not_settled(served: Served, node: RemoteN
     assert node.unsettled("late", 100).spans == []
 
 
-def test_a_run_that_is_over_can_commit_no_more(node: RemoteNode) -> None:
+def test_replaced_run_cannot_commit(node: RemoteNode) -> None:
     node.plan("a", "1", "disk", [(0, 10)])
     node.plan("a", "2", "disk", [(0, 10)])
     with pytest.raises(LaneTaken):
@@ -147,7 +147,7 @@ def test_a_run_that_is_over_can_commit_no_more(node: RemoteNode) -> None:
     assert node.commit(lane="a", run="2")
 
 
-def test_a_lane_is_told_of_no_more_than_its_queues_have_room_for(
+def test_lane_gets_at_most_as_many_events_as_its_targets_have_room_for(
     serve: Serve,
 ) -> None:
     queues = {
@@ -216,7 +216,9 @@ class TestCommitUnderWay:
         with pytest.raises(RetryLater, match="'disk' is still running"):
             node.plan("l", "2", "disk", [(0, 12)])
 
-    def test_a_new_run_waits_for_it(self, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_new_run_waits_for_the_commit_of_the_old_run(
+        self, serve: Serve, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         disk = FaultyDisk()
         served = serve(TWO_QUEUES, disk=disk)
         task = self.begin(served, disk)
@@ -225,7 +227,7 @@ class TestCommitUnderWay:
         assert task.result()
         self.go_on(served)
 
-    def test_also_after_a_start_of_the_node(
+    def test_new_run_waits_for_a_recovering_commit_after_a_restart(
         self, serve: Serve, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         disk = FaultyDisk()
@@ -240,7 +242,7 @@ class TestCommitUnderWay:
         disk.clear()
         self.go_on(served)
 
-    def test_one_that_still_waits_for_its_turn_comes_to_nothing(
+    def test_commit_of_a_replaced_run_that_waits_for_locks_is_refused(
         self, serve: Serve, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         served = serve(TWO_QUEUES)
@@ -276,7 +278,7 @@ def staged_for(node: RemoteNode, stage_values: list[bytes], queue: str = "a") ->
         return stage.finish()
 
 
-def test_runs_that_are_long_over_are_forgotten() -> None:
+def test_old_replaced_runs_are_forgotten() -> None:
     """A lane that is started anew with every reload must not fill the node's memory."""
     lanes = Lanes()
     for run in range(3 * MAX_RETIRED_RUNS):
@@ -322,7 +324,7 @@ def test_waiting_for_events_ends_when_some_come(served: Served) -> None:
     assert node.unsettled("disk", 10, timeout=300.0).spans == [(0, 1)]
 
 
-def test_an_event_that_comes_while_one_looks_is_not_waited_past(
+def test_event_that_arrives_during_the_check_ends_the_wait(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = served.node.queue("disk")
@@ -356,7 +358,7 @@ def test_dead_offsets_are_those_that_were_planned_and_not_kept() -> None:
     ]
 
 
-def test_lanes_that_are_long_silent_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longest_inactive_lanes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forgotten lane has to start anew; whatever it has read stays unsettled."""
     monkeypatch.setattr(lane_module, "MAX_LANES", 3)
     lanes = Lanes()

@@ -48,7 +48,7 @@ class ForkRelay:
             [sys.executable, "-m", "turnlane.client.fork_relay"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # so that Ctrl-C ends only the sender; the helper ends with its pipe
+            start_new_session=True,  # Ctrl-C ends only the sender; the helper ends with its pipe
         )
         self._put(about, None)
         for work in (self._write, self._listen):
@@ -125,7 +125,9 @@ def serve(lines: BinaryIO, answers: BinaryIO) -> None:
     about = json.loads(lines.readline())
     with (
         connect(about["url"], **about["options"]) as client,
-        client.queue(about["name"]) as node_queue,  # closed before the client, so that the client does not wait again
+        client.queue(
+            about["name"]
+        ) as node_queue,  # closed before the client, so that the client does not wait again
     ):
         producer = node_queue.producer(ack=AckLevel.PERSISTED, on_ack=_ignore)
         for line in lines:

@@ -436,8 +436,8 @@ class RemoteNode(Closeable):
     ) -> bool:
         """Publish stages and settle ranges (queue, first, end) atomically and durably.
 
-        With ``lane`` it also settles the offsets of the last :meth:`plan`, except the ``kept`` ones;
-        the ``dead`` ones as undeliverable. With ``batch`` only if that batch was planned last.
+        With ``lane`` it also settles the offsets of the last :meth:`plan`, except the ``kept``
+        ones; the ``dead`` ones as undeliverable. With ``batch``, only if it was planned last.
         Returns false if it is a repeat: then nothing happens. After ``TransportDown`` repeat it.
         ``exact`` raises ``RetryLater`` if some offsets of the ranges are settled already.
         """

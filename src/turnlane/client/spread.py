@@ -303,7 +303,9 @@ class SpreadProducer(Producer):
 
     def flush(self, timeout: float | None = None) -> bool:
         left = _start_countdown(timeout)
-        flushed = [producer.flush(left()) for producer in self._producers]  # all of them, also after a timeout
+        flushed = [
+            producer.flush(left()) for producer in self._producers
+        ]  # all of them, also after a timeout
         return all(flushed)
 
     def close(self) -> None:

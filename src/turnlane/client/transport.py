@@ -152,8 +152,8 @@ class FlightConnection:
         self._schema = schema
         self._stream.begin(schema)
 
-    def _opened(self) -> _Stream:
-        return _Stream(self._node, self._command, self)
+    def _opened(self) -> _PublishCall:
+        return _PublishCall(self._node, self._command, self)
 
     # ── called by the stream's thread ────────────────────────────────────────────────────────────
 
@@ -171,7 +171,7 @@ class FlightConnection:
             self._changed.notify_all()
 
 
-class _Stream:
+class _PublishCall:
     """One Flight call, and the thread that reads its answers."""
 
     def __init__(self, node: RemoteNode, command: dict[str, str], owner: FlightConnection) -> None:

@@ -20,7 +20,7 @@ from turnlane.errors import NoSuchBreaker
 TASK_COUNT_SECONDS: Final = 60.0
 """For how many seconds the highest number of tasks is remembered."""
 TASK_SECONDS: Final = 5.0
-"""A task without a report for so many seconds has died: other tasks may use its share."""
+"""After this time without a report a task has died: other tasks may use its share."""
 
 
 class SendShares:

@@ -99,7 +99,7 @@ class CommitLocks:
 
     def __init__(self) -> None:
         self._sets: list[LockSet] = []
-        """The lock sets that are held, and at a start also those that wait for earlier ones."""
+        """The lock sets that are held; at a start also lock sets that wait for earlier ones."""
         self._changed = threading.Condition()
         self._closing = False
 
@@ -384,7 +384,7 @@ class Commits:
         return queues
 
     def _plan_parts(self, commit: Commit, queues: dict[str, HoldingQueue]) -> list[CommitPart]:
-        """Assign sequence numbers to the stages, except to those that will wait in memory.
+        """Assign sequence numbers to the stages, except to stages that will wait in memory.
 
         Raises ``QueueFull``.
         """

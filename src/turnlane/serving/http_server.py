@@ -6,10 +6,10 @@ timeout and fit their limit, a body has to keep arriving, the client has to read
 number of connections is bounded.
 
 Only the callbacks of the parser distinguish headers from a body. uvicorn has no public interface to
-them, so :class:`HttpConnection` is a subclass of uvicorn's protocol, and :class:`_Server` one of
-uvicorn's server. :data:`UVICORN_INTERNALS` lists everything that both use, a test checks it, and
-``pyproject.toml`` bounds uvicorn to versions that pass all tests. To raise the bound, read the
-changes of these classes first.
+them, so :class:`HttpConnection` is a subclass of uvicorn's protocol, and ``_UvicornServer`` is a
+subclass of uvicorn's server. :data:`UVICORN_INTERNALS` lists everything that both use, a test
+checks it, and ``pyproject.toml`` bounds uvicorn to versions that pass all tests. To raise the
+bound, read the changes of these classes first.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class WebServer(Closeable):
         self._app = app
         self._name = name
         self._address = settings.listen
-        self._server: _Server | None = None
+        self._server: _UvicornServer | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -230,7 +230,7 @@ class WebServer(Closeable):
         tls = None if self.settings.tls is None else self.settings.tls.context()
         bound = self.settings.listen.listen()
         self._address = self.settings.listen.with_port(bound.getsockname()[1])
-        self._server = _Server(self._app, self.settings, tls)
+        self._server = _UvicornServer(self._app, self.settings, tls)
         self._thread = threading.Thread(
             target=self._server.run_on, args=(bound,), name=f"turnlane-{self._name}", daemon=True
         )
@@ -260,7 +260,7 @@ class WebServer(Closeable):
         self.stop(0.0)
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """uvicorn's server on a given socket, with limited connections."""
 
     def __init__(self, app: ASGIApp, settings: WebSettings, tls: ssl.SSLContext | None) -> None:

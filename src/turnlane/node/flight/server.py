@@ -150,7 +150,7 @@ class FlightPlane:
         self.stopping = False
         self._wanted = address
         self._tls = tls
-        self._server: _Server | None = None
+        self._server: _FlightServer | None = None
         self._watch: ConnectionWatch | None = None
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -164,7 +164,7 @@ class FlightPlane:
         arguments = {} if self._tls is None else self._tls.build_flight_arguments()
         scheme = "grpc+tcp" if self._tls is None else "grpc+tls"
         try:
-            self._server = _Server(self, f"{scheme}://{self._wanted}", arguments)
+            self._server = _FlightServer(self, f"{scheme}://{self._wanted}", arguments)
         except pa.ArrowException as error:
             raise ConfigError(
                 "flight.listen", f"cannot listen on {self._wanted}: {error}"
@@ -278,7 +278,7 @@ def _take_all_blocks(peer: Peer, take: Callable[[Block], None]) -> bool:
     return not peer.is_gone()
 
 
-class _Server(flight.FlightServerBase):
+class _FlightServer(flight.FlightServerBase):
     """The methods that Flight calls."""
 
     def __init__(self, plane: FlightPlane, location: str, arguments: dict[str, Any]) -> None:

@@ -50,7 +50,9 @@ def test_copies_are_in_their_queue_once_they_are_committed(served: Served) -> No
     ],
     ids=["no routes", "no integers", "nulls", "twice", "negative"],
 )
-def test_what_makes_no_sense_is_refused(served: Served, block: pa.RecordBatch, said: str) -> None:
+def test_invalid_offsets_and_routes_are_refused(
+    served: Served, block: pa.RecordBatch, said: str
+) -> None:
     writer, answers = (
         served.client().nodes[0].put({"copy": "disk", "into": ["memory"]}, block.schema)
     )
@@ -71,9 +73,7 @@ def test_a_queue_that_is_not_there_is_named(served: Served, source: str, target:
     copy.close()
 
 
-def test_what_cannot_be_read_is_not_passed_over(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_event_is_not_skipped(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit would settle it."""
     served.node.queue("memory").producer().publish_block(block_of(numbers(0, 10)))
     monkeypatch.setattr(places_module, "read_range", lambda *_: iter(()))
@@ -85,14 +85,14 @@ def test_what_cannot_be_read_is_not_passed_over(
     assert not list(served.node.staging.directory.iterdir())
 
 
-def test_a_copy_that_is_given_up_leaves_nothing(served: Served) -> None:
+def test_aborted_copy_leaves_no_stage(served: Served) -> None:
     served.node.queue("disk").producer().publish_block(block_of(numbers(0, 10)))
     with served.client().nodes[0].copy("disk", ["memory"]) as copy:
         copy.write(places([1, 3]))
     wait_until(lambda: not list(served.node.staging.directory.iterdir()), "its files to be gone")
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(serve: Serve) -> None:
+def test_full_disk_is_reported_and_leaves_no_stage(serve: Serve) -> None:
     disk = FaultyDisk()
     served = serve(disk=disk)
     served.node.queue("disk").producer().publish_block(block_of(numbers(0, 10)))
@@ -103,7 +103,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(serve: Serve) -> None:
     assert not list(served.node.staging.directory.iterdir())
 
 
-def test_of_several_stages_none_stays_if_one_cannot_be_finished(serve: Serve) -> None:
+def test_failed_finish_of_one_stage_discards_all_stages(serve: Serve) -> None:
     disk = FaultyDisk()
     served = serve(disk=disk)
     served.node.queue("disk").producer().publish_block(block_of(numbers(0, 10)))

@@ -24,30 +24,31 @@ def leave(data: Path, *values: bytes, taken: int = 0) -> None:
 
 
 @pytest.mark.parametrize("queues", [{}, {"orders": {"kind": "memory"}}], ids=["gone", "in memory"])
-def test_a_queue_that_still_holds_events_is_named(
+def test_orphan_queue_with_events_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, queues: Knobs
 ) -> None:
     leave(tmp_path, b"one", b"two", b"three", taken=1)
     with Node(tmp_path, queues):
         (record,) = [each for each in caplog.records if each.levelname == "WARNING"]
-        assert "orders holds 2 events that nobody reads" in record.getMessage()
+        assert record.getMessage().startswith("queue.orphan_found path=")
+        assert "orders events=2 " in record.getMessage()
     caplog.clear()
     with Node(tmp_path, {"orders": {}}) as node:
         assert [event.value for event in node.queue("orders").get(timeout=20)] == [b"two", b"three"]
-    assert "nobody reads" not in caplog.text
+    assert "queue.orphan_found" not in caplog.text
 
 
-def test_events_settled_out_of_order_are_not_counted(
+def test_settled_events_of_an_orphan_queue_are_not_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     leave(tmp_path, b"one", b"two", b"three")
     with Node(tmp_path, {"orders": {}}) as node:
         node.queue("orders").settle(1, 2)
     with Node(tmp_path):
-        assert "holds 2 events" in caplog.text
+        assert "orders events=2 " in caplog.text
 
 
-def test_a_queue_that_is_empty_or_another_kind_on_disk_is_no_news(
+def test_empty_queue_or_other_kind_on_disk_is_not_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     leave(tmp_path / "empty", b"one", taken=1)
@@ -59,12 +60,12 @@ def test_a_queue_that_is_empty_or_another_kind_on_disk_is_no_news(
     assert not [each for each in caplog.records if each.levelname == "WARNING"]
 
 
-def test_a_directory_that_is_no_queue_keeps_no_node_from_starting(
+def test_directory_that_is_not_a_queue_does_not_prevent_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "queues" / "notes").mkdir(parents=True)
     with Node(tmp_path, {"orders": {}}):
-        assert "cannot tell whether events wait in" in caplog.text
+        assert "queue.orphan_unreadable" in caplog.text
 
 
 ACTIONS = "actions: [{name: a, output: {type: discard}}]\n"
@@ -76,7 +77,7 @@ WITH_LATER = ACTIONS + "queues: {later: {}}\n"
     [(True, ACTIONS, True), (True, WITH_LATER, False), (True, "", False), (False, ACTIONS, False)],
     ids=["gone", "configured", "pipeline elsewhere", "made by somebody else"],
 )
-def test_the_queue_of_an_action_that_came_by_a_reload_and_is_gone_is_named(
+def test_queue_of_a_removed_action_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, more: str, *, by_pipeline: bool, told: bool
 ) -> None:
     planes = "flight: {listen: '127.0.0.1:0'}, http: {enabled: false}"

@@ -23,7 +23,7 @@ def names(data: Path) -> list[str]:
     return sorted(path.name for path in (data / "queues").iterdir())
 
 
-def test_not_a_directory_that_cannot_be_deleted(
+def test_dropped_queue_whose_directory_cannot_be_deleted_does_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(_: Path) -> None:
@@ -44,7 +44,7 @@ def test_not_a_directory_that_cannot_be_deleted(
 
 
 @pytest.mark.parametrize("queues", [{}, {"orders": {}}], ids=["made anew", "configured"])
-def test_not_one_that_was_not_put_away(
+def test_dropped_queue_that_was_not_renamed_does_not_come_back(
     queues: dict[str, dict[str, object]], tmp_path: Path
 ) -> None:
     """The node ended, or its disk failed, between the two steps of a drop."""
@@ -66,7 +66,7 @@ def test_not_one_that_was_not_put_away(
         assert node.create("orders").end == 1, "the new queue went, too"
 
 
-def test_the_same_node_goes_on_with_it_once_the_disk_does(tmp_path: Path) -> None:
+def test_drop_can_be_repeated_once_the_disk_works(tmp_path: Path) -> None:
     disk = FaultyDisk()
     with Node(tmp_path, disk=disk) as node:
         fill(node)
@@ -79,7 +79,9 @@ def test_the_same_node_goes_on_with_it_once_the_disk_does(tmp_path: Path) -> Non
         assert node.queue("orders").end == 0
 
 
-def test_deleting_much_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_deletion_does_not_block_other_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deleting, over = threading.Event(), threading.Event()
     delete = shutil.rmtree
 
@@ -102,7 +104,7 @@ def test_deleting_much_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.Monke
         assert names(tmp_path) == ["orders"]
 
 
-def test_a_queue_in_memory_takes_nothing_along(tmp_path: Path) -> None:
+def test_drop_of_a_memory_queue_keeps_a_directory_of_its_name(tmp_path: Path) -> None:
     with Node(tmp_path, {"orders": {}}) as node:
         node.queue("orders").producer(ack="persisted").publish(b"still wanted")
     with Node(tmp_path) as node:

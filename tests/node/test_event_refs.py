@@ -66,7 +66,7 @@ def check_all(node: Node) -> None:
     assert not list(node.staging.directory.iterdir())
 
 
-def test_a_copy_of_few_events_does_not_keep_the_others() -> None:
+def test_copy_of_few_events_releases_the_source_block() -> None:
     """Nor if a column of theirs has nulls only."""
     before = pa.total_allocated_bytes()
     block = _received(1000)
@@ -89,7 +89,7 @@ def _received(rows: int) -> Block:
     return pa.ipc.read_record_batch(sent.serialize(), sent.schema)
 
 
-def test_no_event_is_written_before_the_commit(tmp_path: Path) -> None:
+def test_reference_stage_holds_no_events_before_the_commit(tmp_path: Path) -> None:
     with opened(tmp_path) as node:
         main = node.queue("main")
         main.producer(ack="persisted").publish_block(block_of([b"x" * 100_000]))
@@ -99,7 +99,7 @@ def test_no_event_is_written_before_the_commit(tmp_path: Path) -> None:
         assert sum(path.stat().st_size for path in files) < 10_000
 
 
-def test_a_start_copies_what_was_committed(tmp_path: Path) -> None:
+def test_start_copies_committed_references(tmp_path: Path) -> None:
     interrupt(tmp_path)
     with opened(tmp_path) as node:
         check_all(node)
@@ -108,7 +108,7 @@ def test_a_start_copies_what_was_committed(tmp_path: Path) -> None:
 class TestNotOpen:
     """A queue of the commit is not there when it is carried out."""
 
-    def test_events_for_it_are_kept_though_they_are_settled(self, tmp_path: Path) -> None:
+    def test_referenced_events_are_restaged_before_they_are_settled(self, tmp_path: Path) -> None:
         interrupt(tmp_path)
         for _ in range(2):
             with Node(tmp_path, {name: QUEUES[name] for name in ("main", "all")}) as node:
@@ -118,7 +118,7 @@ class TestNotOpen:
         with opened(tmp_path) as node:
             check_all(node)
 
-    def test_without_its_source_it_waits(self, tmp_path: Path) -> None:
+    def test_part_without_its_source_queue_waits(self, tmp_path: Path) -> None:
         interrupt(tmp_path)
         with Node(tmp_path, {name: QUEUES[name] for name in ("odd", "all")}) as node:
             assert contents(node.queue("all")) == []
@@ -127,7 +127,7 @@ class TestNotOpen:
             check_all(node)
 
 
-def test_what_a_queue_refuses_is_kept_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_refused_part_is_kept_and_the_rest_is_published(tmp_path: Path) -> None:
     interrupt(tmp_path)
     with Node(tmp_path, NARROW) as node:
         assert contents(node.queue("all")) == ALL
@@ -137,7 +137,7 @@ def test_what_a_queue_refuses_is_kept_and_the_rest_goes_on(tmp_path: Path) -> No
         check_all(node)
 
 
-def test_another_queue_of_the_same_name_is_not_copied_from(tmp_path: Path) -> None:
+def test_recreated_source_queue_is_refused(tmp_path: Path) -> None:
     """What was staged went with the queue that was dropped."""
     queues: Queues = {name: QUEUES[name] for name in ("odd", "all")}
     with Node(tmp_path, queues) as node:
@@ -153,7 +153,7 @@ def test_another_queue_of_the_same_name_is_not_copied_from(tmp_path: Path) -> No
         assert node.queue("main").low == 0
 
 
-def test_nor_by_a_start(tmp_path: Path) -> None:
+def test_start_does_not_copy_from_a_recreated_source_queue(tmp_path: Path) -> None:
     interrupt(tmp_path)
     shutil.rmtree(tmp_path / "queues" / "main")
     with opened(tmp_path) as node:  # which fills a new one
@@ -162,7 +162,7 @@ def test_nor_by_a_start(tmp_path: Path) -> None:
         assert steps(node) == []
 
 
-def test_what_is_gone_is_left_out_and_numbers_go_on(tmp_path: Path) -> None:
+def test_settled_events_are_skipped_and_numbers_continue(tmp_path: Path) -> None:
     with opened(tmp_path) as node:
         stages = copied(node, 0, 20)
         node.queue("main").settle(0, 6)
@@ -173,7 +173,7 @@ def test_what_is_gone_is_left_out_and_numbers_go_on(tmp_path: Path) -> None:
         assert contents(node.queue("odd")) == ALL[7::2]
 
 
-def test_events_beyond_a_gap_are_kept_under_their_own_numbers(
+def test_restaged_events_after_a_gap_keep_their_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else, as some of them may be in the queue already, others would seem to be."""
@@ -192,7 +192,7 @@ def test_events_beyond_a_gap_are_kept_under_their_own_numbers(
         assert get_values(block for *_, block in read_parts([second], node.staging, {})) == ALL[20:]
 
 
-def test_a_stage_that_cannot_be_read_settles_nothing(tmp_path: Path) -> None:
+def test_unreadable_reference_stage_settles_nothing(tmp_path: Path) -> None:
     interrupt(tmp_path)
     saved = {path: path.read_bytes() for path in (tmp_path / "staging").iterdir()}
     for path in saved:
@@ -207,7 +207,7 @@ def test_a_stage_that_cannot_be_read_settles_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gap", [(0, 3), (10, 20), (29, 30)], ids=["first", "middle", "last"])
-def test_an_event_that_cannot_be_read_is_waited_for(
+def test_unreadable_event_delays_the_commit(
     gap: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commit would settle it, and those behind it have higher numbers."""
@@ -229,7 +229,7 @@ def test_an_event_that_cannot_be_read_is_waited_for(
         check_all(node)
 
 
-def test_a_disk_that_does_not_read_for_a_while_loses_nothing(
+def test_temporary_read_errors_lose_no_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A queue gives up what it could not read a few times: not in a fraction of a second."""
@@ -261,7 +261,7 @@ class TestKept:
     """Events that their queue does not take, while the others do."""
 
     @pytest.mark.parametrize("op", ["open", "write", "sync", "sync_directory", "rename", "unlink"])
-    def test_a_kill_loses_none(
+    def test_kill_during_a_copy_loses_no_event(
         self, queues: Queues, op: str, tmp_path: Path, nursery: ForkServerContext
     ) -> None:
         data, at = tmp_path / "data", tmp_path / "at"
@@ -281,7 +281,7 @@ class TestKept:
                 check_all(node)
 
     @pytest.mark.parametrize("match", [".commit", ".journal"])
-    def test_a_disk_that_fails_for_a_while_loses_none_and_leaves_nothing(
+    def test_temporary_disk_failure_loses_no_event_and_leaves_no_file(
         self, queues: Queues, match: str, tmp_path: Path
     ) -> None:
         interrupt(tmp_path)
@@ -296,7 +296,7 @@ class TestKept:
             check_all(node)
 
 
-def test_what_waits_for_its_source_is_before_what_does_not(tmp_path: Path) -> None:
+def test_part_that_waits_for_its_source_keeps_its_order(tmp_path: Path) -> None:
     """It has the lower numbers."""
     more = [b"more %d" % number for number in range(50)]
     interrupt(tmp_path, more)
@@ -308,7 +308,7 @@ def test_what_waits_for_its_source_is_before_what_does_not(tmp_path: Path) -> No
         assert contents(node.queue("odd")) == ODD
 
 
-def test_a_source_that_is_dropped_meanwhile_takes_its_events_along(
+def test_source_dropped_during_the_commit_drops_its_events(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     small = {**QUEUES["all"], "size": 10}
@@ -334,7 +334,7 @@ def test_a_source_that_is_dropped_meanwhile_takes_its_events_along(
         assert node.commits.commit(Commit([staged(node, "all", block_of([b"more"]))]))
 
 
-def test_a_stage_that_cannot_be_counted_keeps_no_node_from_starting(tmp_path: Path) -> None:
+def test_unreadable_reference_stage_does_not_prevent_the_start(tmp_path: Path) -> None:
     interrupt(tmp_path)
     with Node(tmp_path, {name: QUEUES[name] for name in ("odd", "all")}) as node:
         assert steps(node) == [".failed"]
@@ -359,7 +359,7 @@ def test_a_stage_that_cannot_be_counted_keeps_no_node_from_starting(tmp_path: Pa
     ],
     ids=["disk", "into memory", "unsynced", "memory", "assisted", "narrower", "narrow", "wider"],
 )
-def test_only_what_lasts_and_fits_is_referred_to(
+def test_only_durable_fitting_events_are_copied_by_reference(
     source: dict[str, Any], target: dict[str, Any], kind: type, tmp_path: Path
 ) -> None:
     with (
@@ -369,7 +369,7 @@ def test_only_what_lasts_and_fits_is_referred_to(
         assert type(copying) is kind
 
 
-def test_events_with_columns_of_their_own_are_staged_themselves(tmp_path: Path) -> None:
+def test_events_with_extra_columns_are_copied_by_value(tmp_path: Path) -> None:
     with Node(tmp_path, {"main": KNOBS, "other": KNOBS}) as node:
         block = block_of([b"a"])
         extra = block.append_column("shop", block.column("source").fill_null("here"))
@@ -379,12 +379,12 @@ def test_events_with_columns_of_their_own_are_staged_themselves(tmp_path: Path) 
 
 
 @given(st.sets(st.integers(0, 3000) | st.integers(10**9, 10**9 + 600) | st.integers(0, 1 << 60)))
-def test_places_come_back_as_they_were(offsets: set[int]) -> None:
+def test_encoded_references_decode_to_the_same_offsets(offsets: set[int]) -> None:
     numbers = np.array(sorted(offsets), dtype=np.int64)
     assert decode_references([encode_references(numbers)]).tolist() == sorted(offsets)
 
 
-def test_places_that_come_out_of_order_are_put_in_order(tmp_path: Path) -> None:
+def test_unordered_references_are_sorted(tmp_path: Path) -> None:
     with opened(tmp_path) as node:
         with node.copy(node.queue("main"), ["all"]) as copying:
             for first in (20, 0, 10, 15):
@@ -402,14 +402,14 @@ def places_of(first: int, count: int) -> Block:
     )
 
 
-def test_no_more_are_in_a_load_than_fit_in_memory() -> None:
+def test_group_has_at_most_max_group_parts() -> None:
     copies = [
         CommitPart("s", str(number), 0, None, "main", 9) for number in range(MAX_GROUP_PARTS + 1)
     ]
     assert group_parts(copies) == [copies[:-1], copies[-1:]]
 
 
-def test_no_queue_is_in_a_load_twice() -> None:
+def test_group_has_each_target_queue_once() -> None:
     """What has the higher numbers would come first, and the rest seem a repeat."""
     copies = [CommitPart(stage, queue, 0, None, "main", 9) for stage in "st" for queue in "ab"]
     plain = CommitPart("u", "a", 0)
