@@ -373,7 +373,7 @@ def test_a_stop_ends_streams_that_are_idle_or_wait_for_room(serve: Serve) -> Non
     served.plane.stop(timeout=10.0)
     assert time.monotonic() - started < 5
     assert idle.news() is not None  # positions, or that it has ended
-    assert [thread for thread in threading.enumerate() if thread.name == "turnlane-teller"] == []
+    assert [thread for thread in threading.enumerate() if thread.name == "turnlane-reporter"] == []
 
 
 LEAVING = """

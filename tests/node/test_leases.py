@@ -273,7 +273,7 @@ def test_extending_what_has_run_out_is_logged(
     batch = queue.get(timeout=5)
     with caplog.at_level(logging.WARNING):
         served.node.leases.release(_lease(batch))
-        wait_until(lambda: "has run out" in caplog.text, "a warning")
+        wait_until(lambda: "lease.expired" in caplog.text, "a warning")
 
 
 def test_done_is_repeated_after_the_answer_was_lost(served: Served) -> None:

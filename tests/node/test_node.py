@@ -85,7 +85,7 @@ def test_a_queue_of_the_configuration_cannot_be_dropped(tmp_path: Path) -> None:
     ("name", "knobs", "message"),
     [
         ("a", {"path": "/elsewhere"}, "path: a node keeps its queues below"),
-        ("a", {"kind": "direct"}, "kind: a node has no direct queues"),
+        ("a", {"kind": "direct"}, "kind: a node cannot have direct queues"),
         ("a", {"kind": "dsk"}, "kind: must be one of .*did you mean disk"),
         ("a", {"sise": 3}, "sise: there is no such knob; did you mean size"),
         ("../up", {}, "name"),
@@ -221,4 +221,4 @@ def test_housekeeping_continues_after_an_unexpected_error(
     monkeypatch.setattr(Staging, "discard_older", discard_older)
     with Node(tmp_path, {"orders": {}}):
         wait_until(lambda: len(tries) > 1, "another try")
-    assert "could not tidy up" in caplog.text
+    assert "housekeeping.failed" in caplog.text

@@ -72,7 +72,7 @@ class ServedTableSettings(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.url is None) == (not self.shards):
-            raise ContradictorySettings([ConfigIssue("url", "set either url or shards")])
+            raise ContradictorySettings([ConfigIssue("url", "give either url or shards")])
         try:
             self.map()
         except ConfigError as error:
