@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 KILLED = """
 import os, signal, sys, turnlane
-from turnlane.events import block_of, values_of
+from turnlane.events import block_of, get_values
 
 queue = turnlane.open_queue(kind="disk", path=sys.argv[1], durability="always")
 queue.producer(ack="persisted").publish_block(block_of([b"%d" % n for n in range(100)]))

@@ -220,7 +220,7 @@ def test_errors_without_a_traceback(command: str, tmp_path: Path, stopped: Path)
     (stopped / "queue.json").write_text('{"format": 99}')
     newer = turnlane_queue(command, stopped)
     assert newer.returncode == 1
-    assert "format is 99" in newer.stderr
+    assert "has format 99" in newer.stderr
     for run in (nowhere, empty, newer):
         assert "Traceback" not in run.stderr
         assert run.stdout == ""
@@ -269,7 +269,7 @@ def test_an_interrupted_export_leaves_nothing_behind(stopped: Path, tmp_path: Pa
         "import os, signal, turnlane.storage.export as export\n"
         # A shell's background job, as CI may be, has Ctrl-C ignored from the start.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "export.rows = lambda piece: os.kill(os.getpid(), signal.SIGINT)\n"
+        "export.convert_to_rows = lambda piece: os.kill(os.getpid(), signal.SIGINT)\n"
         "from turnlane.cli import main; main()"
     )
     target = tmp_path / "out" / "events.jsonl"

@@ -182,7 +182,7 @@ def test_a_bad_line_is_named_and_nothing_is_taken(
             "header Sequence-Gaps: 'no' is not 'skip'",
         ),
         ({}, {"producer-id": "p" * 300, "sequence": "1"}, "longer than 256"),
-        ({}, {"producer-id": "turnlane.commits", "sequence": "1"}, "the node's own"),
+        ({}, {"producer-id": "turnlane.commits", "sequence": "1"}, "reserved for the node"),
         ({}, {"x-turnlane-key": b"\xff"}, "X-Turnlane-Key: not UTF-8"),
     ],
 )

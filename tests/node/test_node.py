@@ -84,7 +84,11 @@ def test_a_queue_of_the_configuration_cannot_be_dropped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "knobs", "message"),
     [
-        ("a", {"path": "/elsewhere"}, "path: a node keeps its queues below"),
+        (
+            "a",
+            {"path": "/elsewhere"},
+            "path: remove it: a node keeps its queues in its data directory",
+        ),
         ("a", {"kind": "direct"}, "kind: a node cannot have direct queues"),
         ("a", {"kind": "dsk"}, "kind: must be one of .*did you mean disk"),
         ("a", {"sise": 3}, "sise: there is no such knob; did you mean size"),

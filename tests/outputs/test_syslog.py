@@ -314,7 +314,7 @@ def test_untrusted_server_gets_no_events(host: Node, tmp_path: Path) -> None:
     ("knobs", "message"),
     [
         ({"address": "nowhere"}, "not an address"),
-        ({"address": "a:514", "tls": {"ca": "x"}}, "means nothing with protocol: tcp"),
+        ({"address": "a:514", "tls": {"ca": "x"}}, "needs protocol: tls, not tcp"),
         ({"address": "a:514", "tls": {"cert": "x"}}, "belong together"),
         ({"address": "a:514", "facility": "local9"}, "local7"),
         ({"address": "a:514", "columns": {"massage": "x"}}, "massage"),

@@ -26,6 +26,7 @@ from tests.recovery.hooked_disk import HookedDisk, Once, Opener, Stored, drained
 from turnlane.errors import EventsLost, QueueClosed, QueueFull, StorageFailed
 from turnlane.events import block_of
 from turnlane.ledger import Outcome
+from turnlane.queues import disk as disk_queues
 from turnlane.queues.api import Ack
 from turnlane.queues.consumer import HoldingQueue
 from turnlane.queues.disk import DiskQueue
@@ -510,7 +511,7 @@ def test_does_a_close_leave_a_disk_that_hangs(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says what is not written, and returns."""
-    monkeypatch.setattr(disk, "HANG_SECONDS", NOTICEABLE)
+    monkeypatch.setattr(disk_queues, "HANG_SECONDS", NOTICEABLE)
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, shutdown_timeout=NOTICEABLE)
     pause = disk.pause("write", match=".chunk")
     for value in numbered(0, 3):
@@ -525,7 +526,7 @@ def test_does_a_close_wait_for_a_disk_that_is_slow(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as it gets any further, nothing is given up."""
-    monkeypatch.setattr(disk, "HANG_SECONDS", 4 * NOTICEABLE)
+    monkeypatch.setattr(disk_queues, "HANG_SECONDS", 4 * NOTICEABLE)
     knobs = SMALL | {"durability": "interval", "sync_interval": "1h"}
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, shutdown_timeout=0.0, **knobs)
     disk.delay("write", seconds=NOTICEABLE, times=None, match=".chunk")

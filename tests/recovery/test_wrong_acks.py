@@ -201,7 +201,7 @@ def test_is_what_is_being_settled_persisted_when_the_log_passes_it(
             raise OSError(errno.EIO, "no acks now")
         record(first, end, size, outcome)
 
-    monkeypatch.setattr(queue.store.journal, "settled", fail_late)
+    monkeypatch.setattr(queue.store.journal, "record_settled", fail_late)
     done = Task(batch.done)
     assert reached.wait(PATIENCE)
     disk.clear()

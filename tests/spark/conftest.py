@@ -21,7 +21,7 @@ pytest.importorskip("pyspark.sql")
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """A local session as the pipeline starts it: two threads, FAIR pools, no page, few words."""
+    """A local session like the pipeline's: two threads, FAIR pools, no web page, few log lines."""
     if not (shutil.which("java") or "JAVA_HOME" in os.environ):
         skip_or_fail("Spark needs Java 17 or later")
     from pyspark.sql import SparkSession
@@ -31,7 +31,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     os.environ["PYSPARK_PYTHON"] = sys.executable
     use_installed_pyspark()
     place = tmp_path_factory.mktemp("spark")
-    quiet = _quiet(place)
+    quiet = _write_log_settings(place)
     same = (
         "sql.ansi.enabled",
         "sql.streaming.checkpointFileManagerClass",
@@ -59,8 +59,8 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     session.stop()
 
 
-def _quiet(place: Path) -> Path:
-    """Log4j's settings: errors only, from the first line on."""
+def _write_log_settings(place: Path) -> Path:
+    """Write Log4j settings that log errors only."""
     found = place / "log4j2.properties"
     found.write_text("rootLogger.level = error\nrootLogger.appenderRef.stdout.ref = console\n"
                      "appender.console.type = Console\nappender.console.name = console\n"

@@ -1,4 +1,4 @@
-"""Destinations of lanes: web servers that take events, or refuse them, as a test says."""
+"""Destinations of lanes: web servers that accept or refuse events, as a test decides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.outputs.web_servers import Handler, Reply, Server
 
 
 class Destination:
-    """A server that counts what it has taken, and refuses what it is told to."""
+    """A server that collects the events that it accepts; ``refuse`` decides."""
 
     def __init__(self, server: Server) -> None:
         self.url = server.url
@@ -19,9 +19,9 @@ class Destination:
         self.taken: list[bytes] = []
         self.refused = 0
         self.most = 0
-        """Requests at a time."""
+        """The most requests at a time."""
         self.peer = 0
-        """The port that the last request came from."""
+        """The client port of the last request."""
         self._now = 0
         self._lock = threading.Lock()
         server.behave = self._answer
@@ -42,20 +42,20 @@ class Destination:
         return Reply()
 
     def away(self) -> None:
-        """Refuse everything from now on."""
+        """Refuse all further events."""
         self.refuse = lambda _: Reply(503)
 
     def back(self) -> None:
-        """Take everything from now on."""
+        """Accept all further events."""
         self.refuse = lambda _: None
 
 
 def pid_behind(port: int) -> int:
-    """The process that has a connection from this port of this machine."""
+    """Return the process that has a connection from this local port."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     (socket,) = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}")}
     for file in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # it is gone by now, or not ours
+        with suppress(OSError):  # The process has ended, or belongs to another user.
             if str(file.readlink()) == socket:
                 return int(file.parts[2])
     raise LookupError(f"nobody has port {port}")

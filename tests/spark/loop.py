@@ -1,6 +1,7 @@
 """A lane without Spark: its reader, tasks and sink, called as Spark calls them, in this process.
 
-What a lane does with bad destinations is the same with and without Spark, but that takes minutes.
+A lane treats bad destinations in the same way with and without Spark, but with Spark it takes
+minutes.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ Change = Callable[[pa.RecordBatch], pa.RecordBatch]
 
 
 class Loop:
-    """One run of a lane; :meth:`turn` does one batch, if there is one to be had."""
+    """One run of a lane; :meth:`turn` runs one batch, if there are events for it."""
 
     def __init__(
         self,
@@ -81,11 +82,11 @@ class Loop:
     ) -> None:
         """``reads`` are the columns that tasks read by themselves; see ``LaneWriteOptions``.
 
-        ``cut`` is how many rows a block has that tasks get; without, as many as there happen to be.
+        ``cut`` is the number of rows in the blocks of tasks; by default blocks are not cut.
         """
         self.lane = lane
         self.batches: list[int] = []
-        """How many events each has had."""
+        """The number of events of each batch."""
         access, run = {"endpoint": url}, uuid.uuid4().hex
         knobs = {
             "queue": lane,
@@ -119,7 +120,7 @@ class Loop:
         self._offset = self.reader.initialOffset()
 
     def turn(self) -> bool:
-        """Whether there was a batch."""
+        """Run a batch; returns whether there was one."""
         following = self.reader.latestOffset(self._offset, ReadAllAvailable())
         if following == self._offset:
             return False
@@ -140,12 +141,12 @@ class Loop:
         return [rows.slice(first, size) for first in range(0, rows.num_rows, size)]
 
     def suspension(self) -> Suspension | None:
-        """What people are told."""
+        """Return why the lane does not send."""
         return self._held_up()
 
 
 class Pipe:
-    """The lanes of a pipeline, each turned by a thread of its own until it is closed."""
+    """The lanes of a pipeline, each with a thread that runs batches until it is closed."""
 
     def __init__(
         self, url: str, *actions: ActionSettings, lane: LaneSettings | None = None
@@ -197,12 +198,12 @@ def _lane(url: str, action: ActionSettings) -> Loop:
 
 
 def with_payload(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Rows as a lane of raw outputs has them."""
+    """Return rows in the form for raw outputs."""
     return rows.append_column("payload", rows.column("value"))
 
 
 def _router(actions: Sequence[ActionSettings]) -> Change:
-    """Routes by the key: what begins with a word goes to the actions that have it as filter."""
+    """Route by key: an event goes to the actions whose filter is the first word of its key."""
 
     def routed(rows: pa.RecordBatch) -> pa.RecordBatch:
         words = _words(rows)
@@ -223,7 +224,7 @@ def _router(actions: Sequence[ActionSettings]) -> Change:
 
 
 def _numberer(actions: Sequence[ActionSettings]) -> Change:
-    """The same, for lanes through which only places go."""
+    """Route in the same way, for a main lane that copies by reference."""
 
     def numbered(rows: pa.RecordBatch) -> pa.RecordBatch:
         bits = [

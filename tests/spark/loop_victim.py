@@ -14,7 +14,7 @@ from turnlane.queues.settings import QueueSettings
 
 
 def action(server: str) -> ActionSettings:
-    """Posts small batches, so that there is always one under way."""
+    """Post small batches, so that one is always in flight."""
     delivery = DeliverySettings(
         batch_events=20, backoff=0.05, max_backoff=0.1, breaker_reset=0.1, max_time=0.5
     )
@@ -29,7 +29,7 @@ def action(server: str) -> ActionSettings:
 
 
 def main(node: str, server: str) -> None:
-    """A lane that fails, for its node is away, is started anew, as a pipeline does it."""
+    """Run the lanes; start a lane again after a failure, as a pipeline does."""
     while True:
         pipe = Pipe(node, action(server), lane=LaneSettings(max_events=500))
         try:

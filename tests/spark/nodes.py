@@ -35,7 +35,7 @@ class Served:
         self.queue(queue).producer(ack="persisted").publish_block(block_of(values, **columns))
 
     def values(self, queue: str) -> list[bytes]:
-        """All that waits in a queue."""
+        """Return the values of all events in a queue."""
         found: list[bytes] = []
         at = self.queue(queue).low
         while (piece := self.queue(queue).read(at, 1 << 20)) is not None:
@@ -52,7 +52,7 @@ def serving(
     port: int = 0,
     disk: Disk | None = None,
 ) -> Iterator[Served]:
-    """A node with these queues."""
+    """Run a node with these queues."""
     with Node(data, queues, disk=disk) as node:
         plane = FlightPlane(node, Authority(()), Address(LOOPBACK, port))
         plane.start()
@@ -63,12 +63,12 @@ def serving(
 
 
 def numbers(first: int, end: int) -> list[bytes]:
-    """Values that tell their place."""
+    """Return values that are their own offsets."""
     return [b"%d" % number for number in range(first, end)]
 
 
 def damage(place: Path, content: bytes) -> None:
-    """Change a byte of what a queue has on disk."""
+    """Change a byte of a queue's file."""
     (chunk,) = place.rglob("*.chunk")
     found = bytearray(chunk.read_bytes())
     found[found.index(content)] ^= 1

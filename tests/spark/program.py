@@ -1,4 +1,4 @@
-"""``turnlane`` as a process of its own, for tests to listen to and to kill."""
+"""``turnlane`` as a separate process, for tests that read its output and kill it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE = 250
 
 
 class Program:
-    """A ``turnlane`` that tells in JSON what happens."""
+    """A ``turnlane`` process that reports its events as JSON."""
 
     def __init__(self, place: Path, *arguments: str) -> None:
         self.place = place
@@ -41,12 +41,12 @@ class Program:
     def _listen(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.endswith("\n"):  # not cut off by a kill
+            if line.endswith("\n"):  # A kill may cut off the last line.
                 self._said.put(json.loads(line))
         self._said.put(None)
 
     def wait_for(self, event: str, **about: Any) -> dict[str, Any]:
-        """The next thing it says that is so."""
+        """Return the next report that matches."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
@@ -60,7 +60,7 @@ class Program:
                 return said
 
     def hear(self) -> list[dict[str, Any]]:
-        """Everything that it has said so far."""
+        """Return all reports so far."""
         with contextlib.suppress(queue.Empty):
             while (said := self._said.get_nowait()) is not None:
                 self.heard.append(said)
@@ -74,7 +74,7 @@ class Program:
         return self.process.wait(PATIENCE)
 
     def kill(self) -> None:
-        """Kill it and the Java process that it has started; its node is in another session."""
+        """Kill the process and its Java process; its node is in another session."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(PATIENCE)
@@ -90,6 +90,6 @@ class Program:
 def children_of(pid: int) -> list[int]:
     children: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a thread that has ended since
+        with contextlib.suppress(FileNotFoundError):  # The thread has ended.
             children += map(int, (task / "children").read_text().split())
     return children

@@ -1,4 +1,4 @@
-"""Queries with ``format("turnlane")``, as anyone's own job has them."""
+"""Queries with ``format("turnlane")``, as in a user's job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from turnlane.spark.stream_reader import QueueStreamReader
 
 
 def both(*nodes: Served) -> str:
-    """An endpoint of several nodes."""
+    """Return the endpoint of several nodes."""
     return "turnlane://" + ",".join(str(node.plane.address) for node in nodes)
 
 
@@ -30,7 +30,7 @@ def stream(spark: SparkSession, node: Served, queue: str = "main", **options: st
 
 
 def run(frame: DataFrame, checkpoint: Path) -> StreamingQuery:
-    """A query that has read what there is, for nothing."""
+    """Run a query over all events, with a sink that drops them."""
     writer = frame.writeStream.format("noop").option("checkpointLocation", str(checkpoint))
     query = writer.trigger(availableNow=True).start()
     query.awaitTermination()
@@ -38,23 +38,23 @@ def run(frame: DataFrame, checkpoint: Path) -> StreamingQuery:
 
 
 def rows_of(query: StreamingQuery) -> int:
-    """How many rows a query has read."""
+    """Return how many rows a query has read."""
     return sum(progress.numInputRows for progress in query.recentProgress)
 
 
 def into(node: Served, frame: DataFrame, checkpoint: Path, **options: str) -> StreamingQuery:
-    """A query that writes values into the queue ``all``."""
+    """Start a query that writes values into the queue ``all``."""
     given = {"endpoint": node.url, "queue": "all", "checkpointLocation": str(checkpoint)}
     writer = frame.select("value").writeStream.format("turnlane").options(**given, **options)
     return writer.trigger(availableNow=True).start()
 
 
 def positions(offset: dict[str, Any]) -> dict[str, int]:
-    """What an offset of Spark's says of nodes, without which queues it is of."""
+    """Return the positions in an offset, without queue ids."""
     return {node: at for node, at in offset.items() if node.isdecimal()}
 
 
 def reader(url: str, queue: str = "main", **options: str) -> QueueStreamReader:
-    """The reader of a streaming query, to be asked as Spark asks it."""
+    """Create the reader of a streaming query, to be called as Spark calls it."""
     given: dict[str, Any] = {"endpoint": url, "queue": queue, "pollTimeout": "10ms", **options}
     return QueueStreamReader(ReadOptions.from_spark(given), SCHEMA)

@@ -1,4 +1,4 @@
-"""Syslog read message by message, in plain Python: what the Spark expressions must agree with."""
+"""A syslog parser in plain Python; the Spark expressions must give the same results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ISO = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}[T ]" + CLOCK.pattern + r"(Z|[+-][0
 
 @dataclass
 class Message:
-    """The columns of a message."""
+    """Return the columns of a message."""
 
     severity: int | None = None
     facility: int | None = None
@@ -97,7 +97,7 @@ def _rest(found: Message, rest: str) -> None:
 
 
 def _data(found: Message, rest: str) -> int | None:  # noqa: C901
-    """Read the elements; where they end, or nothing if they are malformed."""
+    """Read the elements; returns where they end, or ``None`` if they are malformed."""
     pairs: list[tuple[str, str]] = []
     at = 0
     while rest[at : at + 1] == "[":
@@ -171,7 +171,7 @@ def _traditional(
 
 
 def _header(found: Message, rest: str, arrival: datetime, zone: tzinfo) -> str | None:
-    """What comes after the time and the host; nothing if there is no time."""
+    """Return the text after the time and the host; ``None`` without a time."""
     rest, origin = _cisco(rest)
     cut = _iso_time(found, rest, zone) or _bsd_time(found, rest, arrival, zone)
     if cut is None:
@@ -268,7 +268,7 @@ def _tag(found: Message, rest: str) -> str:
 
 
 def _iso(text: str, zone: tzinfo) -> datetime | None:
-    """The time, to the microsecond; nothing if there is none such."""
+    """Return the time in microseconds; ``None`` if it does not exist."""
     head, fraction, tail = re.match(r"(.{19})(?:[.,](\d+))?(.*)", text).groups()  # type: ignore[union-attr]
     try:
         moment = datetime.fromisoformat(head)

@@ -1,4 +1,4 @@
-"""Messages as the RFCs and real devices write them, and some as nobody should."""
+"""Messages from the RFCs and from real devices, and some malformed ones."""
 
 # ruff: noqa: E501
 from __future__ import annotations

@@ -11,7 +11,7 @@ def test_enough_events_start_a_batch_at_once() -> None:
 
 def test_too_few_events_wait_from_the_first_event_on() -> None:
     wait = BatchWait(10, 60.0)
-    assert wait.compute_wait(0, now=0.0) == 0.0, "there is nothing to wait with"
+    assert wait.compute_wait(0, now=0.0) == 0.0, "without events there is nothing to wait for"
     assert wait.compute_wait(3, now=100.0) == 60.0
     assert wait.compute_wait(4, now=130.0) == 30.0
     assert wait.compute_wait(4, now=161.0) == 0.0

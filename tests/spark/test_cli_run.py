@@ -19,7 +19,7 @@ from tests.ports import free_port
 from tests.spark.nodes import serving
 from tests.spark.program import PATIENCE, Program, children_of
 
-pytestmark = pytest.mark.timeout(900)  # a dozen processes start, and others may be at work
+pytestmark = pytest.mark.timeout(900)  # A dozen processes start on a machine that may be busy.
 
 CONFIG = """\
 node:
@@ -87,7 +87,7 @@ def test_run_delivers_syslog_reloads_the_file_and_ends_on_a_signal(
     wait_until_file_has(tmp_path / "all.jsonl", ["first 3", "first 6"], program)
     wait_until_file_has(tmp_path / "alerts.jsonl", ["first 3"], program)
 
-    # A configuration with a mistake changes nothing.
+    # An invalid configuration changes nothing.
     config.write_text(CONFIG.replace("severity <= 3", "severty <= 3"))
     (fault,) = program.wait_for("reload", accepted=False)["faults"]
     assert fault.startswith("c.yaml:9:28: actions[1].filter: ")
@@ -95,7 +95,7 @@ def test_run_delivers_syslog_reloads_the_file_and_ends_on_a_signal(
     send(address, 2, text="second")
     wait_until_file_has(tmp_path / "alerts.jsonl", ["first 3", "second 2"], program)
 
-    # A good one is taken; an action that is new has its queue.
+    # A valid configuration is used; a new action gets its queue.
     renamed = CONFIG.replace("name: alerts", "name: urgent").replace("<= 3", "<= 2")
     config.write_text(renamed.replace("alerts.jsonl", "urgent.jsonl"))
     assert program.wait_for("reload", accepted=True)["names"] == ["main", "urgent"]
@@ -108,12 +108,10 @@ def test_run_delivers_syslog_reloads_the_file_and_ends_on_a_signal(
     program.process.send_signal(signal.SIGTERM)
     program.wait_for("stopped")
     assert program.ended() == 0, program.errors
-    assert "turnlane: stopped" in program.errors  # the node, too
+    assert "turnlane: stopped" in program.errors  # The node has ended, too.
 
 
-def test_killed_node_restarts_with_the_accepted_configuration(
-    start: Start, tmp_path: Path
-) -> None:
+def test_killed_node_restarts_with_the_accepted_configuration(start: Start, tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     running = CONFIG.replace('tcp: "127.0.0.1:0"', f'tcp: "127.0.0.1:{free_port()}"')
     config.write_text(running)
@@ -131,7 +129,7 @@ def test_killed_node_restarts_with_the_accepted_configuration(
     again = kill_node(ready["pid"])
     assert again["inputs"] == ready["inputs"]
 
-    # What only a restart of all of it takes, the death of its node does not.
+    # Settings that need a restart of the command are not taken by a restart of its node.
     config.write_text(running.replace("data: data", "data: elsewhere"))
     assert program.wait_for("reload", accepted=True)["needs_restart"] == ["node"]
     assert kill_node(again["pid"])["inputs"] == ready["inputs"]
@@ -142,15 +140,13 @@ def test_killed_node_restarts_with_the_accepted_configuration(
     assert program.ended() == 0, program.errors
 
 
-def test_pipeline_command_creates_queues_on_another_node(
-    start: Start, tmp_path: Path
-) -> None:
+def test_pipeline_command_creates_queues_on_another_node(start: Start, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG)
     with serving(tmp_path / "elsewhere", {"main": {}}) as served:
         message = b"<11>1 2026-01-01T12:00:00Z web shop 1 - - far away"
         served.publish("main", [message])
         where = ("--endpoint", served.url, "--master", "local[2]")
-        program = start("pipeline", "c.yaml", *where, "--no-reload")  # but for SIGHUP
+        program = start("pipeline", "c.yaml", *where, "--no-reload")  # Only SIGHUP reloads it.
         program.wait_for("lanes")
         assert set(served.node.queues()) == {"main", "alerts", "alerts.dead", "all.dead"}
         wait_until_file_has(tmp_path / "alerts.jsonl", ["far away"], program)
@@ -162,9 +158,7 @@ def test_pipeline_command_creates_queues_on_another_node(
         assert program.ended() == 0, program.errors
 
 
-def test_reload_with_other_nodes_reads_from_them(
-    start: Start, tmp_path: Path
-) -> None:
+def test_reload_with_other_nodes_reads_from_them(start: Start, tmp_path: Path) -> None:
     config, out = tmp_path / "c.yaml", tmp_path / "all.jsonl"
     message = "<14>1 2026-01-01T12:00:00Z web shop 1 - - {}"
     with (
@@ -183,9 +177,7 @@ def test_reload_with_other_nodes_reads_from_them(
         assert program.ended() == 0, program.errors
 
 
-def test_killed_spark_ends_the_pipeline_and_its_node(
-    start: Start, tmp_path: Path
-) -> None:
+def test_killed_spark_ends_the_pipeline_and_its_node(start: Start, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG)
     program = start("run", "c.yaml")
     node = program.wait_for("node", state="ready")["pid"]
@@ -200,7 +192,7 @@ def test_killed_spark_ends_the_pipeline_and_its_node(
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where programs have their temporary files."""
+    """The directory of temporary files."""
     place = tmp_path / "temporary"
     place.mkdir()
     monkeypatch.setenv("TMPDIR", str(place))
@@ -223,7 +215,7 @@ def test_signal_while_spark_starts_ends_the_command(
 def test_node_that_cannot_start_ends_the_command_with_its_exit_code(
     start: Start, tmp_path: Path, temporary: Path
 ) -> None:
-    elsewhere = 'insecure: true, tcp: "203.0.113.7:5514"'  # no address of any machine
+    elsewhere = 'insecure: true, tcp: "203.0.113.7:5514"'  # This address belongs to no machine.
     (tmp_path / "c.yaml").write_text(CONFIG.replace('tcp: "127.0.0.1:0"', elsewhere))
     program = start("run", "c.yaml")
     assert program.ended() == 78
@@ -264,14 +256,14 @@ def test_reload_uses_changed_code_of_transforms(start: Start, tmp_path: Path) ->
     send(address, 6, text="1")
     wait_until_file_has(out, ["1 6 a"], program)
 
-    # Together with the configuration, which names what is new in it.
+    # The configuration changes, too: it names the new function.
     code.write_text(rules("first", "a") + rules("second", "new"))
     config.write_text(f"{CONFIG}transform: rules:second\n")
     program.wait_for("reload", accepted=True)
     send(address, 6, text="2")
     wait_until_file_has(out, ["1 6 a", "2 6 new"], program)
 
-    # Broken, which changes nothing.
+    # Broken code changes nothing.
     code.write_text("def second(events: return events\n")
     program.process.send_signal(signal.SIGHUP)
     (fault,) = program.wait_for("reload", accepted=False)["faults"]
@@ -279,7 +271,7 @@ def test_reload_uses_changed_code_of_transforms(start: Start, tmp_path: Path) ->
     send(address, 6, text="3")
     wait_until_file_has(out, ["1 6 a", "2 6 new", "3 6 new"], program)
 
-    # By itself: the configuration is as it was.
+    # Only the code changes, not the configuration.
     code.write_text(rules("second", "newer"))
     program.process.send_signal(signal.SIGHUP)
     program.wait_for("reload", accepted=True)

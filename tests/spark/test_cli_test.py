@@ -1,4 +1,4 @@
-"""``turnlane test`` and ``turnlane validate --spark``: what Spark makes of cases and filters."""
+"""``turnlane test`` and ``turnlane validate --spark``: cases and filters on real Spark."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ tests:
 
 
 class Shared:
-    """A session that others still need."""
+    """A session that must not be stopped: other tests need it."""
 
     def __init__(self, spark: SparkSession) -> None:
         self._spark = spark
@@ -68,7 +68,7 @@ class Shared:
         return getattr(self._spark, name)
 
     def stop(self) -> None:
-        """Not yet."""
+        """Do nothing."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A real standalone cluster, whose executors are killed: does every event come once?"""
+"""A standalone cluster whose executors are killed: each event arrives once."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def slowly(events):
     place = lit(str(Path(__file__).parent))
     return events.where(udf(each, "boolean", useArrow=False)("value", place))
 """
-"""A transform that says when a task has begun, and gives the test time to kill it."""
+"""A transform that reports the start of a task and waits, so that the test can kill it."""
 
 
 class Cluster:
@@ -103,7 +103,7 @@ class Cluster:
         return process
 
     def executors(self) -> list[int]:
-        """The executors that live, oldest first: a worker starts each as a child of its own."""
+        """Return the running executors, oldest first: each is a child of a worker."""
         found = []
         for worker in self._workers:
             for child in _descendants(worker.pid):
@@ -122,7 +122,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _descendants(pid: int) -> Iterator[int]:
     try:
         children = children_of(pid)
-    except FileNotFoundError:  # it has ended meanwhile
+    except FileNotFoundError:  # The process has ended.
         return
     for child in children:
         yield child
@@ -147,7 +147,7 @@ def node(tmp_path: Path) -> Iterator[Served]:
 def pipeline(
     cluster: Cluster, node: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Program]:
-    """Started after the cluster, whose machines know neither its token nor its modules."""
+    """The pipeline, started after the cluster: executors have neither its token nor its modules."""
     monkeypatch.setenv("TURNLANE_TEST_TOKEN", "s3cret")
     (tmp_path / "c.yaml").write_text(CONFIG.replace("JAVA", QUICK_JAVA))
     (tmp_path / "slow.py").write_text(SLOW)

@@ -1,4 +1,4 @@
-"""Are events copied as they are, and all that there are, if Spark has seen only their places?"""
+"""Copying by reference: all events are copied unchanged, although Spark sees only offsets."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def node(tmp_path: Path) -> Iterator[Served]:
         yield node
 
 
-def copied(node: Served, routes: dict[int, int]) -> TaskResult:
-    """Copy the events at some offsets, each by its bits; commits what was staged."""
+def copy_events(node: Served, routes: dict[int, int]) -> TaskResult:
+    """Copy the events at some offsets by their route bits, and commit the stages."""
     places = pa.record_batch(
         {
             "partition": pa.array(np.zeros(len(routes), np.int32)),
@@ -60,7 +60,7 @@ def copied(node: Served, routes: dict[int, int]) -> TaskResult:
 
 def test_each_queue_gets_the_events_with_its_bit(node: Served) -> None:
     node.publish("main", numbers(0, 5000))
-    copied(node, {at: at % 4 for at in range(5000) if at % 4})
+    copy_events(node, {at: at % 4 for at in range(5000) if at % 4})
     assert node.values("a") == [b"%d" % at for at in range(5000) if at % 4 in (1, 3)]
     assert node.values("b") == [b"%d" % at for at in range(5000) if at % 4 in (2, 3)]
 
@@ -68,7 +68,7 @@ def test_each_queue_gets_the_events_with_its_bit(node: Served) -> None:
 def test_offsets_far_apart_are_copied(node: Served) -> None:
     count = 3 * MAX_GAP
     node.publish("main", numbers(0, count))
-    copied(node, {0: 1, MAX_GAP + 7: 1, count - 1: 1})
+    copy_events(node, {0: 1, MAX_GAP + 7: 1, count - 1: 1})
     assert node.values("a") == [b"0", b"%d" % (MAX_GAP + 7), b"%d" % (count - 1)]
 
 
@@ -76,7 +76,7 @@ def test_events_with_different_columns_keep_all_of_them(node: Served) -> None:
     node.publish("main", [b"plain"], keys=["k"], sources=["here"], severities=[3])
     extra = block_of([b"more"]).append_column("colour", pa.array(["red"]))
     node.queue("main").producer(ack="persisted").publish_block(extra)
-    copied(node, {0: 1, 1: 1})
+    copy_events(node, {0: 1, 1: 1})
     found: dict[bytes, dict[str, Any]] = {}
     at = 0
     while (piece := node.queue("a").read(at, 10)) is not None:
@@ -89,7 +89,7 @@ def test_events_with_different_columns_keep_all_of_them(node: Served) -> None:
 def test_settled_events_are_not_copied_and_the_others_are(node: Served) -> None:
     node.publish("main", numbers(0, 100))
     node.queue("main").settle(0, 50)
-    copied(node, dict.fromkeys(range(100), 1))
+    copy_events(node, dict.fromkeys(range(100), 1))
     assert node.values("a") == numbers(50, 100)
 
 
@@ -97,7 +97,7 @@ def test_settled_events_are_not_copied_and_the_others_are(node: Served) -> None:
 def test_spans_of_a_task_are_read_completely_or_raise(
     node: Served, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What its commit settles was read, or was settled before."""
+    """The commit settles only events that were read or had been settled before."""
     node.publish("main", numbers(0, 100))
     node.queue("main").settle(0, 50)
     nodes = Nodes.from_options(LaneWriteOptions(endpoint=node.url))
@@ -113,7 +113,7 @@ def test_spans_of_a_task_are_read_completely_or_raise(
 
 
 def test_task_without_rows_has_no_stages(node: Served) -> None:
-    assert copied(node, {}).stages == {}
+    assert copy_events(node, {}).stages == {}
 
 
 @given(

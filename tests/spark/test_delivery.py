@@ -1,6 +1,6 @@
-"""Do lanes on real Spark deliver whatever their destinations do?
+"""Lanes on real Spark deliver in spite of bad destinations.
 
-What they do in every case is tested without Spark, in test_lane_loop.py; here it is all together.
+test_lane_loop.py tests all cases without Spark; here everything works together.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class World:
         self.node.publish("main", values, keys=[action] * count)
         return values
 
-    def lane(self, name: str) -> LaneStatus:
+    def get_lane(self, name: str) -> LaneStatus:
         return next(each for each in self.pipeline.status() if each.name == name)
 
     def suspended(self, name: str) -> str:
-        """Why a lane is suspended, once it is."""
-        wait_until(lambda: self.lane(name).suspended is not None, f"{name} suspended", PATIENCE)
-        return str(self.lane(name).suspended)
+        """Wait until a lane is suspended; returns the reason."""
+        wait_until(lambda: self.get_lane(name).suspended is not None, f"{name} suspended", PATIENCE)
+        return str(self.get_lane(name).suspended)
 
-    def drained(self, *queues: str) -> None:
+    def wait_until_empty(self, *queues: str) -> None:
         """Wait until nothing is pending in the main queue and these."""
         for name in ("main", *queues):
             queue = self.node.queue(name)
@@ -69,7 +69,7 @@ class World:
         for each in self.node.node.queues().values():
             assert each.stats().ledger.adds_up, each.stats().ledger
 
-    def steady(self) -> list[bytes]:
+    def is_steady(self) -> list[bytes]:
         return self._file.read_bytes().splitlines() if self._file.exists() else []
 
 
@@ -108,30 +108,30 @@ def world(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def test_destination_gets_all_events_after_an_outage(world: World) -> None:
-    """Meanwhile its query runs on, and so do the other lanes."""
+    """Its query and the other lanes continue to run."""
     plain = world.at["plain"]
-    world.drained("plain", "steady")
+    world.wait_until_empty("plain", "steady")
     delivered, taken = world.node.queue("plain").stats().ledger.delivered, len(plain.taken)
     plain.away()
     values = world.send("plain", 3000)
     assert "503" in world.suspended("plain")
     others = world.send("steady", 100)
-    wait_until(lambda: set(others) <= set(world.steady()), "another lane", PATIENCE)
-    wait_until(lambda: world.lane("plain").state is LaneState.RUNNING, "its batch", PATIENCE)
+    wait_until(lambda: set(others) <= set(world.is_steady()), "another lane", PATIENCE)
+    wait_until(lambda: world.get_lane("plain").state is LaneState.RUNNING, "its batch", PATIENCE)
     assert world.node.queue("plain").stats().ledger.delivered == delivered
     plain.back()
-    world.drained("plain")
+    world.wait_until_empty("plain")
     assert sorted(set(plain.taken[taken:])) == sorted(values)
-    wait_until(lambda: world.lane("plain").suspended is None, "the end of it", PATIENCE)
+    wait_until(lambda: world.get_lane("plain").suspended is None, "the end of it", PATIENCE)
 
 
 def test_one_bad_event_in_a_thousand_becomes_a_dead_letter(world: World) -> None:
     plain = world.at["plain"]
-    world.drained("plain")
+    world.wait_until_empty("plain")
     before, refused = Counter(plain.taken), plain.refused
     plain.refuse = lambda values: Reply(400, b"no") if b"plain 90617" in values else None
     values = world.send("plain", 1000, start=90_000)
-    world.drained("plain")
+    world.wait_until_empty("plain")
     plain.back()
     assert set(Counter(plain.taken) - before) == set(values) - {b"plain 90617"}
     assert plain.refused - refused <= 2 * math.log2(1000)
@@ -140,9 +140,9 @@ def test_one_bad_event_in_a_thousand_becomes_a_dead_letter(world: World) -> None
 
 
 def test_events_in_flight_at_a_kill_are_sent_again(world: World) -> None:
-    """kill -9 of the Python process of a task, while the server has a request and no answer yet."""
+    """The Python process of a task is killed while the server has an unanswered request."""
     plain = world.at["plain"]
-    world.drained("plain")
+    world.wait_until_empty("plain")
     before, ledger = Counter(plain.taken), world.node.queue("plain").stats().ledger
     sending, release = threading.Event(), threading.Event()
 
@@ -157,11 +157,11 @@ def test_events_in_flight_at_a_kill_are_sent_again(world: World) -> None:
     os.kill(pid_behind(plain.peer), signal.SIGKILL)
     plain.back()
     release.set()
-    world.drained("plain")
+    world.wait_until_empty("plain")
     assert set(Counter(plain.taken) - before) == set(values), "each at least once"
     after = world.node.queue("plain").stats().ledger
     assert (after.delivered, after.dead) == (ledger.delivered + 50, ledger.dead)
-    assert world.node.node.breakers.of("plain").workers == 2, "what Spark has cores for"
+    assert world.node.node.breakers.of("plain").workers == 2, "one for each core of Spark"
     assert after.adds_up
 
 
@@ -175,6 +175,6 @@ def test_direct_action_that_is_away_suspends_the_main_lane_visibly(
     others = world.send("steady", 5, start=70_000)
     assert world.node.queue("main").low < world.node.queue("main").end
     direct.back()
-    world.drained("steady")
+    world.wait_until_empty("steady")
     assert sorted(set(direct.taken)) == sorted(values)
-    assert set(others) <= set(world.steady())
+    assert set(others) <= set(world.is_steady())

@@ -1,4 +1,4 @@
-"""Do lanes on real Spark deliver to a database, to a queue and to a syslog receiver at a time?"""
+"""Lanes on real Spark deliver to a database, a queue and a syslog receiver at the same time."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ ACTIONS = ("rows", "copies", "lines")
 VALUES = numbers(0, 500)
 
 
-def twice(events: DataFrame) -> DataFrame:
-    """Two rows of each event."""
+def duplicate_rows(events: DataFrame) -> DataFrame:
+    """Make two rows of each event."""
     return events.withColumn("side", F.explode(F.array(F.lit("left"), F.lit("right"))))
 
 
-def scattered(events: DataFrame) -> DataFrame:
-    return twice(events).repartition(4)
+def repartition_rows(events: DataFrame) -> DataFrame:
+    return duplicate_rows(events).repartition(4)
 
 
 class Lines(socketserver.StreamRequestHandler):
-    """Notes the lines of one connection."""
+    """Collects the lines of one connection."""
 
     def handle(self) -> None:
         for line in self.rfile:
@@ -51,7 +51,7 @@ class Lines(socketserver.StreamRequestHandler):
 
 @contextmanager
 def receiver() -> Iterator[tuple[str, list[bytes]]]:
-    """Where syslog may go to, and what has come."""
+    """A syslog server, and the lines that it has received."""
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Lines) as server:
         server.daemon_threads = True
         lines: list[bytes] = []
@@ -99,9 +99,9 @@ def test_each_output_gets_all_events(
         settings = PipelineSettings(
             parse=ParseSettings.model_validate("none"),
             actions=(
-                action("rows", sql, transform=f"{__name__}:twice"),
+                action("rows", sql, transform=f"{__name__}:duplicate_rows"),
                 action("copies", copy, delivery=strict),
-                action("lines", syslog_to(address)),
+                action("lines", make_syslog_action(address)),
             ),
         )
         pipeline = Pipeline(settings, {"endpoint": node.url}, spark, tmp_path / "checkpoints")
@@ -114,13 +114,15 @@ def test_each_output_gets_all_events(
         finally:
             pipeline.stop()
         wait_until(lambda: set(lines) == set(VALUES), "all lines", PATIENCE)
-    assert node.values("elsewhere") == VALUES, "in their order, and each once"
+    assert node.values("elsewhere") == VALUES, "in order, and each once"
     with closing(sqlite3.connect(database)) as connection:
         found = connection.execute("SELECT number, side, id FROM rows").fetchall()
     assert {(int(number), side) for number, side, _ in found} == {
         (number, side) for number in range(len(VALUES)) for side in ("left", "right")
     }
-    assert len(found) == len({row[2] for row in found}) == 2 * len(VALUES), "ids of their own"
+    assert len(found) == len({row[2] for row in found}) == 2 * len(VALUES), (
+        "each row has its own id"
+    )
     assert all((side == "right") == id_.endswith(".1") for _, side, id_ in found)
     for each in node.node.queues().values():
         assert each.stats().ledger.adds_up
@@ -137,7 +139,7 @@ def test_repartitioning_transform_is_refused_for_exactly_once_outputs(
         columns={"number": "value"},
         exactly_once=once,
     )
-    spread = action("rows", sql, transform=f"{__name__}:scattered")
+    spread = action("rows", sql, transform=f"{__name__}:repartition_rows")
     settings = PipelineSettings(parse=ParseSettings(), actions=(spread,))
     pipeline = Pipeline(settings, {"endpoint": node.url}, spark, tmp_path / "checkpoints")
     if not once:
@@ -147,6 +149,6 @@ def test_repartitioning_transform_is_refused_for_exactly_once_outputs(
         pipeline.check()
 
 
-def syslog_to(address: str) -> SyslogOutputSettings:
+def make_syslog_action(address: str) -> SyslogOutputSettings:
     given = {"type": "syslog", "address": address, "protocol": "tcp", "format": "raw"}
     return SyslogOutputSettings.model_validate({**given, "framing": "newline"})

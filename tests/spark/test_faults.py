@@ -1,4 +1,4 @@
-"""Whatever goes wrong in a pipeline: is it said where and why, and is nothing lost?"""
+"""Failures in a pipeline are reported with place and reason, and no event is lost."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def action(name: str, output: Any, **settings: Any) -> ActionSettings:
     return ActionSettings(name=name, queue=queue, output=output, **settings)
 
 
-def to_file(path: Path) -> FileOutputSettings:
+def make_file_output(path: Path) -> FileOutputSettings:
     return FileOutputSettings(type="file", path=path)
 
 
@@ -76,7 +76,7 @@ def values(path: Path) -> list[bytes]:
     return sorted(json.loads(line)["value"].encode() for line in lines)
 
 
-def drained(node: Served, *queues: str) -> Callable[[], bool]:
+def wait_until_empty(node: Served, *queues: str) -> Callable[[], bool]:
     return lambda: all(node.queue(name).low == node.queue(name).end > 0 for name in queues)
 
 
@@ -84,28 +84,30 @@ def lane(pipeline: Pipeline, name: str) -> LaneStatus:
     return next(status for status in pipeline.status() if status.name == name)
 
 
-def says(pipeline: Pipeline, name: str, what: str) -> Callable[[], bool]:
+def has_reason(pipeline: Pipeline, name: str, what: str) -> Callable[[], bool]:
     return lambda: what in (lane(pipeline, name).reason or "")
 
 
-# ── a lane that throws ───────────────────────────────────────────────────────────────────────────
+# ── raising transforms ──
 
 
-def cursed(events: DataFrame) -> DataFrame:
-    """Compiles well, and fails at an event."""
+def fail_at_curse(events: DataFrame) -> DataFrame:
+    """A transform that is valid, but fails at an event."""
     return events.where(F.expr("if(value = '7', raise_error('seven is cursed'), true)"))
 
 
 def test_raising_transform_keeps_the_backlog_and_other_lanes_run(
     node: Served, make: Make, tmp_path: Path
 ) -> None:
-    healthy = action("other", to_file(tmp_path / "other"))
-    broken = action("taken", to_file(tmp_path / "taken"), transform=f"{__name__}:cursed")
+    healthy = action("other", make_file_output(tmp_path / "other"))
+    broken = action(
+        "taken", make_file_output(tmp_path / "taken"), transform=f"{__name__}:fail_at_curse"
+    )
     pipeline = make(broken, healthy)
     node.publish("main", numbers(0, 100))
     pipeline.start()
-    wait_until(drained(node, "main", "other"), "the healthy lanes", PATIENCE)
-    wait_until(says(pipeline, "taken", "seven is cursed"), "the reason", PATIENCE)
+    wait_until(wait_until_empty(node, "main", "other"), "the healthy lanes", PATIENCE)
+    wait_until(has_reason(pipeline, "taken", "seven is cursed"), "the reason", PATIENCE)
     node.publish("main", numbers(100, 200))
     wait_until(lambda: node.queue("other").low == 200, "the others to go on", PATIENCE)
     wait_until(lambda: lane(pipeline, "taken").restarts > 0, "another attempt", PATIENCE)
@@ -113,9 +115,9 @@ def test_raising_transform_keeps_the_backlog_and_other_lanes_run(
     assert (node.queue("taken").low, node.queue("taken").end) == (0, 200)
     pipeline.stop()
 
-    repaired = make(action("taken", to_file(tmp_path / "taken")), healthy)
+    repaired = make(action("taken", make_file_output(tmp_path / "taken")), healthy)
     repaired.start()
-    wait_until(drained(node, "taken"), "the backlog", PATIENCE)
+    wait_until(wait_until_empty(node, "taken"), "the backlog", PATIENCE)
     assert set(values(tmp_path / "taken")) == {*numbers(0, 200)}
 
 
@@ -123,20 +125,20 @@ def test_raising_pipeline_transform_keeps_events_in_the_main_queue(
     node: Served, make: Make, tmp_path: Path
 ) -> None:
     node.publish("main", numbers(0, 20))
-    taken = action("taken", to_file(tmp_path / "taken"))
-    pipeline = make(taken, transform=f"{__name__}:cursed")
+    taken = action("taken", make_file_output(tmp_path / "taken"))
+    pipeline = make(taken, transform=f"{__name__}:fail_at_curse")
     pipeline.start()
-    wait_until(says(pipeline, "main", "seven is cursed"), "the reason", PATIENCE)
+    wait_until(has_reason(pipeline, "main", "seven is cursed"), "the reason", PATIENCE)
     assert lane(pipeline, "main").state is not LaneState.RUNNING
     pipeline.stop()
     assert (node.queue("main").low, node.queue("taken").end) == (0, 0)
 
     make(taken).start()
-    wait_until(drained(node, "main", "taken"), "all of them", PATIENCE)
+    wait_until(wait_until_empty(node, "main", "taken"), "all of them", PATIENCE)
     assert values(tmp_path / "taken") == sorted(numbers(0, 20))
 
 
-# ── what can never run ───────────────────────────────────────────────────────────────────────────
+# ── invalid configurations ──
 
 CONFIG = """\
 node: {data: data}
@@ -166,17 +168,19 @@ def test_invalid_filter_is_reported_with_its_place_in_the_file(
     assert str(config.placed(caught.value)).startswith(message)
 
 
-# ── checkpoints ──────────────────────────────────────────────────────────────────────────────────
+# ── checkpoints ──
 
 
-def test_stateless_lane_continues_without_its_checkpoint(node: Served, make: Make, tmp_path: Path) -> None:
-    """It is deleted while the lane does not run: the node knows where to go on."""
-    taken = action("taken", to_file(tmp_path / "taken"))
+def test_stateless_lane_continues_without_its_checkpoint(
+    node: Served, make: Make, tmp_path: Path
+) -> None:
+    """The checkpoint is deleted while the lane is stopped: the node knows the cursor."""
+    taken = action("taken", make_file_output(tmp_path / "taken"))
     for first in (0, 100):
         node.publish("main", numbers(first, first + 100))
         pipeline = make(taken)
         pipeline.start()
-        wait_until(drained(node, "main", "taken"), "the lanes", PATIENCE)
+        wait_until(wait_until_empty(node, "main", "taken"), "the lanes", PATIENCE)
         pipeline.stop()
         shutil.rmtree(tmp_path / "checkpoints")
     assert values(tmp_path / "taken") == sorted(numbers(0, 200))
@@ -185,8 +189,8 @@ def test_stateless_lane_continues_without_its_checkpoint(node: Served, make: Mak
 def test_spark_sink_continues_its_files_after_a_configuration_change(
     spark: SparkSession, node: Served, make: Make, tmp_path: Path
 ) -> None:
-    """The numbers of its batches must go on, or Spark would pass over those it thinks it has."""
-    (tmp_path / "files" / "_spark_metadata").mkdir(parents=True)  # a start that failed leaves that
+    """The batch numbers must continue; otherwise Spark would skip batches as repeats."""
+    (tmp_path / "files" / "_spark_metadata").mkdir(parents=True)  # A failed start leaves this.
     for columns in (("value",), ("value", "upper(queue) AS queue")):
         sink = SparkSinkSettings(
             type="spark", format="parquet", path=str(tmp_path / "files"), columns=columns
@@ -196,7 +200,7 @@ def test_spark_sink_continues_its_files_after_a_configuration_change(
         shorter = f"length(value) < {5 + len(columns)}"
         pipeline = make(action("taken", sink, filter=shorter, lane=LaneSettings(min_events=1)))
         pipeline.start()
-        wait_until(drained(node, "main", "taken"), "the lanes", PATIENCE)
+        wait_until(wait_until_empty(node, "main", "taken"), "the lanes", PATIENCE)
         pipeline.stop()
     found = spark.read.parquet(str(tmp_path / "files")).collect()
     assert sorted(bytes(row.value) for row in found) == sorted(numbers(0, 200))
@@ -210,14 +214,14 @@ def test_spark_sink_without_its_checkpoint_fails_and_skips_nothing(
     node.publish("main", numbers(0, 100))
     pipeline = make(taken)
     pipeline.start()
-    wait_until(drained(node, "main", "taken"), "the lanes", PATIENCE)
+    wait_until(wait_until_empty(node, "main", "taken"), "the lanes", PATIENCE)
     pipeline.stop()
     shutil.rmtree(tmp_path / "checkpoints")
 
     node.publish("main", numbers(100, 200))
     pipeline = make(taken)
     pipeline.start()
-    wait_until(says(pipeline, "taken", "_spark_metadata"), "the reason", PATIENCE)
+    wait_until(has_reason(pipeline, "taken", "_spark_metadata"), "the reason", PATIENCE)
     wait_until(lambda: node.queue("taken").end == 200, "the main lane", PATIENCE)
     assert node.queue("taken").low == 100, "its events are kept"
 
@@ -226,15 +230,15 @@ def test_spark_sink_without_its_checkpoint_fails_and_skips_nothing(
 def test_lane_with_a_checkpoint_reads_all_of_a_recreated_queue(
     spark: SparkSession, node: Served, make: Make, tmp_path: Path, sql: str | None
 ) -> None:
-    """Also if there is more in it by then than the lane had read of the one before."""
+    """Also if it has more events than the lane had read of the old queue."""
     sink = SparkSinkSettings(type="spark", format="parquet", path=str(tmp_path / "files"))
-    output = sink if sql is None else to_file(tmp_path / "late")
+    output = sink if sql is None else make_file_output(tmp_path / "late")
     for first, end in ((0, 100), (100, 250)):
         node.node.create("late")
         node.publish("late", numbers(first, end))
         pipeline = make(action("late", output, sql=sql, lane=LaneSettings(min_events=1)))
         pipeline.start()
-        wait_until(drained(node, "late"), "the lane", PATIENCE)
+        wait_until(wait_until_empty(node, "late"), "the lane", PATIENCE)
         pipeline.stop()
         assert node.queue("late").stats().ledger.delivered == end - first
         node.node.drop("late")
@@ -250,14 +254,14 @@ def test_lane_with_a_checkpoint_reads_all_of_a_recreated_queue(
 def test_lane_that_gets_a_checkpoint_reads_no_settled_events(
     spark: SparkSession, node: Served, make: Make, tmp_path: Path, sql: str | None
 ) -> None:
-    """A lane without one was there before it, which settles in any order."""
+    """A lane without a checkpoint has settled events in any order before."""
     sink = SparkSinkSettings(type="spark", format="parquet", path=str(tmp_path / "files"))
-    output = sink if sql is None else to_file(tmp_path / "taken.json")
+    output = sink if sql is None else make_file_output(tmp_path / "taken.json")
     node.publish("taken", numbers(0, 100))
     node.queue("taken").settle(20, 80)
     pipeline = make(action("taken", output, sql=sql, lane=LaneSettings(min_events=1)))
     pipeline.start()
-    wait_until(drained(node, "taken"), "the lane", PATIENCE)
+    wait_until(wait_until_empty(node, "taken"), "the lane", PATIENCE)
     pipeline.stop()
     if sql is None:
         found = [bytes(row.value) for row in spark.read.parquet(str(tmp_path / "files")).collect()]
@@ -272,42 +276,48 @@ COUNT = "SELECT 'all' AS what, count(*) AS events FROM events"
 def test_stateful_lane_starts_empty_without_checkpoint_or_with_another_query(
     node: Served, make: Make, tmp_path: Path
 ) -> None:
-    """What it had counted is forgotten, as the documentation says, but no event is passed over."""
+    """The counts are lost, as documented, but no event is skipped."""
 
     def counted(sql: str, path: str, first: int) -> int:
         node.publish("main", numbers(first, first + 100))
-        output = to_file(tmp_path / path)
+        output = make_file_output(tmp_path / path)
         pipeline = make(action("taken", output, sql=sql, output_mode="complete"))
         pipeline.start()
-        wait_until(drained(node, "main", "taken"), "the lanes", PATIENCE)
+        wait_until(wait_until_empty(node, "main", "taken"), "the lanes", PATIENCE)
         pipeline.stop()
         lines = (tmp_path / path).read_text().splitlines()
         return int(json.loads(lines[-1])["events"])
 
     assert counted(COUNT, "one", 0) == 100
-    assert counted(COUNT, "one", 100) == 200, "it goes on where it was"
+    assert counted(COUNT, "one", 100) == 200, "it continues"
     shutil.rmtree(tmp_path / "checkpoints")
-    assert counted(COUNT, "one", 200) == 100, "without its checkpoint, with what waits"
-    assert counted(COUNT.replace("'all'", "'these'"), "one", 300) == 100, "another query, too"
+    assert counted(COUNT, "one", 200) == 100, (
+        "without a checkpoint it starts with the pending events"
+    )
+    assert counted(COUNT.replace("'all'", "'these'"), "one", 300) == 100, "so does another query"
     (left,) = (tmp_path / "checkpoints").glob("taken-*")
-    assert counted(COUNT, "one", 400) == 100, "and one that comes back: it has not seen them all"
+    assert counted(COUNT, "one", 400) == 100, (
+        "so does an earlier query, which has not seen all events"
+    )
     assert not left.exists()
 
 
-def once_each(events: DataFrame) -> DataFrame:
-    """As in the documentation."""
+def drop_duplicates(events: DataFrame) -> DataFrame:
+    """The configuration of the documentation."""
     return events.withWatermark("timestamp", "1 hour").dropDuplicatesWithinWatermark(["key"])
 
 
 def test_deduplicating_transform_keeps_its_state_across_a_restart(
     node: Served, make: Make, tmp_path: Path
 ) -> None:
-    taken = action("taken", to_file(tmp_path / "taken"), transform=f"{__name__}:once_each")
+    taken = action(
+        "taken", make_file_output(tmp_path / "taken"), transform=f"{__name__}:drop_duplicates"
+    )
     for keys in (["a", "b", "a"], ["b", "c"]):
         node.publish("main", [each.encode() for each in keys], keys=keys)
         pipeline = make(taken)
         pipeline.start()
-        wait_until(drained(node, "main", "taken"), "the lanes", PATIENCE)
+        wait_until(wait_until_empty(node, "main", "taken"), "the lanes", PATIENCE)
         pipeline.stop()
     assert values(tmp_path / "taken") == [b"a", b"b", b"c"]
 
@@ -315,7 +325,7 @@ def test_deduplicating_transform_keeps_its_state_across_a_restart(
 def test_repeated_batch_of_sql_is_in_the_queue_once(
     node: Served, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver dies after the node has the batch, and before Spark has noted that."""
+    """The driver dies after the node has committed the batch and before Spark has."""
     output = QueueOutputSettings(type="queue", endpoint=node.url, queue="other")
     taken = action("taken", output, sql="SELECT value, key FROM events")
     node.publish("main", numbers(0, 100))
@@ -330,15 +340,15 @@ def test_repeated_batch_of_sql_is_in_the_queue_once(
 
     node.publish("main", numbers(100, 200))
     make(taken).start()
-    wait_until(drained(node, "main", "taken"), "the lanes", PATIENCE)
+    wait_until(wait_until_empty(node, "main", "taken"), "the lanes", PATIENCE)
     assert sorted(node.values("other")) == sorted(numbers(0, 200))
 
 
-# ── a full disk ──────────────────────────────────────────────────────────────────────────────────
+# ── full disks ──
 
 
-def full(disk: FaultyDisk, match: str) -> Callable[[], None]:
-    """No room for these files; returns what makes room again."""
+def fill_disk(disk: FaultyDisk, match: str) -> Callable[[], None]:
+    """Make the disk full for these files; returns a function that makes room again."""
     disk.fail("write", error=errno.ENOSPC, times=None, match=match)
     return disk.clear
 
@@ -350,29 +360,29 @@ def test_commit_on_a_full_disk_waits_for_room(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Full for stages, for the commit's own file, and for the queue once that is written."""
-    pipeline = make(action("taken", to_file(tmp_path / "taken")))
+    """The disk is full for stages, then for the commit's file, then for the queue."""
+    pipeline = make(action("taken", make_file_output(tmp_path / "taken")))
     node.publish("main", numbers(0, 100))
     disk.fill()
     pipeline.start()
-    wait_until(says(pipeline, "main", "No space left"), "the lane to say so", PATIENCE)
+    wait_until(has_reason(pipeline, "main", "No space left"), "the lane to say so", PATIENCE)
     assert node.queue("main").low == 0
     disk.unfill()
     wait_until(lambda: node.queue("taken").low == 100, "room to be used", PATIENCE)
 
-    make_room = full(disk, ".commit")
+    make_room = fill_disk(disk, ".commit")
     node.publish("main", numbers(100, 200))
-    wait_until(says(pipeline, "main", "cannot commit: No space left"), "to say so", PATIENCE)
+    wait_until(has_reason(pipeline, "main", "cannot commit: No space left"), "to say so", PATIENCE)
     assert node.queue("main").low == 100
     make_room()
     wait_until(lambda: node.queue("taken").low == 200, "room to be used", PATIENCE)
 
     node.publish("main", numbers(200, 300))
-    make_room = full(disk, ".chunk")
+    make_room = fill_disk(disk, ".chunk")
     wait_until(lambda: "queue taken cannot write" in caplog.text, "the node to say so", PATIENCE)
     make_room()
     wait_until(lambda: node.queue("taken").low == 300, "room to be used", PATIENCE)
     pipeline.stop()
-    assert node.queue("taken").end == 300, "each came once"
+    assert node.queue("taken").end == 300, "each event arrived once"
     assert node.queue("main").low == 300
     assert set(values(tmp_path / "taken")) == {*numbers(0, 300)}

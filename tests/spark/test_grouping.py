@@ -1,4 +1,4 @@
-"""Do rows that stand for many events stand for exactly those?"""
+"""Grouping: a row stands for exactly the events that look the same."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ looks = st.tuples(
     st.none() | st.integers(0, 191),
 )
 events = st.lists(st.tuples(st.integers(1, 20), looks), min_size=1, max_size=200)
-"""Their distance from the one before, and how they look."""
+"""The distance of each event from the one before, and its columns."""
 
 
-def block_of(some: list[tuple[int, Any]], start: int) -> pa.RecordBatch:
+def make_block(some: list[tuple[int, Any]], start: int) -> pa.RecordBatch:
     offsets = start + np.cumsum([gap for gap, _ in some])
     rows = [
         dict(zip(SEEN.names, (3, int(at), *look), strict=True))
@@ -40,14 +40,14 @@ def block_of(some: list[tuple[int, Any]], start: int) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist(rows, SEEN)
 
 
-def routed(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Routes by all that filters see; what goes nowhere is left out."""
-    routes = [route_of(row) for row in rows.to_pylist()]
+def add_routes(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Add routes by all grouped columns; leave out events without a route."""
+    routes = [get_route(row) for row in rows.to_pylist()]
     column: pa.Array[Any] = pa.array(routes, pa.int64())
     return rows.append_column(ROUTES, column).filter(pa.array(np.array(routes) != 0))
 
 
-def route_of(row: dict[str, Any]) -> int:
+def get_route(row: dict[str, Any]) -> int:
     return hash((row["severity"], row["source"], row[PRIORITY])) % 4
 
 
@@ -58,10 +58,10 @@ def test_grouped_events_have_the_routes_of_single_rows(
     expected: list[tuple[int, int]] = []
     parts = []
     for number, some in enumerate(blocks):
-        block = block_of(some, start + number * 10_000)
-        every = [(row["offset"], route_of(row)) for row in block.to_pylist()]
+        block = make_block(some, start + number * 10_000)
+        every = [(row["offset"], get_route(row)) for row in block.to_pylist()]
         expected += [each for each in every if each[1]]
-        parts.append(routed(group_rows(block, GROUPED)))
+        parts.append(add_routes(group_rows(block, GROUPED)))
     joined: Any = pa.Table.from_batches(parts).combine_chunks().to_batches()
     found = [
         (offset, route)
@@ -74,7 +74,7 @@ def test_grouped_events_have_the_routes_of_single_rows(
 
 @given(events)
 def test_events_with_equal_columns_are_one_row(some: list[tuple[int, Any]]) -> None:
-    rows = group_rows(block_of(some, 0), GROUPED)
+    rows = group_rows(make_block(some, 0), GROUPED)
     assert rows.num_rows == len({look for _, look in some})
 
 

@@ -1,4 +1,4 @@
-"""A node that hangs, which is not one that is gone: do the others go on without it?"""
+"""A node that accepts connections but does not answer: the others continue without it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from turnlane.spark.nodes import BreakerClient, LaneCommit, LaneNodes, Nodes
 from turnlane.spark.steps import LaneStep
 from turnlane.spark.stream_reader import QuerySettler
 
-pytestmark = pytest.mark.timeout(20)  # less than a node is given to answer
+pytestmark = pytest.mark.timeout(20)  # Less than the time that a node has to answer.
 PATIENCE = 10.0
 
 
@@ -43,7 +43,7 @@ def healthy(tmp_path: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def both(hung: Victim, healthy: Served, monkeypatch: pytest.MonkeyPatch) -> Nodes:
-    """The one that will hang is the first."""
+    """Both nodes; the first one will hang."""
     monkeypatch.setattr(nodes_module, "GRACE_SECONDS", 0.3)
     monkeypatch.setattr(nodes, "PLAN_SECONDS", 0.3)
     made = Nodes(f"{hung.url},{healthy.plane.address}", Credentials())
@@ -53,7 +53,7 @@ def both(hung: Victim, healthy: Served, monkeypatch: pytest.MonkeyPatch) -> Node
 
 
 class Late(Future[int]):
-    """An answer that another lane looks at, too, just before this one does."""
+    """An answer that another lane reads just before this one."""
 
     look: Callable[[], object] | None = None
 
@@ -65,7 +65,7 @@ class Late(Future[int]):
 
 
 class Away(set[int]):
-    """Nodes that another lane finds to be back once this one has looked."""
+    """A set from which another lane removes the node just after this one has looked."""
 
     def __contains__(self, node: object) -> bool:
         found = super().__contains__(node)
@@ -94,12 +94,12 @@ def publish(nodes: Nodes, node: int, count: int) -> None:
         nodes[node].commit([stage.finish()])
 
 
-def lane_of(nodes: Nodes) -> LaneNodes:
+def make_lane(nodes: Nodes) -> LaneNodes:
     return LaneNodes(nodes, "main", "r", "main")
 
 
 def spans(nodes: Nodes) -> dict[int, list[tuple[int, int]]]:
-    return {node: each.spans for node, each in lane_of(nodes).find_pending(100, 0, 0.0).items()}
+    return {node: each.spans for node, each in make_lane(nodes).find_pending(100, 0, 0.0).items()}
 
 
 def test_lane_plans_and_commits_without_a_hung_node_and_with_it_later(
@@ -107,47 +107,45 @@ def test_lane_plans_and_commits_without_a_hung_node_and_with_it_later(
 ) -> None:
     assert spans(both) == {0: [(0, 10)], 1: [(0, 10)]}
     hung.freeze(frozen=True)
-    for count in range(1, 20):  # more than there are threads to ask it with
+    for count in range(1, 20):  # More calls than there are threads for the node.
         assert spans(both) == {1: [(10 * count - 10, 10 * count)]}
-        assert lane_of(both).plan_batch(spans(both), count) == spans(both)
+        assert make_lane(both).plan_batch(spans(both), count) == spans(both)
         LaneCommit(both, "main", "r").commit({}, {}, {})
         publish(both, 1, 10)
     hung.freeze(frozen=False)
     wait_until(lambda: 0 in spans(both), "it to be back", PATIENCE)
-    lane_of(both).plan_batch(spans(both), 20)
-    wait_until(lambda: committed(both), "it to settle", PATIENCE)
+    make_lane(both).plan_batch(spans(both), 20)
+    wait_until(lambda: commit(both), "it to settle", PATIENCE)
     assert both[0].unsettled("main", 100).spans == []
 
 
-def committed(nodes: Nodes) -> bool:
+def commit(nodes: Nodes) -> bool:
     LaneCommit(nodes, "main", "r").commit({}, {}, {})
     return not any(spans(nodes).values())
 
 
 def test_empty_batch_is_committed(both: Nodes) -> None:
-    """Spark makes one at first, whether something waits or not."""
-    assert lane_of(both).plan_batch({}, 1) == {}
+    """Spark's first batch is empty if there are no events."""
+    assert make_lane(both).plan_batch({}, 1) == {}
     LaneCommit(both, "main", "r").commit({}, {}, {})
     with pytest.raises(TransportDown, match="no node that answers knows this batch"):
         LaneCommit(both, "main", "r").commit({1: ["stage"]}, {}, {})
 
 
-def test_plan_that_arrives_late_settles_nothing(
-    hung: Victim, healthy: Served, both: Nodes
-) -> None:
-    """It hangs while a batch is planned: it is left out, and nobody reads what it has for that."""
+def test_plan_that_arrives_late_settles_nothing(hung: Victim, healthy: Served, both: Nodes) -> None:
+    """The node hangs while a batch is planned: the batch has none of its events."""
     waiting = spans(both)
     hung.freeze(frozen=True)
-    assert lane_of(both).plan_batch(waiting, 1) == {1: [(0, 10)]}
+    assert make_lane(both).plan_batch(waiting, 1) == {1: [(0, 10)]}
     hung.freeze(frozen=False)
-    wait_until(lambda: heard(both), "it to hear of the batch", PATIENCE)
+    wait_until(lambda: has_plan(both), "it to hear of the batch", PATIENCE)
     LaneCommit(both, "main", "r").commit({}, {}, {})
     assert spans(both)[1] == []
     assert both[0].unsettled("main", 100).spans == [(0, 10)]
 
 
-def heard(nodes: Nodes) -> bool:
-    """Whether the first node has heard of the batch; until then it does not know the run."""
+def has_plan(nodes: Nodes) -> bool:
+    """Whether the first node has received the plan; before, it does not know the run."""
     try:
         return nodes[0].planned("main", "r") == 2
     except LaneTaken:
@@ -165,7 +163,9 @@ def test_breakers_are_read_from_another_node(hung: Victim, both: Nodes) -> None:
     assert set(BreakerClient(both).get_states(["a"])) == {"a"}
 
 
-def test_other_nodes_are_settled_while_one_hangs(hung: Victim, healthy: Served, both: Nodes) -> None:
+def test_other_nodes_are_settled_while_one_hangs(
+    hung: Victim, healthy: Served, both: Nodes
+) -> None:
     hung.freeze(frozen=True)
     settling = QuerySettler(both, "main")
     for end in range(1, 11):

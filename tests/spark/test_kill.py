@@ -1,4 +1,4 @@
-"""kill -9 of driver, node, and both, again and again: does every event get where it should, once?
+"""Driver and node are killed again and again: each event arrives where it should, once.
 
 ``turnlane run`` is a process, Spark a second one, the node a third. A producer publishes numbered
 events all the time and remembers how many were persisted. In the end, from queue to queue every
@@ -36,15 +36,15 @@ from turnlane.errors import TransportDown
 from turnlane.events import block_of, get_values
 
 KILLS = ("node", "node", "node", "driver", "both")
-"""What is killed, in an order that the seed decides; a node is back far sooner than Spark."""
+"""The processes to kill, in a random order. A node restarts much faster than Spark."""
 ROUNDS = int(os.environ.get("TURNLANE_KILL_ROUNDS", "1"))
-"""How often all of them are killed: more than once before a release, for an hour if need be."""
+"""How often all of them are killed; before a release, more than once."""
 TOO_SOON = 0.2
-"""How likely a kill comes before what was killed last has recovered."""
+"""The probability of a kill before the last killed process has recovered."""
 MOST_EVENTS = 1500
-"""How many events at most come between recovery and the next kill."""
+"""The most events between recovery and the next kill."""
 AHEAD = 500
-"""How many events the producer is ahead of its acks at most."""
+"""The most events without an ack."""
 
 pytestmark = pytest.mark.timeout(900 * ROUNDS)
 
@@ -95,7 +95,7 @@ spark: {master: "local[2]"}
 
 
 def value(number: int) -> bytes:
-    """Every tenth is no JSON: it goes to the dead letters, and nowhere else."""
+    """Every tenth event is no JSON: it goes only to the dead letters."""
     return b"no json %d" % number if is_broken(number) else b'{"n": %d}' % number
 
 
@@ -104,7 +104,7 @@ def is_broken(number: int) -> bool:
 
 
 class Publisher(threading.Thread):
-    """Publishes numbered events until it is told to stop."""
+    """Publishes numbered events until it is stopped."""
 
     def __init__(self, url: str) -> None:
         super().__init__(name="publisher")
@@ -148,7 +148,7 @@ class Publisher(threading.Thread):
 
 
 class Victim:
-    """``turnlane run``, one life after the other at the same address."""
+    """``turnlane run``, started again after each kill at the same address."""
 
     def __init__(self, place: Path, config: str = CONFIG) -> None:
         port = free_port()
@@ -172,7 +172,7 @@ class Victim:
             self.live()
 
     def node(self) -> int:
-        """The node that runs now: it may be up and not yet told of."""
+        """Return the process of the node; it may run before it is reported."""
         wait_until(lambda: Path(f"/proc/{self._told_of()}").exists(), "the node", PATIENCE)
         return self._told_of()
 
@@ -192,12 +192,12 @@ class Victim:
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Iterator[Victim]:
-    with living(tmp_path) as victim:
+    with has_process(tmp_path) as victim:
         yield victim
 
 
 @contextmanager
-def living(place: Path, config: str = CONFIG) -> Iterator[Victim]:
+def has_process(place: Path, config: str = CONFIG) -> Iterator[Victim]:
     if not (shutil.which("java") or "JAVA_HOME" in os.environ):
         skip_or_fail("Spark needs Java 17 or later")
     with closing(Victim(place, config)) as victim:
@@ -235,14 +235,14 @@ def test_each_event_arrives_once_after_any_kill(
 
 
 def wait_for_progress(victim: Victim) -> None:
-    """Until the main lane has committed something to the node that there is now."""
-    wait_until(lambda: end_of_held(victim) is not None, "a node", PATIENCE)
-    before = end_of_held(victim) or 0
-    wait_until(lambda: (end_of_held(victim, before) or 0) > before, "the main lane", PATIENCE)
+    """Wait until the main lane has committed a batch to the current node."""
+    wait_until(lambda: get_held_end(victim) is not None, "a node", PATIENCE)
+    before = get_held_end(victim) or 0
+    wait_until(lambda: (get_held_end(victim, before) or 0) > before, "the main lane", PATIENCE)
 
 
-def end_of_held(victim: Victim, beyond: int = -1) -> int | None:
-    """Asked gently, for others need the processor; ``None`` while there is no node."""
+def get_held_end(victim: Victim, beyond: int = -1) -> int | None:
+    """Ask the node for its queues, with a pause before; ``None`` while there is no node."""
     program = victim.lives[-1]
     assert program.process.poll() is None, program.errors
     try:
@@ -268,7 +268,7 @@ def is_empty(client: Client, queue: str) -> bool:
 
 
 def check(victim: Victim, sent: int) -> None:
-    """The oracle."""
+    """Check the results after all kills."""
     whole = [number for number in range(sent) if not is_broken(number)]
     ledgers = {name: each["ledger"] for name, each in victim.client.stats().items()}
     assert all(ledger["adds_up"] for ledger in ledgers.values()), ledgers
@@ -281,27 +281,27 @@ def check(victim: Victim, sent: int) -> None:
     even = [number for number in whole if number % 2 == 0]
     assert numbers(victim.place / "files.jsonl") == set(even)
     assert numbers(victim.place / "direct.jsonl") == set(whole) - set(even)
-    assert in_and_out(ledgers["files"]) == len(even), "into its queue each came once"
+    assert count_accepted(ledgers["files"]) == len(even), "each event is in its queue once"
 
-    lines = whole_lines(victim.place / "counts.jsonl")
+    lines = read_complete_lines(victim.place / "counts.jsonl")
     counts = {row["rest"]: row["events"] for row in map(json.loads, lines)}
-    assert counts == Counter(number % 3 for number in whole), "the last of each are all"
-    assert in_and_out(ledgers["counts"]) == len(whole)
+    assert counts == Counter(number % 3 for number in whole), "the last counts include all events"
+    assert count_accepted(ledgers["counts"]) == len(whole)
 
-    assert sorted(archived(victim.place / "archive")) == whole
-    assert in_and_out(ledgers["archive"]) == len(whole)
-    assert in_and_out(ledgers["main"]) == sent
+    assert sorted(read_archive(victim.place / "archive")) == whole
+    assert count_accepted(ledgers["archive"]) == len(whole)
+    assert count_accepted(ledgers["main"]) == sent
 
 
 def numbers(path: Path) -> set[int]:
-    return {json.loads(json.loads(line)["value"])["n"] for line in whole_lines(path)}
+    return {json.loads(json.loads(line)["value"])["n"] for line in read_complete_lines(path)}
 
 
-def whole_lines(path: Path) -> list[str]:
-    """Without those that were cut short: a kill may leave one, whose event comes again."""
+def read_complete_lines(path: Path) -> list[str]:
+    """Return complete lines: a kill may leave a partial line, whose event is repeated."""
     lines = path.read_text().splitlines()
     whole = [line for line in lines if is_json(line)]
-    assert len(lines) - len(whole) <= len(KILLS) * ROUNDS, "one for each kill at most"
+    assert len(lines) - len(whole) <= len(KILLS) * ROUNDS, "at most one for each kill"
     return whole
 
 
@@ -313,8 +313,8 @@ def is_json(line: str) -> bool:
     return True
 
 
-def in_and_out(ledger: dict[str, Any]) -> int:
-    """The events that a queue took and did not lose to a kill before anybody was told of them."""
+def count_accepted(ledger: dict[str, Any]) -> int:
+    """Return how many events a queue has accepted, without unacknowledged ones lost in a kill."""
     total: int = ledger["delivered"] + ledger["dead"] + ledger["pending"]
     return total
 
@@ -323,8 +323,8 @@ def contents(client: Client, queue: str) -> list[bytes]:
     return get_values([block for _, block in client.read(queue)])
 
 
-def archived(place: Path) -> list[int]:
-    """What Spark's own log of the sink says is there: leftovers of batches that failed are not."""
+def read_archive(place: Path) -> list[int]:
+    """Read the files in Spark's log of the sink; files of failed batches are not in it."""
     entries: dict[str, Path] = {}
     for batch in (place / "_spark_metadata").iterdir():
         if batch.name.startswith("."):
@@ -336,11 +336,11 @@ def archived(place: Path) -> list[int]:
     return [int(row["n"]) for table in tables for row in table.to_pylist()]
 
 
-# ── in the midst of a request ────────────────────────────────────────────────────────────────────
+# ── kills during a request ──
 
 
 class Held:
-    """The requests that a server gets, and answers only once it is let go."""
+    """A server that answers its requests only when the test allows it."""
 
     def __init__(self, at: Destination) -> None:
         self.values: set[bytes] = set()
@@ -358,8 +358,8 @@ class Held:
 def test_only_events_in_flight_at_a_kill_are_sent_again(
     tmp_path: Path,
 ) -> None:
-    """The driver is killed first, then the node, each while the server has an open request."""
-    with served() as server, living(tmp_path, WEB.replace("URL", server.url)) as victim:
+    """First the driver is killed, then the node, each while the server has an open request."""
+    with served() as server, has_process(tmp_path, WEB.replace("URL", server.url)) as victim:
         at = Destination(server)
         published = publish(victim, 0, 20)
         wait_for_web(victim, delivered=20)
@@ -369,7 +369,7 @@ def test_only_events_in_flight_at_a_kill_are_sent_again(
             published |= publish(victim, before, 20)
             assert held.came.wait(PATIENCE)
             published |= publish(victim, before + 20, 20)
-            wait_for_web(victim, pending=40)  # some in the open request, and others
+            wait_for_web(victim, pending=40)  # Some are in the open request, others are not.
             node = Path(f"/proc/{victim.node()}")
             victim.kill(what)
             wait_until(lambda node=node: not node.exists(), "the node's end", PATIENCE)  # type: ignore[misc]
@@ -395,7 +395,7 @@ def publish(victim: Victim, first: int, count: int) -> set[bytes]:
 
 
 def wait_for_web(victim: Victim, **wanted: int) -> None:
-    """Until the ledger of the lane's queue says so, by a node that may be away meanwhile."""
+    """Wait until the ledger of the lane's queue shows it; the node may be away for a while."""
 
     def is_so() -> bool:
         try:

@@ -1,4 +1,4 @@
-"""Does a lane know of every batch, end after one, not in it, and is what holds it up told?"""
+"""A lane counts every batch, ends after a batch, and reports why it does not send."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NEVER = 3600.0
 
 
 def progress(run: str, batch: int, events: int) -> StreamingQueryProgress:
-    """What Spark says after a batch, the first of which begins at 0."""
+    """Return Spark's progress after a batch that starts at 0."""
     source = {
         "description": "",
         "startOffset": {TAKEN_EVENTS: 0},
@@ -61,49 +61,49 @@ def progress(run: str, batch: int, events: int) -> StreamingQueryProgress:
 
 
 class Query:
-    """A query at a batch that ends when the test says so."""
+    """A query in a batch, which ends when the test sets ``batch_ended``."""
 
     def __init__(self) -> None:
-        self.runId = str(uuid.uuid4())  # as Spark has it
+        self.runId = str(uuid.uuid4())  # Spark's name.
         self.isActive = True
         self.batch_ended = threading.Event()
-        self.was_at_a_batch = False
+        self.was_in_a_batch = False
         self.asked = threading.Event()
         self.lastProgress: StreamingQueryProgress | None = None
         self.error: Exception | None = None
         self.send_event: Callable[[QueryEvent], None] = lambda _: None
         self.late: list[QueryEvent] = []
-        """What is told only once it has ended."""
+        """Events that are sent only after the end."""
 
     @property
     def status(self) -> dict[str, Any]:
         self.asked.set()
         return {"message": "Waiting for data" if self.batch_ended.is_set() else PROCESSING}
 
-    def news(self, batch: int, events: int) -> QueryEvent:
+    def make_event(self, batch: int, events: int) -> QueryEvent:
         return QueryEvent(self.runId, progress(self.runId, batch, events))
 
-    def did(self, batch: int, events: int) -> None:
-        """Say that a batch is done."""
-        self.send_event(self.news(batch, events))
+    def finish_batch(self, batch: int, events: int) -> None:
+        """Send the event of a finished batch."""
+        self.send_event(self.make_event(batch, events))
 
     def stop(self) -> None:
-        self.was_at_a_batch = not self.batch_ended.is_set()
+        self.was_in_a_batch = not self.batch_ended.is_set()
         self.end()
 
-    def end(self, *, is_told: bool = True) -> None:
+    def end(self, *, sends_event: bool = True) -> None:
         self.isActive = False
         for each in self.late:
             self.send_event(each)
-        if is_told:
+        if sends_event:
             self.send_event(QueryEvent(self.runId))
 
     def exception(self) -> Exception | None:
         return self.error
 
 
-def made(*queries: Any, watch: ProgressHandler | None = None) -> Lane:
-    """A lane that runs these queries, one after another."""
+def make_lane(*queries: Any, watch: ProgressHandler | None = None) -> Lane:
+    """Create a lane that runs these queries, one after another."""
     left = iter(queries)
 
     def start(_: str) -> Any:
@@ -117,19 +117,19 @@ def made(*queries: Any, watch: ProgressHandler | None = None) -> Lane:
     return lane
 
 
-def runs(lane: Lane, query: Any) -> None:
+def wait_for_query(lane: Lane, query: Any) -> None:
     wait_until(lambda: getattr(query, "lane", None) is lane)
 
 
-def started(query: Query, watch: ProgressHandler | None = None) -> Lane:
-    lane = made(query, watch=watch)
+def start_lane(query: Query, watch: ProgressHandler | None = None) -> Lane:
+    lane = make_lane(query, watch=watch)
     lane.start()
-    runs(lane, query)
+    wait_for_query(lane, query)
     return lane
 
 
-def ended(lane: Lane, query: Query) -> LaneStatus:
-    """How it was when it was stopped, between two batches."""
+def stop_lane(lane: Lane, query: Query) -> LaneStatus:
+    """Stop the lane between two batches; returns its status."""
     query.batch_ended.set()
     lane.stop()
     assert lane.status.state is LaneState.STOPPED
@@ -137,43 +137,43 @@ def ended(lane: Lane, query: Query) -> LaneStatus:
 
 
 @pytest.fixture
-def only_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lanes that look at nothing by themselves."""
+def without_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes that do not poll."""
     monkeypatch.setattr(lanes, "START_SECONDS", NEVER)
     monkeypatch.setattr(lanes, "POLL_SECONDS", NEVER)
 
 
-@pytest.mark.usefixtures("only_news")
+@pytest.mark.usefixtures("without_polling")
 class TestQueryEvents:
     def test_every_batch_is_counted(self) -> None:
         query = Query()
-        lane = started(query)
+        lane = start_lane(query)
         for batch in range(20):
-            query.did(batch, 3)
-        query.did(20, 0)
+            query.finish_batch(batch, 3)
+        query.finish_batch(20, 0)
         wait_until(lambda: lane.status.state is LaneState.RUNNING)
-        status = ended(lane, query)
+        status = stop_lane(lane, query)
         assert (status.batches, status.rows) == (20, 60)
 
     def test_events_before_the_start_and_after_the_end_are_counted(self) -> None:
         query = Query()
-        query.late = [query.news(1, 5)]
-        lane = made(query)
-        query.did(0, 2)
+        query.late = [query.make_event(1, 5)]
+        lane = make_lane(query)
+        query.finish_batch(0, 2)
         lane.start()
         wait_until(lambda: lane.status.batches == 1)
-        status = ended(lane, query)
+        status = stop_lane(lane, query)
         assert (status.batches, status.rows) == (2, 7)
 
     def test_events_of_another_run_are_ignored(self) -> None:
         query, other = Query(), Query()
-        lane = started(query)
-        lane.on_event(other.news(0, 100))
+        lane = start_lane(query)
+        lane.on_event(other.make_event(0, 100))
         lane.on_event(QueryEvent(other.runId))
-        query.did(0, 1)
+        query.finish_batch(0, 1)
         wait_until(lambda: lane.status.batches == 1)
         assert query.isActive
-        assert ended(lane, query).rows == 1
+        assert stop_lane(lane, query).rows == 1
 
     def test_failed_query_is_started_again_and_the_reason_shown(
         self, monkeypatch: pytest.MonkeyPatch
@@ -181,17 +181,17 @@ class TestQueryEvents:
         monkeypatch.setattr(lanes, "FIRST_PAUSE", 0.0)
         first, second = Query(), Query()
         first.error = StreamingQueryException(message="of the query")
-        first.late = [first.news(0, 4)]
-        lane = made(first, second)
+        first.late = [first.make_event(0, 4)]
+        lane = make_lane(first, second)
         lane.start()
         first.end()
-        runs(lane, second)
+        wait_for_query(lane, second)
         assert lane.status.reason == "of the query"
-        lane.on_event(first.news(1, 1000))
-        second.did(0, 4)
+        lane.on_event(first.make_event(1, 1000))
+        second.finish_batch(0, 4)
         wait_until(lambda: lane.status.batches == 2)
         assert lane.status.reason is None
-        status = ended(lane, second)
+        status = stop_lane(lane, second)
         assert (status.restarts, status.rows) == (1, 8)
 
     def test_progress_handler_is_called_on_the_lanes_thread(self) -> None:
@@ -201,25 +201,23 @@ class TestQueryEvents:
         def watch(found: StreamingQueryProgress) -> None:
             seen.append((threading.current_thread().name, found.batchId))
 
-        lane = started(query, watch)
-        query.did(0, 1)
-        query.late = [query.news(1, 1)]
+        lane = start_lane(query, watch)
+        query.finish_batch(0, 1)
+        query.late = [query.make_event(1, 1)]
         wait_until(lambda: lane.status.batches == 1)
-        ended(lane, query)
+        stop_lane(lane, query)
         assert seen == [("lane-a", 0), ("lane-a", 1)]
 
 
 class TestWithoutEvents:
-    def test_idle_query_is_reported_as_running(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_idle_query_is_reported_as_running(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lanes, "POLL_SECONDS", NEVER)
         seen: list[int] = []
         query = Query()
         query.lastProgress = progress(query.runId, 7, 0)
-        lane = started(query, lambda found: seen.append(found.batchId))
+        lane = start_lane(query, lambda found: seen.append(found.batchId))
         wait_until(lambda: lane.status.state is LaneState.RUNNING)
-        assert ended(lane, query).batches == 0
+        assert stop_lane(lane, query).batches == 0
         assert seen == [7]
 
     def test_progress_handler_is_called_again_with_the_last_progress(
@@ -228,10 +226,10 @@ class TestWithoutEvents:
         monkeypatch.setattr(lanes, "POLL_SECONDS", 0.001)
         seen: list[int] = []
         query = Query()
-        lane = started(query, lambda found: seen.append(found.batchId))
-        query.did(3, 1)
+        lane = start_lane(query, lambda found: seen.append(found.batchId))
+        query.finish_batch(3, 1)
         wait_until(lambda: len(seen) > 2)
-        assert ended(lane, query).batches == 1
+        assert stop_lane(lane, query).batches == 1
         assert set(seen) == {3}
 
     def test_end_without_an_event_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,17 +237,17 @@ class TestWithoutEvents:
         monkeypatch.setattr(lanes, "EVENT_SECONDS", 0.0)
         query = Query()
         query.error = StreamingQueryException(message="unheard of")
-        lane = started(query)
-        query.did(0, 1)
+        lane = start_lane(query)
+        query.finish_batch(0, 1)
         wait_until(lambda: lane.status.state is LaneState.RUNNING)
-        query.end(is_told=False)
+        query.end(sends_event=False)
         wait_until(lambda: lane.status.state is LaneState.WAITING)
         assert lane.status.reason == "unheard of"
         lane.stop()
 
 
 class TestStallDetector:
-    """A batch that takes very long may hang: people hear of it."""
+    """A batch that takes very long may hang: it is logged."""
 
     @pytest.fixture(autouse=True)
     def _soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,11 +263,11 @@ class TestStallDetector:
 
     def test_stall_during_a_batch_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
         query = Query()
-        lane = made(query)
-        query.did(0, 1)
+        lane = make_lane(query)
+        query.finish_batch(0, 1)
         lane.start()
         wait_until(lambda: len(caplog.messages) > 1)
-        ended(lane, query)
+        stop_lane(lane, query)
         for each in caplog.messages:
             assert re.fullmatch(
                 r'lane\.stalled lane=a seconds=\d+ spark="Processing new data"', each
@@ -278,36 +276,36 @@ class TestStallDetector:
     def test_idle_query_is_no_stall(self, caplog: pytest.LogCaptureFixture) -> None:
         query = Query()
         query.batch_ended.set()
-        lane = made(query)
-        query.did(0, 0)
+        lane = make_lane(query)
+        query.finish_batch(0, 0)
         lane.start()
         wait_until(query.asked.is_set)
-        ended(lane, query)
+        stop_lane(lane, query)
         assert caplog.messages == []
 
 
 def test_stop_waits_for_the_batch_in_progress() -> None:
     query = Query()
-    lane = started(query)
+    lane = start_lane(query)
     lane.ask_to_stop()
     assert query.asked.wait(20)
     assert query.isActive
     query.batch_ended.set()
     lane.stop()
-    assert not query.was_at_a_batch
+    assert not query.was_in_a_batch
     assert lane.status.state is LaneState.STOPPED
 
 
 def test_batch_that_takes_too_long_is_interrupted() -> None:
     query = Query()
-    lane = started(query)
+    lane = start_lane(query)
     assert lane.stop(timeout=0.0)
     assert not query.isActive
-    assert query.was_at_a_batch
+    assert query.was_in_a_batch
 
 
 class Stuck(Query):
-    """A query at what nothing interrupts: it is not active any more, but it has not ended."""
+    """A query that cannot be interrupted: it is inactive, but has not ended."""
 
     def __init__(self, patience: float) -> None:
         super().__init__()
@@ -325,7 +323,7 @@ class Stuck(Query):
 
 
 class Late:
-    """Spark's error if a query does not stop in time, as it comes over from Java."""
+    """Spark's error if a query does not stop in time, as py4j raises it."""
 
     _target_id = "o1"
 
@@ -342,7 +340,7 @@ def test_stop_returns_false_while_the_query_runs(
 ) -> None:
     monkeypatch.setattr(lanes, "HURRY_SECONDS", 0.1)
     query = Stuck(patience)
-    lane = started(query)
+    lane = start_lane(query)
     assert not lane.stop(timeout=0.1)
     assert (lane.status.state, query.isActive) == (LaneState.STOPPING, False)
     assert query.asked_to_stop > 1 or patience == NEVER, "it is interrupted again"

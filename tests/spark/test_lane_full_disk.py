@@ -1,4 +1,4 @@
-"""Does a lane keep what it can neither deliver nor bury, while the node's disk is full?
+"""While the node's disk is full, a lane keeps events that it can neither deliver nor bury.
 
 Real nodes, real servers, but no Spark.
 """
@@ -42,7 +42,7 @@ def node(tmp_path: Path, disk: FaultyDisk) -> Iterator[Served]:
 
 
 @pytest.fixture
-def picky() -> Iterator[Destination]:
+def refusing_destination() -> Iterator[Destination]:
     with ExitStack() as opened:
         found = Destination(opened.enter_context(served()))
         found.refuse = lambda values: Reply(400) if POISON.intersection(values) else None
@@ -59,26 +59,26 @@ def lane(node: Served, at: Destination, letters: DeadLetterSettings = KEEPING) -
     return Pipe(node.url, action).lanes["a"]
 
 
-def unsettled(node: Served) -> list[tuple[int, int]]:
+def count_unsettled(node: Served) -> list[tuple[int, int]]:
     return list(node.queue("a").unsettled_of([(0, 10)]))
 
 
 @pytest.mark.parametrize("fault", ["write", "sync"])
 def test_events_of_dead_letters_stay_in_the_queue_while_the_disk_is_full(
-    node: Served, disk: FaultyDisk, picky: Destination, fault: str
+    node: Served, disk: FaultyDisk, refusing_destination: Destination, fault: str
 ) -> None:
     node.publish("a", VALUES)
     disk.fail(fault, error=errno.ENOSPC, match=".stage", times=None)
     for _ in range(3):
         with pytest.raises(StorageFailed, match="dead letters: cannot stage: No space left"):
-            lane(node, picky).turn()
-        assert unsettled(node) == [(3, 4), (7, 8)], "what was delivered is settled"
+            lane(node, refusing_destination).turn()
+        assert count_unsettled(node) == [(3, 4), (7, 8)], "delivered events are settled"
         assert node.values("a.dead") == []
     disk.clear()
-    assert lane(node, picky).turn()
-    assert unsettled(node) == []
+    assert lane(node, refusing_destination).turn()
+    assert count_unsettled(node) == []
     assert set(node.values("a.dead")) == POISON
-    assert Counter(picky.taken) == Counter(set(VALUES) - POISON), "each once"
+    assert Counter(refusing_destination.taken) == Counter(set(VALUES) - POISON), "each once"
     for name, dead in (("a", 2), ("a.dead", 0)):
         ledger = node.queue(name).stats().ledger
         assert ledger.adds_up
@@ -86,33 +86,33 @@ def test_events_of_dead_letters_stay_in_the_queue_while_the_disk_is_full(
 
 
 def test_batch_that_cannot_be_committed_is_repeated(
-    node: Served, disk: FaultyDisk, picky: Destination
+    node: Served, disk: FaultyDisk, refusing_destination: Destination
 ) -> None:
     node.publish("a", VALUES)
     disk.fill()
     with pytest.raises(StorageFailed, match="No space left"):
-        lane(node, picky).turn()
-    assert unsettled(node) == [(0, 10)]
+        lane(node, refusing_destination).turn()
+    assert count_unsettled(node) == [(0, 10)]
     disk.unfill()
-    assert lane(node, picky).turn()
+    assert lane(node, refusing_destination).turn()
     assert set(node.values("a.dead")) == POISON
-    assert set(picky.taken) == set(VALUES) - POISON
+    assert set(refusing_destination.taken) == set(VALUES) - POISON
     assert node.queue("a").stats().ledger.adds_up
 
 
 def test_lane_continues_with_dead_letters_in_memory(
-    node: Served, disk: FaultyDisk, picky: Destination
+    node: Served, disk: FaultyDisk, refusing_destination: Destination
 ) -> None:
     node.publish("a", VALUES)
     disk.fill()
     going_on = DeadLetterSettings(on_disk_error="memory")
-    assert lane(node, picky, going_on).turn()
-    assert unsettled(node) == []
+    assert lane(node, refusing_destination, going_on).turn()
+    assert count_unsettled(node) == []
     assert node.node.commits.overflow.events() == {"a.dead": 2}
     disk.unfill()
     assert node.node.commits.overflow.drain() == 2
     assert set(node.values("a.dead")) == POISON
-    assert Counter(picky.taken) == Counter(set(VALUES) - POISON), "each once"
+    assert Counter(refusing_destination.taken) == Counter(set(VALUES) - POISON), "each once"
     ledger = node.queue("a").stats().ledger
     assert (ledger.delivered, ledger.dead, ledger.pending) == (8, 2, 0)
     assert ledger.adds_up

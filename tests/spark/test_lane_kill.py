@@ -1,4 +1,4 @@
-"""kill -9 of the driver and of the node while events are being sent: is every event delivered?"""
+"""Driver and node are killed while events are being sent: every event is delivered."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 class Life:
-    """A process that is started again whenever it was killed."""
+    """A process that is started again after each kill."""
 
     def __init__(self, *arguments: str, cwd: Path) -> None:
         self._arguments = arguments
@@ -50,7 +50,7 @@ class Life:
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
-        assert self.process.wait(PATIENCE) == -signal.SIGKILL, "it had ended by itself"
+        assert self.process.wait(PATIENCE) == -signal.SIGKILL, "the process must not end by itself"
 
     def kill_and_start(self) -> None:
         self.kill()
@@ -58,7 +58,7 @@ class Life:
 
 
 @contextmanager
-def living(*arguments: str, cwd: Path) -> Iterator[Life]:
+def is_running(*arguments: str, cwd: Path) -> Iterator[Life]:
     life = Life(*arguments, cwd=cwd)
     try:
         yield life
@@ -73,8 +73,8 @@ def config(port: int) -> str:
     return f"node: {{data: data, {planes}}}\nqueues: {{{queues}}}\n"
 
 
-def ledgers(client: Client) -> dict[str, Any] | None:
-    """What the queues say of themselves; ``None`` while the node is away."""
+def read_ledgers(client: Client) -> dict[str, Any] | None:
+    """Return the statistics of the queues; ``None`` while the node is away."""
     try:
         found = client.nodes[0].stats()
     except RetryLater:
@@ -89,13 +89,13 @@ def test_each_event_is_delivered_or_dead_after_kills(tmp_path: Path) -> None:
     values = [b"a %d" % number for number in range(EVENTS)]
     with (
         served() as server,
-        living("turnlane", "serve", "node.yaml", cwd=tmp_path) as node,
+        is_running("turnlane", "serve", "node.yaml", cwd=tmp_path) as node,
         connect(url) as client,
     ):
         at = Destination(server)
 
         def refuse(given: list[bytes]) -> Reply | None:
-            time.sleep(0.02)  # there is always something under way
+            time.sleep(0.02)  # Some events are always in flight.
             return Reply(400) if POISON & set(given) else None
 
         at.refuse = refuse
@@ -103,21 +103,21 @@ def test_each_event_is_delivered_or_dead_after_kills(tmp_path: Path) -> None:
             producer = main.producer(ack="persisted")
             for value in values:
                 producer.publish(value, key="a-0")
-        with living("tests.spark.loop_victim", url, server.url, cwd=tmp_path) as driver:
+        with is_running("tests.spark.loop_victim", url, server.url, cwd=tmp_path) as driver:
             for victim in (driver, node) * KILLS:
                 before = len(at.taken)
                 wait_until(lambda before=before: len(at.taken) > before, "a send", PATIENCE)  # type: ignore[misc]
                 victim.kill_and_start()
 
             def is_through() -> bool:
-                found = ledgers(client)
+                found = read_ledgers(client)
                 return found is not None and not (found["main"]["pending"] or found["a"]["pending"])
 
             wait_until(is_through, "everything to be through", PATIENCE)
-        found = ledgers(client)
+        found = read_ledgers(client)
         assert found is not None
         blocks = [block for _, block in client.nodes[0].read("a.dead")]
-    assert set(at.taken) == set(values) - POISON, "each at least once, and no poison"
+    assert set(at.taken) == set(values) - POISON, "each at least once, and no bad event"
     dead = Counter(value for block in blocks for value in block.column("value").to_pylist())
     assert dead == Counter(POISON), json.dumps(found)
     assert all(ledger["adds_up"] for ledger in found.values())

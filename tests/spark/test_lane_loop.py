@@ -1,4 +1,4 @@
-"""Do lanes deliver whatever their destinations do? Real nodes, real servers, but no Spark."""
+"""Lanes deliver in spite of bad destinations: real nodes and servers, without Spark."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from turnlane.spark.steps import DeliveryPath
 PATIENCE = 60.0
 SOON = {"backoff": 0.05, "max_backoff": 0.2, "breaker_failures": 3, "breaker_reset": 0.3}
 BRIEFLY = {"max_time": 0.5}
-"""For a destination that is away: all that its tasks do is to wait for it."""
+"""Delivery settings for a destination that is away, with short waits."""
 
 
 class Port(NamedTuple):
-    """Where nobody listens yet."""
+    """A port without a listener."""
 
     number: int
 
@@ -52,7 +52,7 @@ class Port(NamedTuple):
 
 
 class World:
-    """A node, and whatever a test wants there."""
+    """A node, and the destinations of a test."""
 
     def __init__(self, node: Served, place: Path, opened: ExitStack) -> None:
         self.node = node
@@ -63,13 +63,13 @@ class World:
         return Destination(self._opened.enter_context(served(port=port)))
 
     def send(self, word: str, count: int, start: int = 0) -> list[bytes]:
-        """Publish events to be routed by a word."""
+        """Publish events with a word as key, by which they are routed."""
         numbers = range(start, start + count)
         values = [b"%s %d" % (word.encode(), number) for number in numbers]
         self.node.publish("main", values, keys=[f"{word}-{number % 3}" for number in numbers])
         return values
 
-    def drained(self, *queues: str) -> None:
+    def wait_until_empty(self, *queues: str) -> None:
         for name in ("main", *queues):
             queue = self.node.queue(name)
             wait_until(lambda queue=queue: queue.low == queue.end, f"{name} to drain", PATIENCE)  # type: ignore[misc]
@@ -94,7 +94,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def http(name: str, at: Destination | Port, *, queued: bool = True, **more: Any) -> ActionSettings:
-    """An action that posts events with its name, or with the word given as filter."""
+    """Create an action that posts events with its name, or a given word, as key."""
     delivery = DeliverySettings.model_validate(SOON | more.pop("delivery", {}))
     queue = QueueSettings.of(kind="disk", name=name, path=Path(name)) if queued else None
     output = HttpOutputSettings(url=at.url, format=BodyFormat.RAW, timeout=20.0)
@@ -109,12 +109,12 @@ def file(world: World, name: str, *, queued: bool = False, **more: Any) -> Actio
     return ActionSettings(name=name, queue=queue, output=output, **settings)
 
 
-def each_once(taken: list[bytes], values: list[bytes]) -> None:
+def assert_each_once(taken: list[bytes], values: list[bytes]) -> None:
     assert Counter(taken) == Counter(values)
 
 
 def test_destination_gets_all_events_after_an_outage(world: World) -> None:
-    """Meanwhile one probe at a time goes, the reason is shown, and another lane runs on."""
+    """During the outage one probe at a time is sent, the reason is shown, and another lane runs."""
     away = world.destination()
     away.away()
     values = world.send("a", 5000)
@@ -132,16 +132,16 @@ def test_destination_gets_all_events_after_an_outage(world: World) -> None:
         assert sorted(world.file("b")) == sorted(each_other)
         wait_until(lambda: away.refused >= refused + 3, "probes", PATIENCE)
         assert away.most == 1, "one probe at a time"
-        assert lane.batches[-1] <= 1000, "of one request"
+        assert lane.batches[-1] <= 1000, "a probe is one request"
         assert world.ledger("a").delivered == 0
         away.back()
-        world.drained("a")
-    each_once(away.taken, values)
+        world.wait_until_empty("a")
+    assert_each_once(away.taken, values)
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    """What nodes are asked, with its body."""
+def node_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Collect the calls to nodes, with their bodies."""
     found: list[tuple[str, dict[str, Any]]] = []
     act = RemoteNode.act
 
@@ -154,7 +154,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_closed_port_gets_all_events_after_it_opens(world: World) -> None:
-    """Nobody is there to answer with an error: connections are refused."""
+    """Connections are refused, so there is no error response."""
     port = Port(free_port())
     with Pipe(world.node.url, http("a", port, delivery={"max_time": 0.1})) as pipe:
         values = world.send("a", 500)
@@ -163,21 +163,21 @@ def test_closed_port_gets_all_events_after_it_opens(world: World) -> None:
         assert "refused" in str(lane.suspension())
         assert world.ledger("a").delivered == 0
         there = world.destination(port.number)
-        world.drained("a")
-    each_once(there.taken, values)
+        world.wait_until_empty("a")
+    assert_each_once(there.taken, values)
     assert world.ledger("a").delivered == 500
 
 
 def test_idle_lane_makes_one_call(
-    world: World, asked: list[tuple[str, dict[str, Any]]]
+    world: World, node_calls: list[tuple[str, dict[str, Any]]]
 ) -> None:
     lane = Pipe(world.node.url, http("a", world.destination())).lanes["a"]
     assert not lane.turn()
-    assert [kind for kind, _ in asked] == ["unsettled"]
+    assert [kind for kind, _ in node_calls] == ["unsettled"]
 
 
 def test_suspended_lane_reads_no_more_than_a_probe(
-    world: World, asked: list[tuple[str, dict[str, Any]]]
+    world: World, node_calls: list[tuple[str, dict[str, Any]]]
 ) -> None:
     away = world.destination()
     away.away()
@@ -186,9 +186,9 @@ def test_suspended_lane_reads_no_more_than_a_probe(
     lane = Pipe(world.node.url, http("a", away, delivery=knobs)).lanes["a"]
     while lane.turn():
         pass
-    asked.clear()
+    node_calls.clear()
     assert not lane.turn()
-    assert [(kind, body.get("events")) for kind, body in asked] == [
+    assert [(kind, body.get("events")) for kind, body in node_calls] == [
         ("unsettled", 100),
         ("breakers", None),
     ]
@@ -196,7 +196,7 @@ def test_suspended_lane_reads_no_more_than_a_probe(
 
 def test_breakers_of_all_lanes_are_read_in_one_call(
     world: World,
-    asked: list[tuple[str, dict[str, Any]]],
+    node_calls: list[tuple[str, dict[str, Any]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lane, "POLL_SECONDS", 3600.0)
@@ -208,11 +208,11 @@ def test_breakers_of_all_lanes_are_read_in_one_call(
         for ways in ([[DeliveryPath(action="a")]], [[DeliveryPath(action="b")]], [])
     ]
     assert [lane() for lane in lanes] == [None] * 3
-    assert asked == [("breakers", {"actions": ["a", "b"]})]
+    assert node_calls == [("breakers", {"actions": ["a", "b"]})]
 
 
 def test_failing_destination_gets_one_request_at_a_time(world: World) -> None:
-    """The breaker never opens here: the count of failures is enough."""
+    """The breaker never opens here: the number of failures is enough."""
     away = world.destination()
     away.away()
     values = world.send("a", 5000)
@@ -222,9 +222,9 @@ def test_failing_destination_gets_one_request_at_a_time(world: World) -> None:
         wait_until(lambda: len(lane.batches) >= 4, "several batches", PATIENCE)
         assert all(events <= 100 for events in lane.batches[1:]), lane.batches
         away.back()
-        world.drained("a")
-    each_once(away.taken, values)
-    assert max(lane.batches[1:]) > 100, "and then more again"
+        world.wait_until_empty("a")
+    assert_each_once(away.taken, values)
+    assert max(lane.batches[1:]) > 100, "then batches grow again"
 
 
 def test_flapping_destination_loses_no_events(world: World) -> None:
@@ -233,8 +233,8 @@ def test_flapping_destination_loses_no_events(world: World) -> None:
     flapping.refuse = lambda _: Reply(500) if next(turn) % 3 == 1 else None
     values = world.send("a", 8000)
     with Pipe(world.node.url, http("a", flapping, delivery={"batch_events": 100})):
-        world.drained("a")
-    each_once(flapping.taken, values)
+        world.wait_until_empty("a")
+    assert_each_once(flapping.taken, values)
     assert world.ledger("a").delivered == 8000
 
 
@@ -244,8 +244,8 @@ def test_bad_events_become_dead_letters_with_their_reason(world: World) -> None:
     picky.refuse = lambda values: Reply(400, b"no") if poison & set(values) else None
     values = world.send("a", 1000)
     with Pipe(world.node.url, http("a", picky)):
-        world.drained("a")
-    each_once(picky.taken, [value for value in values if value not in poison])
+        world.wait_until_empty("a")
+    assert_each_once(picky.taken, [value for value in values if value not in poison])
     assert set(world.node.values("a.dead")) == poison
     assert (world.ledger("a").delivered, world.ledger("a").dead) == (997, 3)
     found = world.node.queue("a.dead").read(0, 10)
@@ -259,20 +259,20 @@ def test_bad_events_become_dead_letters_with_their_reason(world: World) -> None:
 
 def test_retry_after_of_a_destination_is_respected(world: World) -> None:
     busy = world.destination()
-    asked: list[float] = []
+    node_calls: list[float] = []
 
     def refuse(_: list[bytes]) -> Reply | None:
-        asked.append(time.monotonic())
-        return Reply(429, headers={"Retry-After": "2"}) if len(asked) <= 2 else None
+        node_calls.append(time.monotonic())
+        return Reply(429, headers={"Retry-After": "2"}) if len(node_calls) <= 2 else None
 
     busy.refuse = refuse
     values = world.send("a", 50)
     with Pipe(world.node.url, http("a", busy, delivery={"max_attempts": 1})):
-        world.drained("a")
-    each_once(busy.taken, values)
-    assert asked[1] - asked[0] >= 2
-    assert asked[2] - asked[1] >= 2
-    assert world.node.values("a.dead") == [], "what may be retried is never given up"
+        world.wait_until_empty("a")
+    assert_each_once(busy.taken, values)
+    assert node_calls[1] - node_calls[0] >= 2
+    assert node_calls[2] - node_calls[1] >= 2
+    assert world.node.values("a.dead") == [], "events that may be retried never become dead letters"
 
 
 @pytest.mark.parametrize("ordering", ["strict", "key"])
@@ -284,8 +284,8 @@ def test_order_is_kept_across_failures(world: World, ordering: str) -> None:
     lane = LaneSettings(worker_minimum_events=20)
     delivery = {"ordering": ordering, "batch_events": 5}
     with Pipe(world.node.url, http("a", slow, delivery=delivery, lane=lane)):
-        world.drained("a")
-    each_once(slow.taken, values)
+        world.wait_until_empty("a")
+    assert_each_once(slow.taken, values)
     if ordering == "strict":
         assert slow.taken == values
     for key in range(3):
@@ -300,18 +300,18 @@ def test_second_output_is_used_until_the_first_is_back(world: World) -> None:
     failover = FailoverSettings(output=second, after=0.5)
     values = world.send("a", 200)
     with Pipe(world.node.url, http("a", first, delivery={"failover": failover, **BRIEFLY})):
-        world.drained("a")
+        world.wait_until_empty("a")
         assert sorted(world.file("second")) == sorted(values)
         first.back()
         status = world.node.node.breakers.of("a").gate.get_status
         more: list[bytes] = []
-        while status().state != "closed":  # until one of these is the probe
+        while status().state != "closed":  # Until one of them is the probe.
             more += world.send("a", 1, start=1000 + len(more))
-            world.drained("a")
+            world.wait_until_empty("a")
         last = world.send("a", 10, start=5000)
-        world.drained("a")
+        world.wait_until_empty("a")
     assert set(last) <= set(first.taken)
-    each_once(first.taken + world.file("second"), values + more + last)
+    assert_each_once(first.taken + world.file("second"), values + more + last)
 
 
 def test_new_events_are_delivered_during_a_backlog(world: World) -> None:
@@ -333,25 +333,25 @@ def test_new_events_are_delivered_during_a_backlog(world: World) -> None:
         http("a", slow, delivery={"batch_events": 20, "concurrency": 1}, lane=lane),
         lane=LaneSettings(max_events=10_000),
     ):
-        world.drained("a")
-    each_once(slow.taken, values + fresh)
-    assert hurried.is_set(), "fresh events went before the backlog was through"
+        world.wait_until_empty("a")
+    assert_each_once(slow.taken, values + fresh)
+    assert hurried.is_set(), "new events were delivered before the end of the backlog"
 
 
 def test_try_direct_queues_events_that_fail(world: World) -> None:
     tried = world.destination()
     values = world.send("a", 50)
     with Pipe(world.node.url, http("a", tried, delivery={"mode": "try_direct", **BRIEFLY})):
-        world.drained("a")
+        world.wait_until_empty("a")
         assert world.node.queue("a").end == 0, "the queue was not needed"
-        each_once(tried.taken, values)
+        assert_each_once(tried.taken, values)
         tried.away()
         more = world.send("a", 50, start=50)
         wait_until(lambda: world.node.queue("a").end == 50, "the queue to take it", PATIENCE)
-        world.drained()
+        world.wait_until_empty()
         tried.back()
-        world.drained("a")
-    each_once(tried.taken, values + more)
+        world.wait_until_empty("a")
+    assert_each_once(tried.taken, values + more)
 
 
 def test_action_takes_over_from_a_suspended_action(world: World) -> None:
@@ -359,13 +359,13 @@ def test_action_takes_over_from_a_suspended_action(world: World) -> None:
     values = world.send("a", 20)
     instead = file(world, "b", filter="a", delivery=DeliverySettings(only_when_suspended=True))
     with Pipe(world.node.url, http("a", first, queued=False, delivery=BRIEFLY), instead):
-        world.drained()
-        each_once(first.taken, values)
+        world.wait_until_empty()
+        assert_each_once(first.taken, values)
         assert world.file("b") == []
         first.away()
         more = world.send("a", 20, start=20)
-        world.drained()
-        each_once(world.file("b"), more)
+        world.wait_until_empty()
+        assert_each_once(world.file("b"), more)
         first.back()
 
 
@@ -376,13 +376,13 @@ def test_queue_takes_over_from_a_suspended_action(world: World) -> None:
     settings = DeliverySettings(only_when_suspended=True)
     spare = file(world, "b", queued=True, filter="a", delivery=settings)
     with Pipe(world.node.url, http("a", first, queued=False, delivery=BRIEFLY), spare):
-        world.drained("b")
-    each_once(world.file("b"), values)
+        world.wait_until_empty("b")
+    assert_each_once(world.file("b"), values)
     assert world.node.queue("b").end == 20
 
 
 def test_direct_action_defers_only_its_own_events(world: World) -> None:
-    """An event that it refuses for ever is a dead letter; others get where they belong, once."""
+    """An event that it refuses for good is a dead letter; others arrive once."""
     blocking = world.destination()
     blocking.away()
     values = world.send("a", 30)
@@ -390,17 +390,19 @@ def test_direct_action_defers_only_its_own_events(world: World) -> None:
     with Pipe(world.node.url, http("a", blocking, queued=False), copies) as pipe:
         main = pipe.lanes["main"]
         wait_until(lambda: main.suspension() is not None, "suspension", PATIENCE)
-        assert world.node.queue("b").end == 0, "nothing of an event before all direct ones have it"
+        assert world.node.queue("b").end == 0, (
+            "an event is not queued before all direct actions have it"
+        )
         blocking.refuse = lambda given: Reply(400) if b"a 7" in given else None
-        world.drained("b")
-    each_once(blocking.taken, [value for value in values if value != b"a 7"])
-    each_once(world.file("b"), values)
+        world.wait_until_empty("b")
+    assert_each_once(blocking.taken, [value for value in values if value != b"a 7"])
+    assert_each_once(world.file("b"), values)
     assert world.node.values("a.dead") == [b"a 7"]
     assert world.ledger("main").dead == 1
 
 
-def thrice(**routes: list[list[str]]) -> Change:
-    """Three rows of each event, as a transform makes them, routed as these columns say."""
+def make_three_rows(**routes: list[list[str]]) -> Change:
+    """Make three rows of each event, with the routes in these columns."""
 
     def change(rows: pa.RecordBatch) -> pa.RecordBatch:
         events = rows.num_rows
@@ -416,29 +418,25 @@ def thrice(**routes: list[list[str]]) -> Change:
 
 
 @pytest.mark.parametrize("cut", [None, 1, 2, 5])
-def test_rows_of_a_deferred_event_are_queued_once(
-    world: World, cut: int | None
-) -> None:
-    """Wherever Spark cuts between them."""
+def test_rows_of_a_deferred_event_are_queued_once(world: World, cut: int | None) -> None:
+    """Spark may cut between the rows."""
     blocking = world.destination()
     blocking.away()
     world.node.publish("main", [b"x", b"y"])
     actions = (http("a", blocking, queued=False, delivery=BRIEFLY), file(world, "b", queued=True))
     steps = build_main_steps(PipelineSettings(actions=actions))
-    change = thrice(queue=[["b"], [], ["b"]], **{DIRECT: [[], ["a"], []]})
+    change = make_three_rows(queue=[["b"], [], ["b"]], **{DIRECT: [[], ["a"], []]})
     lane = Loop(world.node.url, "main", LaneSettings(), steps, change, into=["b"], cut=cut)
     wait_until(lambda: lane.turn() and len(lane.batches) >= 3, "several batches", PATIENCE)
     assert (world.node.queue("main").low, world.node.queue("b").end) == (0, 0)
     blocking.back()
     wait_until(lambda: lane.turn() and world.node.queue("main").low == 2, "the rest", PATIENCE)
-    each_once(world.node.values("b"), [b"x.0", b"x.2", b"y.0", b"y.2"])
+    assert_each_once(world.node.values("b"), [b"x.0", b"x.2", b"y.0", b"y.2"])
     assert set(blocking.taken) == {b"x.1", b"y.1"}
 
 
 @pytest.mark.parametrize("cut", [None, 1, 2])
-def test_dead_row_of_a_deferred_event_has_one_dead_letter(
-    world: World, cut: int | None
-) -> None:
+def test_dead_row_of_a_deferred_event_has_one_dead_letter(world: World, cut: int | None) -> None:
     back = threading.Event()
     picky = world.destination()
 
@@ -450,7 +448,7 @@ def test_dead_row_of_a_deferred_event_has_one_dead_letter(
     picky.refuse = refuse
     world.node.publish("a", [b"x"])
     step = build_lane_step(http("a", picky, delivery={"batch_events": 1, **BRIEFLY}))
-    lane = Loop(world.node.url, "a", LaneSettings(), [step], thrice(), cut=cut)
+    lane = Loop(world.node.url, "a", LaneSettings(), [step], make_three_rows(), cut=cut)
     wait_until(lambda: lane.turn() and len(lane.batches) >= 3, "several batches", PATIENCE)
     assert world.node.values("a.dead") == []
     back.set()
@@ -460,7 +458,7 @@ def test_dead_row_of_a_deferred_event_has_one_dead_letter(
 
 
 def test_full_queue_causes_no_repeated_delivery(tmp_path: Path) -> None:
-    """The main lane takes no more than goes into all queues, and the rest once there is room."""
+    """The main lane reads no more events than all queues have room for."""
     queues: dict[str, dict[str, Any]] = {
         "main": {},
         "b": {"size": 50},
@@ -480,10 +478,10 @@ def test_full_queue_causes_no_repeated_delivery(tmp_path: Path) -> None:
             assert len(set(world.file("a"))) == len(world.file("a")) == 50
             wait_until(lambda: why(main) == "queue 'b' is full", "it to be said", PATIENCE)
             away.back()
-            world.drained("b")
+            world.wait_until_empty("b")
             wait_until(lambda: why(main) is None, "it to be said no more", PATIENCE)
-        each_once(world.file("a"), values)
-        each_once(away.taken, values)
+        assert_each_once(world.file("a"), values)
+        assert_each_once(away.taken, values)
         assert not pipe.errors
 
 
@@ -502,13 +500,13 @@ def test_slow_destination_gets_small_batches(world: World) -> None:
     values = world.send("a", 600)
     settings = {"max_time": 0.3, "batch_events": 10, "concurrency": 1}
     with Pipe(world.node.url, http("a", slow, delivery=settings)) as pipe:
-        world.drained("a")
-    each_once(slow.taken, values)
+        world.wait_until_empty("a")
+    assert_each_once(slow.taken, values)
     assert pipe.lanes["a"].batches[1] < 600
 
 
 def test_superseded_run_settles_nothing(world: World) -> None:
-    """As after a driver was thought dead: another one has done its batch meanwhile."""
+    """Another driver has run the batch, because this one was taken for dead."""
     taken = world.destination()
     action = http("a", taken)
     world.node.publish("a", [b"a 0"], keys=["a-0"])
@@ -522,11 +520,11 @@ def test_superseded_run_settles_nothing(world: World) -> None:
     with pytest.raises(LaneTaken, match="was restarted"):
         late.turn()
     assert world.ledger("a").delivered == 1
-    assert set(taken.taken) == {b"a 0"}, "to a destination it may come twice"
+    assert set(taken.taken) == {b"a 0"}, "a destination may get it twice"
 
 
 def test_node_that_is_away_delays_only_its_events(tmp_path: Path) -> None:
-    """Its events come, each once, when it is back; the breaker moves to the other meanwhile."""
+    """Its events arrive once when it is back; until then, the other node keeps the breakers."""
     queues: dict[str, dict[str, Any]] = {name: {} for name in ("main", "a", "a.dead")}
     with ExitStack() as opened:
         nodes = [opened.enter_context(serving(tmp_path / name, queues)) for name in "xy"]

@@ -1,4 +1,4 @@
-"""Is a lane's batch planned from what is left, shared well, and only while it may be sent?"""
+"""Planning of a lane's batches: selection of events, division into tasks, suspension."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from turnlane.spark.steps import (
 scattered = st.lists(
     st.tuples(st.integers(1, 5000), st.integers(1, 50)), min_size=1, max_size=30
 ).map(lambda pairs: _spans(pairs))  # noqa: PLW0108 - defined below
-"""Spans, by the gaps before them and their lengths."""
+"""Spans, made of the gaps before them and their lengths."""
 
 
 def _spans(pairs: list[tuple[int, int]]) -> list[Span]:
@@ -52,7 +52,9 @@ class TestTaskSpans:
         st.integers(1, 8),
         st.integers(1, 200),
     )
-    def test_tasks_have_all_events_once_in_order(self, batch: dict[int, list[Span]], most: int, per: int) -> None:
+    def test_tasks_have_all_events_once_in_order(
+        self, batch: dict[int, list[Span]], most: int, per: int
+    ) -> None:
         shares = split_into_tasks(batch, Ordering.NONE, at_most=most, per=per)
         for node, spans in batch.items():
             mine = [
@@ -78,7 +80,7 @@ class TestTaskSpans:
     @given(scattered)
     def test_spans_are_read_in_few_ranges_without_other_events(self, spans: list[Span]) -> None:
         read = list(merge_near_spans(spans))
-        assert read == list(RangeSet(read)), "in order, and apart"
+        assert read == list(RangeSet(read)), "in order, and disjoint"
         found = [
             first + int(at)
             for first, end in read
@@ -129,7 +131,7 @@ class TestBatchSize:
 
     def test_size_grows_after_quick_batches(self) -> None:
         slow = self.FIRST.adjust(1_000_000, 999_990, 10.0)
-        assert slow.events == 1000, "but one send is always possible"
+        assert slow.events == 1000, "at least one send is always possible"
         sizes = []
         for _ in range(6):
             slow = slow.adjust(slow.events, 0, 0.5)
@@ -141,7 +143,7 @@ class TestBatchSize:
         assert self.FIRST.adjust(100, 0, 4.0) == self.FIRST
 
 
-def way(action: str, after: float = 0.0) -> DeliveryPath:
+def path(action: str, after: float = 0.0) -> DeliveryPath:
     return DeliveryPath(action=action, after=after)
 
 
@@ -151,36 +153,40 @@ def breaker(state: str = "closed", wait: float = 0.0, **more: Any) -> dict[str, 
 
 class TestSuspension:
     def test_unknown_breakers_do_not_suspend(self) -> None:
-        assert find_suspension([[way("a")]], {}) == Suspension(0.0)
+        assert find_suspension([[path("a")]], {}) == Suspension(0.0)
         assert find_suspension([], {}) == Suspension(0.0)
 
     def test_backoff_waits_without_a_reason(self) -> None:
-        assert find_suspension([[way("a")]], {"a": breaker(wait=2.0)}) == Suspension(2.0)
+        assert find_suspension([[path("a")]], {"a": breaker(wait=2.0)}) == Suspension(2.0)
 
     def test_open_breaker_suspends_the_lane(self) -> None:
         found = find_suspension(
-            [[way("a")], [way("b")]], {"a": breaker("open", 12.0), "b": breaker()}
+            [[path("a")], [path("b")]], {"a": breaker("open", 12.0), "b": breaker()}
         )
         assert found == Suspension(12.0, is_probe=False, why="a: refused")
 
     def test_half_open_breaker_allows_a_probe(self) -> None:
-        found = find_suspension([[way("a")]], {"a": breaker("half_open")})
+        found = find_suspension([[path("a")]], {"a": breaker("half_open")})
         assert found == Suspension(0.0, is_probe=True, why="a: refused")
 
     def test_failures_allow_only_a_probe(self) -> None:
         failing = {"a": breaker(failures=2), "b": breaker()}
-        assert find_suspension([[way("a")], [way("b")]], failing) == Suspension(0.0, is_probe=True)
-        assert find_suspension([[way("a"), way("b")]], failing) == Suspension(0.0), "b is free"
+        assert find_suspension([[path("a")], [path("b")]], failing) == Suspension(
+            0.0, is_probe=True
+        )
+        assert find_suspension([[path("a"), path("b")]], failing) == Suspension(0.0), (
+            "the path of b is open"
+        )
 
     def test_open_alternative_path_avoids_suspension(self) -> None:
-        lane = [[way("a"), way("b")]]
+        lane = [[path("a"), path("b")]]
         away = {"a": breaker("open", 12.0)}
         assert find_suspension(lane, away) == Suspension(0.0)
         both = away | {"b": breaker("open", 3.0)}
         assert find_suspension(lane, both) == Suspension(3.0, why="a: refused")
 
     def test_second_output_is_used_after_the_first_was_away_long_enough(self) -> None:
-        lane = [[way("a"), way("a.failover", after=60.0)]]
+        lane = [[path("a"), path("a.failover", after=60.0)]]
         early = {"a": breaker("open", 30.0, open_for=50.0)}
         assert find_suspension(lane, early) == Suspension(10.0, why="a: refused")
         late = {"a": breaker("open", 30.0, open_for=60.0)}
@@ -188,7 +194,7 @@ class TestSuspension:
         assert find_suspension(lane, {"a": breaker(wait=1.0)}) == Suspension(1.0)
 
     def test_second_output_depends_on_its_own_first_output(self) -> None:
-        lane = [[way("a"), way("b"), way("b.failover", after=60.0)]]
+        lane = [[path("a"), path("b"), path("b.failover", after=60.0)]]
         away = {"a": breaker("open", 30.0, open_for=500.0)}
         early = away | {"b": breaker("open", 30.0, open_for=5.0)}
         assert find_suspension(lane, early) == Suspension(30.0, why="a: refused")
@@ -207,14 +213,16 @@ class TestSteps:
             LaneStep(action="e", source_queue="main", queue="e", only_when_suspended=True),
             LaneStep(action="f", source_queue="main", output={}),
         ]
-        expected = [[way("a"), way("a.failover", 9.0), way("b")], [way("f")]]
+        expected = [[path("a"), path("a.failover", 9.0), path("b")], [path("f")]]
         assert list_required_paths(steps) == expected
 
     @pytest.mark.parametrize(
         ("orders", "expected"),
         [([], "none"), (["none", "key"], "key"), (["strict", "key"], "strict")],
     )
-    def test_strictest_ordering_of_all_steps_applies(self, orders: list[str], expected: str) -> None:
+    def test_strictest_ordering_of_all_steps_applies(
+        self, orders: list[str], expected: str
+    ) -> None:
         steps = [
             LaneStep(
                 action=each, source_queue="main", delivery=DeliverySettings(ordering=Ordering(each))

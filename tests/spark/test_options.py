@@ -1,4 +1,4 @@
-"""Do wrong options fail at once, with the option's name and what is allowed?"""
+"""Invalid options fail at once, with the option's name and the allowed values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def test_offsets_by_node_are_parsed() -> None:
         ({"startingOffsets": "{0: 1}"}, "^startingOffsets: .*JSON"),
         ({"startingOffsets": '{"0": "1"}'}, "^startingOffsets: .*JSON"),
         ({"startingOffsets": "[1]"}, "^startingOffsets: .*JSON"),
-        ({"endpoint": "http://x"}, "^endpoint: 'http://x' is not the URL of a node; write turnlane://"),
+        (
+            {"endpoint": "http://x"},
+            "^endpoint: 'http://x' is not the URL of a node; write turnlane://",
+        ),
         ({"tlsCert": "c.pem"}, "^tlsCert: and tlsKey belong together"),
         ({"maxOffsetsPerTrigger": "0"}, "maxOffsetsPerTrigger: must be at least 1"),
         ({"maxOffsetsPerTrigger": "many"}, "maxOffsetsPerTrigger: must be a whole number"),
@@ -122,7 +125,7 @@ def test_options_of_lanes_are_refused_for_others() -> None:
 @pytest.mark.parametrize("kind", [SourceOptions, ReadOptions, WriteOptions])
 def test_every_option_is_documented(kind: type[Options]) -> None:
     page = PAGE.read_text()
-    missing = [row for row in map(row_of, kind.model_fields.values()) if row not in page]
+    missing = [row for row in map(format_row, kind.model_fields.values()) if row not in page]
     assert not missing, "\n".join(missing)
 
 
@@ -133,17 +136,17 @@ def test_every_column_is_documented() -> None:
         assert f"| `{name}` | {kind} |" in page
 
 
-def row_of(field: FieldInfo) -> str:
-    """An option's row in the table of options."""
-    return f"| `{field.alias}` | {default_of(field)} | {field.description} |"
+def format_row(field: FieldInfo) -> str:
+    """Return an option's row in the documentation."""
+    return f"| `{field.alias}` | {format_default(field)} | {field.description} |"
 
 
-def default_of(field: FieldInfo) -> str:
+def format_default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     if field.default_factory is not None:
-        return ""  # the description says where it is from
-    match field.get_default():  # one that is found out is told in words
+        return ""  # The description names the default.
+    match field.get_default():  # A computed default is described in words.
         case None:
             return ""
         case bool() as value:

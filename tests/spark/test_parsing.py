@@ -1,4 +1,4 @@
-"""The parse stage on real Spark: columns are right, and nothing that comes in is lost."""
+"""The parse stage on real Spark: columns are correct, and no event is lost."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ def events(
     return spark.createDataFrame(rows, SCHEMA)
 
 
-def rows_of(df: DataFrame) -> list[dict[str, Any]]:
+def collect_rows(df: DataFrame) -> list[dict[str, Any]]:
     return [row.asDict() for row in df.collect()]
 
 
-def settings_of(**knobs: Any) -> ParseSettings:
+def make_settings(**knobs: Any) -> ParseSettings:
     return ParseSettings.model_validate(knobs)
 
 
-# ── syslog ──────────────────────────────────────────────────────────────────────────────────────
+# ── syslog ──
 
 
 def check_syslog(
     spark: SparkSession, values: Sequence[bytes | None], *, lenient: bool = False
 ) -> None:
-    found = rows_of(parse_events(events(spark, values), SYSLOG))
+    found = collect_rows(parse_events(events(spark, values), SYSLOG))
     assert len(found) == len(values)
     for value, row in zip(values, found, strict=True):
         assert row["value"] == value
@@ -71,7 +71,7 @@ def check_syslog(
         if got["time"] is not None:
             got["time"] = got["time"].astimezone(UTC)
         if lenient and wanted["parse_error"] == "time":
-            # Spark reads a few more ways to write a time than RFC 5424 allows.
+            # Spark accepts a few more forms of a time than RFC 5424.
             got["time"] = wanted["time"]
             got["parse_error"] = "time"
         why, error = wanted.pop("parse_error"), got.pop("parse_error")
@@ -89,18 +89,18 @@ def test_syslog_agrees_with_a_plain_parser_on_damaged_messages(
     spark: SparkSession, seed: int
 ) -> None:
     choice = random.Random(seed)
-    texts = [mutilated(choice) for _ in range(1500)]
+    texts = [damage_message(choice) for _ in range(1500)]
     check_syslog(spark, [text.encode() for text in texts if "0000" not in text], lenient=True)
 
 
-def mutilated(choice: random.Random) -> str:
+def damage_message(choice: random.Random) -> str:
     text = choice.choice(SAMPLES)
     if choice.random() < 0.2:
         other = choice.choice(SAMPLES)
         text = text[: choice.randrange(len(text) + 1)] + other[choice.randrange(len(other) + 1) :]
     for _ in range(choice.randrange(1, 4)):
         at = choice.randrange(len(text) + 1)
-        # Mostly near the start, where the grammar is.
+        # Mostly near the start, where the header is.
         at = at if choice.random() < 0.4 else min(at, choice.randrange(40))
         text = (
             text[:at]
@@ -112,14 +112,14 @@ def mutilated(choice: random.Random) -> str:
 
 def test_line_may_end_after_nil_structured_data(spark: SparkSession) -> None:
     check_syslog(spark, [b"<13>1 - h a p m -\n", b"<13>1 - h a p m -\nx", b"<13>1 - h a p m -x"])
-    (row,) = rows_of(parse_events(events(spark, [b"<13>1 - h a p m -\n"]), SYSLOG))
+    (row,) = collect_rows(parse_events(events(spark, [b"<13>1 - h a p m -\n"]), SYSLOG))
     assert (row["structured_data"], row["message"], row["parse_error"]) == (None, "", None)
 
 
 def test_syslog_severity_comes_from_the_message(spark: SparkSession) -> None:
     values = [b"<0>a: b", b"Oct 11 22:14:15 h a: b", b"nothing", b"<999>x"]
     found = parse_events(events(spark, values, severity=5), SYSLOG)
-    assert [row["severity"] for row in rows_of(found)] == [0, 5, 5, 5]
+    assert [row["severity"] for row in collect_rows(found)] == [0, 5, 5, 5]
     assert dict(found.dtypes)["severity"] == "tinyint"
 
 
@@ -130,10 +130,10 @@ def test_syslog_time_without_a_zone_uses_the_configured_zone(spark: SparkSession
         b"<1>2025-07-01T12:00:00Z h a: b", b"<1>2025-07-01T12:00:00+0200 h a: b",
         b"<1>7: Jan  1 00:30:00 UTC: %A-1-B: c",
     ]  # fmt: skip
-    berlin = settings_of(format="syslog", time_zone="Europe/Berlin")
+    berlin = make_settings(format="syslog", time_zone="Europe/Berlin")
     zone = ZoneInfo("Europe/Berlin")
     for value, row in zip(
-        values, rows_of(parse_events(events(spark, values), berlin)), strict=True
+        values, collect_rows(parse_events(events(spark, values), berlin)), strict=True
     ):
         assert row["time"].astimezone(UTC) == reference.parse(value, ARRIVAL, zone)["time"], value
 
@@ -169,13 +169,13 @@ def test_priority_columns_are_the_same_with_and_without_the_others(spark: SparkS
     alone = parse_events(source, SYSLOG, {"severity", "facility", "value"})
     assert set(alone.columns) == {*source.columns, "facility"}
     whole = parse_events(source, SYSLOG).select(alone.columns)
-    assert rows_of(alone) == rows_of(whole)
-    for value, row in zip(values, rows_of(alone), strict=True):
+    assert collect_rows(alone) == collect_rows(whole)
+    for value, row in zip(values, collect_rows(alone), strict=True):
         assert row["facility"] == reference.parse(value, ARRIVAL)["facility"], value
 
 
 def test_priority_column_gives_the_same_result_as_the_message(spark: SparkSession) -> None:
-    """By the column, not by Spark: it is all that a lane by severity looks at."""
+    """The column replaces the message: a lane that filters by severity reads nothing else."""
     odd = [b"<1\xff>", b"<13\xc3\xa9>", b"<", b"<>", b"", b"<1 >", b"<+1>", b"<0001>", b"<7"]
     values: Any = [None, *odd, *(text.encode() for text in SAMPLES), *NO_UTF_8]
     source = events(spark, values, severity=5)
@@ -185,10 +185,10 @@ def test_priority_column_gives_the_same_result_as_the_message(spark: SparkSessio
     known = spark.createDataFrame(rows, schema)
     by_column = parse_events(known, SYSLOG, {"severity", "facility"})
     by_spark = parse_events(source, SYSLOG, {"severity", "facility"})
-    assert rows_of(by_column) == rows_of(by_spark.select(by_column.columns))
+    assert collect_rows(by_column) == collect_rows(by_spark.select(by_column.columns))
 
 
-# ── regex ───────────────────────────────────────────────────────────────────────────────────────
+# ── regex ──
 
 
 def test_regex_groups_become_columns(spark: SparkSession) -> None:
@@ -197,9 +197,9 @@ def test_regex_groups_become_columns(spark: SparkSession) -> None:
         b"10.0.0.1 ann [today] GET /", b"10.0.0.1 - [today]", b"no match", None, b"",
         b"10.0.0.1 ann [to\x1fday] GET\x1f/", b"\x1f\x1f\x1f\x1f\x1f", b"1 - [\xff]",
     ]  # fmt: skip
-    df = parse_events(events(spark, values), settings_of(format="regex", pattern=pattern))
+    df = parse_events(events(spark, values), make_settings(format="regex", pattern=pattern))
     names = ("ip", "user_name", "day", "rest", "parse_error")
-    assert [tuple(row[name] for name in names) for row in rows_of(df)] == [
+    assert [tuple(row[name] for name in names) for row in collect_rows(df)] == [
         ("10.0.0.1", "ann", "today", " GET /", None),
         ("10.0.0.1", None, "today", None, None),
         (None, None, None, None, "the pattern does not match"),
@@ -215,27 +215,27 @@ def test_regex_uses_the_first_match_anywhere(spark: SparkSession) -> None:
     pattern = r"(?<number>\d+)(?<unit>ms|s)\b|(?<word>never)"
     df = parse_events(
         events(spark, [b"took 12ms not 3s\n", b"a\nnever 5"]),
-        settings_of(format="regex", pattern=pattern),
+        make_settings(format="regex", pattern=pattern),
     )
-    found = [(row["number"], row["unit"], row["word"]) for row in rows_of(df)]
+    found = [(row["number"], row["unit"], row["word"]) for row in collect_rows(df)]
     assert found == [("12", "ms", None), (None, None, "never")]
 
 
 def test_regex_may_have_comments(spark: SparkSession) -> None:
     pattern = r"(?x) (?<number> \d+ ) # a number"
     df = parse_events(
-        events(spark, [b"a 12 b", b"a"]), settings_of(format="regex", pattern=pattern)
+        events(spark, [b"a 12 b", b"a"]), make_settings(format="regex", pattern=pattern)
     )
-    assert [row["number"] for row in rows_of(df)] == ["12", None]
+    assert [row["number"] for row in collect_rows(df)] == ["12", None]
 
 
 def test_pattern_that_java_refuses_is_a_configuration_error(spark: SparkSession) -> None:
-    settings = settings_of(format="regex", pattern=r"(?<a>x{2,1})")
+    settings = make_settings(format="regex", pattern=r"(?<a>x{2,1})")
     with pytest.raises(ConfigError, match=r"parse\.pattern: Java does not take"):
         parse_events(events(spark, [b"x"]), settings)
 
 
-# ── json, otlp, none ────────────────────────────────────────────────────────────────────────────
+# ── json, otlp, none ──
 
 
 def test_json_becomes_a_variant_with_picked_columns(spark: SparkSession) -> None:
@@ -244,9 +244,11 @@ def test_json_becomes_a_variant_with_picked_columns(spark: SparkSession) -> None
         b'{"http": {"status": "x"}}', b"[1]", b"null", b"", b"{", None, b'{"a": "\xff"}',
     ]  # fmt: skip
     picked = {"status": "http.status::int", "tag": "tags[1]", "odd": "['odd key']::bigint"}
-    df = parse_events(events(spark, values), settings_of(format="json", columns=picked))
+    df = parse_events(events(spark, values), make_settings(format="json", columns=picked))
     assert dict(df.dtypes)["data"] == "variant"
-    rows = rows_of(df.selectExpr("status", "tag", "odd", "parse_error", "to_json(data) AS data"))
+    rows = collect_rows(
+        df.selectExpr("status", "tag", "odd", "parse_error", "to_json(data) AS data")
+    )
     assert [(row["status"], row["tag"], row["odd"]) for row in rows[:3]] == [
         (503, "b", 1), (None, None, None), (None, None, None),
     ]  # fmt: skip
@@ -262,8 +264,10 @@ def test_text_after_the_json_is_a_parse_error(spark: SparkSession) -> None:
     good = [b'{"a":1}', b' {"a":1}\n', b'\xef\xbb\xbf{"a":1}', b"null", b"[1,2]", b'"x"', b"1"]
     bad = [b'{"a":1} trailing', b'{"a":1}\n{"a":2}', b'{"a":1},{"a":2}', b'{"a":1}}', b'{"a":1}]']
     bad += [b"1 2", b"[1],[2]", b"", b" ", b'{"a":1,"a":2}']
-    df = parse_events(events(spark, [*good, *bad]), settings_of(format="json"))
-    rows = rows_of(df.selectExpr("to_json(data) AS data", "data IS NULL AS gone", "parse_error"))
+    df = parse_events(events(spark, [*good, *bad]), make_settings(format="json"))
+    rows = collect_rows(
+        df.selectExpr("to_json(data) AS data", "data IS NULL AS gone", "parse_error")
+    )
     whole = ['{"a":1}'] * 3 + ["null", "[1,2]", '"x"', "1"]
     assert [row["data"] for row in rows[: len(good)]] == whole
     assert not any(row["gone"] or row["parse_error"] for row in rows[: len(good)])
@@ -275,9 +279,9 @@ def test_otlp_record_becomes_columns(spark: SparkSession) -> None:
     values, signals = telemetry(9)
     headers: list[dict[str, str] | None] = [{"signal": signal} for signal in signals]
     df = parse_events(
-        events(spark, [*values, b"\xff"], [*headers, None]), settings_of(format="otlp")
+        events(spark, [*values, b"\xff"], [*headers, None]), make_settings(format="otlp")
     )
-    rows = rows_of(df)
+    rows = collect_rows(df)
     for value, signal, row in zip(values, signals, rows[:-1], strict=True):
         row["attributes"] = list(row["attributes"].items())
         row["resource"] = list(row["resource"].items())
@@ -290,7 +294,7 @@ def test_otlp_record_becomes_columns(spark: SparkSession) -> None:
 
 def test_otlp_without_headers_names_the_missing_option(spark: SparkSession) -> None:
     with pytest.raises(ConfigError, match="includeHeaders"):
-        parse_events(events(spark, [b""]).drop("headers"), settings_of(format="otlp"))
+        parse_events(events(spark, [b""]).drop("headers"), make_settings(format="otlp"))
 
 
 def test_format_none_does_not_change_events(spark: SparkSession) -> None:
@@ -313,7 +317,7 @@ def test_parsed_streams_keep_the_columns_of_events(
 ) -> None:
     events(spark, [b"<1>a: b", None, b"{}"]).write.parquet(str(tmp_path / "in"))
     stream = spark.readStream.schema(SCHEMA).parquet(str(tmp_path / "in"))
-    df = parse_events(stream, settings_of(**knobs))
+    df = parse_events(stream, make_settings(**knobs))
     types = dict(df.dtypes)
     assert {name: types[name] for name in stream.columns} == dict(stream.dtypes)
     assert types["parse_error"] == "string"

@@ -1,4 +1,4 @@
-"""Is everything of an event in its payload, also bytes that are no text?"""
+"""A payload has all of an event, also bytes that are no text."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def test_utf8_bytes_are_text_in_json(spark: SparkSession, value: bytes) -> None:
 
 
 @pytest.mark.parametrize("value", NO_TEXT, ids=lambda value: value[:6].hex())
-def test_other_bytes_are_base64_under_another_name(
-    spark: SparkSession, value: bytes
-) -> None:
+def test_other_bytes_are_base64_under_another_name(spark: SparkSession, value: bytes) -> None:
     encoded = base64.b64encode(value).decode()
     assert payloads(events(spark, value)) == [{"value_base64": encoded, "key": "k"}]
 

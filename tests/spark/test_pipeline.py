@@ -1,4 +1,4 @@
-"""Does every event get where its filter says, once, whatever another lane does?"""
+"""Each event goes where its filter says, once, independently of other lanes."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def queue(name: str) -> QueueSettings:
 
 
 def messages(first: int, end: int) -> list[bytes]:
-    """Syslog, of every severity in turn."""
+    """Return syslog messages with each severity in turn."""
     head = b"<%d>1 2026-11-16T05:00:00Z host app - - - message %d"
     return [head % (8 + number % 8, number) for number in range(first, end)]
 
 
 def numbers(path: Path) -> list[int]:
-    """Which messages are in a file of JSON lines."""
+    """Return the messages in a file of JSON lines."""
     if not path.exists():
         return []
     lines = path.read_text().splitlines()
@@ -73,18 +73,18 @@ def make(spark: SparkSession, node: Served, tmp_path: Path) -> Iterator[Make]:
         each.stop()
 
 
-def drained(node: Served, *queues: str) -> Callable[[], bool]:
+def wait_until_empty(node: Served, *queues: str) -> Callable[[], bool]:
     return lambda: all(node.queue(name).low == node.queue(name).end > 0 for name in queues)
 
 
-def to_file(path: Path) -> FileOutputSettings:
+def make_file_output(path: Path) -> FileOutputSettings:
     return FileOutputSettings(type="file", path=path)
 
 
 def test_each_action_gets_the_events_of_its_filter(
     spark: SparkSession, node: Served, make: Make, tmp_path: Path
 ) -> None:
-    """Direct, queued, discarding, any Spark sink, and SQL with state, all in one pipeline."""
+    """A pipeline with direct, queued and discarding actions, a Spark sink, and SQL with state."""
     counting = (
         "SELECT severity, count(*) AS events FROM events "
         "GROUP BY window(timestamp, '1 hour'), severity"
@@ -95,9 +95,9 @@ def test_each_action_gets_the_events_of_its_filter(
             name="alerts",
             filter="severity <= 3",
             queue=queue("alerts"),
-            output=to_file(tmp_path / "alerts"),
+            output=make_file_output(tmp_path / "alerts"),
         ),
-        ActionSettings(name="all", output=to_file(tmp_path / "all")),
+        ActionSettings(name="all", output=make_file_output(tmp_path / "all")),
         ActionSettings(
             name="archive",
             queue=queue("archive"),
@@ -113,19 +113,21 @@ def test_each_action_gets_the_events_of_its_filter(
             sql=counting,
             watermark=60.0,
             output_mode="update",
-            output=to_file(tmp_path / "counts"),
+            output=make_file_output(tmp_path / "counts"),
         ),
     )
     assert len(pipeline.status()) == 0
     listeners = len(spark.streams._jsqm.listListeners())
     node.publish("main", messages(0, 800))
     pipeline.start()
-    assert len(pipeline.status()) == 1 + 3, "the main lane, and one for every action with a queue"
-    wait_until(drained(node, "main", "alerts", "archive", "counts"), "all lanes", PATIENCE)
+    assert len(pipeline.status()) == 1 + 3, (
+        "the main lane and one lane for each action with a queue"
+    )
+    wait_until(wait_until_empty(node, "main", "alerts", "archive", "counts"), "all lanes", PATIENCE)
     pipeline.stop()
     kept = [number for number in range(800) if number % 8 != 7]
     assert sorted(numbers(tmp_path / "alerts")) == [n for n in range(800) if n % 8 <= 3]
-    assert sorted(numbers(tmp_path / "all")) == kept, "what was discarded before is not here"
+    assert sorted(numbers(tmp_path / "all")) == kept, "events discarded before are missing"
     archive = spark.read.parquet(str(tmp_path / "archive"))
     assert sorted(int(row.message.split()[1]) for row in archive.collect()) == kept
     totals: Counter[int] = Counter()
@@ -134,14 +136,14 @@ def test_each_action_gets_the_events_of_its_filter(
         totals[row["severity"]] = max(totals[row["severity"]], row["events"])
     assert totals == {0: 100, 1: 100}
     rows = {status.name: status.rows for status in pipeline.status()}
-    assert rows == {"main": 800, "alerts": 400, "archive": 700, "counts": 200}, "all are counted"
-    assert len(spark.streams._jsqm.listListeners()) == listeners, "nobody listens any more"
+    assert rows == {"main": 800, "alerts": 400, "archive": 700, "counts": 200}, (
+        "all events are counted"
+    )
+    assert len(spark.streams._jsqm.listListeners()) == listeners, "there are no listeners left"
 
 
-def test_raw_outputs_get_values_with_any_filter(
-    node: Served, make: Make, tmp_path: Path
-) -> None:
-    """Nothing but the filters reads what parsing makes: queues keep the events alone."""
+def test_raw_outputs_get_values_with_any_filter(node: Served, make: Make, tmp_path: Path) -> None:
+    """Only filters read parsed columns: queues store the raw events."""
     raw = {
         name: FileOutputSettings(type="file", path=tmp_path / name, format="raw")
         for name in ("alerts", "archive", "direct")
@@ -159,7 +161,7 @@ def test_raw_outputs_get_values_with_any_filter(
     sent = messages(0, 80)
     node.publish("main", sent)
     pipeline.start()
-    wait_until(drained(node, "main", "alerts", "archive"), "all lanes", PATIENCE)
+    wait_until(wait_until_empty(node, "main", "alerts", "archive"), "all lanes", PATIENCE)
     pipeline.stop()
     for name, most in (("alerts", 3), ("archive", 5), ("direct", 7)):
         lines = (tmp_path / name).read_bytes().splitlines()
@@ -167,27 +169,27 @@ def test_raw_outputs_get_values_with_any_filter(
     assert "app_name" not in node.queue("archive").types
 
 
-def test_binary_values_are_complete_in_json_files(
-    node: Served, make: Make, tmp_path: Path
-) -> None:
-    """From the main lane, and from a lane of its own."""
+def test_binary_values_are_complete_in_json_files(node: Served, make: Make, tmp_path: Path) -> None:
+    """Written by the main lane, and by a lane of its own."""
     sent = [b"\xff\xfe\x00abc", b"plain", bytes(range(256))]
     pipeline = make(
-        ActionSettings(name="all", output=to_file(tmp_path / "all")),
-        ActionSettings(name="alerts", queue=queue("alerts"), output=to_file(tmp_path / "alerts")),
+        ActionSettings(name="all", output=make_file_output(tmp_path / "all")),
+        ActionSettings(
+            name="alerts", queue=queue("alerts"), output=make_file_output(tmp_path / "alerts")
+        ),
         parse="none",
     )
     node.publish("main", sent)
     pipeline.start()
-    wait_until(drained(node, "main", "alerts"), "all lanes", PATIENCE)
+    wait_until(wait_until_empty(node, "main", "alerts"), "all lanes", PATIENCE)
     pipeline.stop()
     for name in ("all", "alerts"):
         rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-        assert sorted(map(value_of, rows)) == sorted(sent)
+        assert sorted(map(get_value, rows)) == sorted(sent)
         assert [row["value"] for row in rows if "value" in row] == ["plain"]
 
 
-def value_of(row: dict[str, str]) -> bytes:
+def get_value(row: dict[str, str]) -> bytes:
     text = row.get("value")
     return b64decode(row["value_base64"]) if text is None else text.encode()
 
@@ -196,14 +198,14 @@ def value_of(row: dict[str, str]) -> bytes:
 def test_pipeline_that_only_discards_settles_all_events(
     node: Served, make: Make, condition: str | None
 ) -> None:
-    """What no filter names goes nowhere, either."""
+    """Events that no filter takes are settled as well."""
     nowhere = OutputSettings(type="discard")
     pipeline = make(ActionSettings(name="noise", filter=condition, output=nowhere))
     node.publish("main", messages(0, 80))
     pipeline.start()
-    wait_until(drained(node, "main"), "the main lane", PATIENCE)
+    wait_until(wait_until_empty(node, "main"), "the main lane", PATIENCE)
     node.publish("main", messages(80, 100))
-    wait_until(drained(node, "main"), "its next batch", PATIENCE)
+    wait_until(wait_until_empty(node, "main"), "its next batch", PATIENCE)
     pipeline.stop()
     ledger = node.queue("main").stats().ledger
     assert ledger.adds_up
@@ -211,7 +213,7 @@ def test_pipeline_that_only_discards_settles_all_events(
 
 
 def archive(path: Path) -> ActionSettings:
-    """Files that are only written with the checkpoint that they were begun with."""
+    """A sink of files that needs the checkpoint with which it was started."""
     return ActionSettings(
         name="archive",
         queue=queue("archive"),
@@ -227,7 +229,7 @@ def test_checkpoint_given_as_a_path_is_found_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As it was before, and in a directory with a name that means something else in addresses."""
+    """Also in a directory whose name contains characters that URIs escape."""
     odd = tmp_path / "checkpoints of ü#1?50%20"
     settings = make(archive(tmp_path / "archive"))._settings
     for at, given in enumerate((str, to_spark_uri)):
@@ -255,7 +257,7 @@ def test_checkpoints_are_local_with_any_default_file_system(
     node.publish("main", messages(0, 8))
     with override_settings(spark, {"fs.defaultFS": "nowhere://far/"}):
         pipeline.start()
-        wait_until(drained(node, "main", "archive"), "all lanes", PATIENCE)
+        wait_until(wait_until_empty(node, "main", "archive"), "all lanes", PATIENCE)
         pipeline.stop()
     assert any((tmp_path / "checkpoints").glob("archive-*/commits/0"))
 
@@ -266,20 +268,20 @@ def test_unparsed_events_become_dead_letters_and_lanes_read_json(
     raw = FileOutputSettings(type="file", path=tmp_path / "raw", format="raw")
     pipeline = make(
         ActionSettings(name="raw", output=raw),
-        ActionSettings(name="all", output=to_file(tmp_path / "all")),
+        ActionSettings(name="all", output=make_file_output(tmp_path / "all")),
         ActionSettings(
             name="alerts",
             filter="try_variant_get(data, '$.level', 'int') > 1",
             queue=queue("alerts"),
             sql="SELECT data:level::int AS level, data:text::string AS text FROM events",
-            output=to_file(tmp_path / "alerts"),
+            output=make_file_output(tmp_path / "alerts"),
         ),
         parse={"format": "json", "on_error": "dead"},
     )
     good = [b'{"level": 1, "text": "one"}', b'{"level": 2, "text": "two"}']
     node.publish("main", [*good, b"no json"])
     pipeline.start()
-    wait_until(drained(node, "main", "alerts"), "the lanes", PATIENCE)
+    wait_until(wait_until_empty(node, "main", "alerts"), "the lanes", PATIENCE)
     pipeline.stop()
     assert (tmp_path / "raw").read_bytes().splitlines() == good
     lines = [json.loads(line) for line in (tmp_path / "all").read_text().splitlines()]
@@ -292,7 +294,7 @@ def test_unparsed_events_become_dead_letters_and_lanes_read_json(
 
 
 def test_failing_lane_does_not_affect_others(node: Served, make: Make, tmp_path: Path) -> None:
-    """Its file is a directory: others run on, its backlog is kept, the reason is shown."""
+    """Its file is a directory: other lanes run, its backlog is kept, the reason is shown."""
     (tmp_path / "broken").mkdir()
     soon = DeliverySettings(backoff=0.1, max_backoff=0.1, breaker_failures=2, breaker_reset=0.5)
     pipeline = make(
@@ -300,13 +302,15 @@ def test_failing_lane_does_not_affect_others(node: Served, make: Make, tmp_path:
             name="broken",
             queue=queue("broken"),
             delivery=soon,
-            output=to_file(tmp_path / "broken"),
+            output=make_file_output(tmp_path / "broken"),
         ),
-        ActionSettings(name="alerts", queue=queue("alerts"), output=to_file(tmp_path / "alerts")),
+        ActionSettings(
+            name="alerts", queue=queue("alerts"), output=make_file_output(tmp_path / "alerts")
+        ),
     )
     node.publish("main", messages(0, 100))
     pipeline.start()
-    wait_until(drained(node, "main", "alerts"), "the healthy lanes", PATIENCE)
+    wait_until(wait_until_empty(node, "main", "alerts"), "the healthy lanes", PATIENCE)
 
     def broken() -> Any:
         return next(status for status in pipeline.status() if status.name == "broken")
@@ -317,7 +321,7 @@ def test_failing_lane_does_not_affect_others(node: Served, make: Make, tmp_path:
     assert node.queue("broken").low == 0
     assert sorted(numbers(tmp_path / "alerts")) == list(range(100))
     (tmp_path / "broken").rmdir()
-    wait_until(drained(node, "broken"), "it to recover by itself", PATIENCE)
+    wait_until(wait_until_empty(node, "broken"), "it to recover by itself", PATIENCE)
     wait_until(lambda: broken().suspended is None, "that to be shown", PATIENCE)
     assert broken().restarts == 0
     pipeline.stop()
@@ -326,7 +330,7 @@ def test_failing_lane_does_not_affect_others(node: Served, make: Make, tmp_path:
 
 
 def test_lane_continues_at_its_cursor(node: Served, make: Make, tmp_path: Path) -> None:
-    """Its checkpoint is thrown away, its filter changes: nothing is lost or repeated."""
+    """Its checkpoint is removed and its filter changes: no event is lost or repeated."""
     node.publish("main", messages(0, 100))
     for filter_ in ("severity < 4", "severity >= 4"):
         pipeline = make(
@@ -334,11 +338,11 @@ def test_lane_continues_at_its_cursor(node: Served, make: Make, tmp_path: Path) 
                 name="alerts",
                 filter=filter_,
                 queue=queue("alerts"),
-                output=to_file(tmp_path / "alerts"),
+                output=make_file_output(tmp_path / "alerts"),
             )
         )
         pipeline.start()
-        wait_until(drained(node, "main", "alerts"), "the lanes", PATIENCE)
+        wait_until(wait_until_empty(node, "main", "alerts"), "the lanes", PATIENCE)
         pipeline.stop()
         node.publish("main", messages(100, 200))
     early = [n for n in range(100) if n % 8 < 4]
@@ -346,11 +350,11 @@ def test_lane_continues_at_its_cursor(node: Served, make: Make, tmp_path: Path) 
     assert sorted(numbers(tmp_path / "alerts")) == early + late
 
 
-def no_frame(events: DataFrame) -> str:
+def return_no_frame(events: DataFrame) -> str:
     return "no frame"
 
 
-def raising(events: DataFrame) -> DataFrame:
+def raise_error(events: DataFrame) -> DataFrame:
     raise KeyError("a column")
 
 
@@ -362,15 +366,15 @@ def raising(events: DataFrame) -> DataFrame:
         ({"filter": "message"}, r"actions\[0\].filter: "),
         ({"transform": "nowhere.at:all"}, "transform: nowhere.at:all: No module"),
         ({"transform": f"{__name__}:missing"}, "transform: .*missing"),
-        ({"transform": f"{__name__}:no_frame"}, "returned str, not a DataFrame"),
-        ({"transform": f"{__name__}:raising"}, r"actions\[0\].transform: .*a column"),
+        ({"transform": f"{__name__}:return_no_frame"}, "returned str, not a DataFrame"),
+        ({"transform": f"{__name__}:raise_error"}, r"actions\[0\].transform: .*a column"),
     ],
 )
 def test_pipeline_that_cannot_run_is_refused_with_its_place(
     change: dict[str, Any], message: str, make: Make, tmp_path: Path
 ) -> None:
     action = ActionSettings(
-        name="alerts", queue=queue("alerts"), output=to_file(tmp_path / "x"), **change
+        name="alerts", queue=queue("alerts"), output=make_file_output(tmp_path / "x"), **change
     )
     with pytest.raises(ConfigError, match=message):
         make(action).start()

@@ -1,4 +1,4 @@
-"""Plans of pipelines as people write them: joins, events that do not fit, sinks, checks."""
+"""Plans of pipelines: copying by reference, joins, values that do not fit, sinks, checks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Make = Callable[..., tuple[Pipeline, Served]]
 
 @pytest.fixture
 def make(spark: SparkSession, tmp_path: Path) -> Iterator[Make]:
-    """A node with all queues of a configuration, and its pipeline; ``HERE`` is the test's place."""
+    """Create a node with the queues of a configuration, and its pipeline; ``HERE`` is a path."""
     opened: list[Any] = []
 
     def made(text: str) -> tuple[Pipeline, Served]:
         config = loads(f"node: {{data: d}}\n{text}".replace("HERE", str(tmp_path)))
         node = serving(tmp_path / "data", config.knobs())
         served = node.__enter__()
-        pipeline = pipeline_of(config, spark, served.url, tmp_path)
+        pipeline = make_pipeline(config, spark, served.url, tmp_path)
         opened.extend([lambda: node.__exit__(None, None, None), pipeline.stop])
         return pipeline, served
 
@@ -43,7 +43,7 @@ def make(spark: SparkSession, tmp_path: Path) -> Iterator[Make]:
         close()
 
 
-def pipeline_of(
+def make_pipeline(
     config: Config, spark: SparkSession, url: str = "turnlane://nowhere:1", place: Path = Path()
 ) -> Pipeline:
     settings = config.pipeline()
@@ -92,19 +92,19 @@ def test_copying_by_reference_routes_events_by_their_filters(
         expected = sorted(bytes(row.value) for row in seen.where(each).collect())
         assert expected
         path = tmp_path / str(at)
-        wait_until(partial(has_lines_of, path, expected), f"all of {each}", PATIENCE)
+        wait_until(partial(has_all_lines, path, expected), f"all of {each}", PATIENCE)
         assert sorted(path.read_bytes().splitlines()) == expected
     main = next(each for each in spark.streams.active if each.name == "main")
     assert pipeline.status()[0].rows == 300
     assert (sum(each.numInputRows for each in main.recentProgress) < 300) == may_group
 
 
-def has_lines_of(path: Path, expected: list[bytes]) -> bool:
+def has_all_lines(path: Path, expected: list[bytes]) -> bool:
     return path.exists() and len(path.read_bytes().splitlines()) >= len(expected)
 
 
 def test_join_settles_the_events_of_the_joined_queue(make: Make, tmp_path: Path) -> None:
-    """By its name, whatever that is, with the columns of JSON, and without a lane of its own."""
+    """A queue with any name is joined, with columns of JSON and without a lane of its own."""
     pipeline, node = make("""
 parse: json
 actions:
@@ -120,7 +120,7 @@ actions:
 """)
     pipeline.start()
     assert [lane.name for lane in pipeline.status()] == ["main", "j"]
-    for number in range(2):  # Spark settles a batch when it begins the next
+    for number in range(2):  # A batch is settled when the next one begins.
         node.publish("main", [b'{"kind": "login", "user": "u%d"}' % number])
         node.publish("main", [b'{"kind": "order", "id": %d, "user": "u%d"}' % (number, number)])
         wait_until(partial(has_lines, tmp_path / "joined", number + 1), "a join", PATIENCE)
@@ -151,7 +151,7 @@ actions:
     wait_until(lambda: node.queue("main").low == 4, "all events", PATIENCE)
     wait_until(lambda: len(lines(tmp_path / "errors")) == 2, "two errors", PATIENCE)
     own = [(row["direct"], row["hollows"], row["event_row"]) for row in lines(tmp_path / "errors")]
-    assert own == [("D", "H", "8")] * 2, "columns that are called as ours once were"
+    assert own == [("D", "H", "8")] * 2, "users may use names that were internal once"
     wait_until(lambda: lines(tmp_path / "numbers") == [{"n": 8, "key": 2}], "a number", PATIENCE)
     assert [lane.restarts for lane in pipeline.status()] == [0, 0, 0]
 
@@ -177,15 +177,15 @@ actions:
     assert sorted(row[0] for row in rows) == list(range(10))
 
 
-def counted_by_key(events: DataFrame) -> DataFrame:
+def count_by_key(events: DataFrame) -> DataFrame:
     return events.groupBy("key").count()
 
 
-def once_each(events: DataFrame) -> DataFrame:
+def drop_duplicates(events: DataFrame) -> DataFrame:
     return events.dropDuplicates(["key"])
 
 
-def payload_made(events: DataFrame) -> DataFrame:
+def add_payload_column(events: DataFrame) -> DataFrame:
     return events.withColumn("payload", events.value)
 
 
@@ -220,9 +220,9 @@ ROWS = "output: {type: sql, url: 'sqlite:///x', table: t, columns: {a: value.a.b
             "",
             r"\[0\].output.columns.b: the events have no 'event_id'; they have key",
         ),
-        (OUT, f"transform: '{__name__}:payload_made'", "transform: makes a column 'payload'"),
+        (OUT, f"transform: '{__name__}:add_payload_column'", "transform: makes a column 'payload'"),
         (
-            f"queue: disk, transform: '{__name__}:payload_made', {OUT}",
+            f"queue: disk, transform: '{__name__}:add_payload_column', {OUT}",
             "",
             r"actions\[0\].transform: makes a column 'payload', which lanes use",
         ),
@@ -231,7 +231,7 @@ ROWS = "output: {type: sql, url: 'sqlite:///x', table: t, columns: {a: value.a.b
             "",
             r"actions\[0\].sql: makes a column",
         ),
-        (  # a queue keeps no variants but what JSON is parsed to
+        (  # A queue stores no variants; only `data` is restored.
             f"queue: disk, sql: SELECT part FROM events, {OUT}",
             "parse: {format: json, columns: {part: 'a::variant'}}",
             r"actions\[0\].sql: .*part",
@@ -252,14 +252,15 @@ ROWS = "output: {type: sql, url: 'sqlite:///x', table: t, columns: {a: value.a.b
             r"actions\[0\].sql: Limits are not supported",
         ),
         (
-            f"queue: disk, transform: '{__name__}:counted_by_key', {OUT}",
+            f"queue: disk, transform: '{__name__}:count_by_key', {OUT}",
             "",
             r"actions\[0\].transform: .*aggregations without watermark",
         ),
-        (OUT, f"transform: '{__name__}:once_each'", "transform: removing duplicates has to"),
+        (OUT, f"transform: '{__name__}:drop_duplicates'", "transform: removing duplicates has to"),
         (
             (
-                f"queue: disk, transform: '{__name__}:once_each', delivery: {{ordering: strict}}, "
+                f"queue: disk, transform: '{__name__}:drop_duplicates', "
+                "delivery: {ordering: strict}, "
                 "output: {type: queue, endpoint: 'turnlane://h:1', queue: q, producer: p}"
             ),
             "",
@@ -281,7 +282,7 @@ def test_check_finds_plans_that_cannot_run(
 ) -> None:
     config = loads(f"node: {{data: d}}\n{more}\nactions:\n  - {{name: a, {action}}}\n")
     with pytest.raises(ConfigError, match=fault):
-        pipeline_of(config, spark).check()
+        make_pipeline(config, spark).check()
 
 
 def test_check_accepts_plans_that_can_run(spark: SparkSession) -> None:
@@ -299,7 +300,7 @@ actions:
     output: {type: spark, format: parquet, path: p, columns: [n AS m], partition_by: [m]}
   - name: whole
     queue: disk
-    transform: HERE:counted_by_key
+    transform: HERE:count_by_key
     sql: SELECT key, count FROM events
     output_mode: complete
     output: {type: file, path: o}
@@ -311,7 +312,7 @@ actions:
     watermark: 1m
     with_queues: [logins]
     output: {type: file, path: o}
-  - {name: once, queue: disk, transform: "HERE:once_each", output: {type: file, path: o}}
+  - {name: once, queue: disk, transform: "HERE:drop_duplicates", output: {type: file, path: o}}
   - {name: plain, queue: disk, sql: SELECT n FROM events, output: {type: file, path: o}}
   - {name: parquet, queue: disk, output: {type: spark, format: parquet, path: p0}}
   - {name: json, queue: disk, output: {type: spark, format: json, path: p1, partition_by: [key]}}
@@ -332,5 +333,5 @@ actions:
   - {name: now, output: {type: sql, url: "sqlite:///x", table: t, columns: {a: event_id, b: n}}}
 """.replace("HERE", __name__)
     )
-    remembering = pipeline_of(config, spark).check()
+    remembering = make_pipeline(config, spark).check()
     assert remembering == {"j", "whole", "left", "once"}

@@ -1,4 +1,4 @@
-"""A pipeline that is exchanged while events come in: does each get where it belongs, once?"""
+"""A pipeline is replaced while events arrive: each event arrives where it belongs, once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 class Publisher:
-    """Publishes numbers until it is told to stop."""
+    """Publishes numbers until it is stopped."""
 
     def __init__(self, node: Served) -> None:
         self.count = 0
@@ -80,7 +80,7 @@ def runner(spark: SparkSession) -> Iterator[PipelineRunner]:
 
 
 def plan(node: Served, place: Path, *names: str) -> PipelinePlan:
-    """Actions whose lanes wait for more than ever comes: their queues keep everything."""
+    """Actions whose lanes wait for more events than there are: their queues keep all."""
     actions = [
         ActionSettings(
             name=name,
@@ -103,7 +103,7 @@ def test_events_published_during_a_reload_are_in_each_queue_once(
     before = publisher.count
     runner.start(plan(node, tmp_path, "held", "more"))
     wait_until(lambda: node.queue("more").end > 0, "the lanes after them", PATIENCE)
-    assert publisher.count > before, "events came meanwhile"
+    assert publisher.count > before, "events arrived during the reload"
     publisher.stop()
     wait_until(lambda: node.queue("main").low == publisher.count, "all of them", PATIENCE)
     runner.stop()
@@ -116,7 +116,7 @@ def test_events_published_during_a_reload_are_in_each_queue_once(
 def test_reload_waits_for_blocked_lanes_and_names_the_reason(
     node: Served, runner: PipelineRunner, disk: FaultyDisk, tmp_path: Path, caplog: Caplog
 ) -> None:
-    """The main lane is at a commit into a queue whose disk is full; nothing interrupts that."""
+    """The main lane commits into a queue whose disk is full, and cannot be interrupted."""
     runner.start(plan(node, tmp_path, "held"))
     wait_until(lambda: _all_run(runner), "the first lanes", PATIENCE)
     node.publish("main", numbers(0, 100))
@@ -145,7 +145,7 @@ def test_reload_waits_for_blocked_lanes_and_names_the_reason(
 def test_plan_is_checked_once_while_the_earlier_plan_runs(
     node: Served, runner: PipelineRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To check it again would find nothing else, and what fails then leaves nothing running."""
+    """A second check would find nothing new, and its failure would leave nothing running."""
     running: list[list[LaneState]] = []
 
     def noted(*given: Any) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Can the rows that a transform has made of one event be told apart?"""
+"""The rows that a transform makes of one event are numbered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner: what it tells of lanes, and what it makes in nodes."""
+"""The runner: changes of lanes that it reports, and queues that it creates."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from turnlane.spark.lane import LaneState, LaneStatus
 from turnlane.spark.runner import PipelinePlan, PipelineRunner, create_missing_queues
 
 
-class Lanes:
-    """A pipeline whose lanes are as the test says."""
+class FakePipeline:
+    """A pipeline whose lanes have the states that the test sets."""
 
     def __init__(self) -> None:
         self.now: list[LaneStatus] = []
@@ -32,9 +32,9 @@ def lane(state: LaneState, reason: str | None = None, restarts: int = 0) -> Lane
     return LaneStatus("a", state, restarts, reason, 0, 0)
 
 
-def told(states: list[LaneStatus]) -> list[tuple[str, str | None]]:
-    """What a runner tells of a lane that goes through these states."""
-    lanes: Any = Lanes()
+def list_changes_of(states: list[LaneStatus]) -> list[tuple[str, str | None]]:
+    """Return the changes that a runner reports of a lane with these states."""
+    lanes: Any = FakePipeline()
     nothing: Any = None
     runner = PipelineRunner(nothing)
     runner._pipeline = lanes
@@ -47,14 +47,17 @@ def told(states: list[LaneStatus]) -> list[tuple[str, str | None]]:
 
 def test_only_changed_lanes_are_listed() -> None:
     starting, running = lane(LaneState.STARTING), lane(LaneState.RUNNING)
-    assert told([starting, starting, running, running]) == [("starting", None), ("running", None)]
+    assert list_changes_of([starting, starting, running, running]) == [
+        ("starting", None),
+        ("running", None),
+    ]
 
 
 def test_failing_lane_is_listed_once_per_reason() -> None:
     away = [lane(LaneState.WAITING, "away", 1), lane(LaneState.STARTING, "away", 1)]
-    assert told([*away, *away, *away]) == [("waiting", "away")]
+    assert list_changes_of([*away, *away, *away]) == [("waiting", "away")]
     other = lane(LaneState.WAITING, "full", 2)
-    assert told([*away, other, lane(LaneState.RUNNING)]) == [
+    assert list_changes_of([*away, other, lane(LaneState.RUNNING)]) == [
         ("waiting", "away"),
         ("waiting", "full"),
         ("running", None),

@@ -1,4 +1,4 @@
-"""The session that turnlane makes for itself."""
+"""The Spark session of turnlane."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from turnlane.spark.session import JavaMissing, find_java, override_settings
 
 
 def test_python_processes_import_the_installed_pyspark(spark: SparkSession) -> None:
-    """From the zip that Spark has of it, each of them would need nearly a second for that."""
+    """To import it from Spark's zip file takes each process nearly a second."""
 
     def place(_: int) -> str:
         import pyspark
@@ -25,7 +25,7 @@ def test_python_processes_import_the_installed_pyspark(spark: SparkSession) -> N
 
 
 def test_python_processes_start_with_turnlane_imported(spark: SparkSession) -> None:
-    """Each of them would need a second to import it."""
+    """To import it takes each process a second."""
 
     def place(_: int) -> list[str]:
         import sys
@@ -39,7 +39,7 @@ def test_python_processes_start_with_turnlane_imported(spark: SparkSession) -> N
 
 
 def test_users_java_options_follow_the_defaults(tmp_path: Path) -> None:
-    """So they win, and what Spark says is still what was asked for."""
+    """So they take precedence, and Spark still shows only the user's options."""
     program = """
 import sys
 from turnlane.cli.spark_session import session

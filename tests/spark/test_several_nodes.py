@@ -1,4 +1,4 @@
-"""Several nodes: does one that is away delay only its own events, and does each event come once?"""
+"""Several nodes: one that is away delays only its events, and each event arrives once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def first(tmp_path: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def port(tmp_path: Path) -> int:
-    """Where the second node will be."""
+    """The address of the second node."""
     with serving(tmp_path / "elsewhere", {}) as served:
         return served.plane.address.port
 
@@ -61,7 +61,7 @@ def runner(
 
 
 def taken(place: Path) -> set[bytes]:
-    """The values that have come out."""
+    """Return the delivered values."""
     file = place / "taken"
     lines = file.read_text().splitlines() if file.exists() else []
     return {json.loads(line)["value"].encode() for line in lines}
@@ -70,7 +70,7 @@ def taken(place: Path) -> set[bytes]:
 def test_node_that_is_away_delays_only_its_events(
     runner: Callable[[], PipelineRunner], first: Served, port: int, tmp_path: Path
 ) -> None:
-    """It is away when the lanes start, comes, goes while they run, and comes again."""
+    """The node is away when the lanes start, joins, leaves while they run, and returns."""
     first.publish("main", numbers(0, 100))
     started = runner()
     wait_until(lambda: taken(tmp_path) == {*numbers(0, 100)}, "what is there to come", PATIENCE)
@@ -80,7 +80,7 @@ def test_node_that_is_away_delays_only_its_events(
     with serving(second, {"main": {}}, port=port) as served:
         served.publish("main", numbers(100, 200))
         wait_until(lambda: taken(tmp_path) == {*numbers(0, 200)}, "its events", PATIENCE)
-        assert served.queue("taken").end == 100, "queues that it lacked were made"
+        assert served.queue("taken").end == 100, "missing queues were created"
 
     first.publish("main", numbers(200, 300))
     expected = {*numbers(0, 300)}
@@ -91,11 +91,11 @@ def test_node_that_is_away_delays_only_its_events(
         wait_until(lambda: taken(tmp_path) == {*numbers(0, 400)}, "all of them", PATIENCE)
         started.stop()
         for node, count in ((first, 200), (served, 200)):
-            assert node.queue("taken").end == count, "into the action's queue each came once"
+            assert node.queue("taken").end == count, "each event is in the action's queue once"
             assert node.queue("main").low == node.queue("main").end == count
 
 
-# ── writing ──────────────────────────────────────────────────────────────────────────────────────
+# ── writing ──
 
 
 def test_rows_go_to_the_node_of_their_key_or_value() -> None:
@@ -132,7 +132,7 @@ def test_repeated_batch_is_recognised_on_every_node(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One node has committed it, the other could not: it comes again, in other pieces."""
+    """One node has committed the batch, the other has not: it is repeated, cut differently."""
 
     def refuse(*_: object) -> bool:
         raise StorageFailed("no room for a commit")

@@ -1,4 +1,4 @@
-"""Does ``format("turnlane")`` read and write what it should, once, in anyone's own job?"""
+"""``format("turnlane")`` in a user's job: reads and writes each event once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def node(tmp_path: Path) -> Iterator[Served]:
 
 
 def all_rows(frame: DataFrame, checkpoint: Path) -> list[bytes]:
-    """Everything that streams with this checkpoint have brought so far, this one included."""
+    """Run a stream; returns all events that streams with this checkpoint have read."""
     place = checkpoint.with_suffix(".rows")
     query = (
         frame.writeStream.format("parquet")
@@ -62,9 +62,7 @@ class TestBatch:
         assert (bytes(two.value), two.key, two.headers, two.offset) == (b"two", None, None, 1)
         assert "headers" not in read(spark, node).columns
 
-    def test_ranges_and_filters_limit_the_rows(
-        self, spark: SparkSession, node: Served
-    ) -> None:
+    def test_ranges_and_filters_limit_the_rows(self, spark: SparkSession, node: Served) -> None:
         node.publish("main", numbers(0, 100), timestamps=[1_000_000 * n for n in range(100)])
         some = read(spark, node, startingOffsets='{"0": 10}', endingOffsets='{"0": 30}')
         assert some.count() == 20
@@ -75,7 +73,7 @@ class TestBatch:
             pushed = read(spark, node, pushFilters="true").where("offset >= 95 AND offset < 97")
             assert [row.offset for row in pushed.collect()] == [95, 96]
             two = read(spark, node, pushFilters="true", minPartitions="4").where("offset IN (7, 8)")
-            assert two.rdd.getNumPartitions() == 2, "no more than there are events to read"
+            assert two.rdd.getNumPartitions() == 2, "at most one for each event"
             assert [row.offset for row in two.collect()] == [7, 8]
         finally:
             spark.conf.unset("spark.sql.python.filterPushdown.enabled")
@@ -85,7 +83,9 @@ class TestBatch:
         assert read(spark, node).count() == read(spark, node).count() == 10
         assert node.queue("main").low == 0
 
-    def test_batch_is_written_completely_or_not_at_all(self, spark: SparkSession, node: Served) -> None:
+    def test_batch_is_written_completely_or_not_at_all(
+        self, spark: SparkSession, node: Served
+    ) -> None:
         rows = spark.range(100).selectExpr("cast(id as string) as value", "'k' as key")
         rows.write.format("turnlane").options(endpoint=node.url).mode("append").save("all")
         assert sorted(node.values("all")) == sorted(numbers(0, 100))
@@ -119,7 +119,7 @@ class TestBatch:
         with pytest.raises(Exception, match=r"8 of 10 rows name no queue .* leave them out"):
             writer.save()
         assert node.values("all") == node.values("odd") == []
-        writer.option("steps", "[]").save()  # as lanes write, where events may go nowhere
+        writer.option("steps", "[]").save()  # Lanes drop events without a route.
         assert sorted(node.values("all")) == numbers(0, 2)
 
     def test_extra_columns_are_kept(self, spark: SparkSession, node: Served) -> None:
@@ -172,7 +172,7 @@ class TestStream:
     ) -> None:
         node.publish("main", numbers(0, 10))
         assert len(all_rows(stream(spark, node), tmp_path / "c")) == 10
-        assert node.queue("main").low == 10, "what it has committed is settled"
+        assert node.queue("main").low == 10, "committed events are settled"
         node.publish("main", numbers(10, 15))
         assert sorted(all_rows(stream(spark, node), tmp_path / "c")) == sorted(numbers(0, 15))
         assert node.queue("main").low == 15
@@ -187,7 +187,7 @@ class TestStream:
     def test_stream_writes_exactly_once_across_restarts(
         self, spark: SparkSession, node: Served, tmp_path: Path
     ) -> None:
-        """The commit log of the last batch is lost: Spark writes the batch again, the node not."""
+        """Spark loses the commit of the last batch and repeats it; the node does not."""
         node.publish("main", numbers(0, 100))
         for _ in range(2):
             query = into(node, stream(spark, node, consume="false"), tmp_path / "c")
@@ -196,9 +196,7 @@ class TestStream:
                 file.unlink()
         assert sorted(node.values("all")) == sorted(numbers(0, 100))
 
-    def test_progress_has_the_lag(
-        self, spark: SparkSession, node: Served, tmp_path: Path
-    ) -> None:
+    def test_progress_has_the_lag(self, spark: SparkSession, node: Served, tmp_path: Path) -> None:
         node.publish("main", numbers(0, 100))
         frame = stream(spark, node, maxOffsetsPerTrigger="40")
         query = into(node, frame, tmp_path / "c")
@@ -238,14 +236,14 @@ class TestLanes:
         new = _lane(spark, node, "run-2", tmp_path / "c2")
         end = 10
         while old.isActive and new.isActive:
-            assert end < 300, "both go on"
+            assert end < 300, "both continue"
             node.publish("main", numbers(end, end + 10))
             end += 10
             wait_until(lambda e=end: node.queue("main").low == e, "either", PATIENCE)  # type: ignore[misc]
-        assert new.isActive, "the later one stays"
+        assert new.isActive, "the later offset stays"
         new.stop()
         assert "was restarted" in str(old.exception())
-        assert sorted(node.values("all")) == sorted(numbers(0, end)), "and nothing twice"
+        assert sorted(node.values("all")) == sorted(numbers(0, end)), "and no event twice"
 
 
 def _lane(spark: SparkSession, node: Served, run: str, checkpoint: Path) -> StreamingQuery:

@@ -1,4 +1,4 @@
-"""Are the offsets, limits and partitions that options ask for those that are read?"""
+"""Queries read the offsets, limits and partitions of their options."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def node(tmp_path: Path) -> Iterator[Served]:
         yield served
 
 
-def limited(url: str, **options: str) -> int:
-    """How many events the first batch of a query has."""
+def count_first_batch(url: str, **options: str) -> int:
+    """Return how many events the first batch of a query has."""
     query = reader(url, **options)
     start = query.initialOffset()
     end = query.latestOffset(start, query.getDefaultReadLimit())
@@ -84,7 +84,7 @@ def test_time_is_found_around_unreadable_events(tmp_path: Path) -> None:
             nodes.find_offset_at(0, "main", 1000 * second) for second in (0, 10, 39, 61, 99, 100)
         ]
         assert found == [0, 10, 39, 61, 99, 100]
-        # What is not there may have been of that time: it is for the reader to say that it is lost.
+        # Missing events may be of that time: the reader reports them as lost.
         assert [nodes.find_offset_at(0, "main", 1000 * second) for second in (40, 50, 60)] == [
             40
         ] * 3
@@ -92,10 +92,12 @@ def test_time_is_found_around_unreadable_events(tmp_path: Path) -> None:
 
 def test_smaller_of_both_limits_applies(node: Served) -> None:
     node.publish("main", [b"x" * 1000] * 100)
-    events = limited(node.url, maxBytesPerTrigger="10k")
+    events = count_first_batch(node.url, maxBytesPerTrigger="10k")
     assert 1 <= events <= 10
-    assert limited(node.url, maxBytesPerTrigger="10k", maxOffsetsPerTrigger="50") == events
-    assert limited(node.url, maxBytesPerTrigger="10k", maxOffsetsPerTrigger="2") == 2
+    assert (
+        count_first_batch(node.url, maxBytesPerTrigger="10k", maxOffsetsPerTrigger="50") == events
+    )
+    assert count_first_batch(node.url, maxBytesPerTrigger="10k", maxOffsetsPerTrigger="2") == 2
     everything = reader(node.url, maxBytesPerTrigger="10k").latestOffset(
         {"0": 0}, ReadAllAvailable()
     )

@@ -1,4 +1,4 @@
-"""Is a streaming write exactly once for its checkpoint, and new for another?"""
+"""A streaming write is exactly once for a checkpoint; another checkpoint writes again."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def test_new_checkpoint_at_the_same_path_writes_again(
     assert sorted(node.values("all")) == sorted(numbers(0, 20))
 
 
-def test_writer_that_is_ahead_fails(
-    spark: SparkSession, node: Served, tmp_path: Path
-) -> None:
+def test_writer_that_is_ahead_fails(spark: SparkSession, node: Served, tmp_path: Path) -> None:
     node.publish("main", numbers(0, 10))
     frame = stream(spark, node, consume="false", maxOffsetsPerTrigger="5")
     into(node, frame, tmp_path / "c", writerId="w").awaitTermination()
@@ -62,4 +60,4 @@ def test_writer_id_is_the_query_of_the_checkpoint(tmp_path: Path) -> None:
     place.mkdir()
     (place / "metadata").write_text('{"id": "q1"}')
     assert find_writer_id(None, str(place)) == f"{place}#q1"
-    assert find_writer_id(None, f"file://{place}") == f"{place}#q1", "which is the same place"
+    assert find_writer_id(None, f"file://{place}") == f"{place}#q1", "it is the same path"

@@ -1,4 +1,4 @@
-"""Does ``format("turnlane_table")`` read a queue table as it is, and schedule every row once?"""
+"""``format("turnlane_table")`` reads a queue table as it is, and schedules each row once."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ def read(spark: SparkSession, url: str, **options: str) -> DataFrame:
 def test_rows_are_scheduled_and_read_back(spark: SparkSession, shop: Shop) -> None:
     day = date(2026, 11, 16)
     row = (7, "Zoë", True, Decimal("12.50"), 0.25, b"\x00\xff", day, NOON, '{"a": 1}')
-    schema = ddl(
+    schema = create_queue_sql(
         "customer bigint, subject string, paid boolean, price decimal(10,2), share double, "
         "body binary, day date, seen timestamp, data string"
     ).add(ODD, "integer")
-    times = ddl("fire_at timestamp, priority int, event_name string")
+    times = create_queue_sql("fire_at timestamp, priority int, event_name string")
     rows = [(*row, 1, LATER, 3, "first"), (8, *[None] * 9, None, None, None)]
     frame = spark.createDataFrame(rows, StructType([*schema, *times]))
     shop.save(frame)
@@ -112,24 +112,27 @@ def test_rows_are_scheduled_and_read_back(spark: SparkSession, shop: Shop) -> No
     unnamed, again, named = (
         each.asDict() for each in read(spark, shop.url).orderBy("fire_at").collect()
     )
-    assert (unnamed["customer"], again["customer"]) == (8, 8)  # the named one only came once
+    assert (unnamed["customer"], again["customer"]) == (
+        8,
+        8,
+    )  # The event with a name is scheduled once.
     assert abs(unnamed["fire_at"] - datetime.now()) < timedelta(minutes=10)  # noqa: DTZ005
     found = [named[name] for name in schema.names]
-    found[5], found[7], found[8] = bytes(found[5]), utc(found[7]), json.loads(found[8])
+    found[5], found[7], found[8] = bytes(found[5]), to_utc(found[7]), json.loads(found[8])
     assert found == [*row[:7], NOON, {"a": 1}, 1]
-    assert (utc(named["fire_at"]), named["priority"], named["event_name"]) == (LATER, 3, "first")
+    assert (to_utc(named["fire_at"]), named["priority"], named["event_name"]) == (LATER, 3, "first")
     assert (named["state"], named["attempts"], named["last_error"]) == ("to_be_fired", 0, None)
     assert {name: unnamed[name] for name in schema.names[1:]} == dict.fromkeys(schema.names[1:])
 
 
-def ddl(text: str) -> StructType:
+def create_queue_sql(text: str) -> StructType:
     found = StructType.fromDDL(text)
     assert isinstance(found, StructType)
     return found
 
 
-def utc(naive: datetime) -> datetime:
-    """Spark's Python has times of the local zone."""
+def to_utc(naive: datetime) -> datetime:
+    """Convert times: PySpark returns them in the local zone."""
     return naive.astimezone(UTC)
 
 
@@ -151,7 +154,7 @@ def test_partitions_and_filters_limit_the_rows(spark: SparkSession, shop: Shop) 
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
     try:
         some = read(spark, shop.url, pushFilters="true")
-        # The table's fire times are half a microsecond after what Spark sees of them.
+        # The table's fire times are half a microsecond after the times that Spark sees.
         early = some.where("state = 'dead' AND fire_at <= timestamp'2026-11-16 12:00:13'")
         assert sorted(row.subject for row in early.collect()) == ["s13", "s3"]
         later = some.where("customer IN (4, 5) AND fire_at > timestamp'2026-11-16 12:01:25'")
@@ -180,9 +183,7 @@ def test_pushed_filters_are_applied_by_the_database(shop: Shop) -> None:
     assert list(reader.read(InputPartition(None))) == []
 
 
-def test_stream_schedules_each_batch_once(
-    spark: SparkSession, shop: Shop, tmp_path: Path
-) -> None:
+def test_stream_schedules_each_batch_once(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
     place, checkpoint = tmp_path / "in", tmp_path / "checkpoint"
     place.mkdir()
 
@@ -200,7 +201,7 @@ def test_stream_schedules_each_batch_once(
         query.awaitTermination()
 
     run("a", 20)
-    # As after a kill between the sink's commit and Spark's: the batch comes again.
+    # As after a kill between the sink's commit and Spark's: the batch is repeated.
     (checkpoint / "commits" / "0").unlink()
     with contextlib.suppress(FileNotFoundError):
         (checkpoint / "commits" / ".0.crc").unlink()
@@ -223,7 +224,7 @@ def test_interrupted_batch_is_committed_once_or_not_at_all(shop: Shop) -> None:
     assert shop.subjects() == ["a", "b"]
     assert shop.staged() == 0
 
-    again = writer(shop)  # the driver died before it told Spark: everything comes again
+    again = writer(shop)  # The driver died before Spark's commit: all rows are repeated.
     again.commit([again.write(rows("a", "b"))], 7)
     other = writer(shop, "another")
     other.commit([other.write(rows("c"))], 7)
@@ -275,7 +276,9 @@ def test_errors_are_raised_before_anything_is_written(spark: SparkSession, shop:
         spark.read.format("turnlane_table").option("url", shop.url).load("mials")
 
 
-def test_shards_are_written_by_key_and_read_as_one_table(spark: SparkSession, tmp_path: Path) -> None:
+def test_shards_are_written_by_key_and_read_as_one_table(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     shards = {"-80": f"sqlite:///{tmp_path}/a.db", "80-": f"sqlite:///{tmp_path}/b.db"}
     with connect_shards((url, key_range) for key_range, url in shards.items()) as databases:
         databases.sql("CREATE QUEUE mails (customer BIGINT, subject TEXT) SHARD BY (customer)")

@@ -1,4 +1,4 @@
-"""From queue table to queue table: an event fires, goes through Spark, and is scheduled again."""
+"""From queue table to queue table: an event fires, passes Spark, and is scheduled again."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
 
 
 def order(database: Database, first: int, end: int) -> None:
-    """One transaction, as a shop would have it."""
+    """Insert orders in one transaction, as a shop does."""
     with (
         contextlib.closing(database.connect()) as connection,
         database.dialect.transaction(connection),

@@ -1,4 +1,4 @@
-"""Is a user's module taken as its file is now, at a reload and not before, or left as it was?"""
+"""A user's module is imported again at a reload if its file has changed, not before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Write = Callable[[str], object]
 
 @pytest.fixture
 def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module that nobody has imported; Spark's processes would find it where the test does."""
+    """A module that is not imported yet; Spark's processes can import it, too."""
     name = f"rules_{next(_numbers)}"
     monkeypatch.syspath_prepend(tmp_path)
     yield name
@@ -33,21 +33,17 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture
-def write(tmp_path: Path, name: str) -> Write:
+def write_module(tmp_path: Path, name: str) -> Write:
     return (tmp_path / f"{name}.py").write_text
 
 
-def test_changed_module_is_imported_again_only_at_a_reload(
-    name: str, write: Write
-) -> None:
-    write("word = 'one'\n")
+def test_changed_module_is_imported_again_only_at_a_reload(name: str, write_module: Write) -> None:
+    write_module("word = 'one'\n")
     first = import_user_module(name)
     with reload_changed_modules():
         assert import_user_module(name) is first
-    write("word = 'another'\n")
-    assert import_user_module(name) is first, (
-        "a lane that is started again has the code that it had"
-    )
+    write_module("word = 'another'\n")
+    assert import_user_module(name) is first, "a restarted lane keeps its code"
     assert find_changed_modules() == [name]
     with reload_changed_modules():
         assert import_user_module(name).word == "another"
@@ -55,20 +51,20 @@ def test_changed_module_is_imported_again_only_at_a_reload(
     assert import_user_module(name).word == "another"
 
 
-def test_failed_reload_restores_the_module(name: str, write: Write) -> None:
-    write("word = 'one'\n")
+def test_failed_reload_restores_the_module(name: str, write_module: Write) -> None:
+    write_module("word = 'one'\n")
     first = import_user_module(name)
-    write("word = \n")
+    write_module("word = \n")
     with pytest.raises(SyntaxError), reload_changed_modules():
         import_user_module(name)
     assert import_user_module(name) is first
-    assert find_changed_modules() == [name], "so that the next reload looks again"
+    assert find_changed_modules() == [name], "the next reload tries again"
 
 
 def test_removed_module_fails_only_when_it_is_needed(
-    name: str, write: Write, tmp_path: Path
+    name: str, write_module: Write, tmp_path: Path
 ) -> None:
-    write("word = 'one'\n")
+    write_module("word = 'one'\n")
     first = import_user_module(name)
     (tmp_path / f"{name}.py").unlink()
     with pytest.raises(ModuleNotFoundError), reload_changed_modules():
@@ -91,21 +87,21 @@ def FUNCTION(events):
 
 
 def test_spark_runs_the_new_code(
-    spark: SparkSession, name: str, write: Write, tmp_path: Path
+    spark: SparkSession, name: str, write_module: Write, tmp_path: Path
 ) -> None:
-    """Its processes, which stay, have imported the module as well."""
+    """Spark's processes live on and have imported the module as well."""
 
     def words(function: str) -> set[str]:
         return {row[0] for row in call_transform(f"{name}:{function}", spark.range(8)).collect()}
 
     source = TRANSFORM.replace("FUNCTION", "first")
-    write(source.replace("WORD", "'one'"))
+    write_module(source.replace("WORD", "'one'"))
     spark.sparkContext.addPyFile(str(tmp_path / f"{name}.py"))
     assert words("first") == {"one"}
-    write(source.replace("WORD", "'another'"))
+    write_module(source.replace("WORD", "'another'"))
     with reload_changed_modules():
         assert words("first") == {"another"}
-    write(TRANSFORM.replace("FUNCTION", "second").replace("WORD", "helper()") + HELPER)
+    write_module(TRANSFORM.replace("FUNCTION", "second").replace("WORD", "helper()") + HELPER)
     with reload_changed_modules():
         assert words("second") == {"help"}
     with pytest.raises(ConfigError, match="no attribute 'first'"):

@@ -1,4 +1,4 @@
-"""What leads where, as people see it."""
+"""Drawings of a pipeline, and differences of test cases."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_picture_is_valid_xml_and_complete() -> None:
     assert "severity <= 3 AND app_name = '<b>'" in words
     assert not any("hush" in word for word in words)
     paths = [element for element in root.iter() if element.tag.endswith("path")]
-    # Two inputs, four actions, two ways into queues, and four to outputs.
+    # Two inputs, four actions, two arrows into queues, and four to outputs.
     assert len(paths) == 2 + 4 + 2 + 4
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     for box in root.iter("{http://www.w3.org/2000/svg}rect"):
@@ -141,7 +141,7 @@ def test_long_text_is_shortened() -> None:
     assert shorten("abcdef", 4) == "abc…"
 
 
-# ── differences of cases ─────────────────────────────────────────────────────────────────────────
+# ── differences of cases ──
 
 
 def found(expect: object, **got: list[dict[str, object]]) -> list[str]:

@@ -153,13 +153,13 @@ def test_an_export_holds_little_in_memory(tmp_path: Path) -> None:
             producer.publish_block(block_of([bytes(1000)] * 1000))
     script = """
 import sys, resource, pathlib
-from turnlane.storage.export import Format, export_to_file
-from turnlane.storage.inspection import Inspection
+from turnlane.storage.export import ExportFormat, export_to_file
+from turnlane.storage.inspection import QueueInspection
 from turnlane.storage.walk import Selection
 
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-queue, before = Inspection(pathlib.Path(sys.argv[1])), peak()
-export_to_file(queue, Selection(), pathlib.Path(sys.argv[2]), Format.PARQUET)
+queue, before = QueueInspection(pathlib.Path(sys.argv[1])), peak()
+export_to_file(queue, Selection(), pathlib.Path(sys.argv[2]), ExportFormat.PARQUET)
 print(peak() - before)
 """
     run = subprocess.run(

@@ -31,8 +31,8 @@ def use():
 print(again(use))
 """
 C_CODE = """
-from turnlane.runtime import keep_freed
-keep_freed()
+from turnlane.runtime import keep_freed_memory
+keep_freed_memory()
 def use():
     [bytearray(8 << 20) for _ in range(4)]
 print(again(use))

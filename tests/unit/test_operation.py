@@ -174,7 +174,7 @@ class Lanes:
     def stop(self) -> list[str]:
         return self.left
 
-    def changes(self) -> list[Any]:
+    def list_changes(self) -> list[Any]:
         return []
 
 

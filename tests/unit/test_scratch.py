@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 from turnlane.cli.serve import leave
-from turnlane.runtime import scratch
+from turnlane.runtime import create_scratch_directory as scratch
 
 assert scratch("turnlane-").is_dir()
 (scratch("turnlane-") / "file").touch()

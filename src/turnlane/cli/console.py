@@ -40,7 +40,7 @@ class ExitCode(enum.IntEnum):
 
 
 def reported(command: Callable[P, None]) -> Callable[P, None]:
-    """The command, its errors told in a line; whoever closes the pipe early gets silence."""
+    """Run the command and print its errors in one line; a closed pipe is no error."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -60,7 +60,7 @@ def reported(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def _silence_stdout() -> None:
-    """Let what is still buffered go nowhere, or Python would complain of it when it ends."""
+    """Discard the buffered output: otherwise Python complains about it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -107,7 +107,7 @@ def log_to_stderr(level: LogLevel, form: LogFormat) -> None:
 
 
 # ── moments ──
-# Moments as people write them: a time, so long ago, or so long from now.
+# Moments as people write them: a time, or a duration before or after now.
 
 
 def moment(option: str, text: str | None) -> datetime | None:
@@ -150,14 +150,14 @@ TlsCa = Annotated[
     Path | None, typer.Option(help="Without a CONFIG: the certificates to trust, for TLS.")
 ]
 
-# ── what is printed and logged ───────────────────────────────────────────────────────────────────
+# ── printing and logging ─────────────────────────────────────────────────────────────────────────
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 Count = Annotated[int, typer.Option("--count", "-n", min=1, help="How many events.")]
 Level = Annotated[LogLevel, typer.Option(help="What is logged.")]
 Form = Annotated[LogFormat, typer.Option(help="How it is logged.")]
 
-# ── what is asked ────────────────────────────────────────────────────────────────────────────────
+# ── questions ────────────────────────────────────────────────────────────────────────────────────
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
@@ -168,7 +168,7 @@ WIDTH_WITHOUT_TERMINAL = 120
 Column = tuple[str, Literal["left", "right"]]
 _GAP = 2
 _LEAST = 8
-"""Characters between columns, and those that the elastic column has at least."""
+"""Characters between columns, and the least width of the elastic column."""
 _LONGEST = 1000
 """Characters of a value that are laid out at all: no terminal is wider."""
 

@@ -349,7 +349,7 @@ def _time(moment: datetime | None) -> str:
 
 
 def _lines(row: dict[str, Any]) -> list[str]:
-    """A letter for people: the reason first, then what there is of the event."""
+    """A letter for people: the reason first, then the event."""
     time = str(row.get("dead_time") or "")[:_SECONDS].replace("T", " ")
     head = f"{row['offset']}  {time}  {row.get('dead_reason') or ''}"
     why = str(row.get("dead_error") or row.get("parse_error") or "")

@@ -30,8 +30,8 @@ class NodeProcess(Closeable):
     closed, be it by a kill, the node stops. (A signal at the parent's death, which the kernel
     offers, may come twice if the parent has threads, and the second one means haste.)
 
-    Every start has the same configuration, that of the first, whatever its file says by then: that
-    may have been rejected meanwhile, or name another data directory. It is handed over in a file
+    Every start has the configuration of the first start, because the file may have changed: it
+    may be invalid now, or name another data directory. It is handed over in a file
     without a name, as it is written: nothing can change it or clean it away, and no secret that a
     variable stands for is in it.
     """
@@ -98,7 +98,7 @@ class NodeProcess(Closeable):
 
     def stop(self, timeout: float) -> bool:
         """Stop it in order; true if that was done in time."""
-        process = self._process  # close() may come meanwhile
+        process = self._process  # close() may run at the same time
         if process is None:
             return True
         process.terminate()

@@ -83,7 +83,7 @@ def _tried(
 
 
 def _found(spark: Session, pipeline: PipelineSettings, case: Case) -> list[str]:
-    """What is not as the case expects; if it cannot be tried to its end, why."""
+    """The differences from the case; if it cannot run to its end, the reason."""
     from turnlane.pipeline.cases import find_differences
     from turnlane.spark.checks import CaseTrial
     from turnlane.spark.errors import describe_failure
@@ -136,7 +136,7 @@ def graph(
 
 
 def topology_of(config: Config) -> Topology:
-    """What there is to be drawn. Raises ``ConfigError`` if that is no pipeline."""
+    """The topology to draw. Raises ``ConfigError`` if the configuration has no pipeline."""
     from turnlane.config import shown
     from turnlane.pipeline.graph import InputSummary, Topology
 
@@ -159,7 +159,7 @@ def _as_shown(action: ActionSettings, shown: dict[str, Any]) -> ActionSettings:
 
 
 def _where(settings: InputSettings) -> str:
-    """Where an input listens or reads: addresses and paths, whatever they are called."""
+    """Where an input listens or reads: its addresses and paths."""
     from turnlane.serving.address import Address
 
     found = []

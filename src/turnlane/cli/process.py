@@ -38,7 +38,7 @@ class Signals(Closeable):
         self._bell_before = signal.set_wakeup_fd(self._bell, warn_on_full_buffer=False)
         self._before = {each: signal.signal(each, self._catch) for each in ENDING}
         self.hung_up = False
-        """Whether SIGHUP came; whoever acts on it sets it back."""
+        """Whether SIGHUP came; the code that acts on it resets it."""
         if hangup:
             self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._hang_up)
 
@@ -54,7 +54,7 @@ class Signals(Closeable):
         self._ring()
 
     def look(self, seconds: float) -> signal.Signals | None:
-        """Sleep for so long at most; the signal that ends the service, if there is one."""
+        """Sleep at most this long; return the signal that ends the service, if it came."""
         if not self._caught:
             ready, _, _ = select.select([self._asleep], [], [], seconds)
             if ready:
@@ -113,7 +113,7 @@ log = get_logger(__name__)
 
 
 def notify(state: str) -> None:
-    """Send a state such as ``READY=1`` to whoever started this process, if it wants to know."""
+    """Send a state such as ``READY=1`` to the service manager, if there is one."""
     path = os.environ.get("NOTIFY_SOCKET")
     if not path:
         return

@@ -63,7 +63,7 @@ def nothing_to_peek(queue: InspectableQueue, first: int | None, *, everything: b
 
 
 def summary(report: VerificationReport) -> str:
-    """What was looked at."""
+    """The inspected directory."""
     held = f", open in process {report.running}" if report.running is not None else ""
     return (
         f"{report.name}: {counted(report.chunks, 'chunk')}, {counted(report.frames, 'frame')}, "

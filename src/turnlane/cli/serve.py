@@ -245,7 +245,7 @@ def _settings(
 def _handed_over(descriptor: int) -> str:
     """The configuration that ``turnlane run`` has for its node; the file may be another by now."""
     with open(descriptor, "rb") as file:
-        file.seek(0)  # whoever had it before has read to its end
+        file.seek(0)  # the previous owner has read it to its end
         return file.read().decode()
 
 
@@ -258,7 +258,7 @@ def written(path: Path) -> str:
 
 
 def loaded(path: Path, text: str | None = None) -> Config:
-    """The settings; what is wrong is printed as editors and people expect it, a fault a line.
+    """Load the settings; print one line for each mistake, in the form that editors read.
 
     With ``text`` the file is not read: that is what it said.
     """
@@ -280,7 +280,7 @@ def piped(config: Config) -> PipelineSettings:
 
 @contextlib.contextmanager
 def faults_printed(config: Config | None = None) -> Iterator[None]:
-    """Print what is wrong with a configuration, with its places, and leave."""
+    """Print the mistakes in a configuration, with their places, and exit."""
     from turnlane.config import ConfigFaults
 
     try:

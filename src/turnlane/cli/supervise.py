@@ -48,7 +48,7 @@ class NodeFailed(Never):
 
 
 class Operation:
-    """Used by the main thread, but for :meth:`start_lanes` and :meth:`stop`."""
+    """Used by the main thread, except :meth:`start_lanes` and :meth:`stop`."""
 
     def __init__(
         self,
@@ -63,13 +63,13 @@ class Operation:
         on_cluster: bool = False,
         reloads: bool = True,
     ) -> None:
-        """``endpoint`` is where the nodes are whatever the configuration says, now or later.
+        """``endpoint`` names the nodes and overrides the configuration, also after a reload.
 
         ``seen`` is the file's stamp from before it was read: what changes after that is news.
         """
         self.config = config
         self._begun_with = config
-        """What the node and Spark run with, whatever the lanes have taken since."""
+        """The configuration of the node and of Spark; the lanes may have a newer one."""
         self._made = config.knobs()
         """The queues of the start and of every reload: each keeps the knobs it was made with."""
         self._checkpoints = config.checkpoints().absolute()
@@ -87,7 +87,7 @@ class Operation:
         self._begun = time.monotonic()
         self._was_ready = False
         self._pending = False
-        """Whether the file is to be read again."""
+        """Whether the file has to be read again."""
         self._stopping = False
 
     # ── looking after it ─────────────────────────────────────────────────────────────────────────
@@ -108,7 +108,7 @@ class Operation:
         self._report("stopping", f"{name}: stopping; once more to wait for nobody")
 
     def _due(self, signals: Signals) -> Callable[[], None] | None:
-        """What is to be done about the lanes now, if anything is."""
+        """The next thing to do with the lanes, if there is one."""
         running, plan = self._running, self._plan(self.config)
         # A reload may have stopped them and wait for their end: not they are wanted then.
         gave_way = running is None and self._pending
@@ -209,7 +209,7 @@ class Operation:
     # ── reloading ────────────────────────────────────────────────────────────────────────────────
 
     def _is_changed(self, signals: Signals) -> bool:
-        """Whether the file is to be read again: it has changed, or somebody asked for it."""
+        """Whether the file has to be read again: it has changed, or SIGHUP asked for it."""
         now = stamp(self._path)
         if signals.hung_up or (self._reloads and now is not None and now != self._seen):
             signals.hung_up = False
@@ -218,7 +218,7 @@ class Operation:
         return self._pending and time.monotonic() >= self._again_at
 
     def _reload(self) -> None:
-        """Exchange the pipeline for that of the file as it is now, or leave everything alone."""
+        """Replace the pipeline with the pipeline in the file, or leave everything unchanged."""
         from turnlane.config import load
         from turnlane.service import check
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from turnlane.table.shards import ShardSpec
 
 # ── nodes ──
-# The nodes that a command is about: those of a configuration, or those at an address.
+# The nodes of a command: from a configuration, or at an address.
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def together(urls: list[str] | None) -> ShardedDatabase:
 
 @contextmanager
 def places(urls: list[str] | None, name: str | None) -> Iterator[list[Place]]:
-    """A queue's tables in all databases, or those of all queues. Raises ``NoSuchQueue``."""
+    """The tables of a queue, or of all queues, in all databases. Raises ``NoSuchQueue``."""
     with databases(urls) as found:
         yield [
             Place(shard, database.queue(each))

@@ -1,4 +1,4 @@
-"""What is right section by section and wrong together: names, queues, and what needs what.
+"""Checks across sections: settings that are right alone and wrong together.
 
 Looked for in the plain values, so that it is found also if something else is wrong.
 """
@@ -23,7 +23,7 @@ from turnlane.serving.auth import Right
 from turnlane.validation import suggest
 
 # ── cautions ──
-# What a configuration may say, and whoever wrote it may not have meant.
+# Warnings: valid settings that their author may not have meant.
 
 _IN_MEMORY: Final = {
     Kind.MEMORY: "is kept in memory",
@@ -44,7 +44,7 @@ def cautions(config: Config) -> Iterator[ConfigError]:
 
 
 # ── values ──
-# The plain values of a configuration, as those look at them who say what is wrong together.
+# The plain values of a configuration, for checks across sections.
 
 Values = dict[str, Any]
 """What stands in a mapping, whether it is right or not."""
@@ -53,18 +53,18 @@ Wrong = tuple[Path, str]
 
 
 def mapping(value: object) -> Values:
-    """The value, if it is a mapping; what is none has nothing in it."""
+    """The value if it is a mapping, else an empty mapping."""
     return value if isinstance(value, dict) else {}
 
 
 def mappings(values: object) -> list[tuple[int, Values]]:
-    """The mappings in a list, each with its place; what else is there is somebody else's fault."""
+    """The mappings in a list, each with its place; other checks report other values."""
     parts = enumerate(values) if isinstance(values, list) else ()
     return [(at, each) for at, each in parts if isinstance(each, dict)]
 
 
 # ── delivering ──
-# What is wrong with how actions deliver, seen beside the rest of the action and the one before.
+# Find mistakes in the delivery of actions, given the rest of the action and the previous action.
 
 _BY_SPARK: Final = "means nothing here: Spark itself writes this output"
 _NO_QUEUE: Final = (
@@ -139,7 +139,7 @@ def _type(output: object) -> object:
 
 
 # ── joins ──
-# What is wrong with the queues that SQL joins with. A join takes events out of them for good.
+# Find mistakes in the queues that SQL joins with. A join removes events from them.
 
 _INSTEAD: Final = (
     "and a join would take its events away; join with one that nobody else reads: a queue of "
@@ -189,7 +189,7 @@ def _why_not(
 
 
 def _only_keeps(action: Values) -> bool:
-    """Whether nothing is done with what is in the action's queue."""
+    """Whether no lane reads the action's queue."""
     discards = mapping(action.get("output")).get("type") == DISCARD
     return discards and action.get("sql") is None and action.get("transform") is None
 
@@ -204,7 +204,7 @@ UDP: Final = "udp"
 
 _PLANES: Final = {"flight": FLIGHT, "http": HTTP}
 _OF_INPUTS: Final = {("listen",): TCP, ("tcp",): TCP, ("udp",): UDP, ("tls", "listen"): TCP}
-"""The settings of inputs that are addresses, and what is spoken there."""
+"""The settings of inputs that are addresses, and their protocol."""
 _EVERYWHERE: Final = ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound to
 
 
@@ -251,7 +251,7 @@ def _listener(path: Path, protocol: str, value: object) -> Iterator[Listener]:
     try:
         yield Listener(path, protocol, Address.parse(value))
     except ValueError:
-        return  # none, or what is wrong with it is said elsewhere
+        return  # none, or another check reports its mistake
 
 
 def _is_written(path: Path, data: object) -> bool:
@@ -273,7 +273,7 @@ def _host(address: Address) -> str:
 
 
 # ── outputs ──
-# What is wrong with outputs, seen beside the rest of their actions, and beside each other.
+# Find mistakes in outputs, given the rest of their actions and the other outputs.
 
 _OWN_QUEUE: Final = (
     "notes which offsets were delivered, of which the main queue has many that go elsewhere: give "
@@ -316,7 +316,7 @@ def wrong_outputs(
 
 
 def _outputs(path: Path, action: Values) -> Iterator[tuple[Path, Values]]:
-    """An action's output, and the one that may stand in for it, with their places."""
+    """An action's output and its failover output, with their places."""
     failover = mapping(_delivery(action).get("failover"))
     yield (*path, "output"), mapping(action.get("output"))
     yield (*path, "delivery", "failover", "output"), mapping(failover.get("output"))
@@ -385,7 +385,7 @@ _NEEDS_SQL: Final = ("watermark", "with_queues", "output_mode")
 _NEEDS_NAME: Final = (
     "needs a name: positions are kept by name, and there is another files input without one"
 )
-"""Numbered by their places, two that change places would read each other's files anew."""
+"""If position numbered them, two that swap positions would read each other's files again."""
 
 _ONE_STDIN: Final = (
     "another input reads the standard input already, and each would get pieces of lines"
@@ -439,7 +439,7 @@ def _queues_of_pipeline(data: Values) -> Iterator[str]:
 
 
 def _queue_of_others(path: Path, knobs: object, refused: dict[str, str]) -> Iterator[Found]:
-    """What is no queue of a node, or not there."""
+    """Names that are not queues of the node."""
     for knob, why in refused.items():
         if isinstance(knobs, dict) and knob in knobs:
             yield (*path, knob), why, True
@@ -468,7 +468,7 @@ def _is_nameless(given: Values) -> bool:
 
 
 def _lost_rights(tokens: object, queues: list[str]) -> Iterator[Found]:
-    """Rights on queues that there are not, and that nobody may make while the node runs."""
+    """Rights on queues that do not exist and cannot be created while the node runs."""
     rights = [(at, mapping(each.get("rights"))) for at, each in mappings(tokens)]
     made = [name for _, given in rights for name, words in given.items() if _may_make(words)]
     for at, given in rights:

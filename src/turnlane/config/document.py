@@ -19,7 +19,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from turnlane.errors import ConfigError
 
 # ── faults ──
-# What is wrong with a configuration file, each fault with its place.
+# The mistakes in a configuration file, each with its place.
 
 
 class Place(NamedTuple):
@@ -73,7 +73,7 @@ _HELP: Final = "write ${VAR}, ${VAR:-default} or ${VAR:?message}, and $$ for a d
 
 
 def substituted(text: str, environment: Mapping[str, str]) -> str:
-    """The text with its variables filled in. Raises ``ValueError`` that says what is missing."""
+    """Replace the variables in a text. Raises ``ValueError`` that names a missing variable."""
     return _REFERENCE.sub(lambda match: _value(match, environment), text)
 
 
@@ -96,7 +96,7 @@ def _value(match: re.Match[str], environment: Mapping[str, str]) -> str:
 Path = tuple[str | int, ...]
 
 MOST_NODES: Final = 100_000
-"""Aliases of aliases can make a small file huge; no honest configuration has so many values."""
+"""Aliases of aliases can make a small file huge; no real configuration has this many values."""
 DEEPEST: Final = 50
 
 _TAG: Final = "tag:yaml.org,2002:"
@@ -145,7 +145,7 @@ def undotted(text: str) -> Path:
 
 
 def parse(text: str, file: str, environment: Mapping[str, str]) -> Document:
-    """The document; its ``faults`` are what is wrong with it, short of being no YAML at all.
+    """Parse a document. Its ``faults`` are the mistakes in it; a text that is not YAML raises.
 
     Raises ``ConfigFaults`` if it is none.
     """
@@ -218,7 +218,7 @@ class _Builder:
             return node.value
         if "$" not in node.value:
             return make(node.value)
-        # Always text: what comes from outside becomes a number only where one is wanted.
+        # Always text: a value from outside becomes a number only where the setting is a number.
         try:
             value = substituted(node.value, self._environment)
         except ValueError as error:

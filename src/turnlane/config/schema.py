@@ -95,7 +95,7 @@ def _own(noun: str) -> Schema:
 
 
 def _opened(schema: Any, key: str | None = None) -> Any:  # noqa: ANN401 - JSON
-    """The schema, with a variable allowed wherever not just any text is."""
+    """The schema, which also allows a variable where a setting is not free text."""
     if isinstance(schema, list):
         return [_opened(each) for each in schema]
     if not isinstance(schema, dict):

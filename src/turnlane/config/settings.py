@@ -1,6 +1,6 @@
 """What a configuration says, section by section, checked, complete and unchangeable.
 
-A section is a field of :class:`Config`; whoever adds one gets places, hints, substitution, schema
+A section is a field of :class:`Config`; a new field gets places, hints, substitution, schema
 and hidden secrets without doing anything for them.
 """
 
@@ -105,7 +105,7 @@ class NodesSettings(PipelineSection):
         return {to_camel(name): str(value) for name, value in self if value is not None}
 
     def token(self) -> str | None:
-        """The token, wherever it is kept. Raises ``ConfigError``."""
+        """The token, from the file or variable that has it. Raises ``ConfigError``."""
         if self.token_env is not None:
             found, where = os.environ.get(self.token_env), f"the variable {self.token_env}"
             return self._some(found, "token_env", where)
@@ -124,14 +124,14 @@ class NodesSettings(PipelineSection):
 
 
 def of_the_file(error: ConfigError) -> ConfigError:
-    """What is wrong with options of ``format("turnlane")``, by the settings that they came from."""
+    """Mistakes in options of ``format("turnlane")``, by the settings that they came from."""
     knobs = {to_camel(name): f"{SECTION}.{name}" for name in NodesSettings.model_fields}
     problems = [each._replace(knob=knobs.get(each.knob, each.knob)) for each in get_issues(error)]
     return ConfigIssues(problems)
 
 
 # ── plugged ──
-# Settings whose model is that of a plugin, chosen by their ``type``.
+# Settings whose model comes from a plugin, which their ``type`` selects.
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,12 +299,12 @@ class NodeSettings(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        """Give both planes the node's certificate; refuse what is open to everybody."""
+        """Give both planes the node's certificate; refuse public addresses without protection."""
         if self.tls is not None:
             for plane in ("flight", "http"):
                 settings: FlightSettings | HttpSettings = getattr(self, plane)
                 tls = settings.tls or self.tls
-                # Past the freeze: nobody has seen this object yet.
+                # Past the freeze: no other code has this object yet.
                 self.__dict__[plane] = settings.model_copy(update={"tls": tls})
         problems = [*self._exposed(), *self._tokens_twice()]
         if problems:
@@ -435,7 +435,7 @@ class Config(Section):
         return self
 
     def knobs(self) -> dict[str, dict[str, Any]]:
-        """The queues as a node takes them, those of the pipeline too: what was set, by queue."""
+        """The queues of the node and of the pipeline, with their explicit settings."""
         every = dict(self.queues)
         if self.main is not None:
             every[MAIN] = self.main
@@ -454,7 +454,7 @@ class Config(Section):
         return knobs
 
     def pipeline(self) -> PipelineSettings | None:
-        """What there is between the main queue and the outputs; ``None`` without actions."""
+        """The pipeline between the main queue and the outputs; ``None`` without actions."""
         if not self.actions:
             return None
         return PipelineSettings(
@@ -470,14 +470,14 @@ class Config(Section):
         return self.spark.checkpoints or self.node.data / "checkpoints"
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Names only: what is in the sections may be secret, as headers and addresses are."""
+        """Names only: values of the sections may be secret, such as headers and addresses."""
         yield "data", self.node.data
         yield "queues", list(self.knobs())
         yield "inputs", [each.name for each in self.inputs]
         yield "actions", [each.name for each in self.actions]
 
     def placed(self, error: ConfigError) -> ConfigError:
-        """What was found wrong later, by Spark say, each thing with its place in the file.
+        """Mistakes that are found later, for example by Spark, with their places in the file.
 
         Their knobs are dotted paths such as ``actions[1].filter``. Settings that came from no
         file have no place: then it is the same error.

@@ -31,7 +31,7 @@ _SECRET: Final = re.compile(
     r"|(?:access|account|private|shared)[._-]?key"
 )
 _FREE: Final = frozenset({"conf", "options", "headers"})
-"""Mappings whose names are others' to choose: nobody knows which of their values are secret."""
+"""Mappings with free names: any of their values may be secret."""
 _HARMLESS: Final = re.compile(
     r"(?i)-?[\d.]+\s?[a-z]{0,3}|true|false|utc|fair|fifo|kryo|snappy|none"
 )
@@ -101,7 +101,7 @@ def validated(document: Document) -> Config:
     except ConfigError as error:  # from a validator that knows only its own knob
         found.append((_ending_with(document, error.knob), str(error), False))
     for path, message, of_key in found:
-        if dotted(path) not in broken:  # what is wrong with it was said already
+        if dotted(path) not in broken:  # its mistake is reported already
             document.fault(path, _concealed(message, path, document), of_key=of_key)
     if config is None or document.faults:
         raise ConfigFaults(document.file, document.faults)
@@ -178,7 +178,7 @@ def _ending_with(document: Document, knob: str) -> Path:
     return paths[0] if len(paths) == 1 else ()
 
 
-# ── what is not shown ────────────────────────────────────────────────────────────────────────────
+# ── masking ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Words(str):
@@ -191,7 +191,7 @@ class _Words(str):
 
 
 def _shown(detail: ErrorDetails, path: Path, document: Document) -> ErrorDetails:
-    """What was given, as it may be repeated: no secrets, nothing that came from a variable."""
+    """The given value for an error message, without secrets and values of variables."""
     given = detail["input"]
     if path in document.written:
         given = document.written[path]
@@ -205,7 +205,7 @@ def _shown(detail: ErrorDetails, path: Path, document: Document) -> ErrorDetails
 
 
 def _concealed(message: str, path: Path, document: Document) -> str:
-    """A message of somebody's validator, without the values that must not be repeated."""
+    """The message of a validator, without values that must not be shown."""
     value = _value_at(path, document.data)
     written = document.written.get(path)
     if written is not None and isinstance(value, str) and value:
@@ -258,7 +258,7 @@ def _value_at(path: Path, data: Any) -> object:  # noqa: ANN401 - whatever YAML 
     return cast("object", data)
 
 
-# ── what there could be ──────────────────────────────────────────────────────────────────────────
+# ── suggestions ──────────────────────────────────────────────────────────────────────────────────
 
 
 def _knobs_at(path: Path, data: object) -> list[str]:

@@ -73,7 +73,7 @@ def chain(data: Octets, marks: Places, at: int, longest: int) -> Chain:
 
 
 def _written(data: Octets, marks: Places, digits: Places) -> Places:
-    """The numbers of so many digits that stand before the marks; -1 where there is none."""
+    """The numbers with this many digits before the marks; -1 where there is none."""
     value = np.zeros(len(marks), np.int64)
     valid = np.ones(len(marks), bool)
     for at in range(int(digits.max())):
@@ -99,7 +99,7 @@ _LINE_OR_NUL: Final = re.compile(rb"[\n\0]")
 _WINDOW, _LARGEST_WINDOW = 64, 4_096
 """Counted messages whose lengths are checked in one go: at first, and once that has gone well."""
 _SINGLES: Final = 64
-"""Messages taken one by one before it is tried again to take many; doubled if that was in vain."""
+"""Messages taken one by one before the next try to take many; doubled if the try fails."""
 _SMALL: Final = 4_096
 """Buffers in which all messages are taken one by one."""
 _FEW: Final = 32
@@ -117,7 +117,7 @@ class Framing(enum.StrEnum):
     NEWLINE = "newline"
     """By the newline after each."""
     OCTET = "octet"
-    """By the length before each, whatever the message begins with."""
+    """By the length before each message, independent of its first byte."""
 
 
 _HEADERS: Final = {
@@ -161,7 +161,7 @@ def find(
     inside: int = 0,
     last: bool = False,
 ) -> Found:
-    """Find the messages in the next bytes of a stream, wherever those happen to be cut off.
+    """Find the messages in the next bytes of a stream, which may be cut off anywhere.
 
     Messages over ``longest`` bytes come in pieces of that length. After ``last`` nothing more will
     follow, so that what is there of a message is kept as if it were complete. ``used`` leaves at
@@ -229,7 +229,7 @@ class _Cutter:
                 return
 
     def finish(self) -> None:
-        """Nothing more will come: what is left is a message."""
+        """The stream has ended: the rest is a message."""
         header = self._counted_here()
         self.malformed += header is not None or self.inside > 0
         if self.at < self._size:  # not if it has ended just after a piece
@@ -241,7 +241,7 @@ class _Cutter:
         self._found.append((starts, trimmed(self._data, starts, ends)))
 
     def _take_singles(self) -> None:
-        """Take a few messages one by one, whichever way each of them is framed."""
+        """Take a few messages one by one; each may be framed in its own way."""
         if self.inside:
             return
         starts: list[int] = []
@@ -367,7 +367,7 @@ class _Cutter:
         return self._header.match(self._buffer, self.at)
 
     def _go_on_counted(self) -> None:
-        """Take what has come of a counted message that is too long to be held."""
+        """Take the received part of a counted message that is too long to keep."""
         available = self._size - self.at
         pieces = min((self.inside - 1) // self._longest, available // self._longest)
         self._take_pieces(pieces)

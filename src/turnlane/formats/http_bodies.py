@@ -105,11 +105,11 @@ class Item(NamedTuple):
     source: bytes
     """The document, as it was written; nothing for a ``delete``."""
     problem: str | None = None
-    """What is wrong with the document, if anything."""
+    """The problem of the document, if there is one."""
 
 
 def items_of(body: bytes, index: str | None = None) -> list[Item]:
-    """The items of a bulk request; ``index`` is that of those that name none.
+    """The items of a bulk request; ``index`` is used for items without one.
 
     Raises ``ValueError`` if a line is not an action: what follows it cannot be understood.
     """
@@ -136,7 +136,7 @@ def new_id() -> str:
 
 
 def problem_of(source: bytes) -> str | None:
-    """What is wrong with a document: it has to be a JSON object."""
+    """The problem of a document: it has to be a JSON object."""
     try:
         document = json.loads(source)
     except RecursionError:

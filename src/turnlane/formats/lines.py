@@ -59,7 +59,7 @@ def cut(data: bytes, longest: int, *, whole: bool = False) -> Lines | None:
 
 
 def without_empty(values: pa.Array[Any]) -> pa.Array[Any]:
-    """The lines that :func:`cut` has found, but for empty ones; nothing is copied."""
+    """The lines that :func:`cut` has found, without empty ones; nothing is copied."""
     _, offsets, body = values.buffers()
     assert offsets is not None
     assert body is not None
@@ -72,7 +72,7 @@ def _longest(newlines: Positions) -> int:
 
 
 def _cut_plain(data: bytes, newlines: Positions) -> Lines:
-    """Nothing but lines of the usual kind: taking the newlines out is all there is to do."""
+    """Only ordinary lines: removing the newlines is enough."""
     body = data[: int(newlines[-1]) + 1].replace(b"\n", b"")
     stops = newlines - np.arange(len(newlines))
     return Lines(_binary(body, stops), newlines + 1, 0)

@@ -234,7 +234,7 @@ def _wrapped(outer: bytes, inner: bytes, records: Iterable[Any]) -> Iterator[byt
 
 
 def _head(outer: bytes, inner: bytes, length: int) -> bytes:
-    """All that stands before a record of so many bytes."""
+    """The bytes before a record of this many bytes."""
     size = varint(length)
     scope_size = len(inner) + 1 + len(size) + length
     scope = varint(scope_size)
@@ -262,7 +262,7 @@ def _whole(signal: Signal, request: Any) -> Records:  # noqa: ANN401
 
 
 def severity_of(number: int) -> int | None:
-    """Syslog's severity for OTLP's severity number; ``None`` for one that means nothing."""
+    """Syslog's severity for OTLP's severity number; ``None`` for an undefined number."""
     return SEVERITIES[number] if 0 <= number < len(SEVERITIES) else None
 
 
@@ -339,7 +339,7 @@ def status(code: int, message: str, encoding: str = PROTOBUF, details: bytes = b
 
 
 def retry_info(seconds: float) -> bytes:
-    """A ``google.rpc.RetryInfo``: come back after so long."""
+    """A ``google.rpc.RetryInfo``: retry after this time."""
     whole, nanos = divmod(round(seconds * 1_000_000_000), 1_000_000_000)
     return field(b"\x0a", b"\x08" + varint(whole) + b"\x10" + varint(nanos))
 

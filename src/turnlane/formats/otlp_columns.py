@@ -129,7 +129,7 @@ def _in_order(steps: list[Fields]) -> Fields:
 
 
 def texts(data: Octets, spans: Spans) -> pa.Array[Any]:
-    """The spans as text, one for each; what is no UTF-8 is replaced."""
+    """The spans as text; bytes that are not UTF-8 are replaced."""
     if not len(spans.rows):
         return pa.array([], pa.string())
     raw = column(data, spans.starts, spans.ends)  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def texts(data: Octets, spans: Spans) -> pa.Array[Any]:
 
 
 def hexadecimal(data: Octets, spans: Spans, width: int) -> tuple[Spans, pa.Array[Any]]:
-    """The spans that are so many bytes wide, and their digits."""
+    """The spans that have this many bytes, and their digits."""
     wide = spans.where(spans.ends - spans.starts == width)
     octets = data[wide.starts[:, None] + np.arange(width)]
     digits = np.empty((len(wide.rows), 2 * width), np.uint8)

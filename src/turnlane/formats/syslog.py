@@ -60,7 +60,7 @@ def _priorities(values: pa.BinaryArray) -> tuple[Numbers, Mask | None]:
     bounds = np.frombuffer(memoryview(offsets), np.int32)[values.offset : values.offset + count + 1]
     less, one, two, three, four = _beginnings(data, bounds[:-1].astype(np.intp))
     ones, tens, hundreds = (each - np.uint8(_ZERO) for each in (one, two, three))
-    # A byte below "0" wraps to a large number: a digit is what is at most 9.
+    # A byte below "0" wraps to a large number: only digits are at most 9.
     digits = ones <= 9
     short = digits & (two == _GREATER)
     digits &= tens <= 9

@@ -64,7 +64,7 @@ class Counters:
     invalid: int = 0
     """Requests or messages that made no sense."""
     dropped: int = 0
-    """Events lost for want of room, by inputs that can do nothing else."""
+    """Events dropped because the queue was full, by inputs that cannot wait."""
     connections: int = 0
     """Connections open at this moment."""
 
@@ -99,7 +99,7 @@ class Input(Closeable):
 
     @abc.abstractmethod
     def stop(self, timeout: float) -> None:
-        """Take in nothing more; what was taken is published and acked, within ``timeout``."""
+        """Stop taking events. Events already taken are published and acked, within ``timeout``."""
 
     def close(self) -> None:
         """Stop at once."""

@@ -1,4 +1,4 @@
-"""Reading datagrams: each is one message, and whoever sent it hears nothing."""
+"""Reads datagrams: each is one message, and its sender gets no answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MEMINFO: Final = struct.Struct("9I")
 
 
 class Datagram(NamedTuple):
-    """What was received: how large, from whom, and whether there was more of it."""
+    """One datagram: its size, its sender, and whether it was cut off."""
 
     size: int
     source: str | None
@@ -81,7 +81,7 @@ class DatagramReader:
         self._thread.start()
 
     def stop(self, deadline: float) -> None:
-        """Publish what has arrived, then close the socket. Until ``deadline``."""
+        """Publish the datagrams that have arrived, then close the socket. Until ``deadline``."""
         self._deadline = deadline
         self._publisher.close(deadline)
         self._stopping.set()
@@ -105,7 +105,7 @@ class DatagramReader:
             log.exception("input %s reads no more datagrams", self._owner.settings.label)
 
     def _drain(self) -> None:
-        """Read what has arrived; whoever goes on sending is heard for one full buffer more."""
+        """Read the datagrams that have arrived, at most one more full buffer."""
         left = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
         while not self._publisher.failed and left > 0 and (size := self._round()):
             left -= size
@@ -235,7 +235,7 @@ class UnixInput(Input):
             return
         deadline = time.monotonic() + timeout
         reader, self._reader = self._reader, None
-        # Removed first, so that senders get an error instead of writing what nobody will read.
+        # Removed first, so that senders get an error instead of writing messages without a reader.
         with contextlib.suppress(FileNotFoundError):
             self.settings.path.unlink()
         reader.stop(deadline)
@@ -275,7 +275,7 @@ def _remove_stale(path: Path) -> None:
 
 
 def _receiver(bound: socket.socket, path: str, *, credentials: bool) -> Receive:
-    # No room for anything else: open files that somebody sends along would be ours to close.
+    # No room for ancillary data: we would have to close open files that a sender attaches.
     room = _ANCILLARY if credentials else 0
 
     def receive(space: memoryview) -> Datagram:

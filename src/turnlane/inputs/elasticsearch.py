@@ -24,7 +24,7 @@ from turnlane.serving.auth import parse_bearer
 from turnlane.serving.http_body import build_problem
 
 # ── elasticsearch_answers ──
-# What Elasticsearch would answer, for those who ask the input ``elasticsearch``.
+# The answers of Elasticsearch, as clients of the input ``elasticsearch`` expect them.
 
 _RESULTS: Final = {
     "index": ("created", 201),
@@ -101,7 +101,7 @@ def info(name: str, version: str) -> dict[str, Any]:
 
 
 def health(name: str) -> dict[str, Any]:
-    """All is well as long as somebody answers."""
+    """Healthy as long as the input answers."""
     return {"cluster_name": name, "status": "green", "timed_out": False, "number_of_nodes": 1}
 
 
@@ -265,7 +265,7 @@ def _failed(result: dict[str, Any]) -> bool:
 
 
 def _reply(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:  # noqa: ANN401
-    # Elastic's clients talk to nobody who does not say this.
+    # Elastic's clients refuse a server without this header.
     return JSONResponse(content, status, {**(headers or {}), "x-elastic-product": "Elasticsearch"})
 
 

@@ -1,4 +1,4 @@
-"""The input ``http``: whatever is posted, to whichever path, becomes events."""
+"""The input ``http``: every posted body, on any path, becomes events."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class WebInput(Input):
 
     @property
     def counters(self) -> Counters:
-        """What it has seen; the connections are those of this moment."""
+        """The counts of the input; ``connections`` is the current number."""
         self._counters.connections = self._server.connections
         return self._counters
 
@@ -104,7 +104,7 @@ class WebInput(Input):
     ) -> Result:
         """Run a call that blocks on a thread for the queue, its deadline behind its arguments.
 
-        The time spent waiting for a thread counts: under pressure everybody is answered in time.
+        The time spent waiting for a thread counts, so every request is answered in time under load.
         """
         with _told_of_a_close():
             threads = self._threads.of(queue)
@@ -218,7 +218,7 @@ class HttpInput(WebInput):
         return [*super().queues(), *((f"routes.{path}", queue) for path, queue in routes)]
 
     def queue_of(self, path: str) -> str:
-        """The queue for what is posted to this path."""
+        """The queue for events that are posted to this path."""
         for pattern, queue in self.settings.routes.items():
             if fnmatchcase(path, pattern):
                 return queue

@@ -87,7 +87,7 @@ def _held_by(signal: Signal, block: Block, rows: Mask) -> int:
     return sum(count(signal, decode(signal, value)) for value in values)
 
 
-# google.rpc.Code by HTTP status; a status is the answer to whatever was not taken.
+# google.rpc.Code by HTTP status, for requests that were not accepted.
 _CODES: Final = {400: 3, 401: 16, 403: 7, 404: 5, 405: 12, 413: 3, 415: 3, 429: 8, 503: 14}
 _UNKNOWN: Final = 2
 

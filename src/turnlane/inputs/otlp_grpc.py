@@ -50,7 +50,7 @@ _LONGEST_DETAILS: Final = 512
 PATIENT: Final = THREADS // 2
 """So many requests may take ``body_timeout`` to send their message at one time."""
 HURRIED_SECONDS: Final = 1.0
-"""How long the others may take, so that nobody who sends nothing can keep all threads waiting."""
+"""How long other calls may take, so that silent clients cannot block all threads."""
 
 
 class OtlpGrpcSettings(AnsweringSettings):
@@ -90,7 +90,7 @@ class OtlpGrpcSettings(AnsweringSettings):
 
 
 class OtlpGrpcInput(Input):
-    """Refuses with ``RetryInfo``, so that exporters send again what there was no room for."""
+    """Refuses with ``RetryInfo``, so that exporters send the records again later."""
 
     settings_type: ClassVar[type[InputSettings]] = OtlpGrpcSettings
     settings: OtlpGrpcSettings
@@ -176,7 +176,7 @@ class OtlpGrpcInput(Input):
         return export
 
     def _message(self, messages: Iterator[bytes], context: Any) -> bytes:  # noqa: ANN401
-        """The message of a request; one that does not come in time is cancelled."""
+        """The message of a request. The call is cancelled if the message does not come in time."""
         with self._limited(context.cancel):
             body = next(messages, None)
         if body is None:

@@ -136,7 +136,7 @@ class AnsweringPublisher:
             )
 
     def publish_fitting(self, name: str, block: Block, deadline: float) -> Taken:
-        """Publish what there is room for, the first events first.
+        """Publish as many events as fit, the first events first.
 
         Raises ``QueueClosed`` and ``RetryLater``, ``QueueFull`` excepted, after which the sender
         should send it all again.
@@ -165,7 +165,7 @@ class AnsweringPublisher:
     def _end_of(self, name: str) -> tuple[HoldingQueue, Producer]:
         queue = self._queue(name)
         known = self._producers.get(name)
-        if known is not None and known[0] is queue:  # not dropped and made anew
+        if known is not None and known[0] is queue:  # not dropped and created again
             return known
         ends = queue, queue.producer(ack=self._settings.ack, flow=self._settings.flow)
         self._producers[name] = ends
@@ -195,7 +195,7 @@ def _left(deadline: float) -> float:
 
 @contextlib.contextmanager
 def _held_is_failed(queue: HoldingQueue) -> Iterator[None]:
-    """Tell a queue that lets nobody in because of its disk from one that is full."""
+    """Distinguish a queue whose disk fails from a queue that is full."""
     try:
         yield
     except QueueFull as error:
@@ -229,7 +229,7 @@ log = logging.getLogger(__name__)
 OVERHEAD = 1_024
 """What the other columns of an event may take, amply."""
 PATIENCE = 1.0
-"""How long to wait for room before looking whether the input is to be stopped."""
+"""How long to wait for room before checking whether the input has to stop."""
 WARN_SECONDS = 10.0
 """How often at most to warn: of dropped events, which are counted anyway, or of waiting."""
 PAUSE = 0.1
@@ -285,7 +285,7 @@ class OneWayPublisher:
         return time.monotonic() < self._deadline
 
     def _offer(self, block: Block) -> None:
-        """Put in what there is room for at this moment; the rest is dropped."""
+        """Publish as many events as fit at this moment; the rest is dropped."""
         size = block.num_rows
         while size and block.num_rows and not self.failed:
             published = self._try(block.slice(0, size))

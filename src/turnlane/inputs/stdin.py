@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 20
 ACK_SECONDS = 1.0
-"""How long to wait for acks before looking whether the input is to be stopped."""
+"""How long to wait for acks before checking whether the input has to stop."""
 
 
 class StdinSettings(InputSettings):
@@ -51,7 +51,7 @@ class StdinInput(Input):
     settings: StdinSettings
 
     def __init__(self, settings: StdinSettings, host: Host, *, file: int | None = None) -> None:
-        """``file`` is the descriptor to read instead of that of the standard input."""
+        """``file`` is the descriptor to read instead of the standard input."""
         super().__init__(settings, host)
         self.finished: threading.Event = threading.Event()
         self._file = file
@@ -110,7 +110,7 @@ class StdinInput(Input):
             try:
                 count = 0 if ended else os.readv(file, [space[kept : kept + READ_BYTES]])
             except BlockingIOError:
-                continue  # somebody else reads it, too
+                continue  # another process reads it, too
             except OSError as error:
                 log.warning("input %s ends early: %s", self.settings.label, error)
                 count = 0
@@ -124,7 +124,7 @@ class StdinInput(Input):
                 return
 
     def _await(self, file: int) -> bool:
-        """Wait for something to read; false if the input is to stop first."""
+        """Wait for something to read; false if the input has to stop first."""
         poll = select.poll()  # which, unlike epoll, takes files too
         poll.register(file, select.POLLIN)
         poll.register(self._waker, select.POLLIN)

@@ -69,7 +69,7 @@ class Connection:
     ended: bool = False
 
     def keep(self, rest: bytes, inside: int, *, fresh: bool) -> None:
-        """Keep what there is of a message; ``fresh`` if another has ended before it."""
+        """Keep the received part of a message; ``fresh`` if another message ended before it."""
         self.rest, self.inside = rest, inside
         if not rest and not inside:
             self.begun = None
@@ -126,7 +126,7 @@ class Connections:
             self._epoll.register(number, select.EPOLLIN)
 
     def stop_listening(self) -> None:
-        """Let nobody in any more but those who have knocked already."""
+        """Stop accepting connections, except those that already wait."""
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
             self._accept(listener, BACKLOG)
@@ -141,7 +141,7 @@ class Connections:
         os.close(self._wake_end)
 
     def wake(self) -> None:
-        """Have :meth:`ready` return from now on, whatever happens. From any thread."""
+        """Make :meth:`ready` return at once, now and later. Safe from any thread."""
         os.write(self._wake_end, b".")
 
     def all(self) -> list[Connection]:
@@ -182,7 +182,7 @@ class Connections:
         self._owner.count(connections=-1)
 
     def late(self) -> list[Connection]:
-        """Now and then: those that have been silent, or in the middle of a message, too long."""
+        """Find connections that are silent, or in the middle of a message, for too long."""
         now = time.monotonic()
         if now < self._swept + SWEEP_SECONDS:
             return []
@@ -193,7 +193,7 @@ class Connections:
         for connection in [*self._greeting]:
             if connection.silent_since(now - HANDSHAKE_SECONDS):
                 self._refuse(connection, "took too long over its TLS handshake")
-        # While the queue is full nobody is read: then it is not they who are silent.
+        # While the queue is full no connection is read, so silence is not the sender's fault.
         oldest = now - self._message_seconds
         late = [each for each in self._open.values() if each.unfinished_since(oldest)]
         return [*dict.fromkeys([*late, *self._silent(now)])]
@@ -242,7 +242,7 @@ class Connections:
                 accepted = tls.wrap_socket(
                     accepted, server_side=True, do_handshake_on_connect=False
                 )
-            except OSError as error:  # reset meanwhile
+            except OSError as error:  # reset in the meantime
                 log.info("input %s: %s: %s", self._label, source, error)
                 accepted.close()
                 return
@@ -281,7 +281,7 @@ class Connections:
 # ── gathering ──
 # What an input has received, on its way to becoming one block.
 #
-# Bytes are received into one buffer, whoever they come from; messages are places in it, until
+# Bytes of all connections are received into one buffer; messages are places in it, until
 # all of
 # them are made a block together. That costs the same for one sender as for a thousand.
 
@@ -297,7 +297,7 @@ def no_severities(values: pa.BinaryArray) -> pa.Int8Array:
 
 
 class Gathering:
-    """A buffer to receive into, and the messages found in it so far. For one thread."""
+    """A receive buffer, and the messages found in it. For one thread."""
 
     def __init__(self, size: int, severities: Severities) -> None:
         self._memory = memoryview(bytearray(size))
@@ -428,7 +428,7 @@ class StreamReader:
         self._thread.start()
 
     def stop(self, deadline: float) -> None:
-        """Take no more connections, publish what has arrived, close. Until ``deadline``."""
+        """Accept no more connections, publish the received messages, close. Until ``deadline``."""
         self._deadline = deadline
         self._publisher.close(deadline)
         self._stopping.set()
@@ -480,7 +480,7 @@ class StreamReader:
         return count
 
     def _fill(self, connection: Connection, space: memoryview) -> int:
-        """Receive what is there, and note the end of the connection."""
+        """Receive the available bytes, and notice the end of the connection."""
         many = isinstance(connection.socket, ssl.SSLSocket)  # one record at a time
         count = 0
         try:
@@ -529,7 +529,7 @@ class StreamReader:
     # ── stopping ─────────────────────────────────────────────────────────────────────────────────
 
     def _drain(self) -> None:
-        """Read what had arrived when the input was stopped, but not what comes after that."""
+        """Read the bytes that had arrived when the input was stopped, and no later ones."""
         waiting = {each: each.arrived() for each in self._connections.all() if not each.greeting}
         while waiting and time.monotonic() < self._deadline and not self._publisher.failed:
             waiting = {
@@ -541,7 +541,7 @@ class StreamReader:
         self._end(self._connections.all())
 
     def _end(self, connections: list[Connection]) -> None:
-        """Keep what there is of their last messages, and close them."""
+        """Keep the received part of their last messages, and close them."""
         for connection in connections:
             if not connection.ended and (connection.rest or connection.inside > 0):
                 connection.ended = True
@@ -554,7 +554,7 @@ class StreamReader:
             self._connections.drop(connection)
 
     def _give_up(self) -> None:
-        """Count what was read and cannot be published, and let go."""
+        """Count messages that were read and cannot be published, and give up."""
         block = self._gathering.block()
         if block is not None:
             self._owner.count(dropped=block.num_rows)

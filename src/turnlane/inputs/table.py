@@ -37,7 +37,7 @@ from turnlane.table.sharded import ShardedQueue, connect_shards
 log = logging.getLogger(__name__)
 
 LOOK: Final = 0.1
-"""Seconds to wait for events, or for room, before looking whether the input is to be stopped."""
+"""Seconds to wait for events, or for room, before checking whether the input has to stop."""
 PATIENCE: Final = 5.0
 """Seconds that events are held for room that others took; then they fire again."""
 PAUSE: Final = 1.0
@@ -86,7 +86,7 @@ class TableInput(Input):
         super().__init__(settings, host)
         self._stopping = threading.Event()
         self._until = float("inf")
-        """When what was published must be acked, once the input is stopped; monotonic."""
+        """The deadline for acks after the input is stopped; monotonic."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -124,7 +124,7 @@ class TableInput(Input):
             self._stopping.wait(PAUSE)
 
     def _opened(self, opened: ExitStack) -> TableQueue | ShardedQueue:
-        shards = self.settings.databases()
+        shards = self.settings.list_databases()
         table: TableQueue | ShardedQueue
         if len(shards) > 1:
             table = opened.enter_context(connect_shards(shards)).queue(self.settings.table)
@@ -134,7 +134,7 @@ class TableInput(Input):
         return table
 
     def _serve(self, table: TableQueue | ShardedQueue) -> None:
-        """Take events while there is room for them. What nobody holds has no attempt counted."""
+        """Take events while there is room. An event that is not taken has no attempt counted."""
         while not self._stopping.is_set():
             room = min(self._room(), self.settings.batch)
             if room:
@@ -149,7 +149,7 @@ class TableInput(Input):
             return max(0, gate.size - gate.depth) if gate.has_room(1, 0) else 0
 
     def _pass_on(self, receiver: Receiver) -> None:
-        """Publish and ack until the queue is full, or the input is to stop."""
+        """Publish and ack until the queue is full, or the input has to stop."""
         acked = False
         while not self._stopping.is_set() and (room := self._room()):
             try:
@@ -169,7 +169,7 @@ class TableInput(Input):
             log.warning("input %s: %s", self.settings.label, error)
 
     def _publish(self, receiver: Receiver, events: Sequence[TableEvent]) -> bool:
-        """Publish events and ack those that are safe; false if there was no room for all."""
+        """Publish events and ack the safe ones; false if there was no room for all."""
         try:
             block = self._maker.block(events)
             published = self._producer.publish_block(block, timeout=PATIENCE)
@@ -180,7 +180,7 @@ class TableInput(Input):
                 self._ack(receiver, events[: error.accepted])
             return False
         except AckPending:
-            # They are in the queue: all that is left is to wait for the disk.
+            # They are in the queue; only the disk is missing.
             if not self._persisted():
                 return False
             self._ack(receiver, events)

@@ -194,7 +194,9 @@ class _ShardWriters:
 
     def __init__(self, settings: TableOutputSettings) -> None:
         with ExitStack() as opened:
-            self._router = opened.enter_context(ShardRouter(settings.databases(), settings.table))
+            self._router = opened.enter_context(
+                ShardRouter(settings.list_databases(), settings.table)
+            )
             self.definition = self._router.definition
             check_columns(settings.columns, self.definition)
             delivered_as = settings.get_delivery_name(settings.table)

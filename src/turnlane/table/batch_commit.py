@@ -29,7 +29,7 @@ from turnlane.databases import Dialect, Execute, Row, Session
 from turnlane.errors import RetryLater, WriterAhead
 from turnlane.runtime import Closeable
 from turnlane.table.definition import INSERT_COLUMNS, Definition
-from turnlane.table.queue_sql import get_queue_sql
+from turnlane.table.queue_sql import get_queue_sql, get_table_options
 
 STAGE_RETENTION: Final = 7 * 86_400
 """Seconds after which stages are deleted that were neither committed nor discarded."""
@@ -56,14 +56,9 @@ def get_writer_ddl(dialect: Dialect) -> str:
     """Return the statement that creates ``turnlane_writer``, unless it exists."""
     return (
         "CREATE TABLE IF NOT EXISTS turnlane_writer (queue VARCHAR(64) NOT NULL, "
-        "job VARCHAR(32) NOT NULL, epoch BIGINT NOT NULL, PRIMARY KEY (queue, job)) "
-        + _get_table_options(dialect)
+        "job VARCHAR(32) NOT NULL, epoch BIGINT NOT NULL, PRIMARY KEY (queue, job))"
+        + get_table_options(dialect)
     )
-
-
-def _get_table_options(dialect: Dialect) -> str:
-    mysql = "ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
-    return mysql if dialect.name == "mysql" else ""
 
 
 def delete_batch_data(dialect: Dialect, queue: str, execute: Execute) -> None:
@@ -193,7 +188,8 @@ class BatchStaging(Closeable):
         """Record a batch; false if it is the last recorded one."""
         key = (self.definition.name, get_job_id(writer))
         found = execute(
-            self._sql("SELECT epoch FROM turnlane_writer WHERE queue = %s AND job = %s {lock}"), key
+            self._render("SELECT epoch FROM turnlane_writer WHERE queue = %s AND job = %s {lock}"),
+            key,
         ).rows()
         if found and found[0][0] > epoch:
             raise WriterAhead.of(writer, found[0][0], epoch)
@@ -204,7 +200,7 @@ class BatchStaging(Closeable):
             if found
             else "INSERT INTO turnlane_writer (epoch, queue, job) VALUES (%s, %s, %s)"
         )
-        execute(self._sql(change), (epoch, *key))
+        execute(self._render(change), (epoch, *key))
         return True
 
     def _build_move(self) -> str:
@@ -214,7 +210,7 @@ class BatchStaging(Closeable):
             f"COALESCE({name}, {defaults[name]})" if name in defaults else name
             for name in INSERT_COLUMNS
         ]
-        return self._sql(
+        return self._render(
             f"{begin} {{table}} ({', '.join(INSERT_COLUMNS)}, {{users}}) "
             f"SELECT {', '.join(values)}, {{users}} FROM {{stages}} "
             f"WHERE stage = %s ORDER BY number {end}"
@@ -222,7 +218,7 @@ class BatchStaging(Closeable):
 
     def _delete_stages(self, execute: Execute, job: str) -> None:
         execute(
-            self._sql("DELETE FROM {stages} WHERE stage LIKE %s OR staged_at < {now} - %s"),
+            self._render("DELETE FROM {stages} WHERE stage LIKE %s OR staged_at < {now} - %s"),
             (f"{job}/%", STAGE_RETENTION * 10**9),
         )
 
@@ -235,18 +231,18 @@ class BatchStaging(Closeable):
             "number BIGINT NOT NULL, staged_at BIGINT NOT NULL DEFAULT {now}, "
             "fire_at BIGINT, priority SMALLINT, event_name VARCHAR(255), "
             "event_group VARCHAR(255), after_group VARCHAR(255), {declared}, "
-            f"PRIMARY KEY (stage, number)) {_get_table_options(self.dialect)}"
+            f"PRIMARY KEY (stage, number)){get_table_options(self.dialect)}"
         )
         for statement in (create_stages, get_writer_ddl(self.dialect)):
             try:
-                self._session.change(self._sql(statement))
+                self._session.change(self._render(statement))
             except self.dialect.error:
                 # Two processes create it at once: PostgreSQL raises an error for one of them.
-                self._session.change(self._sql(statement))
+                self._session.change(self._render(statement))
         self._session.transact(self._gate.prepare)
         self._is_prepared = True
 
-    def _sql(self, template: str) -> str:
+    def _render(self, template: str) -> str:
         dialect, definition = self.dialect, self.definition
         columns = ", ".join(map(get_queue_sql(dialect).declare_column, definition.columns))
         return dialect.render(
@@ -323,7 +319,7 @@ class ProgressTable(Closeable):
         """Return the progress that is recorded now."""
         self._session.transact(self._gate.prepare)
         batches = "SELECT job, epoch FROM turnlane_writer WHERE queue = %s AND job <> %s"
-        rows = self._session.query(self._sql(batches), (self._queue, GATE_JOB))
+        rows = self._session.query(self._render(batches), (self._queue, GATE_JOB))
         return WriterProgress({row[0]: row[1] for row in rows}, self._read_delivered())
 
     def close_gate(self) -> None:
@@ -353,16 +349,16 @@ class ProgressTable(Closeable):
 
     def _replace_batches(self, execute: Execute, batches: dict[str, int]) -> None:
         delete = "DELETE FROM turnlane_writer WHERE queue = %s AND job <> %s"
-        execute(self._sql(delete), (self._queue, GATE_JOB))
+        execute(self._render(delete), (self._queue, GATE_JOB))
         insert = "INSERT INTO turnlane_writer (queue, job, epoch) VALUES (%s, %s, %s)"
         for job, epoch in batches.items():
-            execute(self._sql(insert), (self._queue, job, epoch))
+            execute(self._render(insert), (self._queue, job, epoch))
 
     def _read_delivered(self) -> dict[Stream, Spans]:
         columns = f"{self._source}, {self._partition}, {self._first}, {self._end}"
         statement = f"SELECT {columns} FROM {DELIVERED_TABLE} WHERE {self._target} = %s"
         try:
-            rows = self._session.query(self._sql(statement), (self._queue,))
+            rows = self._session.query(self._render(statement), (self._queue,))
         except self._dialect.error:
             return {}  # the table does not exist: no output has needed it
         found: dict[Stream, Spans] = {}
@@ -383,12 +379,12 @@ class ProgressTable(Closeable):
 
     def _replace_delivered(self, execute: Execute, delivered: dict[Stream, Spans]) -> None:
         delete = f"DELETE FROM {DELIVERED_TABLE} WHERE {self._target} = %s"
-        execute(self._sql(delete), (self._queue,))
+        execute(self._render(delete), (self._queue,))
         rows: Sequence[tuple[object, ...]] = [
             (self._queue, *stream, *span) for stream, spans in delivered.items() for span in spans
         ]
         if rows:
             self._session.insert_many(DELIVERED_TABLE, _DELIVERED_COLUMNS, rows)
 
-    def _sql(self, statement: str) -> str:
+    def _render(self, statement: str) -> str:
         return statement.replace("%s", self._dialect.placeholder)

@@ -36,10 +36,12 @@ class Fetcher:
         self._state = state
         self._cache = state.cache
         self._backlogs = state.cache.backlogs
+        queue_sql = get_queue_sql(state.store.dialect)
+        self._can_listen = queue_sql.has_wake_trigger
         self.finder = RowFinder(
             state.store,
             state.settings,
-            get_queue_sql(state.store.dialect).idle_poll,
+            queue_sql.idle_poll,
             self._backlogs,
             state.cache.find_skippable_ranges,
         )
@@ -74,13 +76,12 @@ class Fetcher:
 
     def update_listening(self) -> None:
         """Let inserts wake the manager while the table is quiet; under load, polling is cheaper."""
-        store = self._state.store
-        if not get_queue_sql(store.dialect).has_wake_trigger:
+        if not self._can_listen:
             return
         finder = self.finder
         wanted = finder.busy_reads < 4 if self._is_listening else finder.is_idle
         if wanted != self._is_listening:
-            store.set_listening(self._state.token, on=wanted)
+            self._state.store.set_listening(self._state.token, on=wanted)
             self._is_listening = wanted
 
     def _get_times(self) -> ClockTimes:

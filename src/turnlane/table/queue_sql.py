@@ -44,6 +44,12 @@ def _hash_sqlite_key(key: bytes | None) -> int:
     return keyspace_id(None if key is None else key.decode(errors="replace"))
 
 
+def get_table_options(dialect: Dialect) -> str:
+    """Return the end of a ``CREATE TABLE``: by default, MySQL ignores case in texts."""
+    mysql = " ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
+    return mysql if dialect.name == "mysql" else ""
+
+
 class RetryDecision(NamedTuple):
     """What happens to an event that was not acked."""
 
@@ -337,8 +343,8 @@ class MysqlQueueSql(QueueSql):
         ]
         return [
             (
-                f"CREATE TABLE {quote(definition.name)} (\n{self._declare(lines)}\n) "
-                "ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
+                f"CREATE TABLE {quote(definition.name)} (\n{self._declare(lines)}\n)"
+                f"{get_table_options(self.dialect)}"
             )
         ]
 

@@ -150,7 +150,7 @@ class ShardTables:
         """Create the tables, once; if they exist, no right to create tables is needed."""
         if self._is_prepared:
             return
-        if not self._exist():
+        if not self._has_tables():
             for statement in self._get_ddl():
                 self.change(statement)
         if not self._has_shard_row():
@@ -164,7 +164,7 @@ class ShardTables:
                     raise
         self._is_prepared = True
 
-    def _exist(self) -> bool:
+    def _has_tables(self) -> bool:
         try:
             for name in (*_get_shared_ddl(self.dialect), "{outbox}"):
                 self.query(f"SELECT 1 FROM {name} WHERE 1 = 0")
@@ -187,13 +187,13 @@ class ShardTables:
 
     def query(self, template: str, *parameters: object) -> list[Row]:
         """Run one statement; returns its rows."""
-        return self.session.query(self.sql(template), parameters)
+        return self.session.query(self.render(template), parameters)
 
     def change(self, template: str, *parameters: object) -> int:
         """Run one statement; returns how many rows it changed."""
-        return self.session.change(self.sql(template), parameters)
+        return self.session.change(self.render(template), parameters)
 
-    def sql(self, template: str) -> str:
+    def render(self, template: str) -> str:
         """Fill in the names of the tables and of the columns that move."""
         table = self.dialect.quote_name(self._name)
         by_id = get_queue_sql(self.dialect).get_index_hints(self.definition)[1]
@@ -236,7 +236,7 @@ class Outbox:
 
     def _read_rows(self, ids: Sequence[int]) -> list[Row]:
         condition, parameters = self._tables.dialect.match_ids(ids)
-        statement = self._tables.sql("SELECT event_id, {columns} FROM {outbox} WHERE event_id ")
+        statement = self._tables.render("SELECT event_id, {columns} FROM {outbox} WHERE event_id ")
         return self._tables.session.query(statement + condition, parameters)
 
     def _read_as_dead_letter(self, event_id: int, error: str) -> Row:
@@ -260,5 +260,5 @@ class Outbox:
         return raw.decode(errors="backslashreplace") if isinstance(raw, bytes) else raw
 
     def _read_expression(self, event_id: int, expression: str) -> Any:  # noqa: ANN401 - any type
-        rest = self._tables.sql("FROM {outbox} WHERE event_id = %s")
+        rest = self._tables.render("FROM {outbox} WHERE event_id = %s")
         return self._tables.session.query(f"SELECT {expression} {rest}", (event_id,))[0][0]

@@ -19,6 +19,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from turnlane.databases import Dialect, Execute, Row, Session
 from turnlane.errors import SchemaMismatch
 from turnlane.table.definition import check_name, quote_identifier
+from turnlane.table.queue_sql import get_table_options
 from turnlane.table.rows import EventInserter, check_columns, convert_to_portable
 
 # ── cron expressions ─────────────────────────────────────────────────────────────────────────────
@@ -243,13 +244,12 @@ class _RollBack(Exception):
 
 def get_schedule_ddl(dialect: Dialect) -> str:
     """Return the statement that creates the table, unless it exists."""
-    mysql = dialect.name == "mysql"
+    text = "LONGTEXT" if dialect.name == "mysql" else "TEXT"
     return (
         "CREATE TABLE IF NOT EXISTS turnlane_schedule (queue VARCHAR(64) NOT NULL, "
         "name VARCHAR(64) NOT NULL, cron TEXT NOT NULL, time_zone VARCHAR(255) NOT NULL, "
-        f"event {'LONGTEXT' if mysql else 'TEXT'} NOT NULL, next_at BIGINT NOT NULL, "
-        "PRIMARY KEY (queue, name))"
-        + (" ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_bin" if mysql else "")
+        f"event {text} NOT NULL, next_at BIGINT NOT NULL, PRIMARY KEY (queue, name))"
+        + get_table_options(dialect)
     )
 
 
@@ -281,9 +281,9 @@ class ScheduleTable:
                 "SELECT cron, time_zone, event FROM turnlane_schedule "
                 "WHERE queue = %s AND name = %s {lock}"
             )
-            if execute(self._sql(select), key).rows() == [wanted]:
+            if execute(self._render(select), key).rows() == [wanted]:
                 return
-            now = execute(self._sql("SELECT {now}")).rows()[0][0]
+            now = execute(self._render("SELECT {now}")).rows()[0][0]
             self._delete(execute, schedule.name)
             self._insert(execute, (*key, *wanted, schedule.find_next(now)))
 
@@ -296,7 +296,7 @@ class ScheduleTable:
     def list_due_within(self, seconds: float) -> list[tuple[str, int]]:
         """Return names and times of schedules that are due within some seconds, by time."""
         found = self._session.query(
-            self._sql(
+            self._render(
                 "SELECT name, next_at FROM turnlane_schedule "
                 "WHERE queue = %s AND next_at <= {now} + %s ORDER BY next_at"
             ),
@@ -308,7 +308,7 @@ class ScheduleTable:
         """Insert the event of a schedule, if it is due, and set its next time after now."""
         due = "WHERE queue = %s AND name = %s AND next_at <= {now} {lock}"
         found = execute(
-            self._sql(f"SELECT {_COLUMNS}, {{now}} FROM turnlane_schedule {due}"),
+            self._render(f"SELECT {_COLUMNS}, {{now}} FROM turnlane_schedule {due}"),
             (self._queue, name),
         ).rows()
         if not found:
@@ -317,10 +317,12 @@ class ScheduleTable:
         schedule = _decode_row(tuple(row))
         event = schedule.make_event()
         same_name = "SELECT 1 FROM {table} WHERE event_name = %s"
-        if not execute(self._sql(same_name), (event["event_name"],)).rows():
+        if not execute(self._render(same_name), (event["event_name"],)).rows():
             self._insert_event(execute, event)
         execute(
-            self._sql("UPDATE turnlane_schedule SET next_at = %s WHERE queue = %s AND name = %s"),
+            self._render(
+                "UPDATE turnlane_schedule SET next_at = %s WHERE queue = %s AND name = %s"
+            ),
             (schedule.find_next(now), self._queue, name),
         )
 
@@ -329,7 +331,7 @@ class ScheduleTable:
     def read_rows(self) -> list[Row]:
         """Return the rows of all schedules, by name."""
         select = f"SELECT {_COLUMNS} FROM turnlane_schedule WHERE queue = %s ORDER BY name"
-        return self._session.query(self._sql(select), (self._queue,))
+        return self._session.query(self._render(select), (self._queue,))
 
     def add_row(self, row: Row) -> None:
         """Add the row of a schedule from another shard, unless one of its name is here."""
@@ -359,13 +361,13 @@ class ScheduleTable:
     def _insert(self, execute: Execute, row: Row) -> None:
         begin, end = self._inserter.dialect.insert_or_ignore  # another process may have inserted it
         marks = ", ".join(["%s"] * len(row))
-        execute(self._sql(f"{begin} turnlane_schedule ({_COLUMNS}) VALUES ({marks}) {end}"), row)
+        execute(self._render(f"{begin} turnlane_schedule ({_COLUMNS}) VALUES ({marks}) {end}"), row)
 
     def _delete(self, execute: Execute, name: str) -> bool:
         delete = "DELETE FROM turnlane_schedule WHERE queue = %s AND name = %s"
-        return execute(self._sql(delete), (self._queue, name)).count > 0
+        return execute(self._render(delete), (self._queue, name)).count > 0
 
-    def _sql(self, template: str) -> str:
+    def _render(self, template: str) -> str:
         dialect = self._inserter.dialect
         return dialect.render(template, table=dialect.quote_name(self._queue))
 

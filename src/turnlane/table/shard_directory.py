@@ -209,7 +209,7 @@ class TableAddress(BaseModel):
                 raise ContradictorySettings([ConfigIssue("shards", str(error))]) from None
         return self
 
-    def databases(self) -> list[Shard]:
+    def list_databases(self) -> list[Shard]:
         """Return the databases with their passwords. Raises ``RetryLater`` if a secret is missing.
 
         A queue in one database has one shard with all keys.

@@ -101,12 +101,12 @@ class ShardStore(Closeable):
         def work(execute: Execute) -> None:
             self._lock_shard(execute)
             known = execute(
-                self._tables.sql("SELECT 1 FROM turnlane_map WHERE queue = %s AND version = %s"),
+                self._tables.render("SELECT 1 FROM turnlane_map WHERE queue = %s AND version = %s"),
                 (self._name, shards.version),
             )
             if not known.rows():
                 execute(
-                    self._tables.sql(
+                    self._tables.render(
                         "INSERT INTO turnlane_map (queue, version, map) VALUES (%s, %s, %s)"
                     ),
                     (self._name, shards.version, shards.to_json()),
@@ -130,7 +130,7 @@ class ShardStore(Closeable):
         def work(execute: Execute) -> None:
             saved = self._lock_shard(execute)[1]
             newest = execute(
-                self._tables.sql(
+                self._tables.render(
                     "SELECT COALESCE(MAX(version), -1) FROM turnlane_map WHERE queue = %s"
                 ),
                 (self._name,),
@@ -140,7 +140,7 @@ class ShardStore(Closeable):
                     f"another reshard of {self._name!r} is not finished; resume it first"
                 )
             execute(
-                self._tables.sql("UPDATE turnlane_shard SET plan = %s WHERE queue = %s"),
+                self._tables.render("UPDATE turnlane_shard SET plan = %s WHERE queue = %s"),
                 (text, self._name),
             )
 
@@ -204,7 +204,7 @@ class ShardStore(Closeable):
         Skips locked rows. Raises ``LeadLost`` if a manager may have the events in memory.
         """
         limit = " LIMIT %s" if wanted is not TransferFilter.ALL else ""
-        select = self._tables.sql(
+        select = self._tables.render(
             f"SELECT event_id FROM {{table}} WHERE {wanted.value} "
             f"ORDER BY fire_at, event_id{limit} {{lock_free}}"
         )
@@ -226,16 +226,16 @@ class ShardStore(Closeable):
     def _fill_outbox(self, execute: Execute, ids: Sequence[int], number: int, version: int) -> None:
         condition, parameters = self.dialect.match_ids(ids)
         execute(
-            self._tables.sql(
+            self._tables.render(
                 "INSERT INTO {outbox} (batch, version, event_id, {columns}) "
                 "SELECT %s, %s, event_id, {columns} FROM {table} {by_id} WHERE event_id "
             )
             + condition,
             (number, version, *parameters),
         )
-        execute(self._tables.sql("{delete} WHERE event_id ") + condition, parameters)
+        execute(self._tables.render("{delete} WHERE event_id ") + condition, parameters)
         execute(
-            self._tables.sql("UPDATE turnlane_shard SET batch = %s WHERE queue = %s"),
+            self._tables.render("UPDATE turnlane_shard SET batch = %s WHERE queue = %s"),
             (number, self._name),
         )
 
@@ -258,7 +258,7 @@ class ShardStore(Closeable):
 
         def work(execute: Execute) -> bool:
             last = execute(
-                self._tables.sql(
+                self._tables.render(
                     "SELECT batch FROM turnlane_arrival WHERE queue = %s AND source = %s {lock}"
                 ),
                 key,
@@ -270,7 +270,7 @@ class ShardStore(Closeable):
             columns = get_transferred_columns(self.definition)
             self._tables.session.insert_many(self._name, columns, arrivals)
             execute(
-                self._tables.sql(
+                self._tables.render(
                     "UPDATE turnlane_arrival SET batch = %s WHERE queue = %s AND source = %s"
                 ),
                 (number, *key),
@@ -287,7 +287,7 @@ class ShardStore(Closeable):
             return set()
         marks = ", ".join(["%s"] * len(names))
         statement = f"SELECT event_name FROM {{table}} WHERE event_name IN ({marks})"
-        return {row[0] for row in execute(self._tables.sql(statement), names).rows()}
+        return {row[0] for row in execute(self._tables.render(statement), names).rows()}
 
     def _add_source(self, source: str) -> None:
         """Add the row that records the batches of a source."""
@@ -321,7 +321,7 @@ class ShardStore(Closeable):
     def _lock_shard(self, execute: Execute) -> tuple[int, str | None]:
         """Lock the shard's row; returns the number of its last batch, and its plan."""
         found = execute(
-            self._tables.sql("SELECT batch, plan FROM turnlane_shard WHERE queue = %s {lock}"),
+            self._tables.render("SELECT batch, plan FROM turnlane_shard WHERE queue = %s {lock}"),
             (self._name,),
         ).rows()
         batch, plan = found[0]
@@ -329,7 +329,7 @@ class ShardStore(Closeable):
 
     def _check_lease_closed(self, execute: Execute) -> None:
         found = execute(
-            self._tables.sql("SELECT owner FROM turnlane_lease WHERE queue = %s {lock}"),
+            self._tables.render("SELECT owner FROM turnlane_lease WHERE queue = %s {lock}"),
             (self._name,),
         ).rows()
         if not found or found[0][0] != CLOSED_OWNER:

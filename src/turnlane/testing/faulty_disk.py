@@ -103,7 +103,7 @@ class FaultyDisk(Disk):
     def forget(self, nth: int = 1, *, match: str = "") -> None:
         """Fail a sync as a kernel does that gives up what it could not write.
 
-        What was not synced before reads as zeros from then on, and the next sync succeeds.
+        Unsynced bytes read as zeros after that, and the next sync succeeds.
         """
         self._plan(_Fault("sync", match, nth, 1, error=errno.EIO, keep=0))
 
@@ -135,7 +135,7 @@ class FaultyDisk(Disk):
     def cut_power(self, directory: Path, copy: Path, *, match: str = "") -> None:
         """Copy a directory as a power cut at this moment might leave it.
 
-        Files that only grow and whose name contains ``match`` keep what was synced of them, and are
+        Files that only grow and whose name contains ``match`` keep their synced part, and are
         gone if nothing was. All others had reached the device: it may write in any order.
         """
         copy.mkdir()

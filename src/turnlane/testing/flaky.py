@@ -63,7 +63,7 @@ class FlakyTransport:
     """A transport whose connections die where you tell them to. Safe to use from several threads.
 
     It goes round another one, ``transport``, which may be exchanged while no connection stands.
-    ``crash`` is called by deaths that are to take the node with them.
+    ``crash`` is called by deaths that also end the node.
     """
 
     def __init__(self, transport: Transport, *, crash: Callable[[], object] | None = None) -> None:
@@ -99,12 +99,12 @@ class FlakyTransport:
 
     @property
     def deaths(self) -> int:
-        """How often it died so far."""
+        """How often it has died."""
         with self._changed:
             return self._deaths.total()
 
     def await_death(self, step: Step | str, times: int = 1, timeout: float = 10.0) -> bool:
-        """Wait until it has died at ``step`` so many times in all; false on timeout."""
+        """Wait until it has died this many times at ``step``; false on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._deaths[Step(step)] >= times, timeout)
 

@@ -15,9 +15,9 @@ from turnlane.queues.producer import hashed
 from turnlane.storage.producer_sequences import GapPolicy
 
 LOOK_SECONDS = 0.002
-"""How often a loopback connection looks for progress: there is nobody to tell it."""
+"""How often a loopback connection polls for progress."""
 BUSY_SECONDS = 0.05
-"""How long it waits at a full queue before looking whether it was closed meanwhile."""
+"""How long it waits at a full queue before checking whether it was closed."""
 
 
 class LoopbackTransport:
@@ -76,7 +76,7 @@ class LoopbackConnection:
             try:
                 self._producer.publish_block(block, sequence=sequence, timeout=BUSY_SECONDS)
             except QueueFull:
-                continue  # whatever part of the block went in is a repeat the next time
+                continue  # the accepted part of the block is a repeat the next time
             except QueueClosed as error:
                 raise TransportDown(str(error)) from error
             self._route.reached(sequence + block.num_rows)
@@ -146,6 +146,6 @@ class _Route:
         return self._sequences[bisect_right(self._offsets, offset) - 1]
 
     def _forget(self, delivered: int) -> None:
-        """Only the last of what is delivered is still needed."""
+        """Only the last delivered position is needed."""
         passed = self._sequences.index(delivered)
         del self._sequences[:passed], self._offsets[:passed]

@@ -57,7 +57,7 @@ class ModelNode:
             self._hurry()
 
     def crash(self, *, away: bool = False) -> None:
-        """Lose what was only accepted, and every connection; with ``away``, do not come back."""
+        """Lose events that are only accepted, and every connection; with ``away``, stay down."""
         with self._changed:
             self._away = away
             del self._events[self._ends[AckLevel.PERSISTED] :]
@@ -77,7 +77,7 @@ class ModelNode:
             self._away = False
 
     def values(self, level: AckLevel | str = AckLevel.ACCEPTED) -> list[bytes]:
-        """The events that came so far, in order."""
+        """The received events, in order."""
         with self._changed:
             return [value for _, _, value in self._events[: self._ends[AckLevel(level)]]]
 

@@ -10,7 +10,7 @@ from turnlane.events import Block
 from turnlane.outputs.api import Output, OutputSettings
 
 Fault = Callable[[Block], BaseException | None]
-"""Looks at a block and says what goes wrong with it, if anything does."""
+"""Returns the error for a block, or ``None``."""
 
 
 class FaultyOutput(Output):
@@ -25,7 +25,7 @@ class FaultyOutput(Output):
         self.fault = fault
         self.prepare_fault = prepare_fault
         self.taken: list[Block] = []
-        """What was delivered, in the order in which it was."""
+        """The delivered events, in order of delivery."""
         self.sends = 0
         self.failures = 0
         self.most_in_flight = 0
@@ -39,7 +39,7 @@ class FaultyOutput(Output):
             self._planned += [error] * times
 
     def await_sends(self, count: int, timeout: float = 20.0) -> bool:
-        """Wait until so many sends have begun in all; false on timeout."""
+        """Wait until this many sends have begun; false on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self.sends >= count, timeout)
 

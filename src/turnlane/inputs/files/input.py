@@ -31,20 +31,20 @@ ACK_SECONDS = 2.0
 """How long to wait for acks when positions must be saved."""
 
 MOST_OPEN = 4096
-"""More files than this are not held open at once, whatever the system allows."""
+"""At most this many files are open at once, even if the system allows more."""
 
 SHARE_OF_TIME = 20
-"""Scanning, and saving, takes at most one part in so many of the time, however many files."""
+"""Scanning and saving take at most one part in this many of the time."""
 
 
 @dataclass(slots=True)
 class FileCounters(Counters):
-    """What the input has seen, and what has happened to the files."""
+    """Counts of the input: events, and changes of the files."""
 
     files: int = 0
     """Files followed at this moment."""
     truncated: int = 0
-    """Files that were truncated or written anew."""
+    """Files that were truncated or rewritten."""
     split: int = 0
     """Cuts inside lines that are longer than ``max_line_bytes``."""
     failed: int = 0
@@ -84,7 +84,7 @@ class FilesInput(Input):
         self._ready.wait()
 
     def prepare(self) -> None:
-        """Load what was saved; everything of :meth:`start` but the thread."""
+        """Load the saved positions: everything that :meth:`start` does, except the thread."""
         queue = self.host.queue(self.settings.queue)
         name = self.settings.label.replace("%", "%25").replace("/", "%2F")
         file = PositionsFile(self.host.data / "inputs" / f"{name}.json", self._disk)
@@ -116,7 +116,7 @@ class FilesInput(Input):
             self._end()
 
     def _safe_round(self) -> bool:
-        """One round; whatever goes wrong in it, there is another."""
+        """Run one round. After an error the next round runs as usual."""
         try:
             return self.look()
         except QueueClosed:
@@ -191,7 +191,7 @@ class FilesInput(Input):
     def _follow(self, tail: Tail) -> bool:
         if tail.fd is None:
             if not self._deserves_a_look(tail):
-                return False  # closed for want of room: scans watch it
+                return False  # closed because too many files are open: scans watch it
             self._reopen(tail)
         if tail.progress.lost:
             self._rewind(tail)
@@ -209,7 +209,7 @@ class FilesInput(Input):
 
     def _reopen(self, tail: Tail) -> None:
         if len(self._open) >= self._max_open:
-            # Not what has no name: it could not be opened again.
+            # Not a file without a name: it could not be opened again.
             named = next((each for each in self._open if each.nameless_since is None), None)
             if named is not None:
                 self._close(named)
@@ -221,7 +221,7 @@ class FilesInput(Input):
         tail.close()
 
     def _is_final(self, tail: Tail) -> bool:
-        """Whether a last line without newline is to be taken as it is."""
+        """Whether a last line without a newline counts as complete."""
         patience = self.files.partial_timeout
         if tail.nameless_since is not None:
             gone = time.monotonic() - tail.nameless_since
@@ -253,7 +253,7 @@ class FilesInput(Input):
         return done > 0
 
     def _wait_for_room(self) -> bool:
-        """The queue is full. Files that come and go meanwhile must not be missed."""
+        """The queue is full. Files that appear or disappear during the wait must not be missed."""
         if self._stopping.is_set():
             return False
         self._scan_if_due()
@@ -289,7 +289,7 @@ class FilesInput(Input):
         tail.restart(position)
 
     def _let_go(self, tail: Tail) -> None:
-        """A file without a name is read to its end, and nobody writes to it any more."""
+        """A file without a name is read to its end; no program writes to it any more."""
         if tail.progress.settled or not self._publisher.durable:
             log.info("%s is read to its end and gone", tail.path)
             self._forget(tail, entirely=tail.is_deleted)

@@ -53,7 +53,7 @@ class LinePublisher:
         return max(1, min(self._settings.max_line_bytes, room))
 
     def position(self, entry: Entry) -> int:
-        """Where to read on: what the queue says, and only if it knows nothing, what was saved."""
+        """Where to continue: the queue's answer, or the saved position if the queue has none."""
         accepted = self.queue.sequences.get(hashed(entry.id))
         if accepted is None:
             return entry.offset

@@ -34,7 +34,7 @@ from turnlane.units import Duration, Size
 # So
 # some of the content is remembered too: the *head*, which is the first line (or as much of it as
 # was
-# there), and the bytes just *before* a position. A file that was truncated and written anew
+# there), and the bytes just *before* a position. A file that was truncated and rewritten
 # differs
 # in one of them, or is shorter than the position.
 
@@ -105,7 +105,7 @@ VERSION = 1
 
 @dataclasses.dataclass(slots=True)
 class Entry:
-    """What is remembered of one file."""
+    """The saved state of one file."""
 
     key: FileKey
     id: str
@@ -149,12 +149,12 @@ class PositionsFile:
         self.found = False
         """Whether there was a file, and it could be read."""
         self.spoilt = False
-        """Whether there was one that could not: then nothing counts as new."""
+        """Whether a positions file was unreadable: then no file counts as new."""
         self.complete = False
         """Whether every file that was read has an entry."""
 
     def load(self) -> list[Entry]:
-        """What was saved. A file that makes no sense is kept under another name.
+        """The saved positions. An unreadable file is kept under another name.
 
         Raises ``DirectoryUnusable`` if it cannot be read at all.
         """
@@ -187,7 +187,7 @@ class PositionsFile:
         log.error("%s makes no sense (%s); kept as %s", self._path, error, aside.name)
 
     def save(self, entries: list[Entry], *, complete: bool) -> None:
-        """Replace what is saved. Raises ``OSError``."""
+        """Replace the saved positions. Raises ``OSError``."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         saved: dict[str, Any] = {"version": VERSION, "complete": complete}
         saved["files"] = [entry.written() for entry in entries]

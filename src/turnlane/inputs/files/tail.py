@@ -25,7 +25,7 @@ from turnlane.inputs.files.state import (
 )
 
 # ── watch ──
-# Which files there are: the globs, less what is excluded.
+# Find the files: those that match the globs and are not excluded.
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Watch:
         )
 
     def complain(self, path: str, what: str) -> None:
-        """Say what is wrong with a file, once."""
+        """Log a problem of a file, once."""
         if len(self._complained) > MOST_COMPLAINTS:
             self._complained.clear()
         if path not in self._complained:
@@ -114,7 +114,7 @@ State = tuple[int, int]
 
 
 class Replaced(Exception):
-    """The file's content is not what it was: truncated, written anew, or its inode used again."""
+    """The file's content has changed: truncated, rewritten, or its inode was reused."""
 
 
 class Chunk(NamedTuple):
@@ -146,7 +146,7 @@ class Tail:
     """The producer as which it publishes; ``None`` until its first line tells who it is."""
     head: Mark = NOTHING
     claim: Entry | None = None
-    """What the file is to be compared with before it is read on."""
+    """The mark that the file has to match before reading continues."""
     recover: bool = False
     """Whether the queue may know it although the positions file does not."""
     progress: Progress = field(default_factory=Progress)
@@ -159,7 +159,7 @@ class Tail:
     nameless_since: float | None = None
     """Since when no scan has found it."""
     was_emptied: bool = False
-    """Whether it was begun anew when nothing was in it: what comes next may begin with a hole."""
+    """Whether reading restarted on an empty file: its next content may begin with a hole."""
 
     def sighted(self, sight: Sight) -> None:
         """A scan has found it."""
@@ -217,7 +217,7 @@ class Tail:
         self.progress = Progress(self.position, Mark.of(self.before))
 
     def stand_at(self, position: int) -> None:
-        """Read on from there, wherever it stood before."""
+        """Continue reading at this position."""
         assert self.fd is not None
         first = max(0, position - BEFORE_BYTES)
         self.position = position
@@ -296,7 +296,7 @@ class Tail:
         if lines == len(chunk.lines.ends):
             self.read_at = chunk.state
 
-    # ── beginning anew ───────────────────────────────────────────────────────────────────────────
+    # ── restarting ───────────────────────────────────────────────────────────────────────────
 
     def restart(self, position: int | None = None) -> None:
         """Be another generation: from the first text on, or from ``position``."""

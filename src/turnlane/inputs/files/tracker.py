@@ -51,7 +51,7 @@ class Roster:
     # ── scanning ─────────────────────────────────────────────────────────────────────────────────
 
     def scan(self) -> None:
-        """Find new files, and those that have another name or none any more."""
+        """Find new files, renamed files, and files without a name."""
         found = self._watch.scan()
         if self._first_scan:
             self._rekey(found)
@@ -104,7 +104,7 @@ class Roster:
         return tail
 
     def _miss(self, tail: Tail) -> None:
-        """No name leads to it: renamed or deleted. What is open is read to its end."""
+        """The file has no name: renamed or deleted. An open file is read to its end."""
         if tail.nameless_since is None:
             tail.nameless_since = time.monotonic()
         if tail.fd is None:
@@ -118,7 +118,7 @@ class Roster:
                 tail.path = path
 
     def _look_for(self, missing: Iterable[FileKey]) -> None:
-        """Files that were renamed while nobody looked: their rest is still to be read."""
+        """Files that were renamed between two scans: the rest of them has to be read."""
         for key in missing:
             entry = self._entries[key]
             directory = os.path.dirname(entry.path)  # noqa: PTH120 - paths are text here
@@ -211,7 +211,7 @@ class Roster:
 
     def _refresh(self) -> None:
         for tail in (*self._retired, *self.tails.values()):
-            # What was not compared with its entry yet leaves the entry alone.
+            # A file that was not compared with its entry yet leaves the entry alone.
             if tail.id is not None and tail.claim is None:
                 self._entries[tail.key] = self._entry(tail)
         self._retired = [tail for tail in self._retired if not tail.progress.settled]

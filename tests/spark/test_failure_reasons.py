@@ -1,4 +1,4 @@
-"""What is the one line of an error that says what is wrong? Asked of texts as Spark has them."""
+"""The one-line reason of an error, found in texts as Spark writes them."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ turnlane.errors.TransportDown: 127.0.0.1:1: Connection refused
 CRASHED = "org.apache.spark.SparkException: Python worker exited unexpectedly (crashed)."
 
 
-def failed(cause: str) -> StreamingQueryException:
-    """A query that has ended so, each time another one."""
+def make_query_error(cause: str) -> StreamingQueryException:
+    """Return the error of a failed query, with a new id each time."""
     return StreamingQueryException(
         message=QUERY.format(id=uuid.uuid4(), run=uuid.uuid4(), cause=cause)
     )
@@ -123,7 +123,7 @@ def failed(cause: str) -> StreamingQueryException:
     ],
 )
 def test_exception_of_a_function_is_the_reason(raised: str, reason: str) -> None:
-    assert describe_failure(failed(WORKER.format(raised=raised))) == reason
+    assert describe_failure(make_query_error(WORKER.format(raised=raised))) == reason
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_exception_of_a_function_is_the_reason(raised: str, reason: str) -> None
     ],
 )
 def test_exception_is_found_within_errors_of_spark(cause: str, reason: str) -> None:
-    assert describe_failure(failed(cause)) == reason
+    assert describe_failure(make_query_error(cause)) == reason
 
 
 def test_exception_is_found_without_a_query() -> None:
@@ -203,7 +203,7 @@ def test_repeated_failure_with_the_same_reason_is_no_change(cause: str) -> None:
         def status(self) -> list[LaneStatus]:
             self._stage += 1
             text = cause.replace("{stage}", str(self._stage)).replace("{raised}", CRASHED)
-            why = describe_failure(failed(text))
+            why = describe_failure(make_query_error(text))
             return [LaneStatus("a", LaneState.WAITING, self._stage, why, 0, 0)]
 
     runner = Failing()

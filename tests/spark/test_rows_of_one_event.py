@@ -1,4 +1,4 @@
-"""Do the rows that a transform has made of one event stay together?"""
+"""The rows that a transform makes of one event stay together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from turnlane.spark.row_codec import add_rows_of_same_event, get_route_masks, gr
 
 
 def rows(*offsets: int, partition: int = 0, first: int = 0) -> Block:
-    """Rows of these events, numbered from ``first`` on; every second one has a route."""
+    """Return rows of these events, numbered from ``first``; every second one has a route."""
     numbers = range(first, first + len(offsets))
     return pa.RecordBatch.from_pydict(
         {
@@ -28,43 +28,43 @@ def rows(*offsets: int, partition: int = 0, first: int = 0) -> Block:
     )
 
 
-def chosen(block: Block, *numbers: int) -> list[int]:
+def extend_mask(block: Block, *numbers: int) -> list[int]:
     mask = np.isin(np.arange(block.num_rows), numbers)
     found: list[int] = np.flatnonzero(add_rows_of_same_event(block, mask)).tolist()
     return found
 
 
-def cut(*blocks: Block) -> list[Any]:
+def cut_blocks(*blocks: Block) -> list[Any]:
     return [block.column("offset").to_pylist() for block in group_rows_by_event(iter(blocks))]
 
 
 def test_mask_is_extended_to_all_rows_of_an_event() -> None:
     block = rows(5, 6, 6, 7, 6)
-    assert chosen(block, 2) == [1, 2, 4]
-    assert chosen(block, 0, 4) == [0, 1, 2, 4]
-    assert chosen(block) == []
+    assert extend_mask(block, 2) == [1, 2, 4]
+    assert extend_mask(block, 0, 4) == [0, 1, 2, 4]
+    assert extend_mask(block) == []
 
 
 def test_same_offset_on_another_node_is_another_event() -> None:
     block = join_blocks([rows(5, 5), rows(5, 5, partition=1)])
-    assert chosen(block, 0) == [0, 1]
-    assert chosen(block, 3) == [2, 3]
-    assert chosen(block, 0, 3) == [0, 1, 2, 3]
+    assert extend_mask(block, 0) == [0, 1]
+    assert extend_mask(block, 3) == [2, 3]
+    assert extend_mask(block, 0, 3) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("lost", ["partition", "offset"])
 def test_rows_without_partition_or_offset_are_single(lost: str) -> None:
     block = rows(5, 5, 5).drop_columns([lost])
-    assert chosen(block, 1) == [1]
+    assert extend_mask(block, 1) == [1]
     assert [each.num_rows for each in group_rows_by_event(iter([block, block]))] == [3, 3]
 
 
 def test_last_event_of_a_block_gets_its_rows_from_the_next() -> None:
-    assert cut(rows(5, 6), rows(6, 6, 7), rows(8)) == [[5, 6, 6, 6], [7], [8]]
-    assert cut(rows(5, 6), rows(6), rows(), rows(6), rows(6, 7)) == [[5, 6, 6, 6, 6], [7]]
-    assert cut(rows(5), rows(5, partition=1)) == [[5], [5]]
-    assert cut(rows(5, 5), rows(5)) == [[5, 5, 5]]
-    assert cut(rows()) == cut() == []
+    assert cut_blocks(rows(5, 6), rows(6, 6, 7), rows(8)) == [[5, 6, 6, 6], [7], [8]]
+    assert cut_blocks(rows(5, 6), rows(6), rows(), rows(6), rows(6, 7)) == [[5, 6, 6, 6, 6], [7]]
+    assert cut_blocks(rows(5), rows(5, partition=1)) == [[5], [5]]
+    assert cut_blocks(rows(5, 5), rows(5)) == [[5, 5, 5]]
+    assert cut_blocks(rows()) == cut_blocks() == []
 
 
 def test_blocks_of_single_rows_are_not_copied() -> None:
@@ -77,9 +77,7 @@ def test_blocks_of_single_rows_are_not_copied() -> None:
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=30), st.sets(st.integers(1, 60)))
-def test_each_event_is_in_one_block_and_no_row_is_lost(
-    counts: list[int], cuts: set[int]
-) -> None:
+def test_each_event_is_in_one_block_and_no_row_is_lost(counts: list[int], cuts: set[int]) -> None:
     offsets = np.repeat(np.arange(len(counts)), counts)
     edges = [0, *sorted(cuts & set(range(len(offsets)))), len(offsets)]
     blocks = [rows(*offsets[first:end].tolist(), first=first) for first, end in pairwise(edges)]

@@ -1,4 +1,4 @@
-"""Do null lists and maps arrive as nulls, although they travel as something else?"""
+"""Null encoding: null lists and maps are nulls again after decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a quiet stream make few files, of everything that came?"""
+"""A quiet stream makes few files, and they have all events."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parquet(path: Path, **knobs: Any) -> SparkSinkSettings:
 def test_few_events_make_few_files_and_one_per_partition_folder(
     spark: SparkSession, node: Served, tmp_path: Path
 ) -> None:
-    # More than what comes would fill a file: only their age has the events written.
+    # A file needs more events than arrive: they are written because of their age.
     archive = action(
         "archive", LaneSettings(max_age=AGE), parquet(tmp_path / "files", columns=("value",))
     )
@@ -68,7 +68,7 @@ def test_few_events_make_few_files_and_one_per_partition_folder(
         for first in range(0, 250, 50):
             publish(node, first, NOON)
             wait_until(lambda: is_routed(node), "a trickle", PATIENCE)
-        publish(node, 250, NOON + 2 * HOUR)  # the first hour is over
+        publish(node, 250, NOON + 2 * HOUR)  # The first hour has ended.
         wait_until(lambda: node.queue("archive").low == 300, "the archive", PATIENCE)
         wait_until(lambda: is_written(tmp_path / "counts"), "the counts", PATIENCE)
     finally:
@@ -86,7 +86,7 @@ def test_few_events_make_few_files_and_one_per_partition_folder(
 
 
 def is_written(files: Path) -> bool:
-    """Whether the sink has files by its own account, and not only unfinished ones."""
+    """Whether the log of the sink has files, not only unfinished ones."""
     noted = (entry.read_text() for entry in (files / "_spark_metadata").glob("[0-9]*"))
     return any('"path"' in text for text in noted)
 
@@ -106,7 +106,7 @@ def publish(node: Served, first: int, moment: int) -> None:
 
 
 def test_quiet_day_makes_few_files_and_many_events_are_written_at_once(tmp_path: Path) -> None:
-    """An event a second, and in the end as many at once as fill a file."""
+    """An event a second, and at the end enough events for a file at once."""
     lane = with_file_batching(action("a", LaneSettings(), parquet(tmp_path))).lane
     wait = BatchWait(lane.min_events, lane.max_age)
     files = waiting = 0

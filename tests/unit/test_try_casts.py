@@ -1,4 +1,4 @@
-"""Is the short way into JSON null where Spark would fail, and everything else left alone?"""
+"""Casts of values in JSON return null where Spark would fail; other SQL is not changed."""
 
 from __future__ import annotations
 

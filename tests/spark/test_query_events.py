@@ -1,4 +1,4 @@
-"""Is each batch of a query told to whoever runs it, once, and nothing to anybody else?"""
+"""Events of queries: each batch is reported once, to the handler of its query only."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PATIENCE = 120.0
 FILES = 5
 
 
-class Told:
-    """What was told of the queries of one name."""
+class EventCollector:
+    """The events of the queries of one name."""
 
     def __init__(self) -> None:
         self.news: list[QueryEvent] = []
@@ -33,7 +33,7 @@ class Told:
 
 @pytest.fixture
 def lines(spark: SparkSession, tmp_path: Path) -> DataFrame:
-    """Files of which each is a batch."""
+    """A stream of files, each of which is a batch."""
     place = tmp_path / "files"
     place.mkdir()
     for number in range(FILES):
@@ -51,7 +51,7 @@ def run(rows: DataFrame, name: str, checkpoint: Path) -> StreamingQuery:
 def test_each_batch_is_an_event_followed_by_the_end(
     spark: SparkSession, lines: DataFrame, tmp_path: Path
 ) -> None:
-    mine, other = Told(), Told()
+    mine, other = EventCollector(), EventCollector()
     listener = QueryEventListener(spark, {"mine": mine, "other": other})
     listener.start()
     try:
@@ -68,8 +68,8 @@ def test_each_batch_is_an_event_followed_by_the_end(
     assert not other.news
 
 
-class Hard(Told):
-    """Does not take the news of the first batches."""
+class FailingCollector(EventCollector):
+    """A handler that raises at the events of the first batches."""
 
     def __call__(self, news: QueryEvent) -> None:
         if news.progress is not None and news.progress.batchId < 2:
@@ -80,7 +80,7 @@ class Hard(Told):
 def test_failing_handler_does_not_stop_later_events(
     spark: SparkSession, lines: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hard = Hard()
+    hard = FailingCollector()
     listener = QueryEventListener(spark, {"hard": hard})
     listener.start()
     try:
@@ -97,7 +97,7 @@ def test_failing_handler_does_not_stop_later_events(
 
 
 def test_failed_run_sends_its_end(spark: SparkSession, lines: DataFrame, tmp_path: Path) -> None:
-    mine = Told()
+    mine = EventCollector()
     listener = QueryEventListener(spark, {"mine": mine})
     listener.start()
     try:
@@ -112,7 +112,7 @@ def test_failed_run_sends_its_end(spark: SparkSession, lines: DataFrame, tmp_pat
 def test_run_started_before_the_listener_is_ignored(
     spark: SparkSession, lines: DataFrame, tmp_path: Path
 ) -> None:
-    early, late = Told(), Told()
+    early, late = EventCollector(), EventCollector()
     listeners = (
         QueryEventListener(spark, {"mine": early}),
         QueryEventListener(spark, {"mine": late}),
@@ -132,11 +132,9 @@ def test_run_started_before_the_listener_is_ignored(
     assert not late.news
 
 
-def test_runs_leave_no_threads(
-    spark: SparkSession, lines: DataFrame, tmp_path: Path
-) -> None:
-    """A lane that fails for ever is started again for ever."""
-    mine = Told()
+def test_runs_leave_no_threads(spark: SparkSession, lines: DataFrame, tmp_path: Path) -> None:
+    """A failing lane is started again and again."""
+    mine = EventCollector()
     listener = QueryEventListener(spark, {"mine": mine})
     listener.start()
     try:
@@ -147,4 +145,4 @@ def test_runs_leave_no_threads(
     finally:
         listener.stop()
     assert len(mine.runs()) == 4
-    assert threading.active_count() <= before - 1, "and its own thread is gone"
+    assert threading.active_count() <= before - 1, "the listener's own thread has ended, too"

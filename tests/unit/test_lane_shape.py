@@ -1,4 +1,4 @@
-"""Which columns lanes need: the main one of those that parsing makes, the others to deliver."""
+"""The shapes of lanes, and the columns that they need."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEMPLATES = (
 )
 
 
-def pipeline_of(*actions: str, parse: str = "syslog", more: str = "") -> PipelineSettings:
+def make_pipeline(*actions: str, parse: str = "syslog", more: str = "") -> PipelineSettings:
     listed = "".join(f"  - {{name: a{at}, {each}}}\n" for at, each in enumerate(actions))
     config = loads(f"node: {{data: d}}\nmain: {{}}\nparse: {parse}\n{more}\nactions:\n{listed}")
     pipeline = config.pipeline()
@@ -33,12 +33,12 @@ def pipeline_of(*actions: str, parse: str = "syslog", more: str = "") -> Pipelin
     return pipeline
 
 
-def wanted(*actions: str, **knobs: Any) -> frozenset[str] | None:
-    return find_filter_columns(pipeline_of(*actions, **knobs))
+def find_columns(*actions: str, **knobs: Any) -> frozenset[str] | None:
+    return find_filter_columns(make_pipeline(*actions, **knobs))
 
 
 def test_raw_outputs_need_only_columns_of_filters() -> None:
-    found = wanted(
+    found = find_columns(
         f"queue: disk, filter: 'Severity <= 3', output: {RAW}",
         f"filter: 'upper(`app_name`) = \"X\"', output: {RAW}",
         "filter: 'facility = 1', output: {type: discard}",
@@ -63,7 +63,7 @@ def test_raw_outputs_need_only_columns_of_filters() -> None:
     ids=["json", "one of two", "transform", "sql", "star", "failover", "all", "dead letters"],
 )
 def test_other_readers_need_all_columns(actions: list[str], knobs: dict[str, Any]) -> None:
-    assert wanted(*actions, **knobs) is None
+    assert find_columns(*actions, **knobs) is None
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_other_readers_need_all_columns(actions: list[str], knobs: dict[str, Any
     ],
 )
 def test_tasks_need_offsets_and_columns_of_outputs(knobs: str, expected: set[str]) -> None:
-    (action,) = pipeline_of(f"queue: disk, {knobs}").queued_actions
+    (action,) = make_pipeline(f"queue: disk, {knobs}").queued_actions
     assert find_task_columns(action) == frozenset(expected | {"partition", "offset"})
 
 
@@ -101,7 +101,7 @@ def test_tasks_need_offsets_and_columns_of_outputs(knobs: str, expected: set[str
     ],
 )
 def test_tasks_need_all_columns_if_an_output_reads_any(knobs: str) -> None:
-    (action,) = pipeline_of(f"queue: disk, {knobs}").queued_actions
+    (action,) = make_pipeline(f"queue: disk, {knobs}").queued_actions
     assert find_task_columns(action) is None
 
 
@@ -119,7 +119,7 @@ def test_tasks_need_all_columns_if_an_output_reads_any(knobs: str) -> None:
 def test_main_lane_copies_by_reference_if_queues_store_raw_events(
     actions: list[str], expected: bool
 ) -> None:
-    assert can_copy_by_reference(pipeline_of(*actions)) == expected
+    assert can_copy_by_reference(make_pipeline(*actions)) == expected
 
 
 @pytest.mark.parametrize(
@@ -137,5 +137,5 @@ def test_main_lane_copies_by_reference_if_queues_store_raw_events(
     ids=["raw", "key and failover", "http", "json", "one json", "transform", "sql", "parsed"],
 )
 def test_lane_delivers_by_reference_if_spark_changes_nothing(knobs: str, expected: bool) -> None:
-    (action,) = pipeline_of(f"queue: disk, {knobs}").queued_actions
+    (action,) = make_pipeline(f"queue: disk, {knobs}").queued_actions
     assert can_deliver_by_reference(action) == expected

@@ -1,4 +1,4 @@
-"""Is a batch cut into tasks, and held to its limit, without losing or doubling an offset?"""
+"""A batch is limited and divided into tasks without losing or repeating an offset."""
 
 from __future__ import annotations
 

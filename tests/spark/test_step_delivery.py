@@ -1,4 +1,4 @@
-"""What does a task do with an action's events, and with those that its output has to leave?"""
+"""The delivery of one step in a task: second output, deadline and ordering."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class FakeBreakers:
 
 
 @contextmanager
-def delivering(target: Path, open_for: Iterator[float], **knobs: Any) -> Iterator[StepDelivery]:
-    """An action whose output is away, with a file to go to instead."""
+def open_delivery(target: Path, open_for: Iterator[float], **knobs: Any) -> Iterator[StepDelivery]:
+    """Create the delivery of an action whose output is away, with a file as second output."""
     second = {"type": "file", "path": str(target), "format": "raw"}
     failover = FailoverSettings(output=second, after=60)
     delivery = DeliverySettings(breaker_failures=1, failover=failover, **knobs)
@@ -68,12 +68,12 @@ def block(*values: str) -> Block:
     )
 
 
-def ages(*seconds: float) -> Iterator[float]:
+def yield_ages(*seconds: float) -> Iterator[float]:
     yield from seconds
 
 
 def test_second_output_gets_rows_that_the_first_cannot_take(tmp_path: Path) -> None:
-    with delivering(tmp_path / "out", ages(AWAY)) as delivery:
+    with open_delivery(tmp_path / "out", yield_ages(AWAY)) as delivery:
         ((_, outcome),) = delivery.run([block("a1", "b1")])
     assert (outcome.delivered, len(outcome.deferred)) == (2, 0)
     assert (tmp_path / "out").read_text() == "a1\nb1\n"
@@ -82,16 +82,16 @@ def test_second_output_gets_rows_that_the_first_cannot_take(tmp_path: Path) -> N
 def test_second_output_stops_at_the_deadline_of_the_task(tmp_path: Path) -> None:
     def blocks() -> Iterator[Block]:
         yield block("a1")
-        time.sleep(0.2)  # the task's time is over then, however slow the machine is
+        time.sleep(0.2)  # By then the task's time is over, on any machine.
         yield block("a2")
 
-    with delivering(tmp_path / "out", ages(AWAY, AWAY), max_time=0.1) as delivery:
+    with open_delivery(tmp_path / "out", yield_ages(AWAY, AWAY), max_time=0.1) as delivery:
         outcomes = [outcome for _, outcome in delivery.run(blocks())]
-    assert outcomes[1].deferred.tolist() == [0], "it is left to the next batch"
+    assert outcomes[1].deferred.tolist() == [0], "it is deferred to the next batch"
 
 
 def test_grace_covers_the_timeouts_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is given up sooner has arrived, comes again, and so for ever."""
+    """A send that is given up sooner may still arrive, so its events would repeat forever."""
     graces: list[float] = []
 
     def made(*args: Any, grace: float, **more: Any) -> Engine:
@@ -103,7 +103,7 @@ def test_grace_covers_the_timeouts_of_the_output(monkeypatch: pytest.MonkeyPatch
         output = {"type": "http", "url": "http://localhost:1", "timeout": timeout}
         with ExitStack() as opened:
             step = LaneStep(action="a", source_queue="a", output=output)
-            StepDelivery(step, FakeBreakers(ages()), opened)  # type: ignore[arg-type]
+            StepDelivery(step, FakeBreakers(yield_ages()), opened)  # type: ignore[arg-type]
     assert graces == [610.0, GRACE]
 
 
@@ -111,8 +111,8 @@ def test_grace_covers_the_timeouts_of_the_output(monkeypatch: pytest.MonkeyPatch
 def test_ordered_rows_do_not_overtake_deferred_rows(
     tmp_path: Path, ordering: str, written: str
 ) -> None:
-    """The breaker has been open for long enough only when the second block comes."""
-    with delivering(tmp_path / "out", ages(59.9, 60.1), ordering=ordering) as delivery:
+    """The breaker has been open long enough only for the second block."""
+    with open_delivery(tmp_path / "out", yield_ages(59.9, 60.1), ordering=ordering) as delivery:
         results = list(delivery.run([block("a1"), block("a2", "b2")]))
     assert [outcome.delivered for _, outcome in results] == [0, written.count("\n")]
     assert results[1][1].deferred.tolist() == ([0, 1] if not written else [0])

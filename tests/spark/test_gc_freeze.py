@@ -1,4 +1,4 @@
-"""Is what a Python process of Spark holds left out of searches for garbage, and only there?"""
+"""Spark's Python processes freeze their objects for the garbage collector; others do not."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ for kind in ("read", "read", "write"):
 """
 
 
-def frozen(name: str) -> list[int]:
-    """How many objects are left out after each of three calls, in a process of this name."""
+def count_frozen_objects(name: str) -> list[int]:
+    """Return the number of frozen objects after each of three calls, in a process of this name."""
     program = PROGRAM.format(name=name)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     return [int(line) for line in done.stdout.split()]
@@ -29,7 +29,7 @@ def frozen(name: str) -> list[int]:
 
 @pytest.mark.parametrize("name", ["pyspark.daemon", "turnlane.spark.daemon"])
 def test_objects_are_frozen_after_the_first_call_of_each_kind(name: str) -> None:
-    first, again, other = frozen(name)
+    first, again, other = count_frozen_objects(name)
     assert first > 1000
     assert again == first
     assert other > again
@@ -37,4 +37,4 @@ def test_objects_are_frozen_after_the_first_call_of_each_kind(name: str) -> None
 
 @pytest.mark.parametrize("name", ["turnlane", "pyspark"])
 def test_nothing_is_frozen_in_other_processes(name: str) -> None:
-    assert frozen(name) == [0, 0, 0]
+    assert count_frozen_objects(name) == [0, 0, 0]
