@@ -22,7 +22,7 @@ from turnlane.node.flight.server import FlightPlane
 from turnlane.node.node import Node
 from turnlane.queues import open_queue
 from turnlane.queues.api import Ack, AckLevel, Batch, Consumer, Producer, Queue, Stats
-from turnlane.queues.knobs import Kind
+from turnlane.queues.settings import Kind
 from turnlane.queues.memory import MemoryQueue
 from turnlane.queues.proxy import ProxyQueue
 from turnlane.queues.settings import QueueSettings

@@ -23,7 +23,7 @@ from tests.contract.harness import (
 from turnlane.errors import QueueClosed
 from turnlane.events import block_of
 from turnlane.queues.api import Ack, AckLevel, Batch, Durability, Queue
-from turnlane.queues.knobs import ON_DISK, Kind
+from turnlane.queues.settings import ON_DISK, Kind
 
 LEVELS = list(AckLevel)
 

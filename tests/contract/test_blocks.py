@@ -21,7 +21,7 @@ from tests.contract.harness import (
 from turnlane.errors import EventTooLarge, QueueFull, SchemaMismatch
 from turnlane.events import BASE_SCHEMA, Block, block_of, events_of, join
 from turnlane.queues.api import Batch, Queue
-from turnlane.queues.knobs import Kind
+from turnlane.queues.settings import Kind
 
 
 def with_columns(values: list[bytes], **columns: Any) -> Block:

@@ -28,8 +28,8 @@ from turnlane.events import block_of
 from turnlane.ledger import Outcome
 from turnlane.queues.api import Ack, AckLevel, Batch, Queue
 from turnlane.queues.buffer import Portion
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.knobs import ON_DISK, Kind
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.settings import ON_DISK, Kind
 
 PUBLISHERS = 50
 
@@ -91,7 +91,7 @@ def test_a_second_close_waits_for_the_first(
 ) -> None:
     """Whoever has closed a queue may open its directory, though another thread was first."""
     queue = keeping.open()
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     entered, go_on = threading.Event(), threading.Event()
     close_storage = queue.close_storage
 
@@ -113,7 +113,7 @@ def test_a_second_close_waits_for_the_first(
 def test_a_callback_may_close_a_queue_that_is_being_closed(keeping: Harness) -> None:
     """The close waits for the callback, so the callback's own must not wait for it."""
     queue = keeping.open()
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     called, go_on = threading.Event(), threading.Event()
 
     def close_again(_: Ack) -> None:
@@ -403,7 +403,7 @@ def test_a_done_under_way_at_close_counts(
 ) -> None:
     """A close waits for a done that is being recorded, so that it is not lost and acked at once."""
     queue = keeping.open()
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     record, recording, go_on = queue.record_settled, threading.Event(), threading.Event()
 
     def record_slowly(portion: Portion, outcome: Outcome) -> None:

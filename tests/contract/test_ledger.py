@@ -21,7 +21,7 @@ from tests.contract.harness import (
 from turnlane.errors import RetryLater
 from turnlane.events import block_of
 from turnlane.queues.api import Batch
-from turnlane.queues.knobs import Kind
+from turnlane.queues.settings import Kind
 
 
 def test_an_unused_queue_has_an_empty_ledger(every: Harness) -> None:

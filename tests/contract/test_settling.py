@@ -9,7 +9,7 @@ from tests.contract.harness import PATIENCE, Harness, Task, follow, numbered, va
 from turnlane.errors import QueueEmpty
 from turnlane.events import block_of
 from turnlane.ledger import Outcome
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 
 if TYPE_CHECKING:
     import pytest
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from turnlane.queues.buffer import Portion
 
 
-def opened(harness: Harness, count: int, **knobs: Any) -> HoldingQueue:
+def opened(harness: Harness, count: int, **knobs: Any) -> BufferedQueue:
     """A queue with so many events in it."""
     queue = harness.open(**knobs)
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     queue.producer().publish_block(block_of(numbered(0, count)))
     return queue
 
 
-def left(queue: HoldingQueue) -> list[bytes | None]:
+def left(queue: BufferedQueue) -> list[bytes | None]:
     """All that is still handed out, settled as it comes."""
     values: list[bytes | None] = []
     try:
@@ -116,7 +116,7 @@ def test_publishers_get_no_more_room_than_there_is(keeping: Harness) -> None:
 def test_acks_come_once_for_events_settled_twice(keeping: Harness) -> None:
     """Exactly as many as were published."""
     queue = keeping.open()
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     producer, acks = follow(queue)
     producer.publish_block(block_of(numbered(0, 6)))
     batch = queue.get(6)
@@ -129,7 +129,7 @@ def test_acks_come_once_for_events_settled_twice(keeping: Harness) -> None:
 class SlowRecord:
     """Stands in for a queue's ``record_settled``: the first call waits for the test, once done."""
 
-    def __init__(self, queue: HoldingQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, queue: BufferedQueue, monkeypatch: pytest.MonkeyPatch) -> None:
         self._record = queue.record_settled
         self.reached, self.go_on = threading.Event(), threading.Event()
         monkeypatch.setattr(queue, "record_settled", self)

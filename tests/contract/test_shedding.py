@@ -23,7 +23,7 @@ from tests.contract.harness import (
 from turnlane.errors import AckPending, QueueClosed, QueueFull
 from turnlane.events import block_of
 from turnlane.queues.api import FlowControl
-from turnlane.queues.knobs import Kind
+from turnlane.queues.settings import Kind
 
 DELAYING: dict[str, Any] = {
     "size": 10,

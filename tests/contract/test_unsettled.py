@@ -5,12 +5,12 @@ from __future__ import annotations
 from tests.contract.harness import DiskHarness, Harness, numbered
 from turnlane.events import block_of
 from turnlane.intervals import count_of, newest_of, oldest_of
-from turnlane.queues.consumer import MAX_SPANS, HoldingQueue
+from turnlane.queues.buffered import MAX_SPANS, BufferedQueue
 
 
-def opened(harness: Harness, count: int) -> HoldingQueue:
+def opened(harness: Harness, count: int) -> BufferedQueue:
     queue = harness.open()
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     queue.producer().publish_block(block_of(numbered(0, count)))
     return queue
 
@@ -42,7 +42,7 @@ def test_what_was_settled_stays_so_over_a_restart(storing: DiskHarness) -> None:
     queue.settle(4, 6)
     queue.close()
     again = storing.reopen()
-    assert isinstance(again, HoldingQueue)
+    assert isinstance(again, BufferedQueue)
     assert again.unsettled(100).spans == [(0, 4), (6, 10)]
 
 

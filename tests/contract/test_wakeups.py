@@ -10,13 +10,13 @@ import pytest
 from tests.contract.harness import PATIENCE, Acks, Harness, Task, wait_until
 from turnlane.errors import QueueClosed
 from turnlane.queues.api import Ack, AckLevel
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.knobs import Kind
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.settings import Kind
 
 
-def _open(harness: Harness, **knobs: object) -> HoldingQueue:
+def _open(harness: Harness, **knobs: object) -> BufferedQueue:
     queue = harness.open(**knobs)  # type: ignore[arg-type]
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     return queue
 
 

@@ -30,7 +30,7 @@ from turnlane.errors import Never, RetryLater
 from turnlane.events import block_of
 from turnlane.queues import worker_pool
 from turnlane.queues.api import Batch, Consumer
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.worker_pool import FIRST_PAUSE, Cancelled, DeadLetters, WorkerPool
 
 
@@ -47,7 +47,7 @@ class Pool(WorkerPool):
 
     def __init__(
         self,
-        queue: HoldingQueue,
+        queue: BufferedQueue,
         consumer: Consumer,
         *,
         dead_letters: DeadLetters | None = None,
@@ -62,25 +62,25 @@ class Pool(WorkerPool):
         return super().pause(min(seconds, self._longest))
 
 
-def _open(harness: Harness, **knobs: Any) -> HoldingQueue:
+def _open(harness: Harness, **knobs: Any) -> BufferedQueue:
     knobs.setdefault("dequeue_batch_size", 5)
     knobs.setdefault("completion_timeout", "20s")
     queue = harness.open(**knobs)
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     return queue
 
 
-def _publish(queue: HoldingQueue, first: int, end: int) -> None:
+def _publish(queue: BufferedQueue, first: int, end: int) -> None:
     """Publish at once, so that it is the batch size alone that makes the batches."""
     queue.producer().publish_block(block_of(numbered(first, end)))
 
 
-def _await_delivered(queue: HoldingQueue, count: int) -> None:
+def _await_delivered(queue: BufferedQueue, count: int) -> None:
     wait_until(lambda: queue.stats().ledger.delivered >= count, f"{count} delivered")
     assert queue.stats().ledger.delivered == count
 
 
-def _threads(queue: HoldingQueue) -> list[threading.Thread]:
+def _threads(queue: BufferedQueue) -> list[threading.Thread]:
     prefixes = (f"turnlane-worker-{queue.name}-", f"turnlane-supervisor-{queue.name}")
     return [thread for thread in threading.enumerate() if thread.name.startswith(prefixes)]
 
@@ -575,7 +575,7 @@ def test_a_pool_that_cannot_drain_its_queue_in_time_says_what_is_left(
 ) -> None:
     """Closing goes on; what is left stays in the queue."""
     queue = memory.open(shutdown_timeout="50ms")
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     publish_all(queue.producer(), numbered(0, 3))
 
     def refuse(_: Batch) -> None:

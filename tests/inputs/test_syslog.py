@@ -48,7 +48,7 @@ from turnlane.inputs.syslog import SyslogInput, SyslogSettings, udp_receiver
 from turnlane.node.node import Node
 from turnlane.queues.api import FlowControl
 from turnlane.queues.disk import StoredQueue
-from turnlane.queues.producer import HoldingProducer
+from turnlane.queues.producer import BufferedProducer
 from turnlane.testing import FaultyDisk
 
 DOGGED = 'type="omfwd" target="127.0.0.1" protocol="tcp"'
@@ -590,15 +590,15 @@ def test_a_queue_in_trouble_is_tried_again_without_a_flood_of_warnings(
     host: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("turnlane.inputs.publishers.PAUSE", 0.0)
-    real, tries = HoldingProducer.publish_block, list[int]()
+    real, tries = BufferedProducer.publish_block, list[int]()
 
-    def publish_block(self: HoldingProducer, block: Any, **knobs: Any) -> Any:
+    def publish_block(self: BufferedProducer, block: Any, **knobs: Any) -> Any:
         tries.append(1)
         if len(tries) < 10:
             raise StorageFailed("planned")
         return real(self, block, **knobs)
 
-    monkeypatch.setattr(HoldingProducer, "publish_block", publish_block)
+    monkeypatch.setattr(BufferedProducer, "publish_block", publish_block)
     with listening(host, tcp=ANYWHERE) as source:
         send(source, b"<13>a\n")
         assert values_in(host.queue("main"), 1) == [b"<13>a"]

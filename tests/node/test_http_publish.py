@@ -26,7 +26,7 @@ from turnlane.node.http_events import iso, of_json, of_ndjson, timestamp_of, to_
 from turnlane.node.http_publishing import _Follower, _publish
 from turnlane.node.node import Node
 from turnlane.queues.api import Ack, AckLevel, Durability
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 
 
 def stored(at: Served) -> list[Event]:
@@ -301,7 +301,7 @@ def test_the_time_of_a_request_includes_its_wait_for_a_thread(tmp_path: Path) ->
 
 
 def test_events_that_a_disk_lost_are_told_to_everyone_whose_they_might_be(tmp_path: Path) -> None:
-    async def hear_of_a_loss(queue: HoldingQueue) -> None:
+    async def hear_of_a_loss(queue: BufferedQueue) -> None:
         follower = _Follower(queue, AckLevel.DELIVERED, asyncio.get_running_loop())
         waits = [asyncio.create_task(follower.wait(end, time.monotonic() + 20)) for end in (1, 2)]
         await asyncio.sleep(0)

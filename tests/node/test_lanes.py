@@ -25,8 +25,8 @@ from turnlane.node.commits import Claim, Commits, Keys
 from turnlane.node.flight import actions, read
 from turnlane.node.lanes import RETIRED, Lanes, Planned
 from turnlane.queues.api import Stats
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.producer import HoldingProducer
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.producer import BufferedProducer
 from turnlane.testing import FaultyDisk
 
 
@@ -53,9 +53,9 @@ def test_a_lane_that_looks_while_a_commit_fills_its_queue_gets_all_of_it(
 ) -> None:
     monkeypatch.setattr(commits, "FILL_SECONDS", PATIENCE)
     filling = threading.Event()
-    real = HoldingProducer.flush
+    real = BufferedProducer.flush
 
-    def slowly(producer: HoldingProducer, timeout: float | None = None) -> bool:
+    def slowly(producer: BufferedProducer, timeout: float | None = None) -> bool:
         """The end of a commit: its events can be read, and more of them are to come."""
         filling.set()
         looked.wait(PATIENCE)
@@ -67,7 +67,7 @@ def test_a_lane_that_looks_while_a_commit_fills_its_queue_gets_all_of_it(
     with node.stage("disk", block_of([]).schema) as stage:
         stage.write(block_of([b"staged"]))
         stages = [stage.finish()]
-    monkeypatch.setattr(HoldingProducer, "flush", slowly)
+    monkeypatch.setattr(BufferedProducer, "flush", slowly)
     commit = Task(lambda: node.commit(stages))
     assert filling.wait(PATIENCE)
     assert served.client().nodes[0].unsettled("disk", 100, lane="a").pending == 12
@@ -327,7 +327,7 @@ def test_an_event_that_comes_while_one_looks_is_not_waited_past(
     looks = count()
     real = type(queue).stats
 
-    def stats(asked: HoldingQueue) -> Stats:
+    def stats(asked: BufferedQueue) -> Stats:
         """Nothing was there, and right after that there is something."""
         found = real(asked)
         if asked is queue and next(looks) == 0:

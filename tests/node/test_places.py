@@ -28,7 +28,7 @@ from turnlane.node.commit_record import Commit, Part, Range
 from turnlane.node.copy import CopyingEvents, CopyingPlaces
 from turnlane.node.event_refs import packed, read, unpacked
 from turnlane.node.node import Node
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.testing import FaultyDisk
 
 Queues = Mapping[str, Mapping[str, Any]]
@@ -172,7 +172,7 @@ def test_events_beyond_a_gap_are_kept_under_their_own_numbers(
 ) -> None:
     """Else, as some of them may be in the queue already, others would seem to be."""
 
-    def with_gap(queue: HoldingQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
+    def with_gap(queue: BufferedQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
         yield from read(queue, first, 10)
         yield from read(queue, 20, end)
 
@@ -207,7 +207,7 @@ def test_an_event_that_cannot_be_read_is_waited_for(
     """The commit would settle it, and those behind it have higher numbers."""
     tries: list[int] = []
 
-    def later(queue: HoldingQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
+    def later(queue: BufferedQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
         tries.append(queue.low)
         if len(tries) > 2:
             yield from read(queue, first, end)

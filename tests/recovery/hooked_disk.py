@@ -12,7 +12,7 @@ from tests.contract.harness import PATIENCE
 from turnlane.errors import EventsLost, QueueClosed
 from turnlane.events import Block
 from turnlane.queues import open_queue
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.disk import DiskQueue
 from turnlane.queues.disk_assisted import DiskAssistedQueue
 from turnlane.testing import FaultyDisk
@@ -111,9 +111,9 @@ class Opener:
     def __init__(self) -> None:
         self.closing = contextlib.ExitStack()
 
-    def __call__(self, kind: str, **knobs: Any) -> HoldingQueue:
+    def __call__(self, kind: str, **knobs: Any) -> BufferedQueue:
         queue = open_queue(kind=kind, **knobs)
-        assert isinstance(queue, HoldingQueue)
+        assert isinstance(queue, BufferedQueue)
         self.closing.callback(_close, queue)
         return queue
 
@@ -124,7 +124,7 @@ class Opener:
         return queue
 
 
-def _close(queue: HoldingQueue) -> None:
+def _close(queue: BufferedQueue) -> None:
     with contextlib.suppress(EventsLost):
         queue.close()
     assert queue.stats().ledger.adds_up, queue.stats().ledger
@@ -135,7 +135,7 @@ def values_in(block: Block) -> list[bytes]:
     return [value for value in block.column("value").to_pylist() if value is not None]
 
 
-def take(queue: HoldingQueue, count: int) -> list[bytes]:
+def take(queue: BufferedQueue, count: int) -> list[bytes]:
     """The next events, settled."""
     found: list[bytes] = []
     while len(found) < count:
@@ -144,7 +144,7 @@ def take(queue: HoldingQueue, count: int) -> list[bytes]:
     return found
 
 
-def drained(queue: HoldingQueue) -> list[bytes]:
+def drained(queue: BufferedQueue) -> list[bytes]:
     """All that is left, settled; the queue takes no more."""
     queue.finish()
     found: list[bytes] = []

@@ -14,7 +14,7 @@ from tests.recovery.hooked_disk import Opener, Stored, drained, take
 from turnlane.errors import ConfigError, SchemaMismatch
 from turnlane.events import Block
 from turnlane.queues.buffer import OpenBlock
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 
 both_kinds = pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
 keeping_kinds = pytest.mark.parametrize("kind", ["memory", "disk", "disk_assisted"])
@@ -168,7 +168,7 @@ def interruption(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return Interruption(monkeypatch, late=request.param)
 
 
-def check_consistent(queue: HoldingQueue) -> None:
+def check_consistent(queue: BufferedQueue) -> None:
     """What is counted is what is there."""
     with queue.lock:
         assert queue.positions.end == queue.tail.open.end
@@ -178,7 +178,7 @@ def check_consistent(queue: HoldingQueue) -> None:
     assert queue.stats().size == ledger.pending
 
 
-def check_order(queue: HoldingQueue, before: list[bytes], after: list[bytes]) -> None:
+def check_order(queue: BufferedQueue, before: list[bytes], after: list[bytes]) -> None:
     """Everything comes, each event with its own key; the interrupted one may or may not."""
     events: list[tuple[bytes | None, str | None]] = []
     queue.finish()
@@ -192,7 +192,7 @@ def check_order(queue: HoldingQueue, before: list[bytes], after: list[bytes]) ->
     assert (stats.size, stats.bytes) == (0, 0)
 
 
-def publish_keyed(queue: HoldingQueue, values: list[bytes]) -> None:
+def publish_keyed(queue: BufferedQueue, values: list[bytes]) -> None:
     """Publish events whose keys say which values they belong to."""
     producer = queue.producer()
     for value in values:

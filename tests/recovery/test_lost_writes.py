@@ -12,7 +12,7 @@ import pytest
 from tests.contract.harness import Acks, wait_until
 from tests.recovery.hooked_disk import Opener, Stored, drained
 from turnlane.events import block_of
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.testing import FaultyDisk
 
 KNOBS: dict[str, dict[str, Any]] = {
@@ -35,7 +35,7 @@ def opener() -> Iterator[Opener]:
         yield opener
 
 
-def publish(queue: HoldingQueue, end: int = len(VALUES)) -> None:
+def publish(queue: BufferedQueue, end: int = len(VALUES)) -> None:
     """The values up to ``end``; those that were published before are repeats."""
     producer = queue.producer(producer_id="p")
     for at in range(0, end, 10):

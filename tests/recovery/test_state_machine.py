@@ -36,7 +36,7 @@ from turnlane.events import block_of
 from turnlane.ledger import Outcome
 from turnlane.queues import open_queue
 from turnlane.queues.api import Batch, Producer
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 
 SIZE = 60
 PERSISTED, DELIVERED = "persisted", "delivered"
@@ -94,12 +94,12 @@ class QueueMachine(RuleBasedStateMachine):
         }
         self.published: dict[str, list[int]] = {PERSISTED: [], DELIVERED: []}
 
-    def opened(self) -> HoldingQueue:
+    def opened(self) -> BufferedQueue:
         more: dict[str, Any] = {"path": self.path, "disk": self.disk} if self.durable else {}
         if self.lazy:
             more |= {"sync_interval": "1h", "stale_flush": "1h"}
         queue = open_queue(**self.knobs | more, size=SIZE)
-        assert isinstance(queue, HoldingQueue)
+        assert isinstance(queue, BufferedQueue)
         return queue
 
     # The model

@@ -27,11 +27,11 @@ from turnlane.errors import EventsLost, QueueClosed, QueueFull, StorageFailed
 from turnlane.events import block_of
 from turnlane.ledger import Outcome
 from turnlane.queues.api import Ack
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.disk import DiskQueue
 from turnlane.queues.disk_assisted import DiskAssistedQueue
 from turnlane.queues.disk_writer import Job
-from turnlane.queues.producer import HoldingProducer
+from turnlane.queues.producer import BufferedProducer
 
 SMALL: dict[str, Any] = {
     "durability": "always",
@@ -47,7 +47,7 @@ def long_values(first: int, end: int) -> list[bytes]:
     return [value + bytes(500) for value in numbered(first, end)]
 
 
-def publish(queue: HoldingQueue, values: list[bytes]) -> None:
+def publish(queue: BufferedQueue, values: list[bytes]) -> None:
     """Publish one by one, each persisted before the next."""
     producer = queue.producer(ack="persisted")
     for value in values:
@@ -98,7 +98,7 @@ def test_does_a_queue_go_on_when_a_settled_chunk_cannot_be_deleted(
 # Publishers that wait
 
 
-def slowed_down(opener: Opener, flow: str) -> HoldingProducer:
+def slowed_down(opener: Opener, flow: str) -> BufferedProducer:
     """A producer that flow control slows down for longer than any test lasts."""
     mark = {"light_delay": PATIENCE * 2, "light_delay_mark": "97%"}
     queue = opener("memory", size=100, **mark)
@@ -204,7 +204,7 @@ class BadSector(HookedDisk):
         return super().read(fd, length, at)
 
 
-def insistently(queue: HoldingQueue) -> list[bytes]:
+def insistently(queue: BufferedQueue) -> list[bytes]:
     """All that is left, settled, whatever reading raises."""
     found: list[bytes] = []
 
@@ -249,7 +249,7 @@ def test_is_an_error_that_passes_no_loss(opener: Opener, tmp_path: Path) -> None
     assert queue.stats().ledger.dropped == {}
 
 
-def by_offset(queue: HoldingQueue) -> list[bytes]:
+def by_offset(queue: BufferedQueue) -> list[bytes]:
     """All that a reader without leases finds, whatever reading raises."""
     found: list[bytes] = []
     at = 0

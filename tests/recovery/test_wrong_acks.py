@@ -26,14 +26,14 @@ from turnlane.events import block_of
 from turnlane.ledger import Outcome
 from turnlane.queues import policies
 from turnlane.queues.api import AckLevel
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 
 both_kinds = pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
 
 ASSISTED: dict[str, Any] = {"kind": "disk_assisted", "size": 100, "dequeue_batch_size": 10}
 
 
-def persisted_below(queue: HoldingQueue) -> int:
+def persisted_below(queue: BufferedQueue) -> int:
     """The offset below which producers were told that their events are persisted."""
     with queue.lock:
         return queue.watermarks[AckLevel.PERSISTED].position

@@ -26,7 +26,7 @@ from turnlane.queues.api import Ack, AckLevel
 from turnlane.queues.buffer import HeldBatch
 from turnlane.queues.disk import DiskQueue
 from turnlane.queues.disk_assisted import DiskAssistedQueue
-from turnlane.queues.producer import HoldingProducer
+from turnlane.queues.producer import BufferedProducer
 from turnlane.testing import FaultyDisk
 
 SINGLES, BLOCKS, NUMBERED, WAITING = range(4)
@@ -235,7 +235,7 @@ class Life:
 
     # Publishing
 
-    def producer(self, number: int, **options: Any) -> HoldingProducer:
+    def producer(self, number: int, **options: Any) -> BufferedProducer:
         """A producer whose persisted acks are reported as they come."""
 
         def heard(ack: Ack) -> None:

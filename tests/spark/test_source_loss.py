@@ -17,7 +17,7 @@ from tests.spark.streams import both, positions, reader, rows_of, run, stream
 from turnlane.client.node_client import RemoteNode, Unsettled
 from turnlane.errors import RetryLater
 from turnlane.events import block_of
-from turnlane.queues.consumer import MAX_SPANS
+from turnlane.queues.buffered import MAX_SPANS
 from turnlane.spark.batch_planning import Extent, Place
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.options import ReadOptions

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scripts.knob_table import PAGE, with_table
-from turnlane.queues.knobs import ON_DISK, Kind
+from turnlane.queues.settings import ON_DISK, Kind
 from turnlane.queues.settings import QueueSettings
 
 COMPANIONS: dict[str, dict[str, Any]] = {

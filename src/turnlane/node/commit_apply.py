@@ -19,9 +19,9 @@ from turnlane.events import Block
 from turnlane.node.commit_record import Part, Plan, Range, Steps, Writers, keys_of
 from turnlane.node.event_refs import Numbers, Piece, copied, unpacked
 from turnlane.node.staging import Stage, Staging
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.disk import StoredQueue
-from turnlane.queues.producer import HoldingProducer, hashed
+from turnlane.queues.producer import BufferedProducer, hashed
 from turnlane.retry import doubled
 
 # ── loading ──
@@ -46,10 +46,10 @@ READ_PAUSE: Final = 5.0
 REFUSED: Final = (Never, ValueError, KeyError, TypeError)
 """What a queue, or a stage that cannot be read, says for ever."""
 
-Queues = Mapping[str, HoldingQueue]
+Queues = Mapping[str, BufferedQueue]
 
 
-def next_number(queue: HoldingQueue) -> int:
+def next_number(queue: BufferedQueue) -> int:
     """The number of the next event that a commit publishes into a queue."""
     return queue.sequences.get(hashed(PRODUCER), 0)
 
@@ -93,7 +93,7 @@ def pieces(load: Sequence[Part], staging: Staging, queues: Queues) -> Iterator[P
             index += block.num_rows
 
 
-def _copied(source: HoldingQueue, wanted: Sequence[Numbers]) -> Iterator[Piece]:
+def _copied(source: BufferedQueue, wanted: Sequence[Numbers]) -> Iterator[Piece]:
     try:
         yield from copied(source, wanted)
     except QueueClosed:
@@ -162,12 +162,12 @@ class Loading:
     """Publishes the parts of a load. What one queue refuses holds up no other."""
 
     def __init__(
-        self, load: Sequence[Part], queues: Queues, is_dropped: Callable[[HoldingQueue], bool]
+        self, load: Sequence[Part], queues: Queues, is_dropped: Callable[[BufferedQueue], bool]
     ) -> None:
         self._load = load
         self._queues = queues
         self._is_dropped = is_dropped
-        self._producers: dict[Part, HoldingProducer] = {}
+        self._producers: dict[Part, BufferedProducer] = {}
         self._over: set[Part] = set()
         """Parts that go no further: refused, or dropped with their queue."""
         self.refused: set[Part] = set()
@@ -200,7 +200,7 @@ class Loading:
             self.refused.add(part)
             self._over.add(part)
 
-    def _producer(self, part: Part) -> HoldingProducer:
+    def _producer(self, part: Part) -> BufferedProducer:
         if part not in self._producers:
             queue = self._queues[part.queue]
             # With a callback publishing does not wait for every block; the flush waits for all.
@@ -239,7 +239,7 @@ class Loading:
 
 
 def _await_persisted(
-    producer: HoldingProducer, queue: HoldingQueue, deadline: float | None
+    producer: BufferedProducer, queue: BufferedQueue, deadline: float | None
 ) -> None:
     while not producer.flush(None if deadline is None else LOOK_SECONDS):
         queue.gate.check_open(queue.name)
@@ -247,7 +247,7 @@ def _await_persisted(
             raise RetryLater(f"queue {queue.name!r} has not persisted a commit yet")
 
 
-def _is_failing(queue: HoldingQueue) -> bool:
+def _is_failing(queue: BufferedQueue) -> bool:
     return isinstance(queue, StoredQueue) and queue.troubled
 
 
@@ -263,7 +263,7 @@ class Means:
     steps: Steps
     staging: Staging
     writers: Writers
-    find: Callable[[str], HoldingQueue]
+    find: Callable[[str], BufferedQueue]
     spare: Callable[[str, Iterable[Block], int], None]
     """Keep blocks for a queue in memory, so many events at most."""
 
@@ -279,7 +279,7 @@ class Pending:
         self,
         plan: Plan,
         path: Path | None,
-        queues: Mapping[str, HoldingQueue],
+        queues: Mapping[str, BufferedQueue],
         means: Means,
         *,
         is_changed: bool = False,
@@ -444,7 +444,7 @@ class Pending:
             for each in self._events_of(part, self._queues[part.source])
         ]
 
-    def _events_of(self, part: Part, source: HoldingQueue) -> list[Kept]:
+    def _events_of(self, part: Part, source: BufferedQueue) -> list[Kept]:
         """The events of a part themselves, staged but once; none if they went with their queue."""
         if part not in self._staged:
             try:
@@ -475,7 +475,7 @@ class Pending:
                     raise
         return [each for each in self.plan.ranges if each.queue not in self._queues]
 
-    def _is_dropped(self, queue: HoldingQueue) -> bool:
+    def _is_dropped(self, queue: BufferedQueue) -> bool:
         """Whether a queue that is closed is so for ever, and not because the node is closing."""
         try:
             return self._means.find(queue.name) is not queue

@@ -11,12 +11,12 @@ from turnlane.errors import NoSuchQueue, RetryLater
 from turnlane.node.commit_apply import Means, Pending, count_of, next_number
 from turnlane.node.commit_record import COMMIT, FAILED, Part, Plan, Range
 from turnlane.node.staging import Staging
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.disk import StoredQueue
 
 log = logging.getLogger(__name__)
 
-Queues = Mapping[str, HoldingQueue]
+Queues = Mapping[str, BufferedQueue]
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ def _taken_up(plan: Plan, path: Path, means: Means) -> Pending | None:
     return Pending(left, path, queues, means, is_changed=left != plan)
 
 
-def _open_queues(plan: Plan, means: Means) -> dict[str, HoldingQueue]:
+def _open_queues(plan: Plan, means: Means) -> dict[str, BufferedQueue]:
     queues = {}
     for name in plan.queues:
         try:
@@ -144,6 +144,6 @@ def _renumbered(parts: Iterable[Part], queues: Queues, staging: Staging) -> list
     return renumbered
 
 
-def identity(queue: HoldingQueue) -> str:
+def identity(queue: BufferedQueue) -> str:
     """What tells a queue from another of its name; one that is only in memory has none."""
     return queue.store.queue_id if isinstance(queue, StoredQueue) else ""

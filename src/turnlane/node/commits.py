@@ -66,7 +66,7 @@ from turnlane.node.commit_record import (
 )
 from turnlane.node.commit_recovery import identity, leftovers
 from turnlane.node.staging import Overflow, Staging
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.storage.disk_io import Disk
 
 # ── keys ──
@@ -200,7 +200,7 @@ class Commits:
     """
 
     def __init__(
-        self, directory: Path, disk: Disk, staging: Staging, queue: Callable[[str], HoldingQueue]
+        self, directory: Path, disk: Disk, staging: Staging, queue: Callable[[str], BufferedQueue]
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._staging = staging
@@ -252,7 +252,7 @@ class Commits:
         for stage in stages:
             self._staging.discard(stage)
 
-    def await_filled(self, queue: HoldingQueue) -> None:
+    def await_filled(self, queue: BufferedQueue) -> None:
         """Let a commit into a queue be through with it, if that does not take long.
 
         Whoever reads what there is then gets all of it at once, and not in two batches.
@@ -260,7 +260,7 @@ class Commits:
         if not queue.stats().blocked_publishers:  # they wait for whoever reads
             self._keys.await_unused(into(queue.name), FILL_SECONDS)
 
-    def await_emptied(self, queue: HoldingQueue, seconds: float) -> bool:
+    def await_emptied(self, queue: BufferedQueue, seconds: float) -> bool:
         """Wait until no commit is settling events of a queue; false if one still is after that.
 
         Whoever looks before sees events that wait, and that have been passed on.
@@ -353,9 +353,9 @@ class Commits:
             # is not, if the node ends meanwhile, comes again.
             return replace(plan, parts=()), None
 
-    def _open_queues(self, commit: Commit) -> dict[str, HoldingQueue]:
+    def _open_queues(self, commit: Commit) -> dict[str, BufferedQueue]:
         """The queues of a commit. Raises ``NoSuchStage``, ``NoSuchQueue``, ``QueueClosed``."""
-        queues: dict[str, HoldingQueue] = {}
+        queues: dict[str, BufferedQueue] = {}
         for stage in commit.stages:
             contents = self._staging.contents(stage)
             queue = queues.setdefault(contents.queue, self._queue(contents.queue))
@@ -371,7 +371,7 @@ class Commits:
                 raise QueueClosed(f"queue {queue.name!r} is closed")
         return queues
 
-    def _parts(self, commit: Commit, queues: dict[str, HoldingQueue]) -> list[Part]:
+    def _parts(self, commit: Commit, queues: dict[str, BufferedQueue]) -> list[Part]:
         """Stages and their numbers, those left out that are to wait in memory.
 
         Raises ``QueueFull``.
@@ -449,7 +449,7 @@ class Commits:
             self.abort([stage])
 
 
-def room_of(queue: HoldingQueue) -> int | None:
+def room_of(queue: BufferedQueue) -> int | None:
     """How many more events a queue takes in one commit; ``None`` if that does not matter.
 
     By their bytes that is a guess: as if they were as large as those that are there.
@@ -465,7 +465,7 @@ def room_of(queue: HoldingQueue) -> int | None:
     return max(0, min(limits)) if limits else None
 
 
-def has_room(queue: HoldingQueue, events: int, size: int) -> bool:
+def has_room(queue: BufferedQueue, events: int, size: int) -> bool:
     """Whether a queue takes what would otherwise wait for room with the step half carried out.
 
     One that is empty takes anything: what is larger than the queue goes in bit by bit. So does one

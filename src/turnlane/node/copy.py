@@ -18,11 +18,11 @@ from turnlane.events import Block
 from turnlane.node.event_refs import Numbers, copied, packed
 from turnlane.node.staging import Stage
 from turnlane.queues.api import AckLevel
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.runtime import Closing
 
 OpenStage = Callable[[str, pa.Schema], Stage]
-Refer = Callable[[str, HoldingQueue], Stage]
+Refer = Callable[[str, BufferedQueue], Stage]
 Abort = Callable[[Sequence[str]], None]
 
 SAFE_SECONDS: Final = 30.0
@@ -35,7 +35,7 @@ class Copying(Closing):
     An event that is settled meanwhile, dropped by its queue or by a person, is not copied.
     """
 
-    def __init__(self, source: HoldingQueue, into: Sequence[str], abort: Abort) -> None:
+    def __init__(self, source: BufferedQueue, into: Sequence[str], abort: Abort) -> None:
         self._source = source
         self._into = into
         self._abort = abort
@@ -82,7 +82,7 @@ class CopyingEvents(Copying):
     """Stages the events themselves."""
 
     def __init__(
-        self, source: HoldingQueue, into: Sequence[str], stage: OpenStage, abort: Abort
+        self, source: BufferedQueue, into: Sequence[str], stage: OpenStage, abort: Abort
     ) -> None:
         super().__init__(source, into, abort)
         self._stage = stage
@@ -110,7 +110,7 @@ class CopyingPlaces(Copying):
     """Stages where the events are: they are copied when it is committed."""
 
     def __init__(
-        self, source: HoldingQueue, into: Sequence[str], refer: Refer, abort: Abort
+        self, source: BufferedQueue, into: Sequence[str], refer: Refer, abort: Abort
     ) -> None:
         super().__init__(source, into, abort)
         self._refer = refer

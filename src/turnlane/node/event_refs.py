@@ -19,7 +19,7 @@ from turnlane.errors import RetryLater
 from turnlane.events import BASE_SCHEMA, Block, conform
 from turnlane.intervals import GAP, Ranges, Span, spans_of
 from turnlane.queues.api import Durability
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.disk import DiskQueue
 
 # ── by_offset ──
@@ -29,7 +29,7 @@ READ_EVENTS: Final = 65_536
 """The most events of a block."""
 
 
-def read(queue: HoldingQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
+def read(queue: BufferedQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
     """What a queue has of some offsets, block by block, with their first offsets."""
     while first < end:
         found = queue.read(first, min(READ_EVENTS, end - first))
@@ -53,7 +53,7 @@ STRETCH_GAP: Final = 512
 """Offsets farther apart are in stretches of their own: bits in between would take more room."""
 
 
-def can_refer(source: HoldingQueue, target: HoldingQueue) -> bool:
+def can_refer(source: BufferedQueue, target: BufferedQueue) -> bool:
     """Whether what one queue has is as good as staged, and the other one sure to take it."""
     return (
         isinstance(source, DiskQueue)
@@ -63,12 +63,12 @@ def can_refer(source: HoldingQueue, target: HoldingQueue) -> bool:
     )
 
 
-def _extra_columns(queue: HoldingQueue) -> set[str]:
+def _extra_columns(queue: BufferedQueue) -> set[str]:
     with queue.lock:
         return queue.types.keys() - set(BASE_SCHEMA.names)
 
 
-def _largest(queue: HoldingQueue) -> int:
+def _largest(queue: BufferedQueue) -> int:
     return min(queue.settings.max_event_bytes, queue.gate.max_bytes)
 
 
@@ -104,7 +104,7 @@ def _close_together(offsets: Numbers, gap: int = GAP) -> Iterator[slice]:
         yield slice(first, end)
 
 
-def copied(source: HoldingQueue, wanted: Sequence[Numbers]) -> Iterator[Piece]:
+def copied(source: BufferedQueue, wanted: Sequence[Numbers]) -> Iterator[Piece]:
     """The events at several lists of places, in the order of the queue, which is read once.
 
     An event that is settled is left out. Raises ``RetryLater`` instead of going on behind one that
@@ -123,7 +123,7 @@ def copied(source: HoldingQueue, wanted: Sequence[Numbers]) -> Iterator[Piece]:
         _check_settled(source, offsets[at:])
 
 
-def _check_settled(source: HoldingQueue, offsets: Numbers) -> None:
+def _check_settled(source: BufferedQueue, offsets: Numbers) -> None:
     """Raise ``RetryLater`` if any of these, which could not be read, is not settled."""
     left = source.unsettled_of(spans_of(offsets)) if len(offsets) else []
     if left:  # whoever commits this settles them

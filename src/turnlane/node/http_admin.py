@@ -12,7 +12,7 @@ from turnlane.errors import ConfigError
 from turnlane.node import http_queries as queries
 from turnlane.node.http_events import parsed_object
 from turnlane.node.http_requests import Requests, json_response, token_of
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.settings import QueueSettings
 from turnlane.serving.auth import Right
 from turnlane.validation import did_you_mean
@@ -83,7 +83,7 @@ def _knobs(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _shown(queue: HoldingQueue) -> dict[str, Any]:
+def _shown(queue: BufferedQueue) -> dict[str, Any]:
     settings = queue.settings.model_dump(mode="json", exclude={"path", "name"}, exclude_none=True)
     return {
         "name": queue.name,

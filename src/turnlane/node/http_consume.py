@@ -16,7 +16,7 @@ from turnlane.node import http_queries as queries
 from turnlane.node.http_events import parsed_object, to_json
 from turnlane.node.http_requests import Requests, json_bytes, json_response, token_of
 from turnlane.node.leases import Lease
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.serving.auth import Right
 from turnlane.serving.threads import Threads
 
@@ -84,7 +84,7 @@ class ConsumeRoutes:
         return Response(body, media_type="application/json")
 
     def _take(
-        self, queue: HoldingQueue, most: int, wait: float, seconds: float, holder: str
+        self, queue: BufferedQueue, most: int, wait: float, seconds: float, holder: str
     ) -> tuple[Lease, bytes] | None:
         try:
             lease = self._requests.node.leases.take(queue, most, wait, seconds, holder)
@@ -159,7 +159,7 @@ def _offset(asked: dict[str, Any], name: str) -> int:
     return value
 
 
-def _peek(queue: HoldingQueue, first: int, most: int) -> bytes:
+def _peek(queue: BufferedQueue, first: int, most: int) -> bytes:
     events: list[dict[str, Any]] = []
     size = 0
     while len(events) < most and size < PEEK_BYTES:  # one read ends where a stored block ends

@@ -23,7 +23,7 @@ from turnlane.errors import (
 )
 from turnlane.events import Block
 from turnlane.queues.api import Ack, AckLevel, Published
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.disk import StoredQueue
 from turnlane.serving.threads import ThreadsByQueue
 
@@ -50,7 +50,7 @@ class Publishing:
 
     async def publish(
         self,
-        queue: HoldingQueue,
+        queue: BufferedQueue,
         block: Block,
         level: AckLevel,
         timeout: float,  # noqa: ASYNC109 - as everywhere else
@@ -81,14 +81,14 @@ class Publishing:
         return published
 
     async def _stand_in_line(
-        self, queue: HoldingQueue, block: Block, level: AckLevel, deadline: float
+        self, queue: BufferedQueue, block: Block, level: AckLevel, deadline: float
     ) -> Published:
         threads = self._threads.of(queue.name)
         if threads.exhausted:  # the line is long enough
             raise no_room(queue)
         return await threads.run(_publish, queue, block, level, deadline)
 
-    def _follower(self, queue: HoldingQueue, level: AckLevel) -> _Follower:
+    def _follower(self, queue: BufferedQueue, level: AckLevel) -> _Follower:
         follower = self._followers.get((queue.name, level))
         if follower is None or follower.queue is not queue:  # dropped and made anew
             follower = _Follower(queue, level, asyncio.get_running_loop())
@@ -100,7 +100,7 @@ class _Follower:
     """The requests that wait for one level of one queue, in the order of their offsets."""
 
     def __init__(
-        self, queue: HoldingQueue, level: AckLevel, loop: asyncio.AbstractEventLoop
+        self, queue: BufferedQueue, level: AckLevel, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.queue = queue
         self._level = level
@@ -139,7 +139,7 @@ class _Follower:
                 told.set_result(ack.dropped)
 
 
-def no_room(queue: HoldingQueue) -> QueueFull | StorageFailed:
+def no_room(queue: BufferedQueue) -> QueueFull | StorageFailed:
     """Why the queue takes nothing at this moment."""
     if isinstance(queue, StoredQueue) and queue.troubled:
         return StorageFailed(f"queue {queue.name!r} cannot write to its disk")
@@ -147,7 +147,7 @@ def no_room(queue: HoldingQueue) -> QueueFull | StorageFailed:
 
 
 def _publish(
-    queue: HoldingQueue,
+    queue: BufferedQueue,
     block: Block,
     level: AckLevel,
     deadline: float,
@@ -163,7 +163,7 @@ def _publish(
         raise no_room(queue) from error
 
 
-def _check_fits(queue: HoldingQueue, block: Block) -> None:
+def _check_fits(queue: BufferedQueue, block: Block) -> None:
     """A block that would go in piece by piece might go in halfway."""
     if block.num_rows > queue.gate.size or block.nbytes > queue.gate.max_bytes:
         raise EventTooLarge(

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from turnlane.node.node import Node
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.serving.auth import Authority, Right, bearer_of
 from turnlane.serving.http_body import BodyLimits, read_body
 from turnlane.serving.threads import Threads
@@ -37,7 +37,7 @@ class Requests:
             self.authority.check(bearer, rights[0], queue)
         return queue
 
-    def queue(self, request: Request, *rights: Right) -> HoldingQueue:
+    def queue(self, request: Request, *rights: Right) -> BufferedQueue:
         """The queue itself. Raises ``NotAllowed``, ``NoSuchQueue``."""
         return self.node.queue(self.allowed(request, *rights))
 

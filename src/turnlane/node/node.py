@@ -36,8 +36,8 @@ from turnlane.node.lanes import Lanes
 from turnlane.node.leases import Leases
 from turnlane.node.staging import Contents, Stage, Staging
 from turnlane.queues import open_queue
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.knobs import ON_DISK, Kind
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.settings import ON_DISK, Kind
 from turnlane.queues.settings import QueueSettings
 from turnlane.runtime import Closing, give_back
 from turnlane.storage.directory import QueueDirectory, lock
@@ -198,7 +198,7 @@ class Housekeeping(Closing):
     def __init__(
         self,
         staging: Staging,
-        queues: Callable[[], Iterable[HoldingQueue]],
+        queues: Callable[[], Iterable[BufferedQueue]],
         drain: Callable[[], object],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -273,7 +273,7 @@ class Node(Closing):
         self._clock = clock
         self._disk = disk or Disk()
         self._lock = threading.RLock()
-        self._queues: dict[str, HoldingQueue] = {}
+        self._queues: dict[str, BufferedQueue] = {}
         self._configured = frozenset(queues or ())
         self._by_pipeline: set[str] = set()
         self._dropped = Dropped(data / "queues", self._disk)
@@ -328,7 +328,7 @@ class Node(Closing):
 
     # ── queues ───────────────────────────────────────────────────────────────────────────────────
 
-    def queue(self, name: str) -> HoldingQueue:
+    def queue(self, name: str) -> BufferedQueue:
         """The queue of this name. Raises ``NoSuchQueue``."""
         queue = self._queues.get(name)
         if queue is None:
@@ -336,23 +336,23 @@ class Node(Closing):
             raise NoSuchQueue(f"there is no queue {name!r}; there are: {known}")
         return queue
 
-    def queues(self) -> dict[str, HoldingQueue]:
+    def queues(self) -> dict[str, BufferedQueue]:
         """All queues by name."""
         with self._lock:
             return dict(self._queues)
 
-    def create(self, name: str, **knobs: Any) -> HoldingQueue:
+    def create(self, name: str, **knobs: Any) -> BufferedQueue:
         """Make a queue and remember it; one that is there with the same settings is fine.
 
         Raises ``QueueExists``, ``ConfigError``, ``StorageFailed``.
         """
         return self._create(name, knobs, by_pipeline=False)
 
-    def create_for_action(self, name: str, **knobs: Any) -> HoldingQueue:
+    def create_for_action(self, name: str, **knobs: Any) -> BufferedQueue:
         """The same for a pipeline, whose action may be gone one day while events still wait."""
         return self._create(name, knobs, by_pipeline=True)
 
-    def _create(self, name: str, knobs: Mapping[str, Any], *, by_pipeline: bool) -> HoldingQueue:
+    def _create(self, name: str, knobs: Mapping[str, Any], *, by_pipeline: bool) -> BufferedQueue:
         settings = self._placed(name, knobs)
         away = None
         with self._lock:
@@ -411,7 +411,7 @@ class Node(Closing):
         ready = vet(pa.RecordBatch.from_pylist([], schema))
         return self.staging.stage(name, ready.schema, vet, spare, diskless=diskless)
 
-    def copying(self, source: HoldingQueue, into: Sequence[str]) -> Copying:
+    def copying(self, source: BufferedQueue, into: Sequence[str]) -> Copying:
         """Begin to copy events of a queue: by their places, where it is sure to keep them.
 
         Raises ``NoSuchQueue``.
@@ -421,7 +421,7 @@ class Node(Closing):
             return CopyingPlaces(source, into, self._refer, abort)
         return CopyingEvents(source, into, self.stage, abort)
 
-    def _refer(self, name: str, source: HoldingQueue) -> Stage:
+    def _refer(self, name: str, source: BufferedQueue) -> Stage:
         self.queue(name).check_types(BASE_SCHEMA)
         contents = Contents(name, BASE_SCHEMA, 0, 0, source=source.name, source_id=identity(source))
         return self.staging.begun(contents)
@@ -435,11 +435,11 @@ class Node(Closing):
         place = {"path": self.data / "queues" / settings.name} if kind in ON_DISK else {}
         return QueueSettings.of(**{**knobs, "name": name, "kind": kind, **place})
 
-    def _open(self, settings: QueueSettings) -> HoldingQueue:
+    def _open(self, settings: QueueSettings) -> BufferedQueue:
         if settings.kind not in (Kind.MEMORY, *ON_DISK):
             raise ConfigError("kind", f"a node has no {settings.kind} queues")
         queue = open_queue(settings, clock=self._clock, disk=self._disk)
-        assert isinstance(queue, HoldingQueue)
+        assert isinstance(queue, BufferedQueue)
         self._queues[settings.name] = queue
         return queue
 

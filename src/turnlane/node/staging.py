@@ -18,7 +18,7 @@ from turnlane.errors import NoSuchStage, QueueFull, StorageFailed, TurnlaneError
 from turnlane.events import Block
 from turnlane.ledger import Outcome
 from turnlane.node.event_refs import PLACES
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.runtime import Closing
 from turnlane.storage.disk_io import Disk
 
@@ -315,7 +315,7 @@ log = logging.getLogger(__name__)
 class Overflow:
     """What waits for room, by queue. Safe to use from any thread."""
 
-    def __init__(self, queue: Callable[[str], HoldingQueue], max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, queue: Callable[[str], BufferedQueue], max_bytes: int = MAX_BYTES) -> None:
         self._queue = queue
         self._max_bytes = max_bytes
         self._waiting: dict[str, deque[Block]] = {}

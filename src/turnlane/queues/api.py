@@ -66,8 +66,8 @@ class FlowControl(enum.StrEnum):
 Choice = TypeVar("Choice", bound=enum.StrEnum)
 
 
-def chosen(kind: type[Choice], knob: str, value: str) -> Choice:
-    """One of the words that may be given; ``ConfigError`` lists them."""
+def parse_choice(kind: type[Choice], knob: str, value: str) -> Choice:
+    """Return the member that a word names. Raises ``ConfigError``, which lists the words."""
     try:
         return kind(value)
     except ValueError:
@@ -289,6 +289,11 @@ class Queue(Closing):
     @abc.abstractmethod
     def name(self) -> str:
         """The queue's name, for logs, metrics and the ``queue`` column."""
+
+    @property
+    @abc.abstractmethod
+    def closed(self) -> bool:
+        """Whether the queue was closed, and not merely finished."""
 
 
 # ── stats ──

@@ -15,8 +15,8 @@ from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import BatchFreed, EventTooLarge, NotSupported, QueueClosed, RetryLater
 from turnlane.events import EVENT_OVERHEAD, Block, block_of, event_sizes, prepared
 from turnlane.ledger import Outcome, Totals
-from turnlane.queues.acks import Dispatcher, Follower, Watermark
-from turnlane.queues.admission import check_severities, sampled
+from turnlane.queues.acks import AckDispatcher, AckListener, Watermark
+from turnlane.queues.admission import check_severities, sample_rows
 from turnlane.queues.api import (
     AckCallback,
     AckLevel,
@@ -27,12 +27,12 @@ from turnlane.queues.api import (
     Published,
     Queue,
     Stats,
-    chosen,
+    parse_choice,
 )
-from turnlane.queues.buffer import BatchState, HeldBatch, Portion
-from turnlane.queues.positions import Positions
-from turnlane.queues.producer import as_bytes, measured, nanoseconds
+from turnlane.queues.positions import BatchState, BufferedBatch, Positions
+from turnlane.queues.producer import as_bytes, measure_annotations, to_nanoseconds
 from turnlane.queues.settings import QueueSettings
+from turnlane.queues.storage_api import BlockRange
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class DirectQueue(Queue):
         self._positions = Positions()
         self._totals = Totals()
         self._marks = {level: Watermark(level, Durability.MEMORY, 0) for level in AckLevel}
-        self._acks = Dispatcher(settings.name)
+        self._acks = AckDispatcher(settings.name)
         self._seen = 0
         self._pushes = 0
         self._releases = 0
@@ -77,15 +77,15 @@ class DirectQueue(Queue):
         producer_id: str | None = None,
     ) -> DirectProducer:
         self._check_open()
-        chosen(FlowControl, "flow", flow)  # nothing waits here, but a wrong word is still wrong
-        level = chosen(AckLevel, "ack", ack)
+        parse_choice(FlowControl, "flow", flow)  # nothing waits here, but a wrong word is still wrong
+        level = parse_choice(AckLevel, "ack", ack)
         if producer_id is not None:
             msg = "a direct queue keeps nothing by which to tell a repeat"
             raise NotSupported(msg)
         if on_ack is None:
             return DirectProducer(self, level, None)
         self._acks.start()
-        return DirectProducer(self, level, Follower(on_ack))
+        return DirectProducer(self, level, AckListener(on_ack))
 
     def get(self, max_events: int | None = None, timeout: float | None = None) -> NoReturn:
         del max_events, timeout
@@ -102,11 +102,11 @@ class DirectQueue(Queue):
             seen, self._seen = self._seen, self._seen + block.num_rows
             if interval == 1:
                 return block
-            kept = block.take(sampled(block.num_rows, seen, interval))
+            kept = block.take(sample_rows(block.num_rows, seen, interval))
             self._totals.add(Outcome.SAMPLED, block.num_rows - kept.num_rows)
         return kept
 
-    def deliver(self, block: Block, level: AckLevel, follower: Follower | None) -> int:
+    def deliver(self, block: Block, level: AckLevel, listener: AckListener | None) -> int:
         """Have the consumer take a block; returns its first offset, or raises what it raised."""
         with self._lock:
             self._check_open()
@@ -114,7 +114,7 @@ class DirectQueue(Queue):
             self._positions.end = first + block.num_rows
             self._pushes += 1
             self._running += 1
-        batch = HeldBatch(self, Portion(first, first + block.num_rows, 0, [block]))
+        batch = BufferedBatch(self, BlockRange(first, first + block.num_rows, 0, [block]))
         try:
             self._consumer(batch)
             if batch.state is BatchState.RELEASED:
@@ -122,10 +122,10 @@ class DirectQueue(Queue):
                 raise RetryLater(msg)
             batch.done()
         finally:
-            self._settle(batch, level, follower)
+            self._settle(batch, level, listener)
         return first
 
-    def _settle(self, batch: HeldBatch, level: AckLevel, follower: Follower | None) -> None:
+    def _settle(self, batch: BufferedBatch, level: AckLevel, listener: AckListener | None) -> None:
         with self._lock:
             place = batch.place
             self._positions.settle(place.first, place.end)
@@ -136,8 +136,8 @@ class DirectQueue(Queue):
                 self._releases += 1
             else:
                 self._returning -= len(place)
-                if follower is not None:
-                    self._marks[level].follow(follower, place.first, place.end)
+                if listener is not None:
+                    self._marks[level].listen(listener, place.first, place.end)
             for mark in self._marks.values():
                 self._acks.send(mark.advance(self._positions.low))
             self._running -= 1
@@ -146,26 +146,26 @@ class DirectQueue(Queue):
         if last:
             self._acks.stop(self.settings.shutdown_timeout)
 
-    def free_batch(self, batch: HeldBatch) -> None:
+    def free_batch(self, batch: BufferedBatch) -> None:
         """Give up a batch's contents."""
-        batch.freed = True
-        batch.portion.pieces = None
+        batch.is_freed = True
+        batch.events.blocks = None
 
-    def settle_batch(self, batch: HeldBatch, outcome: Outcome) -> None:
+    def settle_batch(self, batch: BufferedBatch, outcome: Outcome) -> None:
         """Count a batch as delivered or dead, once."""
         with self._lock:
-            if batch.state is BatchState.OUT:
+            if batch.state is BatchState.IN_FLIGHT:
                 batch.state = BatchState.SETTLED
                 self._returning += len(batch)
                 self._totals.add(outcome, len(batch))
 
-    def release_batch(self, batch: HeldBatch) -> None:
+    def release_batch(self, batch: BufferedBatch) -> None:
         """Refuse a batch: the publisher will hear of it."""
-        if batch.freed:
+        if batch.is_freed:
             msg = f"batch {batch.place.first} was freed and cannot be released"
             raise BatchFreed(msg)
         with self._lock:
-            if batch.state is BatchState.OUT:
+            if batch.state is BatchState.IN_FLIGHT:
                 batch.state = BatchState.RELEASED
 
     def _check_open(self) -> None:
@@ -191,7 +191,7 @@ class DirectQueue(Queue):
             if not running:  # otherwise the last of them sees to it, once its own ack is sent
                 self._acks.stop(self.settings.shutdown_timeout)
             self._close_ended.set()
-        elif not self._acks.is_here():
+        elif not self._acks.is_current_thread():
             self._close_ended.wait()
 
     def _drain(self, limit: float) -> None:
@@ -204,6 +204,10 @@ class DirectQueue(Queue):
     @property
     def name(self) -> str:
         return self.settings.name
+
+    @property
+    def closed(self) -> bool:
+        return self._ended
 
     def stats(self) -> Stats:
         with self._lock:
@@ -229,10 +233,10 @@ class DirectQueue(Queue):
 class DirectProducer(Producer):
     """Publishes by calling the consumer. Every level is reached when publish returns."""
 
-    def __init__(self, queue: DirectQueue, level: AckLevel, follower: Follower | None) -> None:
+    def __init__(self, queue: DirectQueue, level: AckLevel, listener: AckListener | None) -> None:
         self._queue = queue
         self._level = level
-        self._follower = follower
+        self._listener = listener
         self._closed = False
 
     def publish(
@@ -248,8 +252,8 @@ class DirectProducer(Producer):
     ) -> bool:
         del timeout  # there is nothing to wait for but the consumer itself
         value = as_bytes(value)
-        self._check_size(len(value) + EVENT_OVERHEAD + measured(key, headers, severity, source))
-        stamp = self._queue.time_ns() if timestamp is None else nanoseconds(timestamp)
+        self._check_size(len(value) + EVENT_OVERHEAD + measure_annotations(key, headers, severity, source))
+        stamp = self._queue.time_ns() if timestamp is None else to_nanoseconds(timestamp)
         block = block_of(
             [value],
             timestamps=stamp // 1000,
@@ -305,7 +309,7 @@ class DirectProducer(Producer):
             msg = f"this producer of queue {self._queue.name!r} is closed"
             raise QueueClosed(msg)
         kept = self._queue.sampled(block)
-        first = self._queue.deliver(kept, self._level, self._follower) if kept.num_rows else -1
+        first = self._queue.deliver(kept, self._level, self._listener) if kept.num_rows else -1
         return Published(first, kept.num_rows, block.num_rows - kept.num_rows, 0)
 
     def flush(self, timeout: float | None = None) -> bool:

@@ -7,199 +7,144 @@ on another knob is filled in after validation, so a queue reads final values and
 
 from __future__ import annotations
 
+import enum
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-
-from turnlane.queues.api import Durability, FullBehavior
-from turnlane.queues.knobs import (
-    ALL,
-    IN_MEMORY,
-    ON_DISK,
-    STORING,
-    WAITING,
-    Compression,
-    Count,
-    DiskDurability,
-    Kind,
-    Mark,
-    Marks,
-    Name,
-    Rate,
-    knob,
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
 )
-from turnlane.queues.memory_limit import memory_limit
+
+from turnlane.memory_limit import memory_limit
+from turnlane.queues.api import Durability, FullBehavior
 from turnlane.units import Duration, Percentage, Size, TimeWindow, format_size
 from turnlane.validation import Contradiction, Problem, config_error
 
-# ── completion ──
-# What follows from a queue's settings taken together: defaults by kind, and contradictions.
 
-SIZES: Final = {Kind.MEMORY: 50_000, Kind.DISK_ASSISTED: 50_000}
-"""Events, by kind; ``disk`` has no bound, and a proxy's follows from its batches."""
+class Kind(enum.StrEnum):
+    """Where events wait."""
 
-MAX_BYTES: Final = {
-    Kind.MEMORY: 256 * 2**20,
-    Kind.DISK_ASSISTED: 256 * 2**20,
-    Kind.PROXY: 256 * 2**20,
-    Kind.DISK: 10 * 2**30,
-}
-
-_MARKS: Final = (
-    "discard_mark",
-    "full_delay_mark",
-    "light_delay_mark",
-    "high_watermark",
-    "low_watermark",
-)
+    DIRECT = "direct"
+    MEMORY = "memory"
+    DISK = "disk"
+    DISK_ASSISTED = "disk_assisted"
+    PROXY = "proxy"
 
 
-def complete(settings: QueueSettings) -> None:
-    """Fill in what was left open; raise :class:`Contradiction` with all that does not fit."""
-    problems = list(_misplaced(settings))
-    if not problems:
-        _fill_in(settings)
-        problems = list(_contradictions(settings))
-    if problems:
-        raise Contradiction(problems)
+ALL: Final = tuple(Kind)
+WAITING: Final = (Kind.MEMORY, Kind.DISK, Kind.DISK_ASSISTED, Kind.PROXY)
+STORING: Final = (Kind.MEMORY, Kind.DISK, Kind.DISK_ASSISTED)
+IN_MEMORY: Final = (Kind.MEMORY, Kind.DISK_ASSISTED, Kind.PROXY)
+ON_DISK: Final = (Kind.DISK, Kind.DISK_ASSISTED)
 
 
-def _misplaced(settings: QueueSettings) -> Iterator[Problem]:
-    """Knobs that the kind has no use for, and the path that it cannot do without."""
-    kind = settings.kind
-    for setting in sorted(settings.explicit):
-        kinds = settings.kinds_of(setting)
-        if setting == "size" and kind is Kind.PROXY:
-            yield Problem(setting, "follows from batches * batch_size in a proxy queue; set those")
-        elif kind not in kinds:
-            yield Problem(setting, f"means nothing in a {kind} queue, only in {', '.join(kinds)}")
-    if kind in ON_DISK and settings.path is None:
-        yield Problem("path", f"is required for a {kind} queue, such as /var/lib/turnlane/orders")
-    if settings.memory_percent is not None and settings.max_bytes is not None:
-        yield Problem("memory_percent", "contradicts max_bytes; set one of them")
+class Compression(enum.StrEnum):
+    """Whether frames on disk are compressed."""
+
+    AUTO = "auto"
+    """Where it makes the frame smaller by a fair part."""
+    SNAPPY = "snappy"
+    NONE = "none"
 
 
-def _fill_in(settings: QueueSettings) -> None:
-    """Work out what was left open, in this order: later defaults follow from earlier ones."""
-    for setting, default in _DEFAULTS.items():
-        if setting not in settings.explicit:
-            # Past the freeze, and not counted as set, so that replace() works it out anew.
-            settings.__dict__[setting] = default(settings)
+def _not_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, not {str(value).lower()}")  # noqa: TRY004 - pydantic
+    return value
 
 
-def _size(settings: QueueSettings) -> int | None:
-    if settings.kind is Kind.PROXY:
-        return settings.batches * settings.batch_size
-    return SIZES.get(settings.kind)
+def _plain_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", value):
+        raise ValueError(f"{value!r} is not a name; use letters, digits, _, . and -, as in web-1")
+    return value
 
 
-def _max_bytes(settings: QueueSettings) -> int | None:
-    if settings.memory_percent is not None:
-        return max(1, settings.memory_percent.of(memory_limit()))
-    return MAX_BYTES.get(settings.kind)
+Count = Annotated[int, BeforeValidator(_not_bool)]
+Rate = Annotated[float, BeforeValidator(_not_bool)]
+Name = Annotated[str, AfterValidator(_plain_name)]
+DiskDurability = Literal[Durability.ALWAYS, Durability.INTERVAL, Durability.NEVER]
 
 
-def _worker_minimum_events(settings: QueueSettings) -> int:
-    if settings.size is None:
-        return settings.dequeue_batch_size
-    return max(1, settings.size // settings.workers)
+def knob(
+    default: object,
+    kinds: tuple[Kind, ...],
+    meaning: str,
+    *,
+    example: object,
+    shown: str | None = None,
+    ge: int | None = None,
+    gt: int | None = None,
+    le: int | None = None,
+) -> Any:  # noqa: ANN401 - as Field() does it, so that the annotation decides
+    """Declare a knob; ``shown`` describes a default that is not simply a value."""
+    extra: dict[str, Any] = {"kinds": [str(kind) for kind in kinds], "shown": shown or str(default)}
+    return Field(
+        default,
+        description=meaning,
+        examples=[example],
+        json_schema_extra=extra,
+        ge=ge,
+        gt=gt,
+        le=le,
+    )
 
 
-def _dequeue_batch_size(settings: QueueSettings) -> int:
-    """A proxy takes its batches itself, to send them."""
-    proxy = settings.kind is Kind.PROXY
-    return settings.batch_size if proxy else settings.dequeue_batch_size
+def parse_mark(value: object) -> int | Percentage:
+    """A fill level from a number of events or a percentage of the queue's size."""
+    if isinstance(value, Percentage):
+        return value
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str) and value.strip().endswith("%"):
+        return Percentage.parse(value)
+    raise ValueError(
+        f"{value!r} is not a mark; write a number of events or a percentage of size, "
+        "such as 40000 or 80%"
+    )
 
 
-def _max_event_bytes(settings: QueueSettings) -> int:
-    return min([settings.max_event_bytes, *_event_bounds(settings).values()])
+def events_of(mark: int | Percentage, size: int | None) -> int | None:
+    """The mark in events; ``None`` for a percentage of no size."""
+    if isinstance(mark, int):
+        return mark
+    return None if size is None else mark.of(size)
 
 
-def _write_buffer(settings: QueueSettings) -> int:
-    return min(settings.write_buffer, settings.chunk_size)
+def _written(mark: int | Percentage) -> int | str:
+    return mark if isinstance(mark, int) else str(mark)
 
 
-_DEFAULTS: Final[dict[str, Callable[[QueueSettings], int | None]]] = {
-    "size": _size,
-    "max_bytes": _max_bytes,
-    "dequeue_batch_size": _dequeue_batch_size,
-    "worker_minimum_events": _worker_minimum_events,
-    "max_event_bytes": _max_event_bytes,
-    "write_buffer": _write_buffer,
-}
-
-
-def _event_bounds(settings: QueueSettings) -> dict[str, int]:
-    """The knobs that no single event may be larger than."""
-    bounds = {} if settings.max_bytes is None else {"max_bytes": settings.max_bytes}
-    if settings.kind is Kind.PROXY:
-        bounds["resend_bytes"] = settings.resend_bytes
-    return bounds
-
-
-def _contradictions(settings: QueueSettings) -> Iterator[Problem]:
-    yield from _unpaired(settings)
-    yield from _too_much(settings)
-    yield from _marks_out_of_place(settings)
-
-
-def _unpaired(settings: QueueSettings) -> Iterator[Problem]:
-    """Knobs that need another one, or another value of it."""
-    explicit = settings.explicit
-    for one, other in (
-        ("discard_mark", "discard_severity"),
-        ("discard_severity", "discard_mark"),
-    ):
-        if one in explicit and other not in explicit:
-            yield Problem(other, f"is required with {one}; set both or neither")
-    if "full_timeout" in explicit and settings.full_behavior is not FullBehavior.BLOCK:
-        yield Problem("full_timeout", f"contradicts full_behavior: {settings.full_behavior}")
-    if "sync_interval" in explicit and settings.durability is not Durability.INTERVAL:
-        yield Problem("sync_interval", f"contradicts durability: {settings.durability}")
-
-
-def _too_much(settings: QueueSettings) -> Iterator[Problem]:
-    """Numbers that exceed the one that bounds them."""
-    bytes_within = [("max_event_bytes", bound) for bound in _event_bounds(settings)]
-    for setting, bound in [*bytes_within, ("write_buffer", "chunk_size")]:
-        value, most = getattr(settings, setting), getattr(settings, bound)
-        if value > most:
-            message = f"must be at most {bound}, {format_size(most)}, not {format_size(value)}"
-            yield Problem(setting, message)
-    batch = "batch_size" if settings.kind is Kind.PROXY else "dequeue_batch_size"
-    for setting, bound in (
-        ("minimum_batch_size", batch),
-        ("minimum_batch_size", "size"),
-        ("worker_minimum_events", "size"),
-    ):
-        value, most = getattr(settings, setting), getattr(settings, bound)
-        if most is not None and value > most:
-            yield Problem(setting, f"must be at most {bound}, {most}, not {value}")
-
-
-def _marks_out_of_place(settings: QueueSettings) -> Iterator[Problem]:
-    """Marks beyond the size, below one event, or relative to a size that is not there."""
-    knobs = [setting for setting in _MARKS if setting in settings.explicit]
-    problems = [problem for setting in knobs for problem in _mark_problems(settings, setting)]
-    yield from problems
-    high, low = settings.marks.high, settings.marks.low
-    if not problems and high is not None and low is not None and low >= high:
-        message = f"must be below high_watermark, {high} events, not {low}"
-        yield Problem("low_watermark", message)
-
-
-def _mark_problems(settings: QueueSettings, setting: str) -> Iterator[Problem]:
-    mark: int | Percentage = getattr(settings, setting)
-    size = settings.size
-    if size is None and isinstance(mark, Percentage):
-        yield Problem(setting, f"{mark} of what? Set size, or write a number of events")
-    elif mark == 0 and setting != "low_watermark":
-        yield Problem(setting, "must be at least 1 event, or null to switch it off")
-    elif size is not None and isinstance(mark, int) and mark > size:
-        yield Problem(setting, f"must be at most size, {size} events, not {mark}")
+Mark = Annotated[
+    int | Percentage,
+    PlainValidator(parse_mark),
+    PlainSerializer(_written),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 0},
+                {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)? ?%$"},
+            ],
+            "description": "a number of events, or a percentage of size such as 80%",
+            "examples": [40000, "80%"],
+        }
+    ),
+]
+"""A fill level: a number of events, or a percentage of ``size``."""
 
 
 class QueueSettings(BaseModel):
@@ -547,3 +492,207 @@ class QueueSettings(BaseModel):
         """Refuse contradictions and fill in what follows from kind and other knobs."""
         complete(self)
         return self
+
+
+# ── marks in events ─────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """A queue's marks in events; ``None`` is off."""
+
+    discard: int | None
+    full_delay: int | None
+    light_delay: int | None
+    high: int | None
+    low: int | None
+
+    @classmethod
+    def of(cls, settings: QueueSettings) -> Self:
+        """The marks of a queue with these settings."""
+        size, spills = settings.size, settings.kind is Kind.DISK_ASSISTED
+        high = _at_least_one(settings.high_watermark, size) if spills else None
+        return cls(
+            discard=_at_least_one(settings.discard_mark, size),
+            full_delay=_at_least_one(settings.full_delay_mark, size),
+            light_delay=_at_least_one(settings.light_delay_mark, size),
+            high=high,
+            low=None if high is None else _low(settings, high),
+        )
+
+
+def _at_least_one(mark: int | Percentage | None, size: int | None) -> int | None:
+    events = None if mark is None else events_of(mark, size)
+    return None if events is None else max(1, events)
+
+
+def _low(settings: QueueSettings, high: int) -> int | None:
+    if settings.low_watermark is None:
+        return Percentage(70).of(high)
+    return events_of(settings.low_watermark, settings.size)
+
+
+# ── defaults by kind, and contradictions ────────────────────────────────────────────────────────
+
+SIZES: Final = {Kind.MEMORY: 50_000, Kind.DISK_ASSISTED: 50_000}
+"""Events, by kind; ``disk`` has no bound, and a proxy's follows from its batches."""
+
+MAX_BYTES: Final = {
+    Kind.MEMORY: 256 * 2**20,
+    Kind.DISK_ASSISTED: 256 * 2**20,
+    Kind.PROXY: 256 * 2**20,
+    Kind.DISK: 10 * 2**30,
+}
+
+_MARKS: Final = (
+    "discard_mark",
+    "full_delay_mark",
+    "light_delay_mark",
+    "high_watermark",
+    "low_watermark",
+)
+
+
+def complete(settings: QueueSettings) -> None:
+    """Fill in what was left open; raise :class:`Contradiction` with all that does not fit."""
+    problems = list(_misplaced(settings))
+    if not problems:
+        _fill_in(settings)
+        problems = list(_contradictions(settings))
+    if problems:
+        raise Contradiction(problems)
+
+
+def _misplaced(settings: QueueSettings) -> Iterator[Problem]:
+    """Knobs that the kind has no use for, and the path that it cannot do without."""
+    kind = settings.kind
+    for setting in sorted(settings.explicit):
+        kinds = settings.kinds_of(setting)
+        if setting == "size" and kind is Kind.PROXY:
+            yield Problem(setting, "follows from batches * batch_size in a proxy queue; set those")
+        elif kind not in kinds:
+            yield Problem(setting, f"means nothing in a {kind} queue, only in {', '.join(kinds)}")
+    if kind in ON_DISK and settings.path is None:
+        yield Problem("path", f"is required for a {kind} queue, such as /var/lib/turnlane/orders")
+    if settings.memory_percent is not None and settings.max_bytes is not None:
+        yield Problem("memory_percent", "contradicts max_bytes; set one of them")
+
+
+def _fill_in(settings: QueueSettings) -> None:
+    """Work out what was left open, in this order: later defaults follow from earlier ones."""
+    for setting, default in _DEFAULTS.items():
+        if setting not in settings.explicit:
+            # Past the freeze, and not counted as set, so that replace() works it out anew.
+            settings.__dict__[setting] = default(settings)
+
+
+def _size(settings: QueueSettings) -> int | None:
+    if settings.kind is Kind.PROXY:
+        return settings.batches * settings.batch_size
+    return SIZES.get(settings.kind)
+
+
+def _max_bytes(settings: QueueSettings) -> int | None:
+    if settings.memory_percent is not None:
+        return max(1, settings.memory_percent.of(memory_limit()))
+    return MAX_BYTES.get(settings.kind)
+
+
+def _worker_minimum_events(settings: QueueSettings) -> int:
+    if settings.size is None:
+        return settings.dequeue_batch_size
+    return max(1, settings.size // settings.workers)
+
+
+def _dequeue_batch_size(settings: QueueSettings) -> int:
+    """A proxy takes its batches itself, to send them."""
+    proxy = settings.kind is Kind.PROXY
+    return settings.batch_size if proxy else settings.dequeue_batch_size
+
+
+def _max_event_bytes(settings: QueueSettings) -> int:
+    return min([settings.max_event_bytes, *_event_bounds(settings).values()])
+
+
+def _write_buffer(settings: QueueSettings) -> int:
+    return min(settings.write_buffer, settings.chunk_size)
+
+
+_DEFAULTS: Final[dict[str, Callable[[QueueSettings], int | None]]] = {
+    "size": _size,
+    "max_bytes": _max_bytes,
+    "dequeue_batch_size": _dequeue_batch_size,
+    "worker_minimum_events": _worker_minimum_events,
+    "max_event_bytes": _max_event_bytes,
+    "write_buffer": _write_buffer,
+}
+
+
+def _event_bounds(settings: QueueSettings) -> dict[str, int]:
+    """The knobs that no single event may be larger than."""
+    bounds = {} if settings.max_bytes is None else {"max_bytes": settings.max_bytes}
+    if settings.kind is Kind.PROXY:
+        bounds["resend_bytes"] = settings.resend_bytes
+    return bounds
+
+
+def _contradictions(settings: QueueSettings) -> Iterator[Problem]:
+    yield from _unpaired(settings)
+    yield from _too_much(settings)
+    yield from _marks_out_of_place(settings)
+
+
+def _unpaired(settings: QueueSettings) -> Iterator[Problem]:
+    """Knobs that need another one, or another value of it."""
+    explicit = settings.explicit
+    for one, other in (
+        ("discard_mark", "discard_severity"),
+        ("discard_severity", "discard_mark"),
+    ):
+        if one in explicit and other not in explicit:
+            yield Problem(other, f"is required with {one}; set both or neither")
+    if "full_timeout" in explicit and settings.full_behavior is not FullBehavior.BLOCK:
+        yield Problem("full_timeout", f"contradicts full_behavior: {settings.full_behavior}")
+    if "sync_interval" in explicit and settings.durability is not Durability.INTERVAL:
+        yield Problem("sync_interval", f"contradicts durability: {settings.durability}")
+
+
+def _too_much(settings: QueueSettings) -> Iterator[Problem]:
+    """Numbers that exceed the one that bounds them."""
+    bytes_within = [("max_event_bytes", bound) for bound in _event_bounds(settings)]
+    for setting, bound in [*bytes_within, ("write_buffer", "chunk_size")]:
+        value, most = getattr(settings, setting), getattr(settings, bound)
+        if value > most:
+            message = f"must be at most {bound}, {format_size(most)}, not {format_size(value)}"
+            yield Problem(setting, message)
+    batch = "batch_size" if settings.kind is Kind.PROXY else "dequeue_batch_size"
+    for setting, bound in (
+        ("minimum_batch_size", batch),
+        ("minimum_batch_size", "size"),
+        ("worker_minimum_events", "size"),
+    ):
+        value, most = getattr(settings, setting), getattr(settings, bound)
+        if most is not None and value > most:
+            yield Problem(setting, f"must be at most {bound}, {most}, not {value}")
+
+
+def _marks_out_of_place(settings: QueueSettings) -> Iterator[Problem]:
+    """Marks beyond the size, below one event, or relative to a size that is not there."""
+    knobs = [setting for setting in _MARKS if setting in settings.explicit]
+    problems = [problem for setting in knobs for problem in _mark_problems(settings, setting)]
+    yield from problems
+    high, low = settings.marks.high, settings.marks.low
+    if not problems and high is not None and low is not None and low >= high:
+        message = f"must be below high_watermark, {high} events, not {low}"
+        yield Problem("low_watermark", message)
+
+
+def _mark_problems(settings: QueueSettings, setting: str) -> Iterator[Problem]:
+    mark: int | Percentage = getattr(settings, setting)
+    size = settings.size
+    if size is None and isinstance(mark, Percentage):
+        yield Problem(setting, f"{mark} of what? Set size, or write a number of events")
+    elif mark == 0 and setting != "low_watermark":
+        yield Problem(setting, "must be at least 1 event, or null to switch it off")
+    elif size is not None and isinstance(mark, int) and mark > size:
+        yield Problem(setting, f"must be at most size, {size} events, not {mark}")

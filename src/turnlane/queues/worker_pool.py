@@ -26,7 +26,8 @@ from turnlane.errors import (
     StorageFailed,
 )
 from turnlane.queues.api import Batch, Consumer
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.settings import STORING
 from turnlane.retry import doubled, scattered
 from turnlane.runtime import Closing
 
@@ -211,7 +212,7 @@ class WorkerPool(Closing):
 
     def __init__(
         self,
-        queue: HoldingQueue,
+        queue: BufferedQueue,
         consumer: Consumer,
         *,
         dead_letters: DeadLetters | None = None,
@@ -222,9 +223,10 @@ class WorkerPool(Closing):
         ``dead_letters`` takes batches refused with ``Never``; without it they are tried again for
         ever, because nothing else would keep them.
         """
-        if not isinstance(queue, HoldingQueue):
-            msg = f"a pool works on a queue that holds events, not on {type(queue).__name__}"
-            raise NotSupported(msg)
+        if queue.settings.kind not in STORING:
+            raise NotSupported(
+                f"a pool needs a queue that stores events, not a {queue.settings.kind} queue"
+            )
         self.queue = queue
         self.consumer = consumer
         self.dead_letters = dead_letters
@@ -332,7 +334,7 @@ class WorkerPool(Closing):
             self._await_empty(settings.shutdown_timeout)
         self._stop.set()
         while self._supervisor.is_alive():
-            self.queue.wake()
+            self.queue.wake_readers()
             self._supervisor.join(LOOK_SECONDS)
         with self._changed:
             self._changed.wait_for(lambda: not self._others(), settings.completion_timeout)

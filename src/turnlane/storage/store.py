@@ -12,17 +12,16 @@ import errno
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
 from turnlane.errors import DirectoryUnusable
 from turnlane.events import Block
-from turnlane.ledger import Outcome, Totals
+from turnlane.ledger import Outcome
 from turnlane.queues.api import Durability
-from turnlane.queues.buffer import Portion
-from turnlane.queues.positions import Positions
 from turnlane.queues.settings import QueueSettings
+from turnlane.queues.storage_api import BlockRange, StoredState
 from turnlane.storage.directory import QueueDirectory
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.frames import Compression, Stamp
@@ -67,7 +66,7 @@ class Store:
         self._unread: dict[LogReader, tuple[int, int]] = {}
         """By reader, an offset that could not be read, and how often."""
         self._keep_bytes = keep_bytes
-        self._kept: deque[Portion] = deque()
+        self._kept: deque[BlockRange] = deque()
         """Written and not synced: a sync that fails may have destroyed it."""
         self._kept_bytes = 0
         self._lost: list[tuple[int, int]] = []
@@ -137,30 +136,24 @@ class Store:
 
     # What was found
 
-    def positions(self) -> Positions:
-        """Where the queue stood."""
-        low = self._state.low if self._state.found else self.log.start
-        returned = [(first, end) for first, end, _ in self._state.returned]
-        return Positions(low, self.log.end, self._state.settled, returned)
-
-    def totals(self, positions: Positions) -> Totals:
-        """The counts, squared with the positions in case the journal was lost or is behind."""
-        totals = Totals(self._state.totals)
-        known = positions.low + positions.settled.total
-        totals.add(Outcome.DELIVERED, known - totals.numbered)
-        return totals
-
-    def returned(self) -> list[tuple[int, int, int]]:
-        """What was given back before, with the attempt it is to be handed out as."""
-        return self._state.returned
-
-    def sequences(self) -> dict[bytes, int]:
-        """The next sequence number of every numbered producer."""
-        # The later of both: the journal may know of events that were settled and never written.
-        known = dict(self._state.producers)
+    def stored_state(self) -> StoredState:
+        """Return what there is, for the queue that is opened."""
+        state = self._state
+        # The later number of both: the journal may know events that were never written.
+        sequences = dict(state.producers)
         for producer, sequence in self.log.recovered_stamps.items():
-            known[producer] = max(known.pop(producer, 0), sequence)
-        return known
+            sequences[producer] = max(sequences.pop(producer, 0), sequence)
+        return StoredState(
+            queue_id=self.queue_id,
+            low=state.low if state.found else self.log.start,
+            end=self.log.end,
+            settled=state.settled,
+            returned=state.returned,
+            totals=state.totals,
+            sequences=sequences,
+            columns={field.name: field.type for field in self.log.schema},
+            bytes=self.unsettled_bytes(),
+        )
 
     def unsettled_bytes(self) -> int:
         """What the events on disk count for."""
@@ -168,7 +161,7 @@ class Store:
 
     # Writing: the queue's writer only
 
-    def commit(self, portions: Sequence[Portion], *, sync: bool) -> None:
+    def commit(self, portions: Sequence[BlockRange], *, sync: bool) -> None:
         """Write portions in offset order, and sync if asked to. On ``OSError``: call it again.
 
         What the log has already is passed over, so that a call that failed half-way is simply
@@ -191,7 +184,7 @@ class Store:
             self._sync_failed = False
             self._forget_synced()
 
-    def _keep(self, portions: Sequence[Portion]) -> None:
+    def _keep(self, portions: Sequence[BlockRange]) -> None:
         """Before they are written. A call that is repeated brings some of them again."""
         if self._keep_bytes is not None:
             end = self._kept[-1].end if self._kept else 0
@@ -205,8 +198,8 @@ class Store:
         for portion in self._kept:
             start, stop = max(first, portion.first), min(end, portion.end)
             if start < stop:
-                part = portion.part(start, stop)
-                yield start, part.pieces or (), part.stamps
+                part = portion.slice(start, stop)
+                yield start, part.blocks or (), part.sequences
                 first = stop
 
     def _keeps_too_much(self) -> bool:
@@ -216,11 +209,11 @@ class Store:
         while self._kept and self._kept[0].end <= self.log.synced_end:
             self._kept_bytes -= self._kept.popleft().size
 
-    def _write(self, portions: Sequence[Portion]) -> None:
+    def _write(self, portions: Sequence[BlockRange]) -> None:
         # A large block in several frames: one of them fits where all of it would not.
-        parts = [part for portion in portions for part in portion.parts(FRAME_BYTES)]
+        parts = [part for portion in portions for part in portion.split(FRAME_BYTES)]
         for run in _runs([part for part in parts if part.end > self.log.end]):
-            stamps = [stamp for portion in run for stamp in portion.stamps]
+            stamps = [stamp for portion in run for stamp in portion.sequences]
             self._keep(run)
             self.log.append_many(run[0].first, frames_of(run), stamps)
             self.remember(stamps)
@@ -271,12 +264,12 @@ class Store:
     def _noted(self) -> list[Stamp]:
         return [Stamp(*item) for item in self._stamps.items()]
 
-    def settled_chunks(self, positions: Positions) -> list[int]:
-        """The chunks in which everything is settled, the one being written left out."""
+    def find_settled_segments(self, is_settled: Callable[[int, int], bool]) -> list[int]:
+        """Return the segments in which everything is settled, without the active one."""
         return [
             span.first
             for span in self.log.inactive_chunks()
-            if positions.is_settled(span.first, span.end)
+            if is_settled(span.first, span.end)
         ]
 
     def remove(self, chunks: Sequence[int]) -> None:
@@ -333,25 +326,25 @@ class Store:
             closing.callback(self._visitor.close)
 
 
-def _runs(portions: Sequence[Portion]) -> list[list[Portion]]:
-    """Portions grouped into runs of consecutive offsets.
+def _runs(portions: Sequence[BlockRange]) -> list[list[BlockRange]]:
+    """Ranges grouped into runs of consecutive offsets.
 
     A run with stamps is one frame: a crash must not keep events without what tells repeats of them.
     """
-    runs: list[list[Portion]] = []
+    runs: list[list[BlockRange]] = []
     size, stamped, end = 0, False, -1
     for portion in portions:
-        size, stamped = size + portion.size, stamped or bool(portion.stamps)
+        size, stamped = size + portion.size, stamped or bool(portion.sequences)
         if portion.first == end and not (stamped and size > FRAME_BYTES):
             runs[-1].append(portion)
         else:
             runs.append([portion])
-            size, stamped = portion.size, bool(portion.stamps)
+            size, stamped = portion.size, bool(portion.sequences)
         end = portion.end
     return runs
 
 
-def frames_of(portions: Sequence[Portion]) -> list[list[Block]]:
+def frames_of(portions: Sequence[BlockRange]) -> list[list[Block]]:
     """The portions' blocks, gathered for frames of reasonable and much the same size.
 
     Full ones and a small rest would be nearly twice as many to read.
@@ -364,6 +357,6 @@ def frames_of(portions: Sequence[Portion]) -> list[list[Block]]:
         if not frames or size + portion.size / 2 > end:
             frames.append([])
             end = len(frames) * step
-        frames[-1].extend(portion.pieces or ())
+        frames[-1].extend(portion.blocks or ())
         size += portion.size
     return frames

@@ -10,7 +10,7 @@ from turnlane.errors import QueueClosed, QueueFull, TransportDown
 from turnlane.events import Block
 from turnlane.queues.acks import Ticket
 from turnlane.queues.api import AckLevel, Batch, Durability, Progress
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.producer import hashed
 
 LOOK_SECONDS = 0.002
@@ -27,7 +27,7 @@ class LoopbackTransport:
     read from, to look into and to close.
     """
 
-    def __init__(self, far_queue: HoldingQueue) -> None:
+    def __init__(self, far_queue: BufferedQueue) -> None:
         self.far_queue = far_queue
         self._lock = threading.Lock()
         self._routes: dict[str, _Route] = {}
@@ -46,7 +46,7 @@ class LoopbackTransport:
 class LoopbackConnection:
     """A stream to the far queue. Made by :meth:`LoopbackTransport.connect`."""
 
-    def __init__(self, far_queue: HoldingQueue, producer_id: str, route: _Route) -> None:
+    def __init__(self, far_queue: BufferedQueue, producer_id: str, route: _Route) -> None:
         self._far_queue = far_queue
         self._route = route
         self._closed = threading.Event()
@@ -118,7 +118,7 @@ class LoopbackConnection:
 class _Route:
     """Which sequence numbers of one producer lie below which offsets of the far queue."""
 
-    def __init__(self, far_queue: HoldingQueue) -> None:
+    def __init__(self, far_queue: BufferedQueue) -> None:
         self._far_queue = far_queue
         self._lock = threading.Lock()
         self._sequences = [0]

@@ -14,9 +14,9 @@ from turnlane.formats.lines import repeated
 from turnlane.inputs.files.state import Entry, FilesSettings, Mark
 from turnlane.inputs.files.tail import Chunk, Tail
 from turnlane.queues.api import Ack, AckLevel, FullBehavior, Published
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.knobs import Kind
-from turnlane.queues.producer import HoldingProducer, hashed
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.settings import Kind
+from turnlane.queues.producer import BufferedProducer, hashed
 
 PATIENCE = 0.5
 """Seconds to stand in line at a full queue before looking around."""
@@ -32,7 +32,7 @@ class LinePublisher:
     """Publishes chunks of files into one queue."""
 
     def __init__(
-        self, queue: HoldingQueue, settings: FilesSettings, on_progress: Callable[[Tail], None]
+        self, queue: BufferedQueue, settings: FilesSettings, on_progress: Callable[[Tail], None]
     ) -> None:
         self.queue = queue
         self._settings = settings
@@ -41,7 +41,7 @@ class LinePublisher:
         # On a disk queue a position is saved with the lines; the positions file only follows.
         self._level = AckLevel.PERSISTED if self.durable else settings.ack
         self._drops_are_losses = queue.settings.full_behavior is FullBehavior.BLOCK
-        self._producers: dict[Tail, tuple[str, HoldingProducer]] = {}
+        self._producers: dict[Tail, tuple[str, BufferedProducer]] = {}
         self._max_rows = max(1, queue.gate.size // SHARE)
         self._max_bytes = max(1, queue.gate.max_bytes // SHARE)
 
@@ -80,7 +80,7 @@ class LinePublisher:
         return first
 
     def _put(
-        self, producer: HoldingProducer, piece: Block, sequence: int, go_on: Callable[[], bool]
+        self, producer: BufferedProducer, piece: Block, sequence: int, go_on: Callable[[], bool]
     ) -> Published | None:
         while True:
             try:
@@ -117,7 +117,7 @@ class LinePublisher:
             names.append("file_offset")
         return pa.RecordBatch.from_arrays(arrays, names=names)
 
-    def _producer(self, tail: Tail) -> HoldingProducer:
+    def _producer(self, tail: Tail) -> BufferedProducer:
         assert tail.id is not None
         known, producer = self._producers.get(tail, ("", None))
         if producer is None or known != tail.id:

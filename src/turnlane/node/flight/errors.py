@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from turnlane.errors import Bug, ConfigError, NotAllowed, QueueClosed, RetryLater, TurnlaneError
 from turnlane.node.flight.commands import MAX_WAIT
-from turnlane.queues.memory_limit import memory_limit
+from turnlane.memory_limit import memory_limit
 from turnlane.units import Duration, Size
 
 log = logging.getLogger(__name__)

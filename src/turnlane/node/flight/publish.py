@@ -24,7 +24,7 @@ from turnlane.events import Block
 from turnlane.node.flight.commands import Numbered, Publish, parsed
 from turnlane.queues.acks import Ticket
 from turnlane.queues.api import AckLevel, Progress
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.disk import DiskQueue
 from turnlane.queues.producer import hashed
 
@@ -102,7 +102,7 @@ NEVER = 1 << 63
 class Route:
     """One producer's way into one queue. Safe to use from any thread."""
 
-    def __init__(self, queue: HoldingQueue) -> None:
+    def __init__(self, queue: BufferedQueue) -> None:
         self.queue = queue
         self.turn = threading.Lock()
         """Held by whoever publishes; a new stream waits here for the one before."""
@@ -165,7 +165,7 @@ class Routes:
         self._lock = threading.Lock()
         self._routes: dict[tuple[str, str], Route] = {}
 
-    def of(self, queue: HoldingQueue, producer: str) -> Route:
+    def of(self, queue: BufferedQueue, producer: str) -> Route:
         """The route of a producer into a queue."""
         key = queue.name, producer
         with self._lock:
@@ -209,7 +209,7 @@ class PublishStream:
     """One client's publishing into one queue. ``run()`` is its whole life."""
 
     def __init__(
-        self, instance: str, queue: HoldingQueue, command: Publish, routes: Routes, peer: Peer
+        self, instance: str, queue: BufferedQueue, command: Publish, routes: Routes, peer: Peer
     ) -> None:
         self._instance = instance
         self._queue = queue

@@ -23,7 +23,7 @@ from turnlane.node.flight.commands import Consume, Read, Receive, Settle, parsed
 from turnlane.node.flight.errors import translated
 from turnlane.node.leases import Lease, Leases
 from turnlane.node.tables import Tables, TableStream
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.table.shards import KeyRange
 
 LOOK_SECONDS = 0.5
@@ -54,7 +54,7 @@ class Patience:
             raise TransportDown("the node is stopping, or the client is gone")
 
 
-def schema_of(queue: HoldingQueue) -> pa.Schema:
+def schema_of(queue: BufferedQueue) -> pa.Schema:
     """All columns that a queue has seen: the base columns first."""
     with queue.lock:
         seen: dict[str, Any] = dict(queue.types)
@@ -62,7 +62,7 @@ def schema_of(queue: HoldingQueue) -> pa.Schema:
     return pa.schema([*BASE_SCHEMA, *extra])
 
 
-def read_stream(queue: HoldingQueue, command: Read, call: ExitStack) -> flight.FlightDataStream:
+def read_stream(queue: BufferedQueue, command: Read, call: ExitStack) -> flight.FlightDataStream:
     """Blocks of a range, all of one schema. The call ends with the stream."""
     end = queue.end if command.end is None else command.end
     schema = schema_of(queue)
@@ -112,7 +112,7 @@ def _cut_down(block: Block, schema: pa.Schema) -> Block:
 
 
 def consume_stream(
-    leases: Leases, queue: HoldingQueue, command: Consume, patience: Patience, call: ExitStack
+    leases: Leases, queue: BufferedQueue, command: Consume, patience: Patience, call: ExitStack
 ) -> flight.FlightDataStream:
     """The blocks of a batch, which is the client's until its lease runs out.
 
@@ -130,7 +130,7 @@ def consume_stream(
 
 
 def _taken(
-    leases: Leases, queue: HoldingQueue, command: Consume, patience: Patience
+    leases: Leases, queue: BufferedQueue, command: Consume, patience: Patience
 ) -> Lease | None:
     for wait in patience.slices():
         try:
