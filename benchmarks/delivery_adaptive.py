@@ -22,7 +22,7 @@ from benchmarks.effort import Effort
 from benchmarks.http_server import AT_ONCE, HttpServer
 from benchmarks.measure import Series, alternate
 from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
-from turnlane.delivery.destination import LocalGate
+from turnlane.delivery.destination import LocalDestinationState
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.events import Block
@@ -55,7 +55,7 @@ def rates(
     settings = DeliverySettings(concurrency=concurrency, batch_events=BATCH, max_time=3600)
     over = threading.Event()
     output = http_output(server.url)
-    with output, Engine(output, settings, LocalGate(settings)) as engine:
+    with output, Engine(output, settings, LocalDestinationState(settings)) as engine:
         lane = threading.Thread(target=lambda: list(engine.run(_endless(over))))
         server.control(slots=PLATEAUS[0], seconds=SERVICE_SECONDS, thrash=thrash)
         lane.start()

@@ -22,7 +22,7 @@ from benchmarks.http_server import AT_ONCE, AT_WORK, HttpServer
 from benchmarks.lines import log_lines
 from benchmarks.measure import Series, alternate, undisturbed
 from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
-from turnlane.delivery.destination import LocalGate
+from turnlane.delivery.destination import LocalDestinationState
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.events import Block
@@ -98,7 +98,7 @@ def http_output(url: str) -> HttpOutput:
 
 def delivered(output: Output, settings: DeliverySettings, blocks: Sequence[Block]) -> float:
     """Seconds that the engine takes for these blocks."""
-    with output, Engine(output, settings, LocalGate(settings)) as engine:
+    with output, Engine(output, settings, LocalDestinationState(settings)) as engine:
         started = time.perf_counter()
         count = sum(outcome.delivered for outcome in engine.run(blocks))
         seconds = time.perf_counter() - started

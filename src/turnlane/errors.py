@@ -3,6 +3,7 @@
 TurnlaneError
 ├── RetryLater             nothing is lost; the same call may succeed later
 │   ├── QueueFull          no room within the time allowed
+│   ├── NumbersMissing     too many gaps in a producer's numbers; send what is missing first
 │   ├── QueueEmpty         nothing to read within the time allowed
 │   ├── AckNotStored       done() could not be recorded; the batch is still yours
 │   ├── AckPending         published, but not at its level in time; do not publish it again
@@ -43,7 +44,7 @@ TurnlaneError
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 class TurnlaneError(Exception):
@@ -81,6 +82,29 @@ class QueueFull(RetryLater):
 
     accepted = 0
     pending = False
+
+
+class NumbersMissing(RetryLater):
+    """A producer has left out too many numbers: the missing ones have to come first.
+
+    ``missing`` has the lowest of them as ranges, the number after the last of each included.
+    """
+
+    missing: Sequence[tuple[int, int]] = ()
+
+    @classmethod
+    def of(cls, queue: str, gaps: Sequence[tuple[int, int]]) -> NumbersMissing:
+        """That a producer of a queue has these gaps in its numbers."""
+        shown = gaps[:8]
+        numbers = ", ".join(
+            f"{first}" if end - first == 1 else f"{first} to {end - 1}" for first, end in shown
+        )
+        error = cls(
+            f"queue {queue!r} has {len(gaps)} gaps in the numbers of this producer, and takes no "
+            f"further one; missing are {numbers}{' …' if len(gaps) > len(shown) else ''}"
+        )
+        error.missing = shown
+        return error
 
 
 class QueueEmpty(RetryLater):

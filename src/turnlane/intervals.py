@@ -99,6 +99,17 @@ class Ranges:
             return self._ends[index]
         return offset
 
+    def start_of_run(self, offset: int) -> int:
+        """The first number of the range that has ``offset``; ``offset`` if none has it."""
+        index = bisect_right(self._firsts, offset) - 1
+        if index >= 0 and self._ends[index] > offset:
+            return self._firsts[index]
+        return offset
+
+    def touches(self, first: int, end: int) -> bool:
+        """Whether ``[first, end)`` overlaps a range of the set, or adjoins one."""
+        return bisect_left(self._ends, first) < bisect_right(self._firsts, end)
+
     def next_after(self, offset: int) -> int | None:
         """The first number of the set at or after ``offset``."""
         index = bisect_right(self._ends, offset)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
+from turnlane.queues.memory import MemoryQueue
+
 from turnlane.client import connect
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.events import EVENT_OVERHEAD
@@ -22,10 +24,8 @@ from turnlane.node.flight.server import FlightPlane
 from turnlane.node.node import Node
 from turnlane.queues import open_queue
 from turnlane.queues.api import Ack, AckLevel, Batch, Consumer, Producer, Queue, Stats
-from turnlane.queues.settings import Kind
-from turnlane.queues.memory import MemoryQueue
 from turnlane.queues.proxy import ProxyQueue
-from turnlane.queues.settings import QueueSettings
+from turnlane.queues.settings import Kind, QueueSettings
 from turnlane.serving.address import LOOPBACK, Address
 from turnlane.serving.auth import Authority
 from turnlane.testing import FaultyDisk, LoopbackTransport

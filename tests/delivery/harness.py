@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from turnlane.delivery.destination import Gate, LocalGate
+from turnlane.delivery.destination import DestinationState, LocalDestinationState
 from turnlane.delivery.engine import Engine
-from turnlane.delivery.outcome import Outcome
+from turnlane.delivery.results import BlockResult
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.events import Block
 from turnlane.testing import FaultyOutput
@@ -56,15 +56,15 @@ def run(
     output: FaultyOutput,
     settings: DeliverySettings,
     blocks: Iterable[Block],
-    gate: Gate | None = None,
+    gate: DestinationState | None = None,
     **more: Any,
-) -> list[Outcome]:
+) -> list[BlockResult]:
     """Deliver blocks with an engine of their own."""
-    with Engine(output, settings, gate or LocalGate(settings), **more) as engine:
+    with Engine(output, settings, gate or LocalDestinationState(settings), **more) as engine:
         return list(engine.run(blocks))
 
 
-def dead_of(block: Block, outcome: Outcome) -> set[int]:
+def dead_of(block: Block, outcome: BlockResult) -> set[int]:
     found: set[int] = set()
     for letter in outcome.dead:
         assert offsets_of(letter.rows) == offsets_of(block.take(letter.numbers))
@@ -72,12 +72,12 @@ def dead_of(block: Block, outcome: Outcome) -> set[int]:
     return found
 
 
-def kept_of(block: Block, outcome: Outcome) -> set[int]:
-    return set(offsets_of(block.take(outcome.kept)))
+def kept_of(block: Block, outcome: BlockResult) -> set[int]:
+    return set(offsets_of(block.take(outcome.deferred)))
 
 
 def check_account(
-    output: FaultyOutput, blocks: list[Block], outcomes: list[Outcome]
+    output: FaultyOutput, blocks: list[Block], outcomes: list[BlockResult]
 ) -> tuple[set[int], set[int], set[int]]:
     """Every event has one fate, and what is delivered the destination has."""
     assert len(outcomes) == len(blocks)

@@ -7,91 +7,104 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from turnlane.delivery.breaker import LEASE, Allowed, Breaker, State
+from turnlane.delivery.breaker import PROBE_LEASE, AllowedSends, BreakerState, CircuitBreaker
 
 RESET = 30.0
 
 
-def opened(threshold: int = 3, now: float = 0.0) -> Breaker:
-    breaker = Breaker(threshold, RESET)
+def opened(threshold: int = 3, now: float = 0.0) -> CircuitBreaker:
+    breaker = CircuitBreaker(threshold, RESET)
     for _ in range(threshold):
-        breaker = breaker.failed(now, 0.0)
+        breaker = breaker.record_failure(now, 0.0)
     return breaker
 
 
 def test_it_opens_after_so_many_failures_in_a_row() -> None:
-    breaker = Breaker(3, RESET)
+    breaker = CircuitBreaker(3, RESET)
     for now in (0.0, 2.0):
-        breaker = breaker.failed(now, 1.0)
-        assert breaker.state(now) is State.CLOSED
-    breaker = breaker.failed(4.0, 1.0)
-    assert breaker.state(4.0) is State.OPEN
-    assert breaker.wait(4.0) == RESET
+        breaker = breaker.record_failure(now, 1.0)
+        assert breaker.get_state(now) is BreakerState.CLOSED
+    breaker = breaker.record_failure(4.0, 1.0)
+    assert breaker.get_state(4.0) is BreakerState.OPEN
+    assert breaker.get_wait(4.0) == RESET
     assert breaker.opened == 1
 
 
 def test_a_success_begins_the_row_anew() -> None:
-    breaker = Breaker(2, RESET).failed(0.0, 1.0).succeeded().failed(2.0, 1.0)
-    assert breaker.state(2.0) is State.CLOSED
+    breaker = (
+        CircuitBreaker(2, RESET).record_failure(0.0, 1.0).record_success().record_failure(2.0, 1.0)
+    )
+    assert breaker.get_state(2.0) is BreakerState.CLOSED
 
 
 def test_failures_of_sends_that_were_under_way_together_count_once() -> None:
-    breaker = Breaker(2, RESET)
+    breaker = CircuitBreaker(2, RESET)
     for _ in range(10):
-        breaker = breaker.failed(0.0, 1.0)
+        breaker = breaker.record_failure(0.0, 1.0)
     assert breaker.failures == 1
 
 
 def test_nothing_goes_before_the_backoff_is_over() -> None:
-    breaker = Breaker(5, RESET).failed(0.0, 1.0)
-    assert breaker.allowed(0.9) is Allowed.NONE
-    assert breaker.allowed(1.0) is Allowed.ALL
+    breaker = CircuitBreaker(5, RESET).record_failure(0.0, 1.0)
+    assert breaker.get_allowed(0.9) is AllowedSends.NONE
+    assert breaker.get_allowed(1.0) is AllowedSends.ALL
 
 
 def test_a_success_ends_a_backoff_but_not_what_the_destination_said() -> None:
-    assert Breaker(5, RESET).failed(0.0, 9.0).succeeded().allowed(1.0) is Allowed.ALL
-    said = Breaker(5, RESET).failed(0.0, 9.0, said=True).succeeded()
-    assert said.allowed(1.0) is Allowed.NONE
-    assert said.allowed(9.0) is Allowed.ALL
+    assert (
+        CircuitBreaker(5, RESET).record_failure(0.0, 9.0).record_success().get_allowed(1.0)
+        is AllowedSends.ALL
+    )
+    said = CircuitBreaker(5, RESET).record_failure(0.0, 9.0, is_requested=True).record_success()
+    assert said.get_allowed(1.0) is AllowedSends.NONE
+    assert said.get_allowed(9.0) is AllowedSends.ALL
 
 
 def test_the_longest_that_the_destination_said_counts() -> None:
-    breaker = Breaker(5, RESET).failed(0.0, 5.0, said=True).failed(1.0, 9.0, said=True)
-    assert breaker.wait(1.0) == 9.0
+    breaker = (
+        CircuitBreaker(5, RESET)
+        .record_failure(0.0, 5.0, is_requested=True)
+        .record_failure(1.0, 9.0, is_requested=True)
+    )
+    assert breaker.get_wait(1.0) == 9.0
 
 
 def test_one_probe_and_its_success_closes() -> None:
     breaker = opened()
-    assert breaker.allowed(RESET) is Allowed.PROBE
-    breaker = breaker.lend(RESET, "a")
-    assert breaker.allowed(RESET) is Allowed.NONE
-    breaker = breaker.succeeded("a")
-    assert breaker.state(RESET) is State.CLOSED
-    assert breaker.allowed(RESET) is Allowed.ALL
+    assert breaker.get_allowed(RESET) is AllowedSends.PROBE
+    breaker = breaker.lend_probe(RESET, "a")
+    assert breaker.get_allowed(RESET) is AllowedSends.NONE
+    breaker = breaker.record_success("a")
+    assert breaker.get_state(RESET) is BreakerState.CLOSED
+    assert breaker.get_allowed(RESET) is AllowedSends.ALL
 
 
 def test_a_probe_that_fails_keeps_it_open_for_as_long_as_the_backoff_says() -> None:
-    breaker = opened().lend(RESET, "a").failed(RESET, 120.0, token="a")
-    assert breaker.state(RESET) is State.OPEN
-    assert breaker.wait(RESET) == 120.0
+    breaker = opened().lend_probe(RESET, "a").record_failure(RESET, 120.0, token="a")
+    assert breaker.get_state(RESET) is BreakerState.OPEN
+    assert breaker.get_wait(RESET) == 120.0
     assert breaker.opened == 1
 
 
 def test_others_say_nothing_about_an_open_breaker() -> None:
-    breaker = opened().lend(RESET, "a")
-    assert breaker.succeeded() == breaker.succeeded("b") == breaker
-    assert breaker.failed(RESET, 500.0) == breaker.failed(RESET, 500.0, token="b") == breaker
+    breaker = opened().lend_probe(RESET, "a")
+    assert breaker.record_success() == breaker.record_success("b") == breaker
+    assert (
+        breaker.record_failure(RESET, 500.0)
+        == breaker.record_failure(RESET, 500.0, token="b")
+        == breaker
+    )
 
 
 def test_a_probe_comes_back_unused_or_by_itself() -> None:
-    lent = opened().lend(RESET, "a")
-    assert lent.released("a").allowed(RESET) is Allowed.PROBE
-    assert lent.released("b").allowed(RESET) is Allowed.NONE
-    assert lent.allowed(RESET + LEASE) is Allowed.PROBE
+    lent = opened().lend_probe(RESET, "a")
+    assert lent.release_probe("a").get_allowed(RESET) is AllowedSends.PROBE
+    assert lent.release_probe("b").get_allowed(RESET) is AllowedSends.NONE
+    assert lent.get_allowed(RESET + PROBE_LEASE) is AllowedSends.PROBE
 
 
 def test_a_person_can_close_it() -> None:
-    assert opened().lend(RESET, "a").closed().allowed(0.0) is Allowed.ALL
+    assert opened().lend_probe(RESET, "a").reset().get_allowed(0.0) is AllowedSends.ALL
 
 
 @dataclass
@@ -102,7 +115,7 @@ class _Asker:
 
 @dataclass
 class _World:
-    breaker: Breaker = field(default_factory=lambda: Breaker(3, RESET))
+    breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(3, RESET))
     now: float = 0.0
     out: list[_Asker] = field(default_factory=list)
 
@@ -118,22 +131,22 @@ class BreakerMachine(RuleBasedStateMachine):
     @rule()
     def ask(self) -> None:
         world = self.world
-        if world.breaker.allowed(world.now) is Allowed.PROBE:
+        if world.breaker.get_allowed(world.now) is AllowedSends.PROBE:
             self.tokens += 1
             token = str(self.tokens)
-            alive = [each for each in world.out if world.now < each.since + LEASE]
+            alive = [each for each in world.out if world.now < each.since + PROBE_LEASE]
             assert not alive, "one probe at a time"
-            world.breaker = world.breaker.lend(world.now, token)
+            world.breaker = world.breaker.lend_probe(world.now, token)
             world.out.append(_Asker(token, world.now))
 
     @rule(wait=st.floats(0.1, 300), said=st.booleans())
     def fail(self, wait: float, said: bool) -> None:
         world = self.world
-        world.breaker = world.breaker.failed(world.now, wait, said=said)
+        world.breaker = world.breaker.record_failure(world.now, wait, is_requested=said)
 
     @rule()
     def succeed(self) -> None:
-        self.world.breaker = self.world.breaker.succeeded()
+        self.world.breaker = self.world.breaker.record_success()
 
     @precondition(lambda self: self.world.out)
     @rule(data=st.data(), how=st.sampled_from(["success", "failure", "unused"]))
@@ -143,12 +156,12 @@ class BreakerMachine(RuleBasedStateMachine):
         current = world.breaker.probe is not None and world.breaker.probe.token == asker.token
         before = world.breaker
         if how == "success":
-            world.breaker = before.succeeded(asker.token)
+            world.breaker = before.record_success(asker.token)
             assert not current or world.breaker.open_since is None
         elif how == "failure":
-            world.breaker = before.failed(world.now, 1.0, token=asker.token)
+            world.breaker = before.record_failure(world.now, 1.0, token=asker.token)
         else:
-            world.breaker = before.released(asker.token)
+            world.breaker = before.release_probe(asker.token)
         assert not current or world.breaker.probe is None, "reported on, so released"
 
     @rule(seconds=st.floats(0, 100))
@@ -157,22 +170,22 @@ class BreakerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        self.world.breaker = self.world.breaker.closed()
+        self.world.breaker = self.world.breaker.reset()
         self.world.out.clear()
-        assert self.world.breaker.allowed(self.world.now) is Allowed.ALL
+        assert self.world.breaker.get_allowed(self.world.now) is AllowedSends.ALL
 
     @invariant()
     def something_goes_in_the_end(self) -> None:
         breaker = self.world.breaker
-        much_later = max(self.world.now, breaker.not_before) + LEASE
-        assert breaker.allowed(much_later) is not Allowed.NONE
+        much_later = max(self.world.now, breaker.not_before) + PROBE_LEASE
+        assert breaker.get_allowed(much_later) is not AllowedSends.NONE
 
 
 TestBreakerMachine = BreakerMachine.TestCase
 
 
 def test_a_probe_that_is_renewed_is_nobody_elses_and_an_old_token_renews_nothing() -> None:
-    breaker = opened(now=0.0).lend(RESET, "slow").renewed(RESET + LEASE - 1, "slow")
-    assert breaker.allowed(RESET + LEASE + 1) is Allowed.NONE
-    assert breaker.renewed(RESET + LEASE + 1, "another") == breaker
-    assert breaker.allowed(RESET + 2 * LEASE) is Allowed.PROBE
+    breaker = opened(now=0.0).lend_probe(RESET, "slow").renew_probe(RESET + PROBE_LEASE - 1, "slow")
+    assert breaker.get_allowed(RESET + PROBE_LEASE + 1) is AllowedSends.NONE
+    assert breaker.renew_probe(RESET + PROBE_LEASE + 1, "another") == breaker
+    assert breaker.get_allowed(RESET + 2 * PROBE_LEASE) is AllowedSends.PROBE

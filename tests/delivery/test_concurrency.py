@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlane.delivery.limits import ENOUGH, Adaptive, Fixed, concurrency_of
+from turnlane.delivery.limits import SAMPLES, AdaptiveLimit, FixedLimit, make_concurrency_limit
 from turnlane.delivery.settings import DeliverySettings
 
 
 class Load:
     """Sends over and over at full use; each takes as long as told."""
 
-    def __init__(self, limit: Adaptive) -> None:
+    def __init__(self, limit: AdaptiveLimit) -> None:
         self.limit = limit
         self.now = 0.0
 
@@ -21,29 +21,29 @@ class Load:
         """So many looks back."""
         for _ in range(count):
             self.now += 10 * seconds
-            for _ in range(1 if pushed_back else min(ENOUGH, 2 * self.limit.limit)):
-                self.limit.started(self.limit.limit)
-                self.limit.finished(
-                    self.now, None if pushed_back else seconds, pushed_back=pushed_back
+            for _ in range(1 if pushed_back else min(SAMPLES, 2 * self.limit.limit)):
+                self.limit.on_start(self.limit.limit)
+                self.limit.on_finish(
+                    self.now, None if pushed_back else seconds, is_pushed_back=pushed_back
                 )
 
 
 def test_it_grows_by_one_while_sends_take_no_longer() -> None:
-    limit = Adaptive(1, 32)
+    limit = AdaptiveLimit(1, 32)
     Load(limit).rounds(10, 0.1)
     assert limit.limit == 11
 
 
 def test_it_stays_where_it_is_not_reached() -> None:
-    limit = Adaptive(1, 32, 8)
+    limit = AdaptiveLimit(1, 32, 8)
     for step in range(1, 100):
-        limit.started(3)
-        limit.finished(step * 0.1, 0.1, pushed_back=False)
+        limit.on_start(3)
+        limit.on_finish(step * 0.1, 0.1, is_pushed_back=False)
     assert limit.limit == 8
 
 
 def test_it_shrinks_by_a_tenth_when_pushed_back() -> None:
-    limit = Adaptive(1, 32, 20)
+    limit = AdaptiveLimit(1, 32, 20)
     Load(limit).rounds(1, 0.1, pushed_back=True)
     assert limit.limit == 18
 
@@ -51,7 +51,7 @@ def test_it_shrinks_by_a_tenth_when_pushed_back() -> None:
 def test_it_shrinks_more_the_longer_sends_take() -> None:
     left = []
     for seconds in (0.11, 0.15, 0.2, 1.0):
-        limit = Adaptive(1, 32, 20)
+        limit = AdaptiveLimit(1, 32, 20)
         load = Load(limit)
         load.rounds(1, 0.1)
         before = limit.limit
@@ -63,7 +63,7 @@ def test_it_shrinks_more_the_longer_sends_take() -> None:
 
 
 def test_a_destination_that_is_slower_for_good_is_believed_in_the_end() -> None:
-    limit = Adaptive(1, 32, 20)
+    limit = AdaptiveLimit(1, 32, 20)
     load = Load(limit)
     load.rounds(5, 0.1)
     load.rounds(60, 0.3)
@@ -72,7 +72,7 @@ def test_a_destination_that_is_slower_for_good_is_believed_in_the_end() -> None:
 
 @pytest.mark.parametrize("capacity", [2, 4, 16])
 def test_it_settles_where_one_more_would_only_wait(capacity: int) -> None:
-    limit = Adaptive(1, 64)
+    limit = AdaptiveLimit(1, 64)
     load = Load(limit)
     for _ in range(300):
         load.rounds(1, 0.05 * max(1.0, limit.limit / capacity))
@@ -88,24 +88,24 @@ def test_it_settles_where_one_more_would_only_wait(capacity: int) -> None:
 def test_it_never_leaves_its_bounds(
     least: int, most: int, hint: int, sends: list[tuple[float, bool, bool]]
 ) -> None:
-    limit = Adaptive(least, most, hint)
+    limit = AdaptiveLimit(least, most, hint)
     now = 0.0
     for seconds, failed, busy in sends:
         now += seconds
-        limit.started(most if busy else 1)
-        limit.finished(now, None if failed else seconds, pushed_back=failed)
+        limit.on_start(most if busy else 1)
+        limit.on_finish(now, None if failed else seconds, is_pushed_back=failed)
         assert least <= limit.limit <= most
 
 
 def test_a_hint_is_where_it_begins() -> None:
     settings = DeliverySettings(min_concurrency=2, max_concurrency=16)
-    assert concurrency_of(settings).limit == 2
-    assert concurrency_of(settings, 9).limit == 9
-    assert concurrency_of(settings, 99).limit == 16
+    assert make_concurrency_limit(settings).limit == 2
+    assert make_concurrency_limit(settings, 9).limit == 9
+    assert make_concurrency_limit(settings, 99).limit == 16
 
 
 def test_fixed_is_fixed() -> None:
-    limit = concurrency_of(DeliverySettings(concurrency=7), 3)
-    limit.finished(1.0, 0.1, pushed_back=True)
-    assert isinstance(limit, Fixed)
+    limit = make_concurrency_limit(DeliverySettings(concurrency=7), 3)
+    limit.on_finish(1.0, 0.1, is_pushed_back=True)
+    assert isinstance(limit, FixedLimit)
     assert limit.limit == 7

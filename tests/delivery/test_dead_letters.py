@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 
 from tests.delivery.harness import block_of_offsets, offsets_of, run, settings_of
-from turnlane.delivery.outcome import COLUMNS, dead_letter_block
+from turnlane.delivery.results import DEAD_LETTER_COLUMNS, make_dead_letter_block
 from turnlane.errors import Never
 from turnlane.events import Block
 from turnlane.testing import FaultyOutput
@@ -19,7 +19,7 @@ def letters(block: Block, *bad: int) -> Block:
         return Never(f"{min(found)} is bad") if found else None
 
     (outcome,) = run(FaultyOutput(fault), settings_of(), [block])
-    return dead_letter_block(outcome.dead, "alerts", NOW, "v7")
+    return make_dead_letter_block(outcome.dead, "alerts", NOW, "v7")
 
 
 def test_it_is_the_event_and_why() -> None:
@@ -27,7 +27,7 @@ def test_it_is_the_event_and_why() -> None:
     dead = letters(block, 3, 77)
     assert offsets_of(dead) == [3, 77]
     assert dead.select(block.schema.names).equals(block.take([3, 77]))
-    rows = dead.select(COLUMNS.names).to_pylist()
+    rows = dead.select(DEAD_LETTER_COLUMNS.names).to_pylist()
     assert [row["dead_error"] for row in rows] == ["3 is bad", "77 is bad"]
     assert all(row.pop("dead_attempts") >= 1 and row.pop("dead_error") for row in rows)
     when = dt.datetime.fromtimestamp(NOW / 1e9, tz=dt.UTC)

@@ -18,8 +18,13 @@ from tests.delivery.harness import (
     settings_of,
     taken,
 )
-from turnlane.delivery.breaker import Allowed, State
-from turnlane.delivery.destination import Liaison, LocalGate, Permit, Report
+from turnlane.delivery.breaker import AllowedSends, BreakerState
+from turnlane.delivery.destination import (
+    DestinationClient,
+    LocalDestinationState,
+    SendPermit,
+    SendReport,
+)
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.workers import IN_FLIGHT
 from turnlane.errors import (
@@ -76,12 +81,12 @@ def test_a_single_event_that_is_too_large_is_dead() -> None:
 def test_a_short_failure_is_sat_out() -> None:
     output = FaultyOutput()
     output.fail(RetryLater("busy"), times=3)
-    gate = LocalGate(settings_of())
+    gate = LocalDestinationState(settings_of())
     (outcome,) = run(output, settings_of(), [block_of_offsets(0, 100)], gate)
     assert outcome.delivered == 100
-    totals = gate.status().totals
+    totals = gate.get_status().totals
     assert (totals["failures"], totals["retries"], totals["retry_successes"]) == (3, 3, 1)
-    assert gate.status().retry_failures == {"RetryLater": 2}
+    assert gate.get_status().retry_failures == {"RetryLater": 2}
 
 
 def test_a_destination_that_is_away_keeps_no_task_waiting() -> None:
@@ -90,29 +95,29 @@ def test_a_destination_that_is_away_keeps_no_task_waiting() -> None:
     blocks = [block_of_offsets(first, 1000) for first in range(0, 50_000, 1000)]
     outcomes = run(output, settings_of(**LONG), blocks)
     assert time.monotonic() - began < 30  # not 60: nobody sat out the backoff
-    assert sum(len(outcome.kept) for outcome in outcomes) == 50_000
+    assert sum(len(outcome.deferred) for outcome in outcomes) == 50_000
     assert output.sends == 1
 
 
 def test_an_open_breaker_is_not_sat_out_however_soon_the_probe() -> None:
     """A task that did, alone of its batch, would have the destination to itself afterwards."""
     settings = settings_of(breaker_failures=1, breaker_reset=0.5)
-    gate = LocalGate(settings, clock=ManualClock())
+    gate = LocalDestinationState(settings, clock=ManualClock())
     output = FaultyOutput()
     output.fail(RetryLater("down"), times=1)
     for sends in (1, 1):  # neither the task that opened it, nor one that finds it open
         (outcome,) = run(output, settings, [block_of_offsets(0, 100)], gate)
-        assert len(outcome.kept) == 100
+        assert len(outcome.deferred) == 100
         assert output.sends == sends
 
 
-class _FailsElsewhere(LocalGate):
+class _FailsElsewhere(LocalDestinationState):
     """After a failure, another task is always first to try again, and fails, too."""
 
-    def permit(self) -> Permit:
-        if self.status().failures and self.look().allowed is Allowed.ALL:
-            self.report(Report(failures=1, error="RetryLater: down"))
-        return super().permit()
+    def request_permit(self) -> SendPermit:
+        if self.get_status().failures and self.peek_permit().allowed is AllowedSends.ALL:
+            self.report(SendReport(failures=1, error="RetryLater: down"))
+        return super().request_permit()
 
 
 def test_a_breaker_that_others_open_meanwhile_is_not_sat_out_either() -> None:
@@ -121,7 +126,7 @@ def test_a_breaker_that_others_open_meanwhile_is_not_sat_out_either() -> None:
     output.fail(RetryLater("down"), times=1)
     began = time.monotonic()
     (outcome,) = run(output, settings, [block_of_offsets(0, 100)], _FailsElsewhere(settings))
-    assert (len(outcome.kept), output.sends) == (100, 1)
+    assert (len(outcome.deferred), output.sends) == (100, 1)
     assert time.monotonic() - began < 30  # not 60: it ended when it heard of that
 
 
@@ -138,12 +143,12 @@ def test_retry_after_is_obeyed_in_the_task_if_it_is_short() -> None:
 
 
 def test_retry_after_is_left_to_the_gate_if_it_is_long() -> None:
-    gate = LocalGate(settings_of())
+    gate = LocalDestinationState(settings_of())
     output = FaultyOutput(lambda _: RetryLater("429", after=100))
     (outcome,) = run(output, settings_of(), [block_of_offsets(0, 10)], gate)
-    assert len(outcome.kept) == 10
-    assert gate.look().allowed is Allowed.NONE
-    assert gate.look().wait > 90
+    assert len(outcome.deferred) == 10
+    assert gate.peek_permit().allowed is AllowedSends.NONE
+    assert gate.peek_permit().wait > 90
 
 
 def test_some_failures_among_successes_do_not_stop_the_others() -> None:
@@ -166,11 +171,11 @@ def test_some_failures_among_successes_do_not_stop_the_others() -> None:
 
 def test_retry_after_is_obeyed_also_if_it_is_said_of_some_rows() -> None:
     settings = settings_of(**LONG)
-    gate = LocalGate(settings, clock=ManualClock())
+    gate = LocalDestinationState(settings, clock=ManualClock())
     output = FaultyOutput(lambda _: PartlyDelivered({0: RetryLater("busy", after=100)}))
     (outcome,) = run(output, settings, [block_of_offsets(0, 5)], gate)
-    assert (outcome.delivered, outcome.kept.tolist()) == (4, [0])
-    assert gate.status().wait == 100
+    assert (outcome.delivered, outcome.deferred.tolist()) == (4, [0])
+    assert gate.get_status().wait == 100
 
 
 def test_rows_that_were_refused_have_their_own_fates() -> None:
@@ -220,16 +225,16 @@ def test_what_cannot_be_prepared_now_is_said_and_left_alone_for_a_while(pipeline
     """Somebody has to mend the settings: they must hear of it, and it is no use to hurry."""
     clock = ManualClock()
     settings = settings_of(breaker_failures=2, pipelined=pipelined, **LONG)
-    gate = LocalGate(settings, clock=clock)
+    gate = LocalDestinationState(settings, clock=clock)
     output = FaultyOutput(prepare_fault=lambda _: RetryLater("there is no column"))
-    for state in (State.CLOSED, State.OPEN, State.OPEN):
+    for state in (BreakerState.CLOSED, BreakerState.OPEN, BreakerState.OPEN):
         (outcome,) = run(output, settings, [block_of_offsets(0, 50)], gate)
-        assert len(outcome.kept) == 50
-        status = gate.status()
+        assert len(outcome.deferred) == 50
+        status = gate.get_status()
         assert (status.state, status.error) == (state, "RetryLater: there is no column")
         assert status.wait > 1
         clock.advance(700)
-    assert gate.look().allowed is Allowed.PROBE, "the probe came back"
+    assert gate.peek_permit().allowed is AllowedSends.PROBE, "the probe came back"
     assert output.sends == 0
 
 
@@ -283,7 +288,7 @@ def test_an_outage_in_the_middle_of_a_search_costs_no_innocent_event() -> None:
 def test_the_first_of_all_is_found_too_however_few_attempts_a_task_has() -> None:
     clock = ManualClock()
     settings = settings_of(max_attempts=3, breaker_failures=100, **LONG)
-    gate = LocalGate(settings, clock=clock)
+    gate = LocalDestinationState(settings, clock=clock)
     output = FaultyOutput(lambda block: OSError("odd") if 0 in offsets_of(block) else None)
     block, dead, tasks = block_of_offsets(0, 50), 0, 0
     while not dead:
@@ -307,12 +312,12 @@ def test_those_found_one_after_another_have_their_attempts_each() -> None:
 def test_an_event_that_fails_alone_is_a_failure_to_the_breaker() -> None:
     clock = ManualClock()
     settings = settings_of(max_attempts=1, breaker_failures=1, **LONG)
-    gate = LocalGate(settings, clock=clock)
+    gate = LocalDestinationState(settings, clock=clock)
     output = FaultyOutput(lambda _: ConnectionResetError("reset"))
     (outcome,) = run(output, settings, [block_of_offsets(0, 2)], gate)
     assert [letter.numbers.tolist() for letter in outcome.dead] == [[0]]
-    assert outcome.kept.tolist() == [1], "nothing more goes before the breaker says so"
-    assert gate.status().state is State.OPEN
+    assert outcome.deferred.tolist() == [1], "nothing more goes before the breaker says so"
+    assert gate.get_status().state is BreakerState.OPEN
 
 
 def test_what_is_said_of_some_events_is_no_attempt_of_the_others() -> None:
@@ -324,12 +329,12 @@ def test_what_is_said_of_some_events_is_no_attempt_of_the_others() -> None:
     )
     output = FaultyOutput(lambda _: next(moods, None))
     settings = settings_of(max_attempts=2, breaker_failures=100)
-    gate = LocalGate(settings)
-    gate.report(Report(attempts={"0/0": 1}))
+    gate = LocalDestinationState(settings)
+    gate.report(SendReport(attempts={"0/0": 1}))
     (outcome,) = run(output, settings, [block_of_offsets(0, 3)], gate)
     assert [letter.numbers.tolist() for letter in outcome.dead] == [[0]]
     assert outcome.delivered == 2
-    assert gate.look().attempts == {}
+    assert gate.peek_permit().attempts == {}
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 6])
@@ -354,28 +359,28 @@ def test_one_that_may_be_innocent_is_sent_alone_before_it_is_dead() -> None:
 def test_attempts_are_remembered_from_task_to_task() -> None:
     clock = ManualClock()
     settings = settings_of(max_attempts=4, breaker_failures=100, **LONG)
-    gate = LocalGate(settings, clock=clock)
+    gate = LocalDestinationState(settings, clock=clock)
     output = FaultyOutput(lambda block: OSError("odd") if 7 in offsets_of(block) else None)
     # Each time the batch begins elsewhere; the last one has the culprit in the middle.
     for first in (7, 5, 3):
         (outcome,) = run(output, settings, [block_of_offsets(first, 50)], gate)
-        assert len(outcome.kept) == 50
+        assert len(outcome.deferred) == 50
         clock.advance(700)
     (outcome,) = run(output, settings, [block_of_offsets(0, 50)], gate)
     assert [letter.numbers.tolist() for letter in outcome.dead] == [[7]]
     assert outcome.delivered == 49
-    assert gate.look().attempts == {}
+    assert gate.peek_permit().attempts == {}
 
 
 def test_the_breaker_opens_and_one_probe_decides() -> None:
     clock = ManualClock()
     settings = settings_of(breaker_failures=2, batch_events=10, concurrency=4, **LONG)
-    gate = LocalGate(settings, clock=clock)
+    gate = LocalDestinationState(settings, clock=clock)
     output = FaultyOutput(lambda _: RetryLater("down"))
     for _ in range(2):
         run(output, settings, [block_of_offsets(0, 100)], gate)
         clock.advance(60)
-    assert gate.status().state is not State.CLOSED
+    assert gate.get_status().state is not BreakerState.CLOSED
     output.sends = 0
     clock.advance(600)
     run(output, settings, [block_of_offsets(0, 100)], gate)
@@ -392,53 +397,53 @@ def test_the_breaker_opens_and_one_probe_decides() -> None:
     )
     task.start()
     assert output.await_sends(1)
-    assert gate.permit().allowed is Allowed.NONE, "nobody else gets a probe"
+    assert gate.request_permit().allowed is AllowedSends.NONE, "nobody else gets a probe"
     assert output.sends == 1
     release.set()
     task.join(PATIENCE)
     assert results == [100]
-    assert gate.status().state is State.CLOSED
+    assert gate.get_status().state is BreakerState.CLOSED
 
 
 def test_late_answers_do_not_speak_for_the_probe() -> None:
     clock = ManualClock()
     settings = settings_of(breaker_failures=1, **LONG)
-    gate = LocalGate(settings, clock=clock)
-    liaison = Liaison(gate, clock)
+    gate = LocalDestinationState(settings, clock=clock)
+    client = DestinationClient(gate, clock, has_rate_limit=False)
     for _ in range(3):
-        assert liaison.may_send(limit=10, in_flight=0)
-        assert liaison.sending() is None
-    liaison.failed(None, RetryLater("down"))
+        assert client.can_send(limit=10, in_flight=0)
+        assert client.start_send(1) is None
+    client.on_failure(None, RetryLater("down"))
     clock.advance(60)
-    assert liaison.may_send(limit=10, in_flight=2)
-    probe = liaison.sending()
+    assert client.can_send(limit=10, in_flight=2)
+    probe = client.start_send(1)
     assert probe is not None
     for _ in range(2):  # those that were under way when the breaker opened
-        liaison.answered(None, 0.1)
-    liaison.failed(probe, RetryLater("still down"))
-    status = gate.status()
-    assert (status.state, status.failures, status.opened) == (State.OPEN, 2, 1)
+        client.on_answer(None, 0.1)
+    client.on_failure(probe, RetryLater("still down"))
+    status = gate.get_status()
+    assert (status.state, status.failures, status.opened) == (BreakerState.OPEN, 2, 1)
     assert status.totals["sends"] == 4
 
 
 def test_a_probe_that_had_nothing_to_send_is_released() -> None:
     clock = ManualClock()
     settings = settings_of(breaker_failures=1, **LONG)
-    gate = LocalGate(settings, clock=clock)
-    gate.report(Report(failures=1))
+    gate = LocalDestinationState(settings, clock=clock)
+    gate.report(SendReport(failures=1))
     clock.advance(600)
     run(FaultyOutput(), settings, [], gate)
-    assert gate.look().allowed is Allowed.PROBE
+    assert gate.peek_permit().allowed is AllowedSends.PROBE
 
 
 def test_a_gate_that_does_not_answer_keeps_everything() -> None:
     class Away:
         share = None
 
-        def permit(self) -> Permit:
+        def request_permit(self) -> SendPermit:
             raise TransportDown("no node")
 
-        def report(self, report: Report) -> None:
+        def report(self, report: SendReport) -> None:
             raise TransportDown("no node")
 
         def claim(self, count: int, within: float) -> float:
@@ -446,19 +451,19 @@ def test_a_gate_that_does_not_answer_keeps_everything() -> None:
 
     output = FaultyOutput()
     (outcome,) = run(output, settings_of(), [block_of_offsets(0, 10)], Away())
-    assert len(outcome.kept) == 10
+    assert len(outcome.deferred) == 10
     assert output.sends == 0
 
 
 def test_without_word_of_the_rate_nothing_is_sent() -> None:
-    class Mute(LocalGate):
+    class Mute(LocalDestinationState):
         def claim(self, count: int, within: float) -> float:
             raise TransportDown("no node")
 
     settings = settings_of(rate_limit=1000, max_time=0.1)
     output = FaultyOutput()
     (outcome,) = run(output, settings, [block_of_offsets(0, 10)], Mute(settings))
-    assert len(outcome.kept) == 10
+    assert len(outcome.deferred) == 10
     assert output.sends == 0
 
 
@@ -543,9 +548,9 @@ def test_sends_go_side_by_side_up_to_the_limit() -> None:
 
 def test_what_did_well_is_known_to_the_next_task() -> None:
     settings = settings_of(batch_events=1)
-    gate = LocalGate(settings)
+    gate = LocalDestinationState(settings)
     run(FaultyOutput(lambda _: time.sleep(0.001)), settings, [block_of_offsets(0, 300)], gate)
-    hint = gate.look().concurrency
+    hint = gate.peek_permit().concurrency
     assert hint is not None
     assert hint > 1
 
@@ -554,7 +559,7 @@ def test_stop_lets_sends_end_and_keeps_the_rest() -> None:
     release = threading.Event()
     output = FaultyOutput(lambda _: None if release.wait(PATIENCE) else RetryLater("late"))
     settings = settings_of(batch_events=10, concurrency=2)
-    with Engine(output, settings, LocalGate(settings)) as engine:
+    with Engine(output, settings, LocalDestinationState(settings)) as engine:
 
         def stop() -> None:
             output.await_sends(2)
@@ -566,19 +571,19 @@ def test_stop_lets_sends_end_and_keeps_the_rest() -> None:
         outcome = engine.deliver(block_of_offsets(0, 1000))
         stopper.join()
         assert 20 <= outcome.delivered < 1000
-        assert outcome.delivered + len(outcome.kept) == 1000
+        assert outcome.delivered + len(outcome.deferred) == 1000
         again = engine.deliver(block_of_offsets(0, 10))
-        assert len(again.kept) == 10
+        assert len(again.deferred) == 10
 
 
 def test_a_send_that_overruns_is_given_up_and_its_events_are_kept() -> None:
     release = threading.Event()
     output = FaultyOutput(lambda _: None if release.wait(PATIENCE) else RetryLater("late"))
     settings = settings_of(batch_events=10, concurrency=2, max_time=0.05)
-    gate = LocalGate(settings)
+    gate = LocalDestinationState(settings)
     with Engine(output, settings, gate, grace=0.05) as engine:
         outcome = engine.deliver(block_of_offsets(0, 100))
-        assert len(outcome.kept) == 100
+        assert len(outcome.deferred) == 100
         release.set()
         output.fault = None
         settings_again = settings_of()
@@ -589,7 +594,7 @@ def test_a_send_that_overruns_is_given_up_and_its_events_are_kept() -> None:
 def test_a_closed_engine_ends_its_run() -> None:
     output = FaultyOutput(lambda _: time.sleep(0.01))
     settings = settings_of(batch_events=1, concurrency=1)
-    engine = Engine(output, settings, LocalGate(settings))
+    engine = Engine(output, settings, LocalDestinationState(settings))
 
     def close() -> None:
         output.await_sends(3)
@@ -601,7 +606,7 @@ def test_a_closed_engine_ends_its_run() -> None:
     closer.join(PATIENCE)
     engine.close()
     assert outcome.delivered >= 3
-    assert len(outcome.kept) == 10_000 - outcome.delivered
+    assert len(outcome.deferred) == 10_000 - outcome.delivered
 
 
 def test_a_closed_engine_leaves_no_threads() -> None:
@@ -617,8 +622,8 @@ def test_a_closed_engine_leaves_no_threads() -> None:
 def test_a_source_that_fails_ends_the_run_and_releases_the_probe() -> None:
     clock = ManualClock()
     settings = settings_of(breaker_failures=1, **LONG)
-    gate = LocalGate(settings, clock=clock)
-    gate.report(Report(failures=1))
+    gate = LocalDestinationState(settings, clock=clock)
+    gate.report(SendReport(failures=1))
     clock.advance(600)
 
     def broken() -> Iterator[Block]:
@@ -627,7 +632,7 @@ def test_a_source_that_fails_ends_the_run_and_releases_the_probe() -> None:
 
     with pytest.raises(OSError, match="shuffle"):
         run(FaultyOutput(), settings, broken(), gate)
-    assert gate.look().allowed is Allowed.PROBE
+    assert gate.peek_permit().allowed is AllowedSends.PROBE
 
 
 def test_a_destination_that_wants_some_events_later_is_left_alone_ever_longer() -> None:
@@ -636,33 +641,33 @@ def test_a_destination_that_wants_some_events_later_is_left_alone_ever_longer() 
         backoff=2.0, max_backoff=60.0, jitter=0.0, breaker_reset=10.0, concurrency=1
     )
     clock = ManualClock()
-    gate = LocalGate(settings, clock=clock)
+    gate = LocalDestinationState(settings, clock=clock)
     output = FaultyOutput(lambda _: PartlyDelivered({3: RetryLater("429")}))
     waits = []
     for _ in range(5):
         (outcome,) = run(output, settings, [block_of_offsets(0, 10)], gate, clock=clock)
-        assert (outcome.delivered, outcome.kept.tolist()) == (9, [3])
-        waits.append(gate.status().wait)
-        assert gate.status().state is State.CLOSED
-        assert gate.status().error == "RetryLater: 429"
+        assert (outcome.delivered, outcome.deferred.tolist()) == (9, [3])
+        waits.append(gate.get_status().wait)
+        assert gate.get_status().state is BreakerState.CLOSED
+        assert gate.get_status().error == "RetryLater: 429"
         clock.advance(waits[-1])
     assert waits == [2.0, 4.0, 8.0, 10.0, 10.0], "no longer than the breaker would stay open"
     output.fault = None
     run(output, settings, [block_of_offsets(0, 10)], gate, clock=clock)
-    assert gate.status().wait == 0.0
-    assert gate.status().error is None
+    assert gate.get_status().wait == 0.0
+    assert gate.get_status().error is None
 
 
 def test_a_probe_of_which_some_events_are_wanted_later_closes_the_breaker() -> None:
     settings = settings_of(**{**LONG, "breaker_failures": 1})
     clock = ManualClock()
-    gate = LocalGate(settings, clock=clock)
+    gate = LocalDestinationState(settings, clock=clock)
     output = FaultyOutput()
     output.fail(RetryLater("away"))
     run(output, settings, [block_of_offsets(0, 10)], gate, clock=clock)
-    assert gate.status().state is State.OPEN
-    clock.advance(gate.status().wait)
+    assert gate.get_status().state is BreakerState.OPEN
+    clock.advance(gate.get_status().wait)
     output.fail(PartlyDelivered({3: RetryLater("429")}))
     run(output, settings, [block_of_offsets(0, 10)], gate, clock=clock)
-    assert gate.status().state is State.CLOSED
-    assert gate.status().wait == 60.0
+    assert gate.get_status().state is BreakerState.CLOSED
+    assert gate.get_status().wait == 60.0

@@ -7,52 +7,20 @@ import time
 
 import numpy as np
 import pyarrow as pa
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.delivery.harness import block_of_offsets, run, settings_of
-from turnlane.delivery.batching import batches, event_sizes
-from turnlane.delivery.destination import LocalGate
-from turnlane.delivery.limits import Bucket
+from turnlane.delivery.batching import get_event_sizes, split_by_size
+from turnlane.delivery.destination import LocalDestinationState
 from turnlane.events import Block, block_of
 from turnlane.testing import FaultyOutput
-
-
-@given(
-    st.floats(0.5, 10_000),
-    st.lists(st.tuples(st.floats(0, 5), st.floats(0, 1), st.floats(0, 3)), max_size=60),
-)
-def test_never_more_than_the_rate_and_a_second_in_hand(
-    rate: float, wishes: list[tuple[float, float, float]]
-) -> None:
-    size = max(1, int(rate))
-    bucket = Bucket(rate, size, 0.0)
-    now, taken, last = 0.0, 0, 0.0
-    for pause, share, within in wishes:
-        now += pause
-        count = max(1, int(size * share))
-        wait = bucket.claim(count, within, now)
-        if wait > within:
-            continue
-        taken += count
-        assert now + wait >= last - 1e-6, "who claims later does not go before"
-        last = now + wait
-        assert taken <= rate * last * (1 + 1e-6) + 1e-3
-
-
-def test_an_idle_time_gives_one_second_at_most() -> None:
-    bucket = Bucket(100.0, 100, 0.0)
-    assert bucket.claim(100, 0.0, 3600.0) == 0
-    assert bucket.claim(100, 0.5, 3600.0) == 1.0, "not taken: it is too late for the asker"
-    assert bucket.claim(100, 1.0, 3600.0) == 1.0
-    assert bucket.claim(1, 5.0, 3600.0) == pytest.approx(1.01)
 
 
 def test_tasks_of_an_action_share_its_rate() -> None:
     """Two tasks at a time, and others after them: never more than the rate allows."""
     settings = settings_of(rate_limit=400, batch_events=50, max_time=1.0)
-    gate = LocalGate(settings)
+    gate = LocalDestinationState(settings)
     began = time.monotonic()
     sent: list[tuple[float, int]] = []
 
@@ -80,7 +48,7 @@ def test_tasks_of_an_action_share_its_rate() -> None:
 def test_batches_keep_both_bounds_and_lose_nothing(
     sizes: list[int], most_events: int, most_bytes: int
 ) -> None:
-    found = batches(np.array(sizes, dtype=np.int64), most_events, most_bytes)
+    found = split_by_size(np.array(sizes, dtype=np.int64), most_events, most_bytes)
     assert [row for batch in found for row in batch] == list(range(len(sizes)))
     for batch in found:
         assert 1 <= len(batch) <= most_events
@@ -89,8 +57,8 @@ def test_batches_keep_both_bounds_and_lose_nothing(
 
 def test_sizes_are_those_of_the_payload_or_the_value() -> None:
     block = block_of([b"four", b"", b"three"])
-    assert event_sizes(block).tolist() == [4, 0, 5]
+    assert get_event_sizes(block).tolist() == [4, 0, 5]
     block = block.append_column("payload", pa.array([b"1", None, b"333"]))
-    assert event_sizes(block).tolist() == [1, 0, 3]
-    assert event_sizes(block.slice(2)).tolist() == [3]
-    assert len(event_sizes(block.select(["severity"]))) == 3
+    assert get_event_sizes(block).tolist() == [1, 0, 3]
+    assert get_event_sizes(block.slice(2)).tolist() == [3]
+    assert len(get_event_sizes(block.select(["severity"]))) == 3

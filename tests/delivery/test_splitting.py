@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlane.delivery.batching import Search
+from turnlane.delivery.batching import BadRowSearch
 
 COUNT = 1000
 
 
 def searched(
-    count: int, verdict: Callable[[range], str], start: Search | None = None
+    count: int, verdict: Callable[[range], str], start: BadRowSearch | None = None
 ) -> tuple[list[int], list[int], int]:
     """Send until nothing is left: what was delivered, what was found, with how many sends."""
-    search = start or Search(count)
+    search = start or BadRowSearch(count)
     delivered: list[int] = []
     found: list[int] = []
     sends = 0
@@ -30,15 +30,15 @@ def searched(
         match verdict(trial):
             case "ok":
                 delivered += trial
-                search = search.delivered(len(trial))
-                if search.is_known:
+                search = search.after_delivery(len(trial))
+                if search.is_first_row_bad:
                     found.append(count - search.left)
-                    search = search.refused(1)
+                    search = search.after_refusal(1)
             case "refused":
-                search = search.refused(len(trial))
+                search = search.after_refusal(len(trial))
                 found += trial if len(trial) == 1 else ()
             case _:
-                search = search.too_large(len(trial))
+                search = search.after_too_large(len(trial))
                 found += trial if len(trial) == 1 else ()
     return delivered, found, sends
 

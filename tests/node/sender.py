@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.delivery.harness import PATIENCE, block_of_offsets
 from turnlane import connect
-from turnlane.client.destination import RemoteGate
+from turnlane.client.destination import RemoteDestinationState
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.settings import DeliverySettings
+from turnlane.delivery.workers import SendActivity
 from turnlane.outputs.http import Form, HttpOutput, HttpSettings
-from turnlane.spark.lane_task import Counted
 
 EVENTS = 50
 LIMIT = 4
@@ -20,9 +20,11 @@ def deliver(node: str, server: str) -> None:
         batch_events=1, concurrency=8, max_in_flight=LIMIT, max_time=PATIENCE
     )
     with connect(node) as client, HttpOutput(HttpSettings(url=server, format=Form.RAW)) as output:
-        counted = Counted(output)
+        activity = SendActivity()
         with (
-            RemoteGate(client.nodes[0], "alerts", "disk", settings, counted.doing) as gate,
-            Engine(counted, settings, gate) as engine,
+            RemoteDestinationState(
+                client.nodes[0], "alerts", "disk", settings, activity.get_counts
+            ) as gate,
+            Engine(output, settings, gate, activity=activity) as engine,
         ):
             assert engine.deliver(block_of_offsets(0, EVENTS)).delivered == EVENTS

@@ -25,25 +25,25 @@ from tests.outputs.web_servers import served as web_served
 from tests.spark.destinations import Destination
 from turnlane.cli.app import app
 from turnlane.client import destination as client_gate
-from turnlane.client.destination import RemoteGate
+from turnlane.client.destination import RemoteDestinationState
 from turnlane.delivery import breaker
-from turnlane.delivery.breaker import Allowed, State
-from turnlane.delivery.destination import Permit, Report
+from turnlane.delivery.breaker import AllowedSends, BreakerState
+from turnlane.delivery.destination import SendPermit, SendReport
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.settings import DeliverySettings
+from turnlane.delivery.workers import SendActivity
 from turnlane.errors import NoSuchBreaker, NotAllowed, RetryLater
 from turnlane.events import Block
 from turnlane.node.breakers import Asker
 from turnlane.node.metrics import metrics_of_actions
 from turnlane.serving.auth import Authority, TokenSettings
-from turnlane.spark.lane_task import Counted
 from turnlane.testing import FaultyOutput
 
 AT_ONCE = DeliverySettings(
     backoff=0.001, max_backoff=0.001, breaker_failures=2, breaker_reset=0.0, jitter=0.0
 )
 PATIENT = DeliverySettings(backoff=0.001, max_backoff=0.001, breaker_failures=2, breaker_reset=600)
-FAILED = Report(failures=1, error="refused")
+FAILED = SendReport(failures=1, error="refused")
 
 
 def gate(
@@ -51,24 +51,24 @@ def gate(
     settings: DeliverySettings,
     action: str = "alerts",
     busy: Callable[[], int] = lambda: 2,
-) -> RemoteGate:
+) -> RemoteDestinationState:
     node = served.client().nodes[0]
-    made = RemoteGate(node, action, "disk", settings, lambda: (1, busy()))
+    made = RemoteDestinationState(node, action, "disk", settings, lambda: (1, busy()))
     return served.opened.enter_context(made)
 
 
-def opened(served: Served, settings: DeliverySettings) -> RemoteGate:
+def opened(served: Served, settings: DeliverySettings) -> RemoteDestinationState:
     """A gate whose breaker has just opened."""
     made = gate(served, settings)
-    made.permit()
-    while served.node.breakers.of("alerts").gate.status().state is State.CLOSED:
+    made.request_permit()
+    while served.node.breakers.of("alerts").gate.get_status().state is BreakerState.CLOSED:
         made.report(FAILED)
     return made
 
 
-def allowed(made: RemoteGate, wanted: Allowed) -> Permit:
+def allowed(made: RemoteDestinationState, wanted: AllowedSends) -> SendPermit:
     """The permit, once it is what is wanted."""
-    while (permit := made.permit()).allowed is not wanted:
+    while (permit := made.request_permit()).allowed is not wanted:
         pass
     return permit
 
@@ -85,49 +85,49 @@ def test_all_tasks_claim_from_one_rate(served: Served) -> None:
 
 def test_failures_of_one_task_are_known_to_all(served: Served) -> None:
     one, other = gate(served, PATIENT), gate(served, PATIENT)
-    assert one.permit().allowed is other.permit().allowed is Allowed.ALL
+    assert one.request_permit().allowed is other.request_permit().allowed is AllowedSends.ALL
     one.report(FAILED)
-    allowed(other, Allowed.ALL)  # after the backoff
+    allowed(other, AllowedSends.ALL)  # after the backoff
     other.report(FAILED)
     for each in (one, other, gate(served, PATIENT)):
-        permit = each.permit()
-        assert (permit.state, permit.allowed) == (State.OPEN, Allowed.NONE)
+        permit = each.request_permit()
+        assert (permit.state, permit.allowed) == (BreakerState.OPEN, AllowedSends.NONE)
         assert 590 < permit.wait <= 600
     found = served.client().nodes[0].breakers()["alerts"]
     assert (found["state"], found["error"], found["opened"]) == ("open", "refused", 1)
     assert found["rejected"] >= 3
-    assert gate(served, PATIENT, "another action").permit().allowed is Allowed.ALL
+    assert gate(served, PATIENT, "another action").request_permit().allowed is AllowedSends.ALL
 
 
 def test_one_probe_however_many_ask_at_once(served: Served) -> None:
     opened(served, AT_ONCE)
-    wait_until(lambda: served.node.breakers.of("alerts").gate.status().wait == 0, "half-open")
+    wait_until(lambda: served.node.breakers.of("alerts").gate.get_status().wait == 0, "half-open")
     askers = [gate(served, AT_ONCE) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        permits = list(pool.map(lambda each: each.permit(), askers))
-    probes = [permit for permit in permits if permit.allowed is Allowed.PROBE]
+        permits = list(pool.map(lambda each: each.request_permit(), askers))
+    probes = [permit for permit in permits if permit.allowed is AllowedSends.PROBE]
     assert len(probes) == 1
-    assert all(permit.allowed is Allowed.NONE for permit in permits if permit not in probes)
-    askers[permits.index(probes[0])].report(Report(successes=1, probe=probes[0].probe))
-    assert askers[0].permit().state is State.CLOSED
+    assert all(permit.allowed is AllowedSends.NONE for permit in permits if permit not in probes)
+    askers[permits.index(probes[0])].report(SendReport(successes=1, probe=probes[0].probe))
+    assert askers[0].request_permit().state is BreakerState.CLOSED
 
 
 def test_a_probe_that_fails_or_is_not_used_makes_way_for_the_next(served: Served) -> None:
     made = opened(served, AT_ONCE)
-    for report in (Report(), FAILED):
-        permit = allowed(made, Allowed.PROBE)
-        how = Report(failures=report.failures, error=report.error, probe=permit.probe)
+    for report in (SendReport(), FAILED):
+        permit = allowed(made, AllowedSends.PROBE)
+        how = SendReport(failures=report.failures, error=report.error, probe=permit.probe)
         made.report(how)
-    permit = allowed(made, Allowed.PROBE)
-    made.report(Report(successes=1, probe=permit.probe))
-    assert made.permit().allowed is Allowed.ALL
+    permit = allowed(made, AllowedSends.PROBE)
+    made.report(SendReport(successes=1, probe=permit.probe))
+    assert made.request_permit().allowed is AllowedSends.ALL
 
 
 def test_a_person_can_close_it(served: Served) -> None:
     made = opened(served, PATIENT)
     node = served.client().nodes[0]
     assert node.reset_breaker("alerts")["state"] == "closed"
-    assert made.permit().allowed is Allowed.ALL
+    assert made.request_permit().allowed is AllowedSends.ALL
     with pytest.raises(NoSuchBreaker, match=r"'alrts'.*there are: alerts"):
         node.reset_breaker("alrts")
 
@@ -135,13 +135,13 @@ def test_a_person_can_close_it(served: Served) -> None:
 def test_other_settings_hold_from_now_on_and_what_is_known_stays_known(served: Served) -> None:
     made = gate(served, AT_ONCE)
     opened(served, PATIENT)
-    other = made.permit()
-    assert other.allowed is Allowed.NONE, "the destination is away, whoever asks"
+    other = made.request_permit()
+    assert other.allowed is AllowedSends.NONE, "the destination is away, whoever asks"
     assert 590 < other.wait <= 600
     served.node.breakers.of("alerts").gate.reset()
-    while served.node.breakers.of("alerts").gate.status().state is State.CLOSED:
+    while served.node.breakers.of("alerts").gate.get_status().state is BreakerState.CLOSED:
         made.report(FAILED)
-    assert allowed(made, Allowed.PROBE).probe, "closed for no longer than its settings say"
+    assert allowed(made, AllowedSends.PROBE).probe, "closed for no longer than its settings say"
 
 
 def test_pipelines_with_settings_of_their_own_do_not_make_each_other_forget(
@@ -149,9 +149,9 @@ def test_pipelines_with_settings_of_their_own_do_not_make_each_other_forget(
 ) -> None:
     ours, theirs = gate(served, PATIENT), gate(served, AT_ONCE)
     for each in (ours, theirs):
-        allowed(each, Allowed.ALL)
+        allowed(each, AllowedSends.ALL)
         each.report(FAILED)
-    status = served.node.breakers.of("alerts").gate.status()
+    status = served.node.breakers.of("alerts").gate.get_status()
     assert (status.failures, status.opened, status.totals["failures"]) == (2, 1, 2)
 
 
@@ -165,7 +165,7 @@ def test_a_rate_that_changes_gives_nothing_away(served: Served) -> None:
 def test_a_slow_probe_is_the_only_one_however_long_it_takes(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breaker, "LEASE", 1.0)
+    monkeypatch.setattr(breaker, "PROBE_LEASE", 1.0)
     monkeypatch.setattr(client_gate, "HEARTBEAT", 0.02)
     opened(served, AT_ONCE)
     other = gate(served, AT_ONCE)
@@ -180,48 +180,48 @@ def test_a_slow_probe_is_the_only_one_however_long_it_takes(
     with Engine(output, AT_ONCE, prober) as engine, ThreadPoolExecutor(1) as pool:
         outcome = pool.submit(engine.deliver, block_of_offsets(0, 10))
         assert sending.wait(PATIENCE)
-        until = time.monotonic() + 1.5 * breaker.LEASE
+        until = time.monotonic() + 1.5 * breaker.PROBE_LEASE
         while time.monotonic() < until:
-            assert other.permit().allowed is Allowed.NONE
+            assert other.request_permit().allowed is AllowedSends.NONE
         release.set()
         assert outcome.result(PATIENCE).delivered == 10
     assert output.sends == 1
-    assert other.permit().state is State.CLOSED
+    assert other.request_permit().state is BreakerState.CLOSED
 
 
 def test_tasks_share_the_limit_on_sends_under_way(served: Served) -> None:
     limited = DeliverySettings(max_in_flight=5)
     one = gate(served, limited, busy=lambda: 0)
-    one.permit()
+    one.request_permit()
     assert one.share == 5
     other = gate(served, limited, busy=lambda: 0)
-    other.permit()
+    other.request_permit()
     assert other.share == 0, "what the other has not given back is not ours"
-    one.report(Report())
-    other.report(Report())
+    one.report(SendReport())
+    other.report(SendReport())
     assert (one.share, other.share) == (2, 2)
     other.close()
-    one.permit()
+    one.request_permit()
     assert one.share == 2, "another one is likely to come"
     again = gate(served, limited, busy=lambda: 0)
-    again.permit()
+    again.request_permit()
     assert again.share == 2, "so that it has its share at once"
-    assert gate(served, limited, "another action").permit().allowed is Allowed.ALL
+    assert gate(served, limited, "another action").request_permit().allowed is AllowedSends.ALL
 
 
 def test_a_send_under_way_is_its_tasks_own_until_it_ends(served: Served) -> None:
     limited = DeliverySettings(max_in_flight=4)
     sending = 4
     one = gate(served, limited, busy=lambda: sending)
-    one.permit()
+    one.request_permit()
     other = gate(served, limited, busy=lambda: 0)
-    other.permit()
-    one.report(Report())
-    other.report(Report())
+    other.request_permit()
+    one.report(SendReport())
+    other.report(SendReport())
     assert (one.share, other.share) == (2, 0)
     sending = 3
-    one.report(Report())
-    other.report(Report())
+    one.report(SendReport())
+    other.report(SendReport())
     assert other.share == 1
 
 
@@ -236,7 +236,7 @@ def test_a_task_sends_no_more_at_a_time_than_its_share(served: Served) -> None:
     output = FaultyOutput(meet)
     mine = gate(served, settings, busy=lambda: 0)
     for each in (*others, mine, *others, mine):
-        each.permit()
+        each.request_permit()
     assert mine.share == 2
     with Engine(output, settings, mine) as engine:
         assert engine.deliver(block_of_offsets(0, 200)).delivered == 200
@@ -265,7 +265,7 @@ def test_the_limit_on_sends_under_way_holds_for_all_processes(served: Served) ->
 def test_a_task_without_a_share_waits_for_one(served: Served) -> None:
     settings = DeliverySettings(max_in_flight=1, max_time=PATIENCE)
     hog = gate(served, settings, busy=lambda: 0)
-    hog.permit()
+    hog.request_permit()
     output = FaultyOutput()
     mine = gate(served, settings, busy=lambda: 0)
     with Engine(output, settings, mine) as engine, ThreadPoolExecutor(1) as pool:
@@ -278,7 +278,7 @@ def test_a_task_without_a_share_waits_for_one(served: Served) -> None:
 def test_tasks_at_work_are_those_that_have_not_left(served: Served) -> None:
     one, other = gate(served, PATIENT), gate(served, PATIENT)
     for each in (one, other):
-        each.permit()
+        each.request_permit()
     node = served.client().nodes[0]
     found = node.breakers(["alerts"])["alerts"]
     assert (found["tasks"], found["preparing"], found["sending"]) == (2, 2, 4)
@@ -306,11 +306,13 @@ def test_metrics_tell_what_tasks_are_doing(served: Served) -> None:
         started.wait()
         release.wait(PATIENCE)
 
-    output = Counted(FaultyOutput(slow))
+    output, activity = FaultyOutput(slow), SendActivity()
     node = served.client().nodes[0]
     with (
-        RemoteGate(node, "alerts", "disk", settings, output.doing, workers=7) as made,
-        Engine(output, settings, made) as engine,
+        RemoteDestinationState(
+            node, "alerts", "disk", settings, activity.get_counts, workers=7
+        ) as made,
+        Engine(output, settings, made, activity=activity) as engine,
         ThreadPoolExecutor(1) as pool,
     ):
         outcome = pool.submit(engine.deliver, block_of_offsets(0, 10))
@@ -367,8 +369,8 @@ def test_only_those_who_may_read_its_queue_see_and_change_a_breaker(serve: Serve
     ]
     served = serve(authority=Authority(tokens))
     boss, lane, stranger = (served.client(token=each.name).nodes[0] for each in tokens)
-    with RemoteGate(lane, "alerts", "disk", PATIENT) as mine:
-        mine.permit()
+    with RemoteDestinationState(lane, "alerts", "disk", PATIENT) as mine:
+        mine.request_permit()
     assert set(boss.breakers()) == set(lane.breakers()) == {"alerts"}
     assert stranger.breakers() == {}
     for queue in ("disk", "slow"):

@@ -23,7 +23,7 @@ from tests.node.conftest import Serve, Served, values
 from turnlane.cli.app import app
 from turnlane.client import dead_letters
 from turnlane.client.dead_letters import Choice, Chosen, DeadLetters
-from turnlane.delivery.outcome import DeadLetter, dead_letter_block
+from turnlane.delivery.results import DeadLetter, make_dead_letter_block
 from turnlane.errors import ConfigError, RetryLater
 from turnlane.events import Block, block_of
 
@@ -43,7 +43,7 @@ def letters(numbers: range, reason: str = "Never", hour: int = 0, action: str = 
     rows = block_of([b"event %d" % number for number in numbers], keys=keys)
     letter = DeadLetter(rows, np.arange(len(numbers)), reason, f"refused: {reason}", 1)
     moment = NOON + timedelta(hours=hour)
-    return dead_letter_block([letter], action, int(moment.timestamp() * 1e9), "v1")
+    return make_dead_letter_block([letter], action, int(moment.timestamp() * 1e9), "v1")
 
 
 def bury(served: Served, block: Block, queue: str = "alerts.dead") -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from pyarrow import flight
+from turnlane.queues.memory import MemoryQueue
 
 from tests.contract.harness import NOTICEABLE, PATIENCE, Task, assert_never, wait_until
 from tests.node.conftest import QUEUES, Serve, Served, Stream, values
@@ -25,9 +26,10 @@ from turnlane.node.flight import publish
 from turnlane.node.flight.errors import FlightLimits
 from turnlane.node.flight.publish import MAX_PAIRS, Route
 from turnlane.outputs.http_connections import hang_up_on
-from turnlane.queues.memory import MemoryQueue
+from turnlane.queues.api import AckLevel
 from turnlane.queues.settings import QueueSettings
 from turnlane.serving.address import cut_connections
+from turnlane.storage.producer_sequences import MAX_RUNS
 from turnlane.testing import FaultyDisk
 
 
@@ -147,6 +149,58 @@ def test_repeats_are_dropped_and_acked(served: Served) -> None:
     second.write(b"b", b"c", b"d", sequence=1)
     assert second.finish() == {"accepted": 4, "persisted": 4, "delivered": 0}
     assert values(served.node, "disk") == [b"a", b"b", b"c", b"d"]
+
+
+def test_a_number_that_comes_after_a_higher_one_is_taken(serve: Serve) -> None:
+    """On the same stream, on another one, and after a restart: once each."""
+    served = serve(name="same")
+    first = served.stream("disk", "p")
+    first.greet()
+    for number in (20, 10, 10, 20):
+        first.write(b"%d" % number, sequence=number)
+    assert first.finish() == {"accepted": 21, "persisted": 21, "delivered": 0}
+    queue = served.node.queue("disk")
+    assert queue.watermarks[AckLevel.PERSISTED].position == 2
+    second = served.stream("disk", "p")
+    assert second.greet()["resume_at"] == 21
+    second.write(b"12", b"13", sequence=12)
+    second.finish()
+    assert queue.watermarks[AckLevel.PERSISTED].position == 4
+    served.close()
+    after = serve(name="same")
+    third = after.stream("disk", "p")
+    assert third.greet()["resume_at"] == 21
+    third.write(*[b"%d" % number for number in range(10, 22)], sequence=10)
+    third.finish()
+    expected = [20, 10, 12, 13, 11, 14, 15, 16, 17, 18, 19, 21]
+    assert values(after.node, "disk") == [b"%d" % number for number in expected]
+
+
+def test_a_late_number_has_come_to_its_level_when_the_stream_ends(served: Served) -> None:
+    """The reports are ahead of it, the end of the stream is not."""
+    stream = served.stream("memory", "p", ack="delivered")
+    stream.greet()
+    stream.write(b"20", sequence=20)
+    stream.await_news(accepted=21)
+    served.node.queue("memory").get().done()
+    stream.write(b"10", sequence=10)
+    wait_until(lambda: served.node.queue("memory").end == 2)
+    finishing = Task(stream.finish)
+    time.sleep(NOTICEABLE)
+    assert finishing.running
+    served.node.queue("memory").get().done()
+    finishing.result()
+
+
+def test_a_client_may_leave_numbers_out_without_end(served: Served) -> None:
+    """One that drops events itself has as many gaps as drops."""
+    stream = served.stream("disk", "p")
+    stream.greet()
+    for number in range(0, 6 * MAX_RUNS, 2):
+        stream.write(b"%d" % number, sequence=number)
+    end = 6 * MAX_RUNS - 1
+    assert stream.finish() == {"accepted": end, "persisted": end, "delivered": 0}
+    assert len(values(served.node, "disk")) == 3 * MAX_RUNS
 
 
 def test_repeats_of_what_was_delivered_are_called_delivered(served: Served) -> None:

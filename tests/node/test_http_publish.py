@@ -7,8 +7,10 @@ import base64
 import contextlib
 import gzip
 import json
+import random
 import subprocess
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,14 @@ from hypothesis import strategies as st
 
 from tests.contract.harness import wait_until
 from tests.node.http_harness import Served, served
-from turnlane.errors import QueueFull, StorageFailed
-from turnlane.events import Event, block_of, events_of
+from turnlane.errors import QueueEmpty, QueueFull, StorageFailed
+from turnlane.events import Event, block_of, events_of, values_of
 from turnlane.node.http_events import iso, of_json, of_ndjson, timestamp_of, to_json
 from turnlane.node.http_publishing import _Follower, _publish
 from turnlane.node.node import Node
 from turnlane.queues.api import Ack, AckLevel, Durability
 from turnlane.queues.buffered import BufferedQueue
+from turnlane.storage.producer_sequences import MAX_RUNS
 
 
 def stored(at: Served) -> list[Event]:
@@ -166,6 +169,12 @@ def test_a_bad_line_is_named_and_nothing_is_taken(
         ({}, {"sequence": "1"}, "give both or neither"),
         ({}, {"producer-id": "p", "sequence": "-1"}, "header Sequence: a whole number"),
         ({}, {"producer-id": "p", "sequence": "9" * 30}, "header Sequence: a whole number"),
+        ({}, {"sequence-gaps": "skip"}, "give both or neither"),
+        (
+            {},
+            {"producer-id": "p", "sequence": "1", "sequence-gaps": "no"},
+            "header Sequence-Gaps: 'no' is not 'skip'",
+        ),
         ({}, {"producer-id": "p" * 300, "sequence": "1"}, "longer than 256"),
         ({}, {"producer-id": "turnlane.commits", "sequence": "1"}, "the node's own"),
         ({}, {"x-turnlane-key": b"\xff"}, "X-Turnlane-Key: not UTF-8"),
@@ -193,6 +202,81 @@ def test_a_numbered_request_sent_again_is_not_taken_twice(fresh: Served) -> None
     whole = fresh.post(events, headers={**name, "sequence": "0"}).json()
     assert (whole["accepted"], whole["repeated"], whole["first"]) == (0, 3, None)
     assert [event.value for event in stored(fresh)] == [b"0", b"1", b"2", b"3"]
+
+
+def numbers(values: range) -> list[dict[str, str]]:
+    return [{"value": str(number)} for number in values]
+
+
+def test_a_numbered_request_that_was_refused_is_taken_after_a_higher_one(tmp_path: Path) -> None:
+    """Also after a restart: a lower number is no repeat unless the queue took it."""
+    with served(tmp_path, {"orders": {"size": 12}}) as at:
+
+        def send(values: range) -> httpx.Response:
+            headers = {"producer-id": "shop", "sequence": str(values.start)}
+            return at.post(numbers(values), params={"timeout": "0"}, headers=headers)
+
+        at.post(numbers(range(10)), headers={"producer-id": "shop", "sequence": "0"})
+        assert send(range(10, 20)).status_code == 429
+        higher = at.post(numbers(range(20, 22)), headers={"producer-id": "shop", "sequence": "20"})
+        assert higher.json()["accepted"] == 2
+        at.orders.get().done()
+    with served(tmp_path, {"orders": {}}) as at:
+        headers = {"producer-id": "shop", "sequence": "10"}
+        late = at.post(numbers(range(10, 22)), headers=headers).json()
+        assert (late["accepted"], late["repeated"]) == (10, 2)
+        found = at.orders.read(at.orders.low, 100)
+        assert found is not None
+        assert values_of([found[1]])[-10:] == [b"%d" % number for number in range(10, 20)]
+
+
+def test_a_producer_may_use_several_connections(tmp_path: Path) -> None:
+    """Four of them, 4,000 events, a queue that is often full: each answered one is there once."""
+    requests = deque(range(0, 4000, 10))
+    answered: set[int] = set()
+    found: list[bytes | None] = []
+    with served(tmp_path, {"orders": {"size": 100}}) as at, ThreadPoolExecutor(4) as pool:
+
+        def send_all(seed: int) -> None:
+            dice = random.Random(seed)
+            client = httpx.Client(base_url=at.plane.url, timeout=30)
+            with client as http, contextlib.suppress(IndexError):
+                while True:
+                    first = requests.popleft()
+                    answer = http.post(
+                        "/queues/orders/events",
+                        json=numbers(range(first, first + 10)),
+                        params={"ack": "persisted", "timeout": dice.choice(["0", "5s"])},
+                        headers={"producer-id": "shop", "sequence": str(first)},
+                    )
+                    if answer.status_code == 200:
+                        answered.update(range(first, first + 10))
+                    if answer.status_code != 200 or dice.random() < 0.1:
+                        requests.insert(dice.randrange(len(requests) + 1), first)
+
+        sending = [pool.submit(send_all, seed) for seed in range(4)]
+        while not all(each.done() for each in sending) or at.orders.stats().size:
+            with contextlib.suppress(QueueEmpty), at.orders.get(50, timeout=0.05) as batch:
+                found += values_of([batch.block])
+        for each in sending:
+            each.result()
+    assert answered == set(range(4000))
+    assert sorted(int(value or b"-1") for value in found) == list(range(4000))
+
+
+def test_too_many_gaps_are_answered_with_the_missing_numbers(fresh: Served) -> None:
+    name = {"producer-id": f"gaps-{fresh.orders.end}"}
+    producer = fresh.orders.producer(producer_id=name["producer-id"])
+    for number in range(1, MAX_RUNS + 1):
+        producer.publish_block(block_of([b"x"]), sequence=3 * number)
+    refused = fresh.post(b"x", headers={**name, "sequence": "1000"})
+    problem = refused.json()
+    assert (refused.status_code, problem["error"]) == (409, "NumbersMissing")
+    assert (problem["expected"], problem["missing"][:2]) == (0, [[0, 2], [4, 5]])
+    assert fresh.post(b"x", headers={**name, "sequence": "0"}).json()["accepted"] == 1
+    skip = {"sequence": "1000", "sequence-gaps": "skip"}
+    assert fresh.post(b"x", headers={**name, **skip}).json()["accepted"] == 1
+    assert fresh.post(b"x", headers={**name, "sequence": "2"}).json()["repeated"] == 1
 
 
 def test_levels_are_waited_for(fresh: Served) -> None:

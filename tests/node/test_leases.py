@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import flight
+from turnlane.queues.memory import MemoryQueue
 
 from tests.contract.harness import NOTICEABLE, Task, wait_until
 from tests.node.conftest import Serve, Served
@@ -24,7 +25,6 @@ from turnlane.node.flight.actions import Caller
 from turnlane.node.flight.commands import Consume
 from turnlane.node.flight.server import FlightPlane
 from turnlane.node.leases import Leases
-from turnlane.queues.memory import MemoryQueue
 from turnlane.queues.settings import QueueSettings
 
 

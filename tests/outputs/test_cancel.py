@@ -12,7 +12,7 @@ import pytest
 from tests.contract.harness import wait_until
 from tests.outputs.web_blocks import events, output
 from tests.outputs.web_servers import PATIENCE, Handler, served
-from turnlane.delivery.destination import LocalGate
+from turnlane.delivery.destination import LocalDestinationState
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.delivery.workers import IN_FLIGHT
@@ -50,9 +50,9 @@ def test_a_syslog_receiver_that_never_reads(deaf: str) -> None:
 def check_given_up(made: Output, size: int = 1) -> None:
     """All events are kept, and the threads that sent them end long before their time is over."""
     before = set(threading.enumerate())
-    with Engine(made, DELIVERY, LocalGate(DELIVERY), grace=0.2) as engine:
+    with Engine(made, DELIVERY, LocalDestinationState(DELIVERY), grace=0.2) as engine:
         outcome = engine.deliver(events([b"x" * size] * 10))
-        assert outcome.kept.tolist() == list(range(10))
+        assert outcome.deferred.tolist() == list(range(10))
     wait_until(lambda: not senders() - before, "the senders to end", PATIENCE)
     assert not len(IN_FLIGHT)
 

@@ -13,11 +13,11 @@ import pytest
 
 from tests.outputs.web_blocks import events, output
 from tests.outputs.web_servers import PATIENCE, Handler, Reply, Server, served
-from turnlane.delivery.breaker import Backoff
-from turnlane.delivery.destination import LocalGate
+from turnlane.delivery.destination import LocalDestinationState
 from turnlane.delivery.engine import Engine
-from turnlane.delivery.outcome import Outcome
+from turnlane.delivery.results import BlockResult
 from turnlane.delivery.settings import DeliverySettings
+from turnlane.retry import Backoff
 
 SLACK = 5.0
 """Seconds that a busy machine may be late."""
@@ -35,12 +35,16 @@ def delivery_of(settings: dict[str, Any]) -> DeliverySettings:
     return DeliverySettings(**{**hurried, **settings})
 
 
-def outcome(values: list[bytes], keys: int = 1, *, settings: Any = None, **knobs: Any) -> Outcome:
+def outcome(
+    values: list[bytes], keys: int = 1, *, settings: Any = None, **knobs: Any
+) -> BlockResult:
     delivery = delivery_of(settings or {})
     block = events(values, keys=[f"k{number % keys}" for number in range(len(values))])
     with (
         output("http", **knobs) as made,
-        Engine(made, delivery, LocalGate(delivery), takes_apart=made.takes_apart) as engine,
+        Engine(
+            made, delivery, LocalDestinationState(delivery), takes_apart=made.takes_apart
+        ) as engine,
     ):
         return engine.deliver(block)
 
@@ -63,7 +67,7 @@ def test_one_poisoned_event_is_dead_and_all_others_are_delivered(
     server.behave = behave
     found = outcome([*VALUES[:555], b"poison", *VALUES[556:]], keys, url=server.url + path)
     assert found.delivered == 999
-    assert not len(found.kept)
+    assert not len(found.deferred)
     [dead] = found.dead
     assert dead.numbers.tolist() == [555]
     assert "that is poison" in dead.text
@@ -104,7 +108,7 @@ def test_none_passes_those_whose_address_fails(
     settings = {"ordering": ordering, "breaker_failures": 10**6, "max_time": 1.0}
     found = outcome(VALUES[:10], 5, settings=settings, url=server.url + "/{value}")
     assert late.isdisjoint(taken(server))
-    assert late <= set(found.kept.tolist())
+    assert late <= set(found.deferred.tolist())
     assert 0 in taken(server)
 
 
@@ -140,7 +144,7 @@ def test_a_server_that_fails_now_and_then_has_all_in_the_end(server: Server) -> 
     while left and time.monotonic() < deadline:  # as a lane does with what is kept
         found = outcome(left, url=server.url, settings={"breaker_failures": 10_000})
         assert not found.dead
-        left = [left[number] for number in found.kept]
+        left = [left[number] for number in found.deferred]
     assert not left
     assert set(taken(server)) == set(range(1000))
 
@@ -158,10 +162,10 @@ def test_a_server_that_gets_slow_by_degrees_is_asked_less_at_a_time(server: Serv
 
     server.behave = behave
     delivery = delivery_of({"batch_events": 5, "max_concurrency": 64, "breaker_failures": 1})
-    gate = LocalGate(delivery)
+    gate = LocalDestinationState(delivery)
     with output("http", url=server.url) as made, Engine(made, delivery, gate) as engine:
         found = engine.deliver(events(VALUES))
-    status = gate.status()
+    status = gate.get_status()
     assert (found.delivered, status.totals["failures"]) == (1000, 0), "slow is not away"
     assert taken(server) == list(range(1000))
     assert status.concurrency is not None
@@ -184,15 +188,15 @@ def test_retries_come_when_the_backoff_says_as_the_server_sees_it(server: Server
     server.behave = behave
     knobs = {"backoff": 0.05, "max_backoff": 0.2, "jitter": 0.2, "breaker_failures": 100}
     assert outcome(VALUES[:10], settings=knobs, url=server.url).delivered == 10
-    backoff = Backoff(0.05, 0.2, 0.2)
+    backoff = Backoff.from_jitter(0.05, 0.2, 0.2)
     for number, wait in enumerate(np.diff(times), 1):
-        assert wait >= backoff.wait(number, 0.0) - 0.001
-        assert wait <= backoff.wait(number, 1.0) + SLACK
+        assert wait >= backoff.get_wait(number, 0.0) - 0.001
+        assert wait <= backoff.get_wait(number, 1.0) + SLACK
     assert len(times) == failures + 1
 
 
 def test_events_are_kept_for_a_server_that_wants_a_pause(server: Server) -> None:
     server.answers(Reply(429, headers={"Retry-After": "3600"}))
     found = outcome(VALUES, url=server.url)
-    assert found.kept.tolist() == list(range(1000))
+    assert found.deferred.tolist() == list(range(1000))
     assert not found.dead

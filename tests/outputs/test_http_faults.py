@@ -22,7 +22,7 @@ from tests.outputs.web_servers import (
     served,
     unused_url,
 )
-from turnlane.delivery.error_policy import error_type
+from turnlane.delivery.error_policy import get_error_type
 from turnlane.errors import Never, PayloadTooLarge, RetryLater, TurnlaneError
 from turnlane.outputs.http_connections import LONGEST_WAIT, Answer, error_of, quoted, retry_after
 
@@ -93,7 +93,7 @@ def test_each_status_is_the_error_that_says_what_to_do(
     ],
 )
 def test_metrics_count_by_what_went_wrong(server: Server, status: int, kind: str) -> None:
-    assert error_type(failure(server, replying(Reply(status)))) == kind
+    assert get_error_type(failure(server, replying(Reply(status)))) == kind
 
 
 def test_who_does_not_answer_is_late_and_who_is_not_there_a_matter_of_the_network(
@@ -104,7 +104,7 @@ def test_who_does_not_answer_is_late_and_who_is_not_there_a_matter_of_the_networ
         made.send(made.prepare(events([b"a"])))
     with output("http", url=unused_url()) as made, pytest.raises(RetryLater) as away:
         made.send(made.prepare(events([b"a"])))
-    assert (error_type(late.value), error_type(away.value)) == ("timeout", "network")
+    assert (get_error_type(late.value), get_error_type(away.value)) == ("timeout", "network")
 
 
 @pytest.mark.parametrize("status", [200, 201, 202, 204, 299])

@@ -20,9 +20,9 @@ from tests.inputs.otlp_senders import log_records, logs_request, measurements, s
 from tests.inputs.web_inputs import SECRET, TOKENS, held, node_of, serving
 from tests.outputs.web_blocks import NOON, delivered, events, output, with_column
 from tests.outputs.web_servers import Handler, Reply, Server, served, unused_url
-from turnlane.delivery.destination import LocalGate
+from turnlane.delivery.destination import LocalDestinationState
 from turnlane.delivery.engine import Engine
-from turnlane.delivery.outcome import Outcome
+from turnlane.delivery.results import BlockResult
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import Never, PartlyDelivered, PayloadTooLarge, RetryLater
 from turnlane.events import Block, Event, block_of, values_of
@@ -68,10 +68,12 @@ def sdk_events(signal: Signal, grain: Grain = Grain.RECORD) -> list[Event]:
     return [Event(value, headers=head) for value, head in zip(values, headers, strict=True)]
 
 
-def run(blocks: list[Block], server: Server, **knobs: Any) -> tuple[list[Outcome], LocalGate]:
+def run(
+    blocks: list[Block], server: Server, **knobs: Any
+) -> tuple[list[BlockResult], LocalDestinationState]:
     """Deliver blocks as a lane does; the outcomes, and what the gate knows then."""
     settings = DeliverySettings(backoff=0.001, max_backoff=0.01, max_time=60.0, **knobs)
-    gate = LocalGate(settings)
+    gate = LocalDestinationState(settings)
     with (
         output("otlp", url=server.url) as made,
         Engine(made, settings, gate, takes_apart=made.takes_apart) as engine,
@@ -297,7 +299,7 @@ def test_if_all_were_rejected_nothing_is_delivered_and_nothing_sent_again(
     (letter,) = result.dead
     assert (len(letter.numbers), letter.error) == (block.num_rows, "Never")
     assert letter.text.endswith("rejected for good: too old")
-    assert gate.status().totals["rejected"] == 0
+    assert gate.get_status().totals["rejected"] == 0
 
 
 def test_how_many_were_rejected_is_reported(server: Server) -> None:
@@ -305,7 +307,7 @@ def test_how_many_were_rejected_is_reported(server: Server) -> None:
     server.answers(*replies)
     results, gate = run([events([b"a", b"b"]), events([b"c", b"d"])], server, batch_events=2)
     assert [result.delivered for result in results] == [2, 2]
-    assert gate.status().totals["rejected"] == 2
+    assert gate.get_status().totals["rejected"] == 2
 
 
 def test_signals_that_have_an_order_do_not_pass_each_other(server: Server) -> None:

@@ -24,7 +24,7 @@ from tests.contract.harness import wait_until
 from tests.databases import mariadb_server, postgres_server
 from tests.outputs.blocks import handed, numbered
 from tests.outputs.sql_bench import Bench
-from turnlane.delivery.destination import LocalGate
+from turnlane.delivery.destination import LocalDestinationState
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import Never, RetryLater
@@ -367,10 +367,10 @@ def test_a_poison_is_found_and_everything_else_is_written_once(bench: Bench) -> 
     settings = DeliverySettings.model_validate({"max_time": "60s"})
     with (
         bench.output(exactly_once=True) as output,
-        Engine(output, settings, LocalGate(settings)) as engine,
+        Engine(output, settings, LocalDestinationState(settings)) as engine,
     ):
         outcome = engine.deliver(handed(values))
-    assert (outcome.delivered, len(outcome.kept)) == (399, 0)
+    assert (outcome.delivered, len(outcome.deferred)) == (399, 0)
     assert [letter.numbers.tolist() for letter in outcome.dead] == [[123]]
     assert bench.ids() == [number for number in range(400) if number != 123]
     assert bench.delivered() == [(0, 123), (124, 400)]

@@ -26,6 +26,7 @@ from turnlane.storage.disk_io import Buffers, Disk
 from turnlane.storage.frames import Position, Stamp
 from turnlane.storage.journal import NAMES, Journal
 from turnlane.storage.journal_records import JournalState
+from turnlane.storage.producer_sequences import Accepted
 from turnlane.testing import FaultyDisk
 
 ID = "0123456789abcdef" * 2
@@ -466,7 +467,7 @@ def test_what_a_torn_write_left_never_turns_a_producer_back(tmp_path: Path) -> N
     journal.close()
     state = Journal.read(tmp_path, Disk(), ID)
     assert state.position == Position(0, 16, 200)
-    assert state.producers[bytes([2]) * 16] == 200
+    assert state.producers[bytes([2]) * 16] == Accepted(200)
 
 
 def test_stamps_are_found_without_their_position_but_never_the_other_way(tmp_path: Path) -> None:

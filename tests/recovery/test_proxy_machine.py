@@ -182,7 +182,7 @@ class ProxyMachine(RuleBasedStateMachine):
 
     def has(self) -> int:
         """How many events the node has, as it tells its clients."""
-        return self.node.sequences.get(hashed(NAME), 0)
+        return self.node.next_sequence(hashed(NAME))
 
     def safe(self) -> int:
         """How many events the node must know: up to the last one known as persisted, or settled."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from turnlane.queues.disk_writer import Job
 
 from tests.contract.harness import (
     NOTICEABLE,
@@ -30,7 +31,6 @@ from turnlane.queues.api import Ack
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.disk import DiskQueue
 from turnlane.queues.disk_assisted import DiskAssistedQueue
-from turnlane.queues.disk_writer import Job
 from turnlane.queues.producer import BufferedProducer
 
 SMALL: dict[str, Any] = {

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-
 from turnlane.delivery.outcome import DeadLetter, Outcome
+
 from turnlane.events import Block
 from turnlane.spark.row_codec import Mask
 from turnlane.spark.steps import Step

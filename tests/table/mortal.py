@@ -6,7 +6,7 @@ from typing import Any
 
 from turnlane.table.definition import Definition
 from turnlane.table.sql.dialect import Dialect
-from turnlane.table.store import Store
+from turnlane.table.store import TableStore
 
 OPERATIONS = (
     "acquire",
@@ -36,7 +36,7 @@ class Killed(BaseException):
     """The process is gone; nobody catches this."""
 
 
-class MortalStore(Store):
+class MortalStore(TableStore):
     """Dies before or after the first call of one operation."""
 
     def __init__(

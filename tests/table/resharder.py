@@ -7,7 +7,7 @@ import os
 import sys
 
 from turnlane import table
-from turnlane.table.reshard import Progress
+from turnlane.table.reshard import ReshardProgress
 
 
 def main() -> None:
@@ -16,7 +16,7 @@ def main() -> None:
         database.queue(name).reshard([tuple(each) for each in targets], say)
 
 
-def say(progress: Progress) -> None:
+def say(progress: ReshardProgress) -> None:
     """A whole line at once."""
     os.write(1, f"{progress.step} {progress.moved}\n".encode())
 

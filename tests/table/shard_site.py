@@ -14,7 +14,7 @@ from tests.table.site import COLUMNS, PATIENCE
 from turnlane import table
 from turnlane.errors import LeadLost
 from turnlane.runtime import Closing
-from turnlane.table.shard_directory import Sites
+from turnlane.table.shard_directory import ShardDirectory
 from turnlane.table.url import dialect_of
 
 OPTIONS = "lease = 10s, backoff = 10ms, max_backoff = 50ms, window = 1s"
@@ -39,11 +39,11 @@ class ShardSite(Closing):
         database = self._opened.enter_context(table.connect_shards(self.shards))
         return database.queue(self.name)
 
-    def sites(self) -> Sites:
+    def sites(self) -> ShardDirectory:
         """The databases alone, without anybody who follows the map."""
         definition = self.database._databases[0].catalog.definition(self.name)
         urls = [url for url, _ in self.shards]
-        return self._opened.enter_context(Sites(definition, urls))
+        return self._opened.enter_context(ShardDirectory(definition, urls))
 
     def execute(self, url: str, statement: str) -> list[tuple[Any, ...]]:
         """Plain SQL in one database."""

@@ -12,7 +12,7 @@ from tests.table.servers import MariadbServer, PostgresServer
 from turnlane import table
 from turnlane.runtime import Closing
 from turnlane.table.manager import Manager
-from turnlane.table.store import Store
+from turnlane.table.store import TableStore
 
 PATIENCE = 60.0
 COLUMNS = "user_id BIGINT, payload VARCHAR(256)"
@@ -48,9 +48,9 @@ class Site(Closing):
         """The same queue, as another process would have it."""
         return self._cleanup.enter_context(table.TableQueue(self.dialect, queue.definition))
 
-    def manager(self, queue: table.TableQueue, store: Store | None = None) -> Manager:
+    def manager(self, queue: table.TableQueue, store: TableStore | None = None) -> Manager:
         """A manager that is stepped by hand."""
-        return Manager(store or Store(self.dialect, queue.definition))
+        return Manager(store or TableStore(self.dialect, queue.definition))
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Any]:

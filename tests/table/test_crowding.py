@@ -6,14 +6,14 @@ import pytest
 
 from tests.table.site import PATIENCE, Site, eventually, payloads, settle, take
 from turnlane.table.event import TableEvent
-from turnlane.table.fetcher import PAGE
+from turnlane.table.fetcher import PAGE_ROWS
 from turnlane.table.queue import TableQueue
 from turnlane.table.shards import KeyRange, keyspace_id
 
 SOON = 20.0
 """Seconds: long on a busy machine, short beside the ack timeout of these tests."""
 
-MANY = 4 * PAGE
+MANY = 4 * PAGE_ROWS
 """More than are ever in memory while some are due."""
 
 

@@ -34,7 +34,7 @@ from turnlane.table.sql import watch
 from turnlane.table.sql.dialect import Dialect, Failure, Verdict
 from turnlane.table.sql.postgres import Postgres
 from turnlane.table.sql.session import Session
-from turnlane.table.store import Store
+from turnlane.table.store import TableStore
 from turnlane.table.url import dialect_of
 
 VICTIM = Path(__file__).with_name("victim.py")
@@ -278,7 +278,7 @@ def _out(manager: Manager) -> int:
 def test_every_write_with_an_old_token_is_refused(site: Site) -> None:
     queue = site.queue(lease="1s")
     site.fill(queue, 3)
-    store = Store(site.dialect, queue.definition)
+    store = TableStore(site.dialect, queue.definition)
     grant = store.acquire("old", 0.0)
     assert grant is not None
     eventually(lambda: store.acquire("new", 60.0) is not None)
@@ -325,7 +325,7 @@ def test_every_write_with_an_old_token_is_refused(site: Site) -> None:
 def test_a_takeover_waits_for_a_write_that_is_under_way(site: Site) -> None:
     queue = site.queue(lease="1s")
     site.fill(queue, 1)
-    first, second = (Store(site.dialect, queue.definition) for _ in range(2))
+    first, second = (TableStore(site.dialect, queue.definition) for _ in range(2))
     grant = first.acquire("first", 0.0)
     assert grant is not None
     fenced, go_on = threading.Event(), threading.Event()
@@ -415,7 +415,7 @@ def test_a_watch_that_cannot_connect_tries_again(
 def test_a_queue_that_is_dropped_is_missed_once_and_found_again(
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("turnlane.table.manager.PAUSE", 0.1)
+    monkeypatch.setattr("turnlane.table.manager.MISSING_QUEUE_PAUSE", 0.1)
     queue = site.queue(lease="300ms")
     site.fill(queue, 1)
     with queue.receive() as receiver:
@@ -435,7 +435,7 @@ def test_a_queue_that_is_dropped_is_missed_once_and_found_again(
 def test_a_queue_that_is_made_anew_otherwise_is_not_led(
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("turnlane.table.manager.PAUSE", 0.1)
+    monkeypatch.setattr("turnlane.table.manager.MISSING_QUEUE_PAUSE", 0.1)
     queue = site.queue(lease="300ms")
     with queue.receive():
         eventually(lambda: queue.manager().fires)
@@ -560,7 +560,7 @@ def test_a_database_without_a_free_connection_keeps_the_acks(served_site: Site) 
     queue = site.queue(ack_timeout="60s")
     site.fill(queue, 2)
     with limited(site) as (dialect, exhausted):
-        manager = Manager(Store(dialect, queue.definition))
+        manager = Manager(TableStore(dialect, queue.definition))
         manager.start()
         with manager:
             receiver = Receiver()
@@ -641,7 +641,7 @@ def test_a_real_deadlock_is_retried(served_site: Site) -> None:
     site = served_site
     queue = site.queue()
     site.fill(queue, 40)
-    store = Store(site.dialect, queue.definition)
+    store = TableStore(site.dialect, queue.definition)
     grant = store.acquire("me", 60.0)
     assert grant is not None
     other, met, tries = site.dialect.connect(), threading.Barrier(2), []
@@ -759,12 +759,12 @@ def test_only_the_clock_of_the_database_counts(
 
 def test_a_manager_whose_machine_slept_gives_out_nothing(site: Site) -> None:
     """Its clock goes on meanwhile: the lease is over before it can look at the database."""
-    assert isinstance(Manager(Store(site.dialect, site.queue().definition))._clock, BootClock)
+    assert isinstance(Manager(TableStore(site.dialect, site.queue().definition))._clock, BootClock)
     assert abs(BootClock().monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME)) < 60
     queue = site.queue(lease="60s")
     site.fill(queue, 1)
     clock = Sleeper()
-    manager = Manager(Store(site.dialect, queue.definition), clock=clock)
+    manager = Manager(TableStore(site.dialect, queue.definition), clock=clock)
     with manager:
         receiver = Receiver()
         manager.attach(receiver)
@@ -832,13 +832,13 @@ def test_a_transaction_that_stays_open_on_sqlite_holds_writes_up_and_loses_nothi
             assert queue.manager().lost_acks == queue.manager().counts.lost_leads == 0
 
 
-@pytest.mark.parametrize("patience", [id_gaps.PATIENCE, 0.0])
+@pytest.mark.parametrize("patience", [id_gaps.STALE_AFTER, 0.0])
 def test_a_transaction_that_stays_open_fires_when_it_commits(
     served_site: Site, patience: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even when its id is asked for no longer: then the sweep finds it."""
     site = served_site
-    monkeypatch.setattr(id_gaps, "PATIENCE", patience)
+    monkeypatch.setattr(id_gaps, "STALE_AFTER", patience)
     queue = site.queue(window="1s")
     with queue.receive() as receiver:
         with site.transaction() as connection:
@@ -905,7 +905,7 @@ def _events_in_memory() -> int:
     return sum(type(each) is table.TableEvent for each in gc.get_objects())
 
 
-class SlowToMark(Store):
+class SlowToMark(TableStore):
     """A store that takes longer to mark events than the lease lasts."""
 
     def mark(self, token: int, ids: Sequence[int]) -> set[int]:
@@ -917,7 +917,7 @@ class SlowToMark(Store):
 def test_a_mark_that_takes_longer_than_the_lease_loses_no_time(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "FRESH", 0.0)
+    monkeypatch.setattr(dispatcher, "MAX_UNMARKED_AGE", 0.0)
     queue = site.queue(lease="200ms", ack_timeout="10m")
     with site.transaction() as connection:
         queue.enqueue(connection, {"payload": "marked before it fires"}, delay=0.2)

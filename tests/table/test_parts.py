@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,24 +11,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlane.errors import ConfigError, SyntaxFault
-from turnlane.table import settlement as backoff_module
-from turnlane.table.assignment import Seat, assign
-from turnlane.table.definition import OWN_COLUMNS, Layout, Ordering, TableSettings
-from turnlane.table.dispatcher import Pace
-from turnlane.table.event import COLUMNS, TableEvent
+from turnlane.table.assignment import ReceiverSlot, assign_events
+from turnlane.table.definition import SYSTEM_COLUMNS, Layout, TableOrdering, TableSettings
+from turnlane.table.event import EVENT_COLUMNS, TableEvent
 from turnlane.table.grammar import CreateQueue, DropQueue, ShowQueues, parse, parse_definition
-from turnlane.table.id_gaps import GAPS_MOST, PATIENCE, Gaps, Lapsed, Running
-from turnlane.table.in_flight import Flights
-from turnlane.table.ordering import Order
-from turnlane.table.settlement import backoff
-from turnlane.table.shards import EVERYTHING, SHIFT, KeyRange, keyspace_id, without
-from turnlane.table.window import NEVER, Backlogs, Window
+from turnlane.table.id_gaps import MAX_GAPS, STALE_AFTER, IdGaps, StaleIdGaps, TransactionSnapshot
+from turnlane.table.in_flight import InFlightEvents
+from turnlane.table.ordering import KeyOrder
+from turnlane.table.shards import (
+    KEYSPACE_SHIFT,
+    WHOLE_KEYSPACE,
+    KeyRange,
+    keyspace_id,
+    subtract_ranges,
+)
+from turnlane.table.window import MAX_FIRE_TIME, RangeBacklogs, Window
 
 
 class Nowhere:
     """Where events of these tests come from."""
 
-    positions: Mapping[str, int] = MappingProxyType({"key": len(COLUMNS)})
+    positions: Mapping[str, int] = MappingProxyType({"key": len(EVENT_COLUMNS)})
 
     def ack(self, events: list[TableEvent]) -> None:
         raise AssertionError
@@ -64,7 +66,7 @@ def test_options_and_the_key_are_read() -> None:
     assert definition.shard_by == "a"
     assert definition.settings.ack_timeout == 90
     assert definition.settings.max_qps == 0.5
-    assert definition.settings.ordering is Ordering.KEY
+    assert definition.settings.ordering is TableOrdering.KEY
     assert definition.settings.layout is Layout.KEYSPACE
 
 
@@ -106,7 +108,7 @@ def test_mistakes_are_shown_where_they_are(text: str, place: str, words: str) ->
 
 names = st.text(
     st.characters(min_codepoint=32, max_codepoint=0xFFFF, exclude_categories=["C", "Z"]), min_size=1
-).filter(lambda name: len(name.encode()) <= 48 and name.lower() not in OWN_COLUMNS)
+).filter(lambda name: len(name.encode()) <= 48 and name.lower() not in SYSTEM_COLUMNS)
 
 
 @given(names, names, st.booleans(), st.integers(1, 10**6))
@@ -150,7 +152,7 @@ def test_what_is_no_key_range_is_refused(text: str) -> None:
 @given(st.one_of(st.integers(), st.text()))
 def test_every_key_lies_in_one_half_and_in_its_own_place(key: object) -> None:
     found = keyspace_id(key)
-    assert -SHIFT <= found < SHIFT
+    assert -KEYSPACE_SHIFT <= found < KEYSPACE_SHIFT
     low, high = KeyRange.parse("-80"), KeyRange.parse("80-")
     assert low.contains(found) != high.contains(found)
     for each in (low, high):
@@ -161,37 +163,16 @@ def test_every_key_lies_in_one_half_and_in_its_own_place(key: object) -> None:
 # ── times and limits ─────────────────────────────────────────────────────────────────────────────
 
 
-@given(st.integers(0, 10**9), st.floats(0, 1e6), st.floats(0, 1e6), st.floats(0, 0.999))
-def test_backoff_grows_to_its_cap_and_never_overflows(
-    attempts: int, first: float, longest: float, chance: float
-) -> None:
-    assert 0 <= backoff(attempts, first, longest, lambda: chance) <= longest
-
-
-def test_backoff_doubles_within_its_jitter() -> None:
-    for attempts, middle in ((1, 1.0), (2, 2.0), (5, 16.0)):
-        waits = [backoff(attempts, 1.0, 1e9, random.Random(at).random) for at in range(50)]
-        assert all(abs(wait - middle) <= middle * backoff_module.JITTER for wait in waits)
-        assert len(set(waits)) > 10
-
-
-def test_a_pace_lets_so_many_events_pass() -> None:
-    pace = Pace(100.0, 0.0)
-    passed = sum(pace.allowed(1_000, at / 100) for at in range(101))
-    assert 100 <= passed <= 110
-    assert Pace(None, 0.0).allowed(10**6, 0.0) == 10**6
-
-
 def test_gaps_are_asked_for_until_they_are_seen_or_old() -> None:
-    gaps = Gaps(10)
+    gaps = IdGaps(10)
     gaps.saw([11, 12, 15], now=0.0)
     assert gaps.missing(1.0) == [13, 14]
     gaps.saw([13], now=1.0)
     assert gaps.missing(1.0) == [14]
-    assert gaps.missing(PATIENCE) == []
+    assert gaps.missing(STALE_AFTER) == []
     assert gaps.highest == 15
-    gaps.saw([10 * GAPS_MOST], now=2.0)
-    assert len(gaps.missing(2.0)) <= GAPS_MOST
+    gaps.saw([10 * MAX_GAPS], now=2.0)
+    assert len(gaps.missing(2.0)) <= MAX_GAPS
 
 
 # ── what fires next ──────────────────────────────────────────────────────────────────────────────
@@ -225,7 +206,7 @@ def test_an_event_that_is_moved_fires_at_its_new_time_only() -> None:
 
 
 def test_a_key_has_one_event_out_and_the_others_wait_in_order() -> None:
-    order = Order(lambda each: each["key"], lambda _: EVERYTHING, 100)
+    order = KeyOrder(lambda each: each["key"], lambda _: WHOLE_KEYSPACE, 100)
     first, second, third, other = (
         event(1, 5, key="a"),
         event(2, 9, key="a"),
@@ -245,7 +226,7 @@ def test_a_key_has_one_event_out_and_the_others_wait_in_order() -> None:
 
 def test_too_many_that_wait_in_order_are_left_in_the_table() -> None:
     place = KeyRange(7, 8)
-    order = Order(lambda each: each["key"], lambda _: place, 4)
+    order = KeyOrder(lambda each: each["key"], lambda _: place, 4)
     hot = [event(at, at, key="hot") for at in range(9)]
     cold = [event(at, at, key="cold") for at in (20, 21)]
     assert ids(order.admit([*hot, *cold])) == [0, 20]
@@ -278,7 +259,7 @@ def test_too_many_that_wait_in_order_are_left_in_the_table() -> None:
 
 
 def test_the_retry_that_all_others_wait_for_is_never_left() -> None:
-    order = Order(lambda each: each["key"], lambda _: EVERYTHING, 2)
+    order = KeyOrder(lambda each: each["key"], lambda _: WHOLE_KEYSPACE, 2)
     events = [event(at, at, key="a") for at in range(6)]
     order.admit(events)
     retried = events[0].moved(99, 1)
@@ -293,13 +274,13 @@ def test_the_retry_that_all_others_wait_for_is_never_left() -> None:
 
 
 def test_ranges_are_cut_out_of_ranges() -> None:
-    left = without([KeyRange(0, 10), KeyRange(20, 30)], [KeyRange(3, 4), KeyRange(8, 25)])
+    left = subtract_ranges([KeyRange(0, 10), KeyRange(20, 30)], [KeyRange(3, 4), KeyRange(8, 25)])
     assert left == [KeyRange(0, 3), KeyRange(4, 8), KeyRange(25, 30)]
-    assert without([EVERYTHING], [EVERYTHING]) == []
+    assert subtract_ranges([WHOLE_KEYSPACE], [WHOLE_KEYSPACE]) == []
 
 
 def test_settled_events_are_not_remembered_until_they_would_be_late() -> None:
-    flights = Flights(ack_timeout=30.0, look_after=1.0)
+    flights = InFlightEvents(ack_timeout=30.0, look_after=1.0)
     events = [event(at) for at in range(100)]
     known = [weakref.ref(each.home) for each in events]  # each has its own
     flights.add(events, 0.0)
@@ -323,9 +304,9 @@ def test_settled_events_are_not_remembered_until_they_would_be_late() -> None:
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), min_size=1, max_size=6),
 )
 def test_events_are_dealt_so_that_loads_are_even(count: int, seats: list[tuple[int, int]]) -> None:
-    made = [Seat(capacity, load) for capacity, load in seats]
+    made = [ReceiverSlot(capacity, load) for capacity, load in seats]
     events = [event(at) for at in range(count)]
-    result = assign(events, made, lambda each: each.id)
+    result = assign_events(events, made, lambda each: each.id)
     shares = {id(seat): len(given_) for seat, given_ in result.given}
     room = sum(seat.room for seat in made)
     assert sum(shares.values()) == min(count, room)
@@ -338,9 +319,12 @@ def test_events_are_dealt_so_that_loads_are_even(count: int, seats: list[tuple[i
 
 
 def test_events_go_to_who_covers_their_key() -> None:
-    low, high = Seat(2, key_range=KeyRange.parse("-80")), Seat(9, key_range=KeyRange.parse("c0-"))
-    keys = {1: -SHIFT, 2: -SHIFT, 3: -SHIFT, 4: 1, 5: SHIFT - 1}
-    result = assign([event(at) for at in keys], [low, high], lambda each: keys[each.id])
+    low, high = (
+        ReceiverSlot(2, key_range=KeyRange.parse("-80")),
+        ReceiverSlot(9, key_range=KeyRange.parse("c0-")),
+    )
+    keys = {1: -KEYSPACE_SHIFT, 2: -KEYSPACE_SHIFT, 3: -KEYSPACE_SHIFT, 4: 1, 5: KEYSPACE_SHIFT - 1}
+    result = assign_events([event(at) for at in keys], [low, high], lambda each: keys[each.id])
     assert [(seat, ids(mine)) for seat, mine in result.given] == [(low, [1, 2]), (high, [5])]
     assert ids(result.left) == [3]
     assert ids(result.homeless) == [4]
@@ -360,7 +344,7 @@ def test_a_window_that_is_too_full_forgets_what_is_due_last() -> None:
 
 
 def test_what_is_left_in_the_table_takes_what_waits_behind_it_along() -> None:
-    order = Order(lambda each: each["key"], lambda _: EVERYTHING, 100)
+    order = KeyOrder(lambda each: each["key"], lambda _: WHOLE_KEYSPACE, 100)
     first, second, other = event(1, key="a"), event(2, key="a"), event(3, key="b")
     order.admit([first, second, other])
     behind, left = order.leave(first)
@@ -373,13 +357,13 @@ def test_what_is_left_in_the_table_takes_what_waits_behind_it_along() -> None:
 
 
 def test_backlogs_are_read_from_the_first_event_that_was_left() -> None:
-    backlogs = Backlogs()
-    assert list(backlogs.others) == [EVERYTHING]
+    backlogs = RangeBacklogs()
+    assert list(backlogs.others) == [WHOLE_KEYSPACE]
     low, high = KeyRange.parse("-80"), KeyRange.parse("80-")
     assert backlogs.cut([low])
     assert not backlogs.cut([low, low])
     assert backlogs.spans == (low, high)
-    assert (backlogs.span(-SHIFT), backlogs.span(0)) == (low, high)
+    assert (backlogs.span(-KEYSPACE_SHIFT), backlogs.span(0)) == (low, high)
     for fire_at, event_id in ((70, 7), (50, 5), (60, 6)):
         backlogs.leave(high, fire_at, event_id)
     assert backlogs.position(high) == (50, 4)
@@ -390,26 +374,26 @@ def test_backlogs_are_read_from_the_first_event_that_was_left() -> None:
     backlogs.advance(high, None)
     assert high not in backlogs
     backlogs.leave(low, 30, 3)
-    assert backlogs.cut([low, high, EVERYTHING])
+    assert backlogs.cut([low, high, WHOLE_KEYSPACE])
     assert not backlogs
     assert backlogs.take_first() == 30
-    assert backlogs.take_first() == NEVER
+    assert backlogs.take_first() == MAX_FIRE_TIME
 
 
 def test_an_id_lapses_until_its_transaction_is_over() -> None:
-    lapsed = Lapsed()
+    lapsed = StaleIdGaps()
     assert not lapsed
     lapsed.add(range(5, 7))
-    assert not lapsed.over(Running(10, 20))
-    assert not lapsed.over(Running(15, 25))
+    assert not lapsed.over(TransactionSnapshot(10, 20))
+    assert not lapsed.over(TransactionSnapshot(15, 25))
     assert lapsed.ids == [5, 6]
     assert not lapsed.saw([5])
-    lapsed.over(Running(20, 30))
+    lapsed.over(TransactionSnapshot(20, 30))
     assert not lapsed
 
 
 def test_of_a_long_row_of_missing_ids_some_stand_for_all() -> None:
-    lapsed = Lapsed()
+    lapsed = StaleIdGaps()
     lapsed.add(range(1_000_000))
     assert len(lapsed.ids) < 100
     assert lapsed.saw([0]), "there are more than were asked for"
@@ -419,11 +403,11 @@ def test_of_a_long_row_of_missing_ids_some_stand_for_all() -> None:
 
 
 def test_transactions_that_are_older_than_the_lead_are_waited_for() -> None:
-    lapsed = Lapsed()
-    lapsed.began(Running(20, 20))
+    lapsed = StaleIdGaps()
+    lapsed.began(TransactionSnapshot(20, 20))
     assert not lapsed, "none is open"
-    lapsed.began(Running(10, 20))
+    lapsed.began(TransactionSnapshot(10, 20))
     assert lapsed
-    assert not lapsed.over(Running(19, 30))
-    assert lapsed.over(Running(20, 31))
+    assert not lapsed.over(TransactionSnapshot(19, 30))
+    assert lapsed.over(TransactionSnapshot(20, 31))
     assert not lapsed

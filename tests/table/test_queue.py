@@ -304,7 +304,7 @@ def test_a_queue_in_order_fires_one_event_after_the_other(site: Site) -> None:
 def test_an_event_fires_once_when_its_group_is_done(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leader, "SECONDS", 0.2)
+    monkeypatch.setattr(leader, "COLLECT_SECONDS", 0.2)
     queue = site.queue(ack_timeout="60s")
     with site.transaction() as connection:
         for at in range(3):
@@ -342,7 +342,7 @@ def test_what_comes_through_the_manager_is_written_as_fired(site: Site) -> None:
 def test_an_event_that_is_cancelled_or_moved_does_not_fire(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "FRESH", 0.0)
+    monkeypatch.setattr(dispatcher, "MAX_UNMARKED_AGE", 0.0)
     queue = site.queue(max_concurrency=1, ack_timeout="60s")
     with site.transaction() as connection:
         names = ("first", "cancelled", "moved", "stays")

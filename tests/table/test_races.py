@@ -17,12 +17,12 @@ from turnlane.errors import LeadLost, NameTaken
 from turnlane.node.tables import TableStream
 from turnlane.table.event import TableEvent
 from turnlane.table.manager import Manager
-from turnlane.table.queue import Selection, TableQueue
+from turnlane.table.queue import EventSelection, TableQueue
 from turnlane.table.receiver import Receiver
 from turnlane.table.shards import KeyRange, keyspace_id
 from turnlane.table.sql.dialect import Failure, Row
 from turnlane.table.sql.postgres import Postgres
-from turnlane.table.store import Store
+from turnlane.table.store import TableStore
 
 SOON = 20.0
 """Seconds: long on a busy machine, short beside the ack timeout of these tests."""
@@ -68,7 +68,7 @@ def test_an_event_acked_by_sql_while_it_waits_at_a_receiver_is_not_given_out(sit
         assert receiver.take(timeout=0) == []
 
 
-class AckedBehind(Store):
+class AckedBehind(TableStore):
     """Somebody acks what was read, before the manager does anything with it."""
 
     site: Site
@@ -194,7 +194,7 @@ def test_a_key_does_not_wait_for_a_retry_that_was_settled(site: Site, how: str) 
         assert payloads(take(receiver, 1, SOON)) == ["second"]
 
 
-class NotYet(Store):
+class NotYet(TableStore):
     """Its clock is a little behind what the manager thinks: the first mark comes too early."""
 
     early = True
@@ -271,7 +271,7 @@ def test_an_event_fires_with_the_last_ack_of_its_group(
 ) -> None:
     """No sweep and no round of the collector is needed for it."""
     monkeypatch.setattr("turnlane.table.fetcher.SWEEP_SECONDS", 600.0)
-    monkeypatch.setattr("turnlane.table.leader.SECONDS", 600.0)
+    monkeypatch.setattr("turnlane.table.leader.COLLECT_SECONDS", 600.0)
     queue = site.queue(ack_timeout="30m", window="1h")
     with queue.receive() as receiver:
         site.fill(queue, 1)
@@ -294,7 +294,7 @@ def test_what_a_long_transaction_committed_fires_within_seconds(
 ) -> None:
     """Its events were due an hour ago, and their ids are long passed by."""
     site = served_site
-    monkeypatch.setattr("turnlane.table.id_gaps.PATIENCE", 0.0)
+    monkeypatch.setattr("turnlane.table.id_gaps.STALE_AFTER", 0.0)
     queue = site.queue(retention="1h")
     an_hour_ago = site.now() - 3600 * 10**9
     with queue.receive() as receiver:
@@ -321,8 +321,8 @@ def test_what_was_rolled_back_is_asked_for_only_while_it_may_appear(
     served_site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = served_site
-    monkeypatch.setattr("turnlane.table.id_gaps.PATIENCE", 0.0)
-    monkeypatch.setattr("turnlane.table.fetcher.LAPSED_POLL", 0.05)
+    monkeypatch.setattr("turnlane.table.id_gaps.STALE_AFTER", 0.0)
+    monkeypatch.setattr("turnlane.table.fetcher.STALE_POLL", 0.05)
     queue = site.queue()
     with queue.receive() as receiver:
         site.fill(queue, 1)
@@ -374,13 +374,13 @@ def test_a_full_receiver_holds_up_no_other_key_range(site: Site) -> None:
 
 
 def _share(queue: TableQueue, key_range: str) -> int:
-    return len(queue.scan.ids(Selection(key_range=KeyRange.parse(key_range))))
+    return len(queue.scan.ids(EventSelection(key_range=KeyRange.parse(key_range))))
 
 
 # ── events through the manager ───────────────────────────────────────────────────────────────────
 
 
-class LostThen(Store):
+class LostThen(TableStore):
     """Another manager takes the lead right after events were written."""
 
     def insert_fired(self, token: int, columns: Sequence[str], rows: Sequence[Row]) -> list[int]:
@@ -405,7 +405,7 @@ def test_what_was_stored_before_the_lead_was_lost_is_not_stored_twice(
     with site.manager(queue, store) as manager:
         _attached(manager)
         step_until(manager, lambda: manager.fires and manager.receivers == 1)
-        monkeypatch.setattr("turnlane.table.lease.PROOF", 0.0)
+        monkeypatch.setattr("turnlane.table.lease.WRITE_PROOF_SECONDS", 0.0)
         assert not manager.enqueue([{"payload": "once"}], timeout=0)
         step_until(manager, lambda: manager.counts.lost_leads == 1)
         monkeypatch.undo()
@@ -415,7 +415,7 @@ def test_what_was_stored_before_the_lead_was_lost_is_not_stored_twice(
 
 def test_a_manager_of_a_queue_that_was_made_anew_changes_nothing(site: Site) -> None:
     queue = site.queue()
-    store = Store(site.dialect, queue.definition)
+    store = TableStore(site.dialect, queue.definition)
     old = store.acquire("old", 60.0)
     site.database.catalog.drop(queue.name)
     site.database.catalog.create(queue.definition)
@@ -512,7 +512,7 @@ def test_a_fired_event_of_any_time_is_collected(site: Site) -> None:
 
 def test_every_event_that_the_last_leader_may_have_died_of_is_marked_first(site: Site) -> None:
     queue = site.queue(window_events=10, ack_timeout="60s")
-    store = Store(site.dialect, queue.definition)
+    store = TableStore(site.dialect, queue.definition)
     assert store.acquire("dies", 0.0) is not None
     store.close()
     site.fill(queue, 40)
@@ -529,7 +529,7 @@ def test_every_event_that_the_last_leader_may_have_died_of_is_marked_first(site:
 
 def test_groups_that_wait_cost_no_statement_each(site: Site) -> None:
     queue = site.queue()
-    store = Store(site.dialect, queue.definition)
+    store = TableStore(site.dialect, queue.definition)
     with site.transaction() as connection:
         for at in range(20):
             queue.enqueue(connection, {"user_id": at}, group=f"g{at}")

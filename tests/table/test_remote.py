@@ -29,7 +29,7 @@ from turnlane import table
 from turnlane.client import Client
 from turnlane.client.table import RemoteReceiver
 from turnlane.config import Config, ConfigFaults, loads
-from turnlane.delivery.destination import Report
+from turnlane.delivery.destination import SendReport
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import LeadLost, NoSuchQueue, NotAllowed
 from turnlane.node.breakers import Asker
@@ -570,7 +570,7 @@ def test_promtool_has_nothing_to_say_of_a_node_at_work(serving: Serving) -> None
     service.node.queue("main").producer(ack="persisted").publish(b"x", timeout=PATIENCE)
     asker = Asker("alerts", "main", "1", DeliverySettings(breaker_failures=1))
     service.node.breakers.permit(asker)
-    failed = Report(failures=1, error="refused", retries=1, retry_failures={"RetryLater": 1})
+    failed = SendReport(failures=1, error="refused", retries=1, retry_failures={"RetryLater": 1})
     service.node.breakers.report(asker, failed)
     serving.put(10)
     with serving.client(service).table(serving.site.name).receive() as receiver:

@@ -21,10 +21,10 @@ from tests.table.shard_site import OPTIONS, ShardOracle, ShardSite, sqlite_site,
 from tests.table.site import PATIENCE, Site, eventually, take
 from turnlane import table
 from turnlane.errors import LeadLost, ReshardUnderWay, RetryLater
-from turnlane.table.batch_commit import Staging, job_of
-from turnlane.table.reshard import Mover, Progress, Resharder, Step
-from turnlane.table.row_codec import Take
-from turnlane.table.shard_directory import Sites, Spread
+from turnlane.table.batch_commit import BatchStaging, get_job_id
+from turnlane.table.reshard import Resharder, ReshardProgress, ReshardStep, RowMover
+from turnlane.table.row_codec import TransferFilter
+from turnlane.table.shard_directory import ShardDirectory, ShardRouter
 from turnlane.table.shard_store import ShardStore
 from turnlane.table.shards import KeyRange, Shard, ShardMap, keyspace_id
 from turnlane.table.url import dialect_of
@@ -76,7 +76,7 @@ class MortalShardStore(ShardStore):
         return dying
 
 
-class MortalSites(Sites):
+class MortalSites(ShardDirectory):
     """Sites whose stores die."""
 
     def store(self, shard: Shard) -> ShardStore:
@@ -142,7 +142,7 @@ def test_a_reshard_killed_at_every_step_is_resumed(
 
 
 def reshard_until_killed(
-    sites: Sites, shards: ShardMap, targets: list[Shard], survive: int
+    sites: ShardDirectory, shards: ShardMap, targets: list[Shard], survive: int
 ) -> bool:
     """Whether it died."""
     MortalShardStore.calls, MortalShardStore.survive = 0, survive
@@ -297,11 +297,11 @@ def test_a_split_under_load_on_a_server(served_shards: list[str]) -> None:
         expected = fill(queue, "first", 3_000)
         targets = list(zip(others, ("-80", "80-"), strict=True))
         with Load(site, expected), queue.receive() as receiver, Eater(oracle, receiver):
-            steps: list[Progress] = []
+            steps: list[ReshardProgress] = []
             moved = site.queue().reshard(targets, steps.append)
             assert moved >= 1_000
             eventually(lambda: queue.map.version == 1)
-        assert [step.step for step in steps if step.step is Step.DONE] == [Step.DONE]
+        assert [step.step for step in steps if step.step is ReshardStep.DONE] == [ReshardStep.DONE]
         hurry(site, queue.map)
         with queue.receive() as receiver:
             oracle.drain(receiver, expected)
@@ -472,14 +472,14 @@ def test_an_event_is_delivered_by_the_map_it_was_taken_by(tmp_path: Path) -> Non
         queue.reshard([first])
         site.execute(source.url, f"INSERT INTO {site.name} (user_id, payload) VALUES (1, 'one')")
         store = sites.store(source)
-        assert store.take(Take.PLAIN, 1) == 1
+        assert store.take(TransferFilter.PLAIN, 1) == 1
         batch = store.first_batch()
         assert batch is not None
         assert sites.store(first).arrive(store.id, batch.number, batch.rows)
         # Killed here, before it was struck off.
         last = (sqlite_url(tmp_path, "b"), "-")
         queue.reshard([last])
-        Mover(sites, source).drain(2)
+        RowMover(sites, source).drain(2)
         assert [site.rows(each) for each in (source.url, first.url, last[0])] == [0, 0, 1]
 
 
@@ -523,8 +523,8 @@ def test_near_events_are_not_taken_while_a_manager_may_have_them(tmp_path: Path)
         fill(queue, "x", 9)
         store = sites.store(queue.map.shards[0])
         with pytest.raises(LeadLost, match="not shut"):
-            store.take(Take.PLAIN, 1)
-        assert store.take(Take.FAR, 1, store.now() + 10**11) == 3
+            store.take(TransferFilter.PLAIN, 1)
+        assert store.take(TransferFilter.FAR, 1, store.now() + 10**11) == 3
         assert site.rows(site.shards[0][0]) == 6
 
 
@@ -658,7 +658,7 @@ def _tables(url: str) -> set[str]:
 
 def test_a_dropped_queue_leaves_nothing_of_its_shards(site: Site) -> None:
     name = site.queue().name
-    with Sites(site.database.catalog.definition(name), [site.url]) as sites:
+    with ShardDirectory(site.database.catalog.definition(name), [site.url]) as sites:
         store = sites.store(Shard.of((site.url, "-")))
         store.keep_map(ShardMap.of([(site.url, "-")]))
         store.arrive("a shard", 7, [])
@@ -710,7 +710,7 @@ def test_columns_with_any_name_are_moved(site: Site, name: str) -> None:
         ShardStore(site.dialect, other.definition) as target,
     ):
         source.shut()
-        assert source.take(Take.PLAIN, 1) == 1
+        assert source.take(TransferFilter.PLAIN, 1) == 1
         batch = source.first_batch()
         assert batch is not None
         assert target.arrive(source.id, batch.number, batch.rows)
@@ -734,8 +734,8 @@ def write_batch(site: ShardSite, shards: ShardMap, epoch: int, *, only: int | No
             for at in range(20)
             if shard.key_range.contains(keyspace_id(at))
         ]
-        with Staging(dialect_of(shard.url), definition) as staging:
-            job = job_of("w")
+        with BatchStaging(dialect_of(shard.url), definition) as staging:
+            job = get_job_id("w")
             staging.add(f"{job}/1", 0, rows)
             staging.commit(job, [f"{job}/1"], epoch)
 
@@ -767,7 +767,7 @@ def test_a_batch_that_comes_again_after_a_reshard_is_there_once(
         expected = sorted(f"{epoch} {at}" for epoch in (6, 7, 8) for at in range(20))
         assert all_payloads(site, queue.map) == expected
         if how == "split":  # whoever knows one database finds the others
-            with Spread([(first, "-")], site.name) as spread:
+            with ShardRouter([(first, "-")], site.name) as spread:
                 assert spread.map.version == 1
 
 

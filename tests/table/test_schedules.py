@@ -17,10 +17,10 @@ from tests.table.site import PATIENCE, Site, eventually, payloads, settle, step_
 from turnlane.errors import NoSuchQueue, NoSuchSchedule, SchemaMismatch, SyntaxFault
 from turnlane.table import Manager, TableQueue
 from turnlane.table.grammar import CreateSchedule, DropSchedule, ShowSchedules, parse
-from turnlane.table.leader import TIMETABLE_SECONDS, Timetable
+from turnlane.table.leader import SCHEDULE_SECONDS, ScheduleRunner
 from turnlane.table.schedules import Schedule
 from turnlane.table.shards import keyspace_id
-from turnlane.table.store import Store
+from turnlane.table.store import TableStore
 
 MINUTE = 60 * 10**9
 HOSTILE = 'it\'s "odd" %s {now} `x`\\'
@@ -50,7 +50,7 @@ def test_an_event_comes_when_its_schedule_is_due(site: Site) -> None:
     assert 0 < next_at(queue) - site.now() <= MINUTE
     at = due(site, queue, ago=-300_000_000)
     with queue.receive() as receiver:
-        (event,) = take(receiver, 1, TIMETABLE_SECONDS)  # without waiting for the next look
+        (event,) = take(receiver, 1, SCHEDULE_SECONDS)  # without waiting for the next look
         assert site.now() >= at == event.fire_at
         assert event.columns == {"user_id": 7, "payload": "tock"}
         settle(receiver, [event])
@@ -182,14 +182,14 @@ def test_a_schedule_may_have_any_name_and_values(site: Site) -> None:
 def test_a_quiet_timetable_costs_a_statement_every_few_seconds(site: Site) -> None:
     queue = site.queue()
     queue.schedule("tick", "0 0 1 1 *", payload="x")
-    with Store(site.dialect, queue.definition) as store:
-        table, now = Timetable(store), site.now()
+    with TableStore(site.dialect, queue.definition) as store:
+        table, now = ScheduleRunner(store), site.now()
         table.run_once(0, 100.0, now)
         before = store.session.statements
-        assert table.next_time() == 100.0 + TIMETABLE_SECONDS
-        table.run_once(0, 100.0 + TIMETABLE_SECONDS / 2, now)
+        assert table.next_time() == 100.0 + SCHEDULE_SECONDS
+        table.run_once(0, 100.0 + SCHEDULE_SECONDS / 2, now)
         assert store.session.statements == before
-        table.run_once(0, 100.0 + TIMETABLE_SECONDS, now)
+        table.run_once(0, 100.0 + SCHEDULE_SECONDS, now)
         assert store.session.statements == before + 1
 
 

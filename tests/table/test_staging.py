@@ -8,16 +8,16 @@ import pytest
 
 from tests.table.site import Site
 from turnlane.table import KeyRange, TableQueue
-from turnlane.table.batch_commit import FORGOTTEN, PREFIX, Staging, job_of
-from turnlane.table.queue import Selection
+from turnlane.table.batch_commit import STAGE_PREFIX, STAGE_RETENTION, BatchStaging, get_job_id
+from turnlane.table.queue import EventSelection
 from turnlane.table.sql.session import Session
 
 ODD = "a %s {now} `b`"
 COLUMNS = f'user_id BIGINT, payload VARCHAR(256) NOT NULL, "{ODD}" INT'
 
 
-def staging(site: Site, queue: TableQueue) -> Staging:
-    return Staging(site.dialect, queue.definition)
+def staging(site: Site, queue: TableQueue) -> BatchStaging:
+    return BatchStaging(site.dialect, queue.definition)
 
 
 def rows(*payloads: str, **columns: Any) -> list[dict[str, Any]]:
@@ -25,17 +25,17 @@ def rows(*payloads: str, **columns: Any) -> list[dict[str, Any]]:
 
 
 def payloads(queue: TableQueue) -> list[str]:
-    return sorted(row["payload"] for row in queue.scan.events(Selection()))
+    return sorted(row["payload"] for row in queue.scan.events(EventSelection()))
 
 
 def staged(site: Site, queue: TableQueue) -> int:
-    found: int = site.execute(f"SELECT COUNT(*) FROM {PREFIX}{queue.name}")[0][0]
+    found: int = site.execute(f"SELECT COUNT(*) FROM {STAGE_PREFIX}{queue.name}")[0][0]
     return found
 
 
 def test_a_batch_is_there_as_a_whole_and_once(site: Site) -> None:
     queue = site.queue(COLUMNS)
-    job = job_of("a stream")
+    job = get_job_id("a stream")
     before = site.now()
     with staging(site, queue) as one, staging(site, queue) as other:
         one.add(f"{job}/1", 0, rows("a", "b"))
@@ -50,7 +50,7 @@ def test_a_batch_is_there_as_a_whole_and_once(site: Site) -> None:
         assert other.commit(job, [f"{job}/5"], epoch=5) == 1
         assert payloads(queue) == ["a", "b", "c", "d", "e"]
         assert staged(site, queue) == 0
-    found = {row["payload"]: row for row in queue.scan.events(Selection())}
+    found = {row["payload"]: row for row in queue.scan.events(EventSelection())}
     assert [found["c"][name] for name in ("fire_at", "priority", "event_name", ODD)] == [
         5,
         2,
@@ -65,7 +65,7 @@ def test_a_commit_that_is_cut_off_changes_nothing(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = site.queue(COLUMNS)
-    job = job_of(None)
+    job = get_job_id(None)
     with staging(site, queue) as made:
         made.add(f"{job}/1", 0, rows("a"))
         with monkeypatch.context() as broken:
@@ -73,7 +73,7 @@ def test_a_commit_that_is_cut_off_changes_nothing(
             def cut_off(*_: object) -> None:
                 raise KeyboardInterrupt
 
-            broken.setattr(Staging, "_forget", cut_off)  # the last thing that a commit does
+            broken.setattr(BatchStaging, "_forget", cut_off)  # the last thing that a commit does
             with pytest.raises(KeyboardInterrupt):
                 made.commit(job, [f"{job}/1"], epoch=0)
         assert payloads(queue) == []
@@ -83,16 +83,16 @@ def test_a_commit_that_is_cut_off_changes_nothing(
 
 def test_only_the_jobs_own_stages_are_given_up_and_what_is_forgotten(site: Site) -> None:
     queue = site.queue(COLUMNS)
-    mine, others = job_of(None), job_of(None)
+    mine, others = get_job_id(None), get_job_id(None)
     with staging(site, queue) as made:
         made.add(f"{others}/1", 0, rows("a"))
         made.add(f"{others}/2", 0, rows("b"))
         made.add(f"{mine}/1", 0, rows("c"))
         made.discard(mine)
         assert staged(site, queue) == 2
-        week = FORGOTTEN * 10**9
+        week = STAGE_RETENTION * 10**9
         site.execute(
-            f"UPDATE {PREFIX}{queue.name} SET staged_at = staged_at - {week + 10**9} "
+            f"UPDATE {STAGE_PREFIX}{queue.name} SET staged_at = staged_at - {week + 10**9} "
             f"WHERE stage = '{others}/2'"
         )
         made.discard(mine)
@@ -104,23 +104,26 @@ def test_key_ranges_divide_a_table(site: Site) -> None:
     queue = site.queue()
     site.fill(queue, 300)
     parts = [
-        {row["payload"]: row["keyspace_id"] for row in queue.scan.events(Selection(key_range=part))}
+        {
+            row["payload"]: row["keyspace_id"]
+            for row in queue.scan.events(EventSelection(key_range=part))
+        }
         for part in KeyRange.parse("-").split(3)
     ]
     assert all(parts)
     assert sum(map(len, parts)) == len({payload for part in parts for payload in part}) == 300
     for part, found in zip(KeyRange.parse("-").split(3), parts, strict=True):
         assert all(part.contains(each) for each in found.values())
-    some = Selection(keys=(7, 8), states=("to_be_fired",))
+    some = EventSelection(keys=(7, 8), states=("to_be_fired",))
     assert sorted(row["payload"] for row in queue.scan.events(some)) == ["p7", "p8"]
-    assert queue.scan.ids(Selection(ids=())) == []
-    assert [len(page) for page in queue.scan.pages(Selection(), size=120)] == [120, 120, 60]
+    assert queue.scan.ids(EventSelection(ids=())) == []
+    assert [len(page) for page in queue.scan.pages(EventSelection(), size=120)] == [120, 120, 60]
 
 
 def test_a_scan_holds_nobody_up(site: Site) -> None:
     queue = site.queue()
     site.fill(queue, 50)
-    pages = queue.scan.pages(Selection(), size=10)
+    pages = queue.scan.pages(EventSelection(), size=10)
     assert len(next(pages)) == 10
     with site.transaction() as connection:
         connection.cursor().execute(f"DELETE FROM {queue.name}")

@@ -12,7 +12,7 @@ from tests.table.servers import PostgresServer
 from tests.table.site import Site, eventually, settle, take
 from turnlane.table import leader
 from turnlane.table.definition import Definition
-from turnlane.table.leader import ENOUGH, REST, Vacuum
+from turnlane.table.leader import VACUUM_AFTER_EVENTS, VACUUM_REST_FACTOR, Vacuum
 from turnlane.table.sql.postgres import Postgres
 from turnlane.testing import ManualClock
 
@@ -20,7 +20,7 @@ from turnlane.testing import ManualClock
 def test_a_busy_table_is_vacuumed_again_and_again(
     postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leader, "ENOUGH", 100)
+    monkeypatch.setattr(leader, "VACUUM_AFTER_EVENTS", 100)
     with Site(postgres.url, postgres) as site:
         queue = site.queue(ack_timeout="10m")
         done = f"SELECT vacuum_count FROM pg_stat_user_tables WHERE relname = '{queue.name}'"
@@ -38,12 +38,12 @@ def test_a_busy_table_is_vacuumed_again_and_again(
 def test_a_vacuum_comes_after_enough_events_and_a_rest(site: Site) -> None:
     clock = ManualClock()
     with Vacuum(site.dialect, site.queue().definition, clock) as cleaner:
-        assert not cleaner.run_once(ENOUGH - 1)
+        assert not cleaner.run_once(VACUUM_AFTER_EVENTS - 1)
         needed = site.kind == "postgres"  # the others give room back by themselves
-        assert cleaner.run_once(ENOUGH) is needed
+        assert cleaner.run_once(VACUUM_AFTER_EVENTS) is needed
         cleaner.close()
-        assert not cleaner.run_once(2 * ENOUGH - 1)
-        assert cleaner.run_once(2 * ENOUGH) is needed
+        assert not cleaner.run_once(2 * VACUUM_AFTER_EVENTS - 1)
+        assert cleaner.run_once(2 * VACUUM_AFTER_EVENTS) is needed
 
 
 class SlowClock(ManualClock):
@@ -60,10 +60,12 @@ def test_a_long_vacuum_is_followed_by_a_longer_rest(postgres: PostgresServer) ->
         Site(postgres.url, postgres) as site,
         Vacuum(site.dialect, site.queue().definition, clock) as cleaner,
     ):
-        assert cleaner.run_once(ENOUGH)
+        assert cleaner.run_once(VACUUM_AFTER_EVENTS)
         cleaner.close()
-        assert not any(cleaner.run_once(2 * ENOUGH) for _ in range(REST - 1))
-        assert cleaner.run_once(2 * ENOUGH)
+        assert not any(
+            cleaner.run_once(2 * VACUUM_AFTER_EVENTS) for _ in range(VACUUM_REST_FACTOR - 1)
+        )
+        assert cleaner.run_once(2 * VACUUM_AFTER_EVENTS)
 
 
 def test_a_vacuum_that_fails_is_told_and_no_harm(
@@ -73,7 +75,7 @@ def test_a_vacuum_that_fails_is_told_and_no_harm(
         queue = site.queue()
         site.database.sql(f"DROP QUEUE {queue.name}")
         with Vacuum(site.dialect, queue.definition, ManualClock()) as cleaner:
-            assert cleaner.run_once(ENOUGH)
+            assert cleaner.run_once(VACUUM_AFTER_EVENTS)
             eventually(lambda: "no vacuum" in caplog.text)
 
 
@@ -91,7 +93,7 @@ def test_nobody_waits_for_the_end_of_a_vacuum(
         queue = site.queue()
         running = f"SELECT 1 FROM pg_stat_activity WHERE query LIKE '%sleep(60) AS \"{queue.name}%'"
         cleaner = Vacuum(Slow(postgres.url), queue.definition, ManualClock())
-        assert cleaner.run_once(ENOUGH)
+        assert cleaner.run_once(VACUUM_AFTER_EVENTS)
         eventually(lambda: len(site.execute(f"{running} AND state = 'active'")) > 1)
         began = time.monotonic()
         cleaner.close()

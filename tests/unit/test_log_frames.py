@@ -29,6 +29,7 @@ from turnlane.storage.frames import (
 
 BLOCK = block_of([b"one", b"two", b"three"]).select(["value"])
 STAMPS = [Stamp(b"a" * 16, 7), Stamp(b"b" * 16, 9)]
+RANGES = [Stamp(b"a" * 16, 22, 20), Stamp(b"b" * 16, 9), Stamp(b"a" * 16, 31, 30)]
 
 
 def joined(pieces: list[Data]) -> bytes:
@@ -50,7 +51,7 @@ def test_the_checksum_is_the_one_that_the_format_names() -> None:
 
 
 @pytest.mark.parametrize("snappy", [False, True])
-@pytest.mark.parametrize("stamps", [[], STAMPS])
+@pytest.mark.parametrize("stamps", [[], STAMPS, RANGES])
 def test_a_frame_comes_back_as_it_was(snappy: bool, stamps: list[Stamp]) -> None:
     data = frame(snappy=snappy, stamps=stamps)
     header = parse_header(data)
@@ -62,6 +63,12 @@ def test_a_frame_comes_back_as_it_was(snappy: bool, stamps: list[Stamp]) -> None
     block, found = decode_events(header, payload, BLOCK.schema)
     assert block.equals(BLOCK)
     assert found == stamps
+
+
+def test_a_range_is_two_stamps_of_which_an_older_reader_goes_by_the_second() -> None:
+    packed = pack_stamps([Stamp(b"a" * 16, 22, 20)])
+    assert packed == struct.pack("<Q16sQ16sQ", 2, b"a" * 16, 20 | 1 << 63, b"a" * 16, 22)
+    assert pack_stamps(STAMPS) == struct.pack("<Q16sQ16sQ", 2, b"a" * 16, 7, b"b" * 16, 9)
 
 
 def test_every_frame_begins_with_a_word_that_has_bit_62_set() -> None:

@@ -21,7 +21,8 @@ from turnlane.ledger import Outcome
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.frames import Position, Stamp
 from turnlane.storage.journal import NAMES, Journal
-from turnlane.storage.journal_records import MAX_PRODUCERS, JournalState
+from turnlane.storage.journal_records import MAX_PRODUCERS, JournalState, encode_snapshot
+from turnlane.storage.producer_sequences import Accepted
 from turnlane.testing import FaultyDisk
 
 ID = "0123456789abcdef" * 2
@@ -95,9 +96,29 @@ def test_the_position_and_the_stamps_never_go_back() -> None:
     state.advance(Position(0, 800, 100), 1000, [Stamp(P1, 50)])
     state.advance(Position(0, 400, 50), 500, [Stamp(P1, 25)])
     assert (state.position, state.bytes) == (Position(0, 800, 100), 1000)
-    assert state.producers == {P1: 50}
+    assert state.producers == {P1: Accepted(50)}
     state.advance(Position(100, 64, 100), 900, [])
     assert (state.position, state.bytes) == (Position(100, 64, 100), 900)
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_numbers_with_gaps_are_there_after_opening(tmp_path: Path, snapshot: bool) -> None:
+    journal, _ = Journal.open(tmp_path, Disk(), ID)
+    journal.stamped([Stamp(P1, 10), Stamp(P1, 22, 20), Stamp(P2, 5, 3), Stamp(P1, 12)])
+    if snapshot:
+        journal.snapshot()
+    journal.close()
+    assert reopened(tmp_path).producers == {
+        P1: Accepted(12, [(20, 22)]),
+        P2: Accepted(0, [(3, 5)]),
+    }
+
+
+def test_a_snapshot_without_gaps_is_as_it_was_before_there_were_any() -> None:
+    state = JournalState()
+    state.stamp(Stamp(P1, 7))
+    payload = json.loads(encode_snapshot(state, ID, 1)[1].rstrip(b"\0"))
+    assert (payload["producers"], "ahead" in payload) == ({P1.hex(): 7}, False)
 
 
 def test_only_the_most_recent_producers_are_remembered() -> None:
@@ -180,7 +201,7 @@ EVERYTHING = {
     "totals": {DELIVERED: 10, DEAD: 10, Outcome.CORRUPT: 100, NEWEST: 17},
     "bytes": 48200,
     "position": Position(0, 81920, 1400),
-    "producers": {P1: 7, P2: 9},
+    "producers": {P1: Accepted(7), P2: Accepted(9)},
     "found": True,
 }
 

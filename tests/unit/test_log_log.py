@@ -16,6 +16,7 @@ from turnlane.events import BASE_SCHEMA, block_of, values_of
 from turnlane.ledger import Outcome
 from turnlane.storage.frames import Mode, Position, Stamp
 from turnlane.storage.log import Fault, Found, Log
+from turnlane.storage.producer_sequences import Accepted
 
 Opener = Callable[..., Log]
 
@@ -233,7 +234,7 @@ def test_stamps_after_the_hint_are_found_again(opened: Opener) -> None:
     assert len(log.chunks()) > 1
     log.close()
     log = opened(hint=hint)
-    assert log.recovered_stamps == {first: 120, second: 8}
+    assert log.recovered_stamps == {first: Accepted(120), second: Accepted(8)}
     assert log.recovered_events_bytes > 0
     log.close()
     log = opened(hint=log.position)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from turnlane.queues.memory import MemoryQueue
 
 from tests.contract.harness import PATIENCE, wait_until
 from tests.recovery.proxy_harness import Publisher, await_values, impatience, open_proxy
@@ -14,7 +15,6 @@ from turnlane.errors import QueueClosed, QueueEmpty, QueueFull, TransportDown
 from turnlane.events import Block, block_of
 from turnlane.queues import proxy
 from turnlane.queues.api import Ack, AckLevel, Connection, Durability, Transport
-from turnlane.queues.memory import MemoryQueue
 from turnlane.queues.proxy import ProxyQueue, retry_after
 from turnlane.queues.settings import QueueSettings
 from turnlane.testing import FlakyTransport, LoopbackTransport, ModelConnection, ModelNode, Step

@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from turnlane.cli.console import ExitCode
-from turnlane.retry import doubled
-from turnlane.runtime import Closing
+from turnlane.retry import Backoff
+from turnlane.runtime import Closeable
 
-FIRST_PAUSE: Final = 0.5
-LAST_PAUSE: Final = 15.0
-"""Seconds between attempts, doubling from one to the other."""
+RESTART_BACKOFF: Final = Backoff(0.5, 15.0)
+"""Seconds between attempts to start."""
 HEALTHY_AFTER: Final = 60.0
 
 
-class NodeProcess(Closing):
+class NodeProcess(Closeable):
     """Starts the node, and starts it again whenever it dies.
 
     The node holds the reading end of a pipe whose other end only this process has: once that is
@@ -90,7 +89,7 @@ class NodeProcess(Closing):
 
     def start_again(self) -> bool:
         """Start it again if it has died and the pause is over; whether that was done."""
-        pause = doubled(FIRST_PAUSE, LAST_PAUSE, self._failures)
+        pause = RESTART_BACKOFF.get_wait(self._failures)
         if self._process is not None or time.monotonic() < self._started + pause:
             return False
         self._failures += 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from turnlane.client.node_client import Credentials, RemoteNode
     from turnlane.config import Config
     from turnlane.table import Database, ShardedDatabase, TableQueue
-    from turnlane.table.shards import Given
+    from turnlane.table.shards import ShardSpec
 
 # ── nodes ──
 # The nodes that a command is about: those of a configuration, or those at an address.
@@ -105,7 +105,7 @@ class Place(NamedTuple):
     queue: TableQueue
 
 
-def given(urls: list[str] | None) -> list[Given]:
+def given(urls: list[str] | None) -> list[ShardSpec]:
     """Addresses and key ranges, as they were given. Raises ``ConfigError``."""
     if not urls:
         raise ConfigError("--url", f"name the database, here or in ${VARIABLE}")

@@ -20,9 +20,8 @@ from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import ConfigError, NotSupported
 from turnlane.events import Block
 from turnlane.queues.api import Queue
-from turnlane.queues.settings import Kind
 from turnlane.queues.proxy import ProxyQueue
-from turnlane.queues.settings import QueueSettings
+from turnlane.queues.settings import Kind, QueueSettings
 from turnlane.runtime import Closing
 from turnlane.units import parse_duration
 

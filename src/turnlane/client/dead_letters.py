@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from turnlane.client.node_client import RemoteNode, Unsettled
-from turnlane.delivery.outcome import COLUMNS
+from turnlane.delivery.results import DEAD_LETTER_COLUMNS
 from turnlane.errors import ConfigError, NoSuchQueue, RetryLater
 from turnlane.events import Block
 from turnlane.intervals import hulls, inside, spans_of
@@ -287,7 +287,7 @@ def _merged(blocks: Sequence[Block]) -> Block:
 
 def _events(letters: Block) -> Block:
     """Letters as the events they were."""
-    return letters.select([name for name in letters.schema.names if name not in COLUMNS.names])
+    return letters.select([name for name in letters.schema.names if name not in DEAD_LETTER_COLUMNS.names])
 
 
 def _values(block: Block, name: str) -> list[Any]:

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from turnlane.client.node_client import RemoteNode
-from turnlane.delivery.breaker import Allowed, State
-from turnlane.delivery.destination import Permit, Report
+from turnlane.delivery.breaker import AllowedSends, BreakerState
+from turnlane.delivery.destination import SendPermit, SendReport
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import RetryLater
 from turnlane.runtime import Closing
@@ -32,7 +32,7 @@ Doing = Callable[[], tuple[int, int]]
 """How much is being prepared, and how much is being sent."""
 
 
-class RemoteGate(Closing):
+class RemoteDestinationState(Closing):
     """One task's way to the gate of its action. Calls raise what the node raises.
 
     As long as it is open the node counts the task as one that is at work, and a probe that it was
@@ -65,15 +65,15 @@ class RemoteGate(Closing):
         self._heart = threading.Thread(target=self._beat, name="turnlane-gate", daemon=True)
         self._heart.start()
 
-    def permit(self) -> Permit:
+    def request_permit(self) -> SendPermit:
         """What may be sent now."""
         answer = self._say("permit")
-        state, allowed = State(answer.pop("state")), Allowed(answer.pop("allowed"))
-        permit = Permit(state, allowed, **answer)
+        state, allowed = BreakerState(answer.pop("state")), AllowedSends(answer.pop("allowed"))
+        permit = SendPermit(state, allowed, **answer)
         self._probe = permit.probe
         return permit
 
-    def report(self, report: Report) -> None:
+    def report(self, report: SendReport) -> None:
         """Tell how sends went."""
         if report.probe == self._probe:
             self._probe = None

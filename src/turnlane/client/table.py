@@ -18,8 +18,8 @@ from turnlane.client.address import understood
 from turnlane.client.node_client import RemoteNode, said
 from turnlane.errors import LeadLost, Never, QueueClosed, TransportDown, TurnlaneError
 from turnlane.runtime import Closing
-from turnlane.table.event import COLUMNS, TableEvent
-from turnlane.table.receiver import PREFETCH, Losses
+from turnlane.table.event import EVENT_COLUMNS, TableEvent
+from turnlane.table.receiver import DEFAULT_PREFETCH, LostAckCounter
 from turnlane.table.shards import KeyRange
 from turnlane.table.sql.dialect import Row
 
@@ -36,7 +36,7 @@ class RemoteTable:
         self.name = name
         self._nodes = nodes
 
-    def receive(self, key_range: str = "-", prefetch: int = PREFETCH) -> RemoteReceiver:
+    def receive(self, key_range: str = "-", prefetch: int = DEFAULT_PREFETCH) -> RemoteReceiver:
         """A receiver of the events in a key range, from all nodes: one of them leads a shard.
 
         Nodes that are away are tried again. Raises whatever will fail again: ``NotAllowed``,
@@ -168,7 +168,7 @@ class _Link:
         self._stream: _Stream | None = None
         self._lost = 0
         """How often there were acks that were not stored."""
-        self._losses = Losses()
+        self._losses = LostAckCounter()
         self._lock = threading.Lock()
         self._thread = threading.Thread(
             target=self._run, name=f"turnlane-receive-{node.place}", daemon=True
@@ -279,7 +279,7 @@ class _Stream:
     def listen(self) -> None:
         """Hear the node until the stream is over."""
         fields = self._reader.schema.names
-        self.positions = {name: at for at, name in enumerate(fields) if at >= len(COLUMNS)}
+        self.positions = {name: at for at, name in enumerate(fields) if at >= len(EVENT_COLUMNS)}
         for chunk in self._reader:
             about = said(chunk.app_metadata)
             if chunk.data is not None:

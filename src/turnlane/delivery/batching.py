@@ -1,4 +1,17 @@
-"""Batching: how many of a block's events go together. Pure."""
+"""Batches: which events of a block are sent together, in which order, and how bad ones are found.
+
+``BatchCutter`` cuts a block into batches (``SendBatch``) within the limits of events and bytes.
+``OrderingLanes`` holds back batches whose events must follow others. ``BadRowSearch`` decides how
+many rows of a batch to send next after the destination refused some. Nothing here does I/O or
+waits; only the thread of a run uses it.
+
+The search for bad rows. Rows are always tried in order, the first ones of a batch first. Rows that
+were delivered are done. A refusal of several rows narrows the search to the first half of them, a
+refusal of one row has found it. After the first find the whole rest is tried again at once; only if
+finds are frequent do the trials get as small as the gaps between them. One bad row among ``n`` is
+found with at most 2 · log2(n) sends. If few rows were refused together and all others of them are
+delivered, the last one is known to be bad and is not sent again.
+"""
 
 from __future__ import annotations
 
@@ -12,78 +25,41 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from turnlane.delivery.outcome import Fate, Numbers, Tally
+from turnlane.delivery.results import BlockProgress, RowNumbers, RowState
 from turnlane.delivery.settings import DeliverySettings, Ordering
 from turnlane.events import Block
 from turnlane.key_hash import key_hashes, repeats
 
 Sizes = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
 
-
-def event_sizes(block: Block) -> Sizes:
-    """The bytes of every event, as the destination will see them, about."""
-    for name in ("payload", "value"):
-        at = block.schema.get_field_index(name)
-        if at >= 0:
-            return _lengths(block.column(at))
-    return np.full(block.num_rows, block.nbytes // max(1, block.num_rows), dtype=np.int64)
-
-
-def _lengths(column: Any) -> Sizes:  # noqa: ANN401 - an array of any kind of bytes or text
-    lengths: Any = pc.fill_null(pc.binary_length(column), 0)
-    return np.asarray(lengths, dtype=np.int64)
-
-
-def batches(sizes: Sizes, most_events: int, most_bytes: int) -> list[range]:
-    """Stretches of rows within both bounds; an event that is too large for one goes alone."""
-    found: list[range] = []
-    ends = np.cumsum(sizes)
-    first = before = 0
-    while first < len(sizes):
-        end = int(np.searchsorted(ends, before + most_bytes, side="right"))
-        end = min(max(end, first + 1), first + most_events, len(sizes))
-        found.append(range(first, end))
-        first, before = end, int(ends[end - 1])
-    return found
-
-
-# ── splitting ──
-# Splitting: which of a batch's events a destination will not have, found with few sends. Pure.
-#
-# The first events are tried, always in order. What passed is behind us; a refusal of several
-# narrows
-# the search to these, a refusal of one has found it. Behind the first find all the rest goes in
-# one
-# piece again; only where finds are frequent the pieces get as small as the gaps between them.
-#
-# One of ``n`` is found with 2 · log2(n) sends at most. If that leaves no send for the last one
-# that
-# is left, where few were refused together, it is known without: all the others have gone.
-
-FEW: Final = 5
-"""Among so many that were refused together the last one is not sent alone to make sure."""
+MAX_INFERRED: Final = 5
+"""If at most this many rows were refused together, the last one left is not sent alone."""
+DEFAULT_LANES: Final = 8
+"""Lanes for events ordered by key if the concurrency is adaptive."""
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
-    """How far a batch has got: ``left`` events are still to go."""
+class BadRowSearch:
+    """The progress of a batch: ``left`` rows are open. Immutable; see the head of this module."""
 
     left: int
     suspect: int = 0
-    """Among so many first ones is one that was refused."""
+    """One of this many first rows was refused; 0 if no search is on."""
     most: int | None = None
-    """More than so many at a time were too large."""
+    """More rows than this in one send were too large."""
     passed: int = 0
-    """Events behind us, found ones included."""
+    """Rows that are settled, bad ones included."""
     found: int = 0
-    together: int = 0
-    """So many were refused when this search began; 0 if that was not sure to be their fault."""
-    before: int = 0
-    """What was behind us then."""
+    """Bad rows found."""
+    refused_together: int = 0
+    """The number of rows of the refusal that began the search; 0 if the cause was uncertain."""
+    passed_before: int = 0
+    """``passed`` when the search began."""
 
     @property
     def trial(self) -> int:
-        """How many of the first events to send next."""
+        """The number of first rows to send next."""
         if self.suspect:
             trial = max(1, self.suspect // 2)
         elif self.found > 1:
@@ -93,17 +69,17 @@ class Search:
         return min(trial, self.left, self.most or trial)
 
     @property
-    def is_known(self) -> bool:
-        """Whether the first event is the one, without its being sent alone."""
-        return self.suspect == 1 and 0 < self.together <= FEW
+    def is_first_row_bad(self) -> bool:
+        """Whether the first row must be the bad one, so that it need not be sent alone."""
+        return self.suspect == 1 and 0 < self.refused_together <= MAX_INFERRED
 
     @property
-    def is_fruitless(self) -> bool:
-        """Whether nothing has gone since the search began, if there is one."""
-        return not self.suspect or self.passed == self.before
+    def has_no_delivery(self) -> bool:
+        """Whether nothing was delivered since the search began, or there is no search."""
+        return not self.suspect or self.passed == self.passed_before
 
-    def delivered(self, count: int) -> Self:
-        """After the first ``count`` have gone: whatever is wrong is behind them."""
+    def after_delivery(self, count: int) -> Self:
+        """Return the progress after the first ``count`` rows were delivered."""
         return replace(
             self,
             left=self.left - count,
@@ -111,99 +87,92 @@ class Search:
             passed=self.passed + count,
         )
 
-    def refused(self, count: int, *, sure: bool = True) -> Self:
-        """After a refusal of the first ``count``; one that was alone is found, and gone.
+    def after_refusal(self, count: int, *, is_certain: bool = True) -> Self:
+        """Return the progress after the first ``count`` rows were refused; one row is found bad.
 
-        It is not ``sure`` if it may be the destination's fault after all.
+        The refusal is not ``is_certain`` if the destination may be at fault after all.
         """
         if count == 1:
-            return self._gone()
+            return self._after_find()
         if self.suspect:
             return replace(self, suspect=count)
-        return replace(self, suspect=count, together=count if sure else 0, before=self.passed)
+        together = count if is_certain else 0
+        return replace(self, suspect=count, refused_together=together, passed_before=self.passed)
 
-    def too_large(self, count: int) -> Self:
-        """After the first ``count`` were too large: half of them, or one that is found, and gone.
+    def after_too_large(self, count: int) -> Self:
+        """Return the progress after the first ``count`` rows were too large; one row is found bad.
 
-        What was too large may have been that one alone, so the rest is tried whole again.
+        Otherwise half as many are tried. After a find the rest is tried whole again, because that
+        row alone may have been too large.
         """
-        return replace(self._gone(), most=None) if count == 1 else replace(self, most=count // 2)
+        if count == 1:
+            return replace(self._after_find(), most=None)
+        return replace(self, most=count // 2)
 
-    def _gone(self) -> Self:
+    def _after_find(self) -> Self:
         return replace(
-            self,
-            left=self.left - 1,
-            suspect=0,
-            passed=self.passed + 1,
-            found=self.found + 1,
+            self, left=self.left - 1, suspect=0, passed=self.passed + 1, found=self.found + 1
         )
 
 
-# ── piece ──
-# A piece of a block on its way: the events that go together, as far as they are not settled.
-
-Hashes = npt.NDArray[np.uint64]
-
-
 @dataclass(eq=False, slots=True)
-class Piece:
-    """Rows of a block whose fate is open. The first of them are tried first."""
+class SendBatch:
+    """Open rows of a block that are sent together. The first of them are tried first."""
 
-    tally: Tally
+    progress: BlockProgress
     block: Block
-    numbers: Numbers
-    """The row numbers in the tally's block."""
+    numbers: RowNumbers
+    """The numbers of the rows in the progress's block."""
     order: tuple[int, int]
-    """The number of its block, and of its first row: pieces of lower order go first."""
-    search: Search
-    track: int | None = None
-    """Pieces of one track go one after another."""
+    """The number of the block and of the first row: batches of lower order go first."""
+    search: BadRowSearch
+    lane: int | None = None
+    """Batches of one ordering lane go one after another; ``None``: there is no order."""
     keys: Hashes | None = None
-    """Of every row, where events of one key go one after another."""
+    """The hash of each row's key, if events of one key go one after another."""
     payload: Any = None
-    """What ``prepare`` made of the first rows, ``prepared`` of them."""
+    """The result of ``prepare`` for the first ``prepared`` rows."""
     prepared: int = 0
     retries: int = 0
     tries: int = 0
-    """How often its first row was sent."""
-    unknown: int = 0
-    """How often it failed with an error that nobody knows, since some of it went or was found."""
+    """How many times the first row was sent."""
+    unknown_errors: int = 0
+    """Attempts that failed with an unknown error since rows of it were last settled."""
     refusal: BaseException | None = None
-    """The last one, of what a search is about."""
-    places: set[str] = field(default_factory=set)
-    """Where the gate remembers ``unknown``."""
+    """The last refusal of the current search."""
+    event_refs: set[str] = field(default_factory=set)
+    """The events under which the destination's state remembers ``unknown_errors``."""
 
-    def __lt__(self, other: Piece) -> bool:
+    def __lt__(self, other: SendBatch) -> bool:
         return self.order < other.order
 
     @property
     def left(self) -> int:
-        """How many rows are open."""
+        """The number of open rows."""
         return len(self.numbers)
 
-    def settle(self, fate: Fate) -> None:
-        """All of it is delivered, or kept."""
-        self.tally.settle(self.numbers, fate)
-        self.cut(self.left)
+    def defer(self) -> None:
+        """Leave all open rows to a later task."""
+        self.progress.settle(self.numbers, RowState.DEFERRED)
+        self.drop_first(self.left)
 
-    def deliver(self, count: int) -> None:
-        """The first ``count`` rows are delivered."""
-        self.tally.settle(self.numbers[:count], Fate.DELIVERED)
-        self.search = self.search.delivered(count)
-        self.cut(count)
+    def settle_delivered(self, count: int) -> None:
+        """Settle the first ``count`` rows as delivered."""
+        self.progress.settle(self.numbers[:count], RowState.DELIVERED)
+        self.search = self.search.after_delivery(count)
+        self.drop_first(count)
 
-    def bury(self, error: BaseException) -> None:
-        """The first row is dead; the search has counted it."""
-        self.tally.bury(
-            self.block.slice(0, 1), self.numbers[:1], error, max(self.unknown, self.tries, 1)
-        )
-        self.cut(1)
+    def settle_dead(self, error: BaseException) -> None:
+        """Settle the first row as dead; the search has counted it already."""
+        attempts = max(self.unknown_errors, self.tries, 1)
+        self.progress.settle_dead(self.block.slice(0, 1), self.numbers[:1], error, attempts)
+        self.drop_first(1)
 
-    def cut(self, count: int) -> None:
-        """Go on behind the first ``count`` rows, which are settled.
+    def drop_first(self, count: int) -> None:
+        """Remove the first ``count`` rows, which are settled.
 
-        Unless there is still one to be found whose fault it was, others begin with no attempts:
-        each event has its own before it is dead.
+        The other rows start with no attempts, unless the search for a bad row among them goes on:
+        each event has its own attempts before it is dead.
         """
         self.block = self.block.slice(count)
         self.numbers = self.numbers[count:]
@@ -211,107 +180,131 @@ class Piece:
             self.keys = self.keys[count:]
         self.tries = 0
         if not self.search.suspect:
-            self.unknown = 0
-        self.unprepare()
+            self.unknown_errors = 0
+        self.discard_payload()
 
-    def unprepare(self) -> None:
-        """What was prepared is not what is to be sent next."""
+    def discard_payload(self) -> None:
+        """Forget the prepared payload: other rows are sent next."""
         self.payload, self.prepared = None, 0
 
-    def part(self, rows: npt.NDArray[np.int64]) -> Piece:
-        """Some of its rows, as a piece of its own."""
+    def select(self, rows: npt.NDArray[np.int64]) -> SendBatch:
+        """Return a batch of some of its rows."""
         numbers = np.asarray(self.numbers, dtype=np.int64)[rows]
-        return Piece(
-            self.tally,
+        return SendBatch(
+            self.progress,
             self.block.take(rows),
             numbers,
             (self.order[0], int(numbers[0])),
-            Search(len(rows)),
-            self.track,
+            BadRowSearch(len(rows)),
+            self.lane,
             None if self.keys is None else self.keys[rows],
-            unknown=self.unknown,
+            unknown_errors=self.unknown_errors,
             retries=self.retries,
-            places=self.places,
+            event_refs=self.event_refs,
         )
 
 
-# ── cutting ──
-# Cutting: of a block, the pieces that go together, and which of them go one after another.
+class BatchCutter:
+    """Cuts the blocks of one run into batches.
 
-TRACKS = 8
-"""Of events ordered by key, so many go side by side where the concurrency is not fixed."""
-
-
-class Cutter:
-    """Cuts blocks, one after another, as the settings say.
-
-    If the destination may take some events of a piece and leave others, no piece has two events of
-    which one must not pass the other.
+    ``takes_apart`` says that the destination may take some events of a batch and leave others. Then
+    no batch has two events of which one must follow the other.
     """
 
     def __init__(
-        self, settings: DeliverySettings, most_events: int, *, takes_apart: bool = False
+        self, settings: DeliverySettings, max_events: int, *, takes_apart: bool = False
     ) -> None:
         self._settings = settings
         self._takes_apart = takes_apart
         one_by_one = takes_apart and settings.ordering is Ordering.STRICT
-        self._most_events = 1 if one_by_one else most_events
+        self._max_events = 1 if one_by_one else max_events
         fixed = settings.concurrency
-        self._tracks = fixed if isinstance(fixed, int) else min(TRACKS, settings.max_concurrency)
-        self._block = 0
+        default = min(DEFAULT_LANES, settings.max_concurrency)
+        self._lanes = fixed if isinstance(fixed, int) else default
+        self._blocks = 0
 
-    def cut(self, tally: Tally, attempts: Mapping[str, int], most: int | None) -> list[Piece]:
-        """The pieces of a block. ``most`` is what was not too large lately."""
-        self._block += 1
+    def cut(
+        self, progress: BlockProgress, attempts: Mapping[str, int], most: int | None
+    ) -> list[SendBatch]:
+        """Return the batches of a block.
+
+        ``attempts`` are the remembered attempts of a permit; more events than ``most`` in one send
+        were too large lately.
+        """
+        self._blocks += 1
+        rows = progress.block
         if self._settings.ordering is Ordering.KEY:
-            pieces = list(self._by_key(tally))
+            batches = list(self._cut_by_key(progress))
         else:
-            track = 0 if self._settings.ordering is Ordering.STRICT else None
-            rows = tally.block
-            pieces = [
-                self._piece(tally, rows.slice(each.start, len(each)), each, track)
-                for each in self._batches(rows)
+            lane = 0 if self._settings.ordering is Ordering.STRICT else None
+            batches = [
+                self._make_batch(progress, rows.slice(each.start, len(each)), each, lane)
+                for each in self._split(rows)
             ]
-        for piece in pieces:
-            piece.search = Search(piece.left, most=most)
+        for batch in batches:
+            batch.search = BadRowSearch(batch.left, most=most)
             if attempts:
-                _recall(piece, attempts)
-        return pieces
+                _restore_attempts(batch, attempts)
+        return batches
 
-    def _batches(self, rows: Block) -> list[range]:
-        return batches(event_sizes(rows), self._most_events, self._settings.batch_bytes)
+    def _split(self, rows: Block) -> list[range]:
+        return split_by_size(get_event_sizes(rows), self._max_events, self._settings.batch_bytes)
 
-    def _by_key(self, tally: Tally) -> Iterator[Piece]:
-        """Rows of one track stand together, in their order; a key's are all on one track."""
-        keys = _keys(tally.block)
-        tracks = (keys % np.uint64(self._tracks)).astype(np.int64)
+    def _cut_by_key(self, progress: BlockProgress) -> Iterator[SendBatch]:
+        """Cut so that all rows of a key are in one lane, in their order."""
+        keys = _hash_keys(progress.block)
+        lanes = (keys % np.uint64(self._lanes)).astype(np.int64)
+        # Rows of one key get rising turns, so that the n-th rows of all keys are cut together.
         turns = repeats(keys) if self._takes_apart else np.zeros(len(keys), dtype=np.int64)
-        order = np.lexsort((turns, tracks))
-        rows = tally.block.take(order)
-        apart = (np.diff(tracks[order]) != 0) | (np.diff(turns[order]) != 0)
-        ends = [*(np.flatnonzero(apart) + 1).tolist(), len(order)] if len(order) else []
+        order = np.lexsort((turns, lanes))
+        rows = progress.block.take(order)
+        boundary = (np.diff(lanes[order]) != 0) | (np.diff(turns[order]) != 0)
+        ends = [*(np.flatnonzero(boundary) + 1).tolist(), len(order)] if len(order) else []
         for first, end in pairwise([0, *ends]):
-            part, track = rows.slice(first, end - first), int(tracks[order[first]])
-            for each in self._batches(part):
+            part, lane = rows.slice(first, end - first), int(lanes[order[first]])
+            for each in self._split(part):
                 at = slice(first + each.start, first + each.stop)
-                yield self._piece(
-                    tally, part.slice(each.start, len(each)), order[at], track, keys[order[at]]
-                )
+                batch_rows = part.slice(each.start, len(each))
+                yield self._make_batch(progress, batch_rows, order[at], lane, keys[order[at]])
 
-    def _piece(
+    def _make_batch(
         self,
-        tally: Tally,
+        progress: BlockProgress,
         rows: Block,
-        numbers: range | npt.NDArray[np.int64],
-        track: int | None,
+        numbers: RowNumbers,
+        lane: int | None,
         keys: Hashes | None = None,
-    ) -> Piece:
-        order = (self._block, int(numbers[0]))
-        return Piece(tally, rows, numbers, order, Search(len(numbers)), track, keys)
+    ) -> SendBatch:
+        order = (self._blocks, int(numbers[0]))
+        return SendBatch(progress, rows, numbers, order, BadRowSearch(len(numbers)), lane, keys)
 
 
-def _keys(block: Block) -> Hashes:
-    """The hash of every event's key. Events without one belong to nobody: they are spread."""
+def get_event_sizes(block: Block) -> Sizes:
+    """Return the approximate bytes of each event at the destination."""
+    for name in ("payload", "value"):
+        at = block.schema.get_field_index(name)
+        if at >= 0:
+            column: Any = block.column(at)
+            lengths: Any = pc.fill_null(pc.binary_length(column), 0)
+            return np.asarray(lengths, dtype=np.int64)
+    return np.full(block.num_rows, block.nbytes // max(1, block.num_rows), dtype=np.int64)
+
+
+def split_by_size(sizes: Sizes, max_events: int, max_bytes: int) -> list[range]:
+    """Split rows into ranges within both limits; an event larger than ``max_bytes`` is alone."""
+    ranges: list[range] = []
+    ends = np.cumsum(sizes)
+    first = before = 0
+    while first < len(sizes):
+        end = int(np.searchsorted(ends, before + max_bytes, side="right"))
+        end = min(max(end, first + 1), first + max_events, len(sizes))
+        ranges.append(range(first, end))
+        first, before = end, int(ends[end - 1])
+    return ranges
+
+
+def _hash_keys(block: Block) -> Hashes:
+    """Return the hash of each event's key. Events without a key are spread over all lanes."""
     at = block.schema.get_field_index("key")
     if at < 0:
         return np.arange(block.num_rows, dtype=np.uint64)
@@ -323,8 +316,8 @@ def _keys(block: Block) -> Hashes:
     return hashes
 
 
-def place_of(block: Block) -> str | None:
-    """Where the first event is: ``partition/offset``, if the block says so."""
+def get_event_ref(block: Block) -> str | None:
+    """Return ``partition/offset`` of the first event; ``None`` if the block has no offsets."""
     at = block.schema.get_field_index("offset")
     if at < 0:
         return None
@@ -333,84 +326,83 @@ def place_of(block: Block) -> str | None:
     return f"{node}/{block.column(at)[0].as_py()}"
 
 
-def _recall(piece: Piece, attempts: Mapping[str, int]) -> None:
-    """What the gate remembers of a piece: it may begin elsewhere than last time."""
-    at = piece.block.schema.get_field_index("offset")
+def _restore_attempts(batch: SendBatch, attempts: Mapping[str, int]) -> None:
+    """Set the remembered attempts of a batch. It may start with another event than last time."""
+    at = batch.block.schema.get_field_index("offset")
     if at < 0:
         return
-    offsets = np.asarray(piece.block.column(at))
-    known = np.array([int(place.partition("/")[2]) for place in attempts], dtype=np.int64)
-    for row in np.flatnonzero(np.isin(offsets, known)):
-        place = place_of(piece.block.slice(int(row), 1))
-        if place is not None and place in attempts:
-            piece.places.add(place)
-            piece.unknown = max(piece.unknown, attempts[place])
+    offsets = np.asarray(batch.block.column(at))
+    remembered = np.array([int(ref.partition("/")[2]) for ref in attempts], dtype=np.int64)
+    for row in np.flatnonzero(np.isin(offsets, remembered)):
+        event_ref = get_event_ref(batch.block.slice(int(row), 1))
+        if event_ref is not None and event_ref in attempts:
+            batch.event_refs.add(event_ref)
+            batch.unknown_errors = max(batch.unknown_errors, attempts[event_ref])
 
 
-# ── tracks ──
-# Tracks: pieces that go one after another, because their events have an order.
+class OrderingLanes:
+    """The ordering lanes of a run. One batch of a lane is on its way, the others wait here.
 
-
-class Tracks:
-    """All tracks of a run. Of every track one piece is on its way, and the others wait here."""
+    Batches without a lane are never held back.
+    """
 
     def __init__(self) -> None:
-        self._waiting: dict[int, deque[Piece]] = {}
-        self._blocked: Hashes = np.empty(0, dtype=np.uint64)
+        self._waiting: dict[int, deque[SendBatch]] = {}
+        self._blocked_keys: Hashes = np.empty(0, dtype=np.uint64)
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def enter(self, piece: Piece) -> Piece | None:
-        """The piece if it may go now; otherwise it waits at the end of its track."""
-        if piece.track is None:
-            return piece
-        if piece.track in self._waiting:
-            self._waiting[piece.track].append(piece)
+    def enter(self, batch: SendBatch) -> SendBatch | None:
+        """Return a batch that may go now; the given one may have to wait at the end of its lane."""
+        if batch.lane is None:
+            return batch
+        if batch.lane in self._waiting:
+            self._waiting[batch.lane].append(batch)
             return None
-        self._waiting[piece.track] = deque()
-        return self._unblocked(piece) or self.leave(piece)
+        self._waiting[batch.lane] = deque()
+        return self._remove_blocked(batch) or self.leave(batch)
 
-    def put_back(self, piece: Piece) -> Piece | None:
-        """The piece if it has no track; otherwise it waits at the head of its track."""
-        if piece.track is None:
-            return piece
-        self._waiting[piece.track].appendleft(piece)
+    def put_back(self, batch: SendBatch) -> SendBatch | None:
+        """Return the batch if it has no lane; otherwise it waits at the head of its lane."""
+        if batch.lane is None:
+            return batch
+        self._waiting[batch.lane].appendleft(batch)
         return None
 
-    def leave(self, piece: Piece) -> Piece | None:
-        """A piece is through, or kept; returns the next of its track."""
-        if piece.track is None:
+    def leave(self, batch: SendBatch) -> SendBatch | None:
+        """Return the next batch of a lane: the given one is settled."""
+        if batch.lane is None:
             return None
-        waiting = self._waiting[piece.track]
+        waiting = self._waiting[batch.lane]
         while waiting:
-            following = self._unblocked(waiting.popleft())
+            following = self._remove_blocked(waiting.popleft())
             if following is not None:
                 return following
-        del self._waiting[piece.track]
+        del self._waiting[batch.lane]
         return None
 
-    def block(self, piece: Piece) -> None:
-        """This piece is kept, so later events of its keys will be."""
-        if piece.keys is not None:
-            self._blocked = np.union1d(self._blocked, piece.keys)
+    def block_keys(self, batch: SendBatch) -> None:
+        """Defer later events of this batch's keys, because the batch itself is deferred."""
+        if batch.keys is not None:
+            self._blocked_keys = np.union1d(self._blocked_keys, batch.keys)
 
-    def drain(self) -> list[Piece]:
-        """Take away all that wait."""
-        rest = [piece for waiting in self._waiting.values() for piece in waiting]
+    def remove_all(self) -> list[SendBatch]:
+        """Remove all waiting batches and return them."""
+        batches = [batch for waiting in self._waiting.values() for batch in waiting]
         for waiting in self._waiting.values():
             waiting.clear()
-        return rest
+        return batches
 
-    def _unblocked(self, piece: Piece) -> Piece | None:
-        """What may go of a piece; the events of blocked keys are kept."""
-        if piece.keys is None or not len(self._blocked):
-            return piece
-        blocked = np.isin(piece.keys, self._blocked)
+    def _remove_blocked(self, batch: SendBatch) -> SendBatch | None:
+        """Defer the events of blocked keys; return a batch of the others, if there are any."""
+        if batch.keys is None or not len(self._blocked_keys):
+            return batch
+        blocked = np.isin(batch.keys, self._blocked_keys)
         if not blocked.any():
-            return piece
+            return batch
         if blocked.all():
-            piece.settle(Fate.KEPT)
+            batch.defer()
             return None
-        piece.part(np.flatnonzero(blocked)).settle(Fate.KEPT)
-        return piece.part(np.flatnonzero(~blocked))
+        batch.select(np.flatnonzero(blocked)).defer()
+        return batch.select(np.flatnonzero(~blocked))

@@ -1,11 +1,12 @@
 """The circuit breaker of an action: whether its destination is worth trying. Pure.
 
 closed     sends go; after a failure they wait for the backoff
-open       nothing goes: as many failures in a row as it takes, and none of the waits is over
-half-open  the wait is over: one probe goes, and its outcome decides
+open       nothing goes: too many sends in a row failed, and the wait after the last is not over
+half-open  the wait is over: one probe goes, and its result decides
 
-The probe is lent: whoever has it may die, so it comes back by itself after a time in which nothing
-was heard of it. Whoever lives renews it, however long the send takes.
+The probe is lent to one task under a token. A task may die with it, so the probe is free again if
+the task is silent for ``PROBE_LEASE`` seconds. A task that is alive renews it, however long the
+send takes.
 """
 
 from __future__ import annotations
@@ -14,16 +15,13 @@ import enum
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, Self
 
-from turnlane.delivery.settings import DeliverySettings
-from turnlane.retry import doubled
-
-LEASE: Final = 60.0
-"""How long a probe may be away unheard of before another one goes."""
-ASK_AGAIN: Final = 1.0
-"""How soon to ask again while somebody else has the probe."""
+PROBE_LEASE: Final = 60.0
+"""Seconds without news of a probe after which another task may send one."""
+PROBE_POLL: Final = 1.0
+"""Seconds after which a task asks again while another task has the probe."""
 
 
-class State(enum.StrEnum):
+class BreakerState(enum.StrEnum):
     """Whether sends go."""
 
     CLOSED = "closed"
@@ -31,166 +29,140 @@ class State(enum.StrEnum):
     HALF_OPEN = "half_open"
 
 
-class Allowed(enum.StrEnum):
+class AllowedSends(enum.StrEnum):
     """How much may be sent."""
 
     ALL = "all"
     PROBE = "probe"
-    """One send, whose outcome is reported with the probe's token."""
+    """One send, whose result is reported with the probe's token."""
     NONE = "none"
 
 
 class Probe(NamedTuple):
-    """A probe under way: who may report on it, and until when."""
+    """A probe in progress: the token to report it with, and when it is free again."""
 
     token: str
     expires: float
 
 
 @dataclass(frozen=True, slots=True)
-class Breaker:
-    """A breaker at one moment; what happens makes another one of it. Times are monotonic."""
+class CircuitBreaker:
+    """A breaker at one moment; each event returns a changed copy. Times are monotonic seconds."""
 
     threshold: int
+    """The number of failures in a row that opens it."""
     reset_time: float
+    """Seconds that it stays open at least."""
     failures: int = 0
-    """In a row. Those of sends that were under way together count once."""
+    """Failures in a row. Failures of sends that were in progress together count once."""
     partial: int = 0
-    """Sends in a row of which the destination wants some events later; counted in the same way."""
+    """Sends in a row that the destination took only in part; counted in the same way."""
     not_before: float = 0.0
-    said: bool = False
-    """Whether ``not_before`` is what the destination said, which no success changes."""
+    """Nothing may be sent before this time."""
+    is_requested: bool = False
+    """Whether the destination asked for ``not_before``. A success does not change it then."""
     open_since: float | None = None
-    """When it opened; none while it is closed."""
+    """When it opened; ``None`` while it is closed."""
     probe: Probe | None = None
     opened: int = 0
-    """How often it opened."""
+    """How many times it opened."""
 
-    def state(self, now: float) -> State:
-        """The state at ``now``."""
+    def get_state(self, now: float) -> BreakerState:
+        """Return the state at ``now``."""
         if self.open_since is None:
-            return State.CLOSED
-        return State.OPEN if now < self.not_before else State.HALF_OPEN
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if now < self.not_before else BreakerState.HALF_OPEN
 
-    def wait(self, now: float) -> float:
-        """Seconds until something may be sent: 0 if it may now."""
+    def get_wait(self, now: float) -> float:
+        """Return the seconds until a send may be allowed: 0 if it is now."""
         if now < self.not_before:
             return self.not_before - now
         if self.open_since is not None and self.probe is not None and now < self.probe.expires:
-            return min(ASK_AGAIN, self.probe.expires - now)
+            return min(PROBE_POLL, self.probe.expires - now)
         return 0.0
 
-    def allowed(self, now: float) -> Allowed:
-        """How much may be sent at ``now``."""
-        if self.wait(now) > 0:
-            return Allowed.NONE
-        return Allowed.ALL if self.open_since is None else Allowed.PROBE
+    def get_allowed(self, now: float) -> AllowedSends:
+        """Return how much may be sent at ``now``."""
+        if self.get_wait(now) > 0:
+            return AllowedSends.NONE
+        return AllowedSends.ALL if self.open_since is None else AllowedSends.PROBE
 
-    def lend(self, now: float, token: str) -> Self:
-        """Give the probe away, under this token; only where ``allowed`` says so."""
-        assert self.allowed(now) is Allowed.PROBE
-        return replace(self, probe=Probe(token, now + LEASE))
+    def lend_probe(self, now: float, token: str) -> Self:
+        """Lend the probe under this token. ``get_allowed`` must have returned ``PROBE``."""
+        assert self.get_allowed(now) is AllowedSends.PROBE
+        return replace(self, probe=Probe(token, now + PROBE_LEASE))
 
-    def renewed(self, now: float, token: str) -> Self:
-        """Whoever has the probe is alive, and still waits for its outcome."""
-        return replace(self, probe=Probe(token, now + LEASE)) if self._is_probe(token) else self
+    def renew_probe(self, now: float, token: str) -> Self:
+        """Extend the lease: the task with the probe is alive and still waits for the result."""
+        if not self._is_probe(token):
+            return self
+        return replace(self, probe=Probe(token, now + PROBE_LEASE))
 
-    def governed(self, threshold: int, reset_time: float) -> Self:
-        """Go by other settings from now on; what is known of the destination stays known."""
+    def release_probe(self, token: str) -> Self:
+        """Take back a probe that was never sent: the next task that asks gets it."""
+        return replace(self, probe=None) if self._is_probe(token) else self
+
+    def with_limits(self, threshold: int, reset_time: float) -> Self:
+        """Change the settings. The state of the destination is kept."""
         return replace(self, threshold=threshold, reset_time=reset_time)
 
-    def succeeded(self, token: str | None = None) -> Self:
-        """After a send that the destination answered; of an open breaker only the probe counts."""
+    def record_success(self, token: str | None = None) -> Self:
+        """The destination answered a send. While the breaker is open only the probe counts."""
         if self.open_since is not None and not self._is_probe(token):
             return self
-        kept = self.not_before if self.said else 0.0
-        return replace(self, failures=0, partial=0, not_before=kept, open_since=None, probe=None)
+        not_before = self.not_before if self.is_requested else 0.0
+        return replace(
+            self, failures=0, partial=0, not_before=not_before, open_since=None, probe=None
+        )
 
-    def partly(self, now: float, wait: float, token: str | None = None) -> Self:
-        """After a send of which some events are wanted later: stay away for ``wait`` seconds.
+    def record_partial(self, now: float, wait: float, token: str | None = None) -> Self:
+        """The destination took only some events of a send: send nothing for ``wait`` seconds.
 
-        The destination is there, so this opens nothing, and closes what was open.
+        The destination is available, so this never opens the breaker and closes an open one.
         """
         if self.open_since is not None and not self._is_probe(token):
             return self
         answered = replace(self, failures=0, open_since=None, probe=None)
         if now < self.not_before:
             return answered
-        return replace(answered, partial=self.partial + 1, not_before=now + wait, said=False)
+        return replace(
+            answered, partial=self.partial + 1, not_before=now + wait, is_requested=False
+        )
 
-    def failed(
-        self, now: float, wait: float, *, said: bool = False, token: str | None = None
+    def record_failure(
+        self, now: float, wait: float, *, is_requested: bool = False, token: str | None = None
     ) -> Self:
-        """After a send that failed: stay away for ``wait`` seconds."""
+        """A send failed: send nothing for ``wait`` seconds, which the destination may request."""
         if self.open_since is not None:
-            return self._probe_failed(now, wait, said=said) if self._is_probe(token) else self
+            if not self._is_probe(token):
+                return self
+            return replace(
+                self,
+                failures=self.failures + 1,
+                not_before=now + (wait if is_requested else max(wait, self.reset_time)),
+                is_requested=False,
+                probe=None,
+            )
         until = now + wait
         if now < self.not_before:
-            # It was under way when another one failed, and tells nothing new but how long to wait.
-            later = said and until > self.not_before
-            return replace(self, not_before=until, said=True) if later else self
+            # The send was in progress when another one failed: only a longer wait is news.
+            is_later = is_requested and until > self.not_before
+            return replace(self, not_before=until, is_requested=True) if is_later else self
         failures = self.failures + 1
         if failures < self.threshold:
-            return replace(self, failures=failures, not_before=until, said=said)
+            return replace(self, failures=failures, not_before=until, is_requested=is_requested)
         return replace(
             self,
             failures=failures,
             not_before=now + max(wait, self.reset_time),
-            said=False,
+            is_requested=False,
             open_since=now,
             opened=self.opened + 1,
         )
 
-    def released(self, token: str) -> Self:
-        """After a probe that was never sent: the next asker gets it."""
-        return replace(self, probe=None) if self._is_probe(token) else self
-
-    def closed(self) -> Self:
-        """As new: a person says that the destination is back."""
+    def reset(self) -> Self:
+        """Close it and forget all failures: a person says that the destination is back."""
         return type(self)(self.threshold, self.reset_time, opened=self.opened)
 
     def _is_probe(self, token: str | None) -> bool:
         return self.probe is not None and self.probe.token == token
-
-    def _probe_failed(self, now: float, wait: float, *, said: bool) -> Self:
-        return replace(
-            self,
-            failures=self.failures + 1,
-            not_before=now + (wait if said else max(wait, self.reset_time)),
-            said=False,
-            probe=None,
-        )
-
-
-# ── backoff ──
-# Backoff: how long to stay away from a destination that failed. Pure.
-
-LONGEST_SAID: Final = 86_400.0
-"""A destination that says "in a year" is asked again after a day."""
-
-
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """Waits that double from ``first`` up to ``cap``, each changed by chance by ``jitter``."""
-
-    first: float
-    cap: float
-    jitter: float
-
-    @classmethod
-    def of(cls, settings: DeliverySettings) -> Self:
-        """The backoff that the settings describe."""
-        return cls(settings.backoff, settings.max_backoff, settings.jitter)
-
-    def wait(self, failures: int, chance: float, said: float | None = None) -> float:
-        """Seconds to wait after so many failures in a row; ``chance`` is from 0 to 1.
-
-        ``said`` is when the destination wants to hear from us again, if it said so. It knows best,
-        and is never asked sooner; but one that says "at once" over and over is still left alone
-        for a while.
-        """
-        if said is not None:
-            least = max(min(said, LONGEST_SAID), self.first * (1 - self.jitter))
-            return least * (1 + self.jitter * chance)
-        wait = doubled(self.first, self.cap, failures)
-        return min(self.cap, wait * (1 + self.jitter * (2 * chance - 1)))

@@ -1,13 +1,17 @@
-"""The gate: what all tasks of an action know together about its destination.
+"""What the tasks of an action know together about its destination, and how a run uses it.
 
-A task asks it for a permit when it begins and after a failure, and tells it how sends went:
-failures at once, successes at the end. The node has a :class:`LocalGate` for every action and
-hands it out to tasks; used by itself it is the gate of a single process.
+``DestinationState`` is the shared part: circuit breaker, rate limit, and how many sends each task
+may have in progress. ``LocalDestinationState`` is the state itself. A node has one for every
+action, and its tasks reach it through a ``RemoteDestinationState`` (``client/destination.py``);
+used directly it serves a single process.
+
+``DestinationClient`` is one run's side of it. It asks for a permit when the run starts and after a
+failure, and reports how sends went: failures at once, because other tasks must stop too, successes
+together at the end.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 import threading
@@ -18,103 +22,116 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
-from turnlane.delivery.breaker import Allowed, Backoff, Breaker, State
-from turnlane.delivery.error_policy import error_type, said_when
-from turnlane.delivery.limits import Bucket, burst_of
+from turnlane.delivery.breaker import AllowedSends, BreakerState, CircuitBreaker
+from turnlane.delivery.error_policy import get_error_type, get_retry_after
+from turnlane.delivery.limits import get_burst
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import RetryLater
+from turnlane.logs import get_logger
+from turnlane.rate import TokenBucket
+from turnlane.retry import Backoff
 
-MOST_ATTEMPTS: Final = 10_000
-"""Places of events whose attempts are remembered; beyond that the oldest begin anew."""
+log = get_logger(__name__)
+
+MAX_REMEMBERED_ATTEMPTS: Final = 10_000
+"""Events whose attempts are remembered. Beyond that the oldest start again from zero."""
+LATENCY_WEIGHT: Final = 0.2
+"""The weight of the last send in the moving average of the seconds that a send takes."""
+CLAIM_RETRY: Final = 1.0
+"""Seconds after a refused claim on the rate before the next claim."""
 
 
 @dataclass(frozen=True, slots=True)
-class Permit:
-    """What may be sent now."""
+class SendPermit:
+    """What may be sent now. A node sends it to tasks: the names of the fields are fixed."""
 
-    state: State
-    allowed: Allowed
+    state: BreakerState
+    allowed: AllowedSends
     wait: float = 0.0
-    """Seconds until it is worth asking again, where nothing is allowed."""
+    """Seconds until it is worth asking again, if nothing is allowed."""
     probe: str | None = None
-    """The token to report with, where a probe is allowed."""
+    """The token to report with, if a probe is allowed."""
     concurrency: int | None = None
-    """How many sends at a time did well lately."""
+    """The number of concurrent sends that worked well lately."""
     attempts: Mapping[str, int] = field(default_factory=dict)
-    """How often events failed whose error nobody knows, by the place of the first:
+    """How many times events failed with an unknown error, by the first event of a batch:
     ``partition/offset``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """How sends went since the last report."""
+class SendReport:
+    """How sends went since the last report. Tasks send it to a node: the names are fixed."""
 
     successes: int = 0
-    """Sends that the destination answered, also with a refusal of what was sent."""
+    """Sends that the destination answered, also by refusing the events."""
     partial: int = 0
-    """Those of them that took some events, and want others later."""
+    """Successes in which the destination took some events and wants others later."""
     failures: int = 0
     retry_after: float | None = None
-    """When the destination wants to hear from us again, in seconds, if it said so."""
+    """Seconds after which the destination asked to be tried again, if it did."""
     probe: str | None = None
     """The probe's token. With neither successes nor failures the probe was not used."""
     error: str | None = None
     """The last failure, for people."""
     attempts: Mapping[str, int] = field(default_factory=dict)
-    """As in :class:`Permit`; 0 forgets."""
+    """As in :class:`SendPermit`; 0 forgets the event."""
     concurrency: int | None = None
     delivered: int = 0
-    """Events; so are the next two."""
+    """Events delivered; ``dead`` and ``kept`` (deferred) count events too."""
     dead: int = 0
     kept: int = 0
     rejected: int = 0
-    """Records inside of delivered events that the destination refused for good."""
+    """Records inside delivered events that the destination refused for good."""
     retries: int = 0
-    """Sends of what had been sent before; those that went well, and those that did not."""
+    """Sends of events that had been sent before."""
     retry_successes: int = 0
     retry_failures: Mapping[str, int] = field(default_factory=dict)
-    """By what went wrong."""
+    """Retries that failed, by the type of the error."""
     latency: float | None = None
-    """Seconds that a send takes, of late."""
+    """Seconds that a send takes, as a moving average."""
 
 
-class Gate(Protocol):
-    """What an engine needs to know. Calls may take a round trip, and raise ``RetryLater``."""
+class DestinationState(Protocol):
+    """The state that the tasks of an action share.
 
-    def permit(self) -> Permit:
-        """What may be sent now. A probe that it grants is the caller's until it reports on it."""
+    A call may take a round trip to a node, and raises ``RetryLater`` if the node is not there.
+    """
 
-    def report(self, report: Report) -> None:
-        """Tell how sends went."""
+    def request_permit(self) -> SendPermit:
+        """Return what may be sent now. A probe belongs to the caller until it reports on it."""
+
+    def report(self, report: SendReport) -> None:
+        """Record how sends went."""
 
     def claim(self, count: int, within: float) -> float:
-        """Seconds until so many events may be sent; theirs, if it is no longer than ``within``.
+        """Return the seconds until ``count`` events may be sent; claim them if ``within`` allows.
 
-        All tasks of an action claim from one rate, and only if it has a ``rate_limit``.
+        All tasks of an action claim from one rate. Only for actions with a ``rate_limit``.
         """
 
     @property
     def share(self) -> int | None:
-        """How many sends this task may have under way; ``None``: as many as its settings say.
+        """How many sends this task may have in progress; ``None``: as many as its settings say.
 
-        Known without asking. It may change at any time, for other tasks come and go.
+        Reading it is cheap. It changes when other tasks start and end.
         """
 
 
 @dataclass(frozen=True, slots=True)
-class GateStatus:
-    """A gate as people see it."""
+class DestinationStatus:
+    """The state as people see it. The names of the fields are part of the HTTP API."""
 
-    state: State
+    state: BreakerState
     wait: float
     failures: int
     """In a row."""
     open_for: float | None
-    """Seconds since it opened."""
+    """Seconds since the breaker opened."""
     error: str | None
     opened: int
+    """How many times the breaker opened."""
     rejected: int
-    """Permits that were refused."""
+    """Permits that allowed nothing."""
     concurrency: int | None
     latency: float | None
     totals: Mapping[str, int]
@@ -123,8 +140,8 @@ class GateStatus:
     retry_failures: Mapping[str, int]
 
 
-class LocalGate:
-    """The gate of an action, in this process. Safe to use from any thread."""
+class LocalDestinationState:
+    """The state of an action's destination. One lock guards all of it; any thread may call."""
 
     def __init__(
         self,
@@ -133,12 +150,12 @@ class LocalGate:
         clock: Clock = SYSTEM_CLOCK,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        self._backoff = Backoff.of(settings)
         self._clock = clock
         self._chance = chance
         self._lock = threading.Lock()
-        self._breaker = Breaker(settings.breaker_failures, settings.breaker_reset)
-        self._bucket = _bucket_of(settings, clock.monotonic())
+        self._backoff = make_backoff(settings)
+        self._breaker = CircuitBreaker(settings.breaker_failures, settings.breaker_reset)
+        self._bucket = _make_bucket(settings, clock.monotonic())
         self._attempts: OrderedDict[str, int] = OrderedDict()
         self._concurrency: int | None = None
         self._latency: float | None = None
@@ -147,32 +164,35 @@ class LocalGate:
         self._totals: Counter[str] = Counter()
         self._retry_failures: Counter[str] = Counter()
 
-    def permit(self) -> Permit:
-        """What may be sent now; a probe is given to one asker only."""
+    def request_permit(self) -> SendPermit:
+        """Return what may be sent now. Only one caller at a time gets a probe."""
         with self._lock:
             now = self._clock.monotonic()
-            permit = self._seen(now)
-            if permit.allowed is Allowed.NONE:
+            permit = self._make_permit(now)
+            if permit.allowed is AllowedSends.NONE:
                 self._rejected += 1
-            if permit.allowed is not Allowed.PROBE:
+            if permit.allowed is not AllowedSends.PROBE:
                 return permit
             token = uuid.uuid4().hex
-            self._breaker = self._breaker.lend(now, token)
-            return self._seen(now, token)
+            self._breaker = self._breaker.lend_probe(now, token)
+            return self._make_permit(now, token)
 
-    def look(self) -> Permit:
-        """What a permit would say; no probe is given away, and nothing counted."""
+    def peek_permit(self) -> SendPermit:
+        """Return what a permit would say, without lending a probe or counting a refusal."""
         with self._lock:
-            return self._seen(self._clock.monotonic())
+            return self._make_permit(self._clock.monotonic())
 
-    def report(self, report: Report) -> None:
-        """Tell how sends went."""
+    def report(self, report: SendReport) -> None:
+        """Record how sends went."""
         with self._lock:
             self._count(report)
-            self._judge(report)
+            self._update_breaker(report)
 
     def claim(self, count: int, within: float) -> float:
-        """Seconds until so many events may be sent; theirs, if it is no longer than ``within``."""
+        """Return the seconds until ``count`` events may be sent; claim them if ``within`` allows.
+
+        Without a ``rate_limit`` they may be sent now.
+        """
         with self._lock:
             if self._bucket is None:
                 return 0.0
@@ -180,40 +200,40 @@ class LocalGate:
 
     @property
     def share(self) -> int | None:
-        """Whoever uses this gate by itself shares with nobody."""
+        """``None``: in a single process there are no other tasks to share with."""
         return None
 
-    def renew(self, token: str) -> None:
-        """Whoever has this probe is alive: nobody else gets one for another while."""
+    def renew_probe(self, token: str) -> None:
+        """Extend the lease of a probe: the task that has it is alive."""
         with self._lock:
-            self._breaker = self._breaker.renewed(self._clock.monotonic(), token)
+            self._breaker = self._breaker.renew_probe(self._clock.monotonic(), token)
 
-    def govern(self, settings: DeliverySettings) -> None:
-        """Go by other settings from now on; what is known of the destination stays known."""
+    def apply_settings(self, settings: DeliverySettings) -> None:
+        """Use other settings. Everything known about the destination is kept."""
         with self._lock:
-            self._backoff = Backoff.of(settings)
-            self._breaker = self._breaker.governed(
+            self._backoff = make_backoff(settings)
+            self._breaker = self._breaker.with_limits(
                 settings.breaker_failures, settings.breaker_reset
             )
             now = self._clock.monotonic()
             if self._bucket is None:
-                self._bucket = _bucket_of(settings, now)
+                self._bucket = _make_bucket(settings, now)
             elif settings.rate_limit is not None:
-                self._bucket.governed(settings.rate_limit, burst_of(settings) or 1, now)
+                self._bucket.set_rate(settings.rate_limit, get_burst(settings) or 1, now)
 
     def reset(self) -> None:
         """Close the breaker: a person says that the destination is back."""
         with self._lock:
-            self._breaker = self._breaker.closed()
+            self._breaker = self._breaker.reset()
 
-    def status(self) -> GateStatus:
-        """All that is known."""
+    def get_status(self) -> DestinationStatus:
+        """Return everything that is known."""
         with self._lock:
             now = self._clock.monotonic()
             since = self._breaker.open_since
-            return GateStatus(
-                state=self._breaker.state(now),
-                wait=self._breaker.wait(now),
+            return DestinationStatus(
+                state=self._breaker.get_state(now),
+                wait=self._breaker.get_wait(now),
                 failures=self._breaker.failures,
                 open_for=None if since is None else now - since,
                 error=self._error,
@@ -225,44 +245,41 @@ class LocalGate:
                 retry_failures=dict(self._retry_failures),
             )
 
-    def _seen(self, now: float, token: str | None = None) -> Permit:
-        return Permit(
-            self._breaker.state(now),
-            Allowed.PROBE if token else self._breaker.allowed(now),
-            0.0 if token else self._breaker.wait(now),
+    def _make_permit(self, now: float, token: str | None = None) -> SendPermit:
+        return SendPermit(
+            self._breaker.get_state(now),
+            AllowedSends.PROBE if token else self._breaker.get_allowed(now),
+            0.0 if token else self._breaker.get_wait(now),
             token,
             self._concurrency,
             dict(self._attempts),
         )
 
-    def _judge(self, report: Report) -> None:
-        """Successes first: what failed among them, or after, decides when to go on."""
+    def _update_breaker(self, report: SendReport) -> None:
+        # Successes first: a failure among them, or after them, decides when the next send goes.
         if report.partial:
-            self._breaker = self._breaker.partly(
-                self._clock.monotonic(), self._partial_wait(), report.probe
+            # As after a failure, but capped: the destination would take other events sooner.
+            wait = self._backoff.get_wait(self._breaker.partial + 1, self._chance())
+            self._breaker = self._breaker.record_partial(
+                self._clock.monotonic(), min(wait, self._breaker.reset_time), report.probe
             )
             self._error = report.error
         elif report.successes:
-            self._breaker = self._breaker.succeeded(report.probe)
+            self._breaker = self._breaker.record_success(report.probe)
             if not report.failures:
                 self._error = None
         if report.failures:
             now = self._clock.monotonic()
-            said = report.retry_after
-            wait = self._backoff.wait(self._breaker.failures + 1, self._chance(), said)
-            self._breaker = self._breaker.failed(
-                now, wait, said=said is not None, token=report.probe
+            requested = report.retry_after
+            wait = self._backoff.get_wait(self._breaker.failures + 1, self._chance(), requested)
+            self._breaker = self._breaker.record_failure(
+                now, wait, is_requested=requested is not None, token=report.probe
             )
             self._error = report.error
         elif report.probe is not None and not report.successes:
-            self._breaker = self._breaker.released(report.probe)
+            self._breaker = self._breaker.release_probe(report.probe)
 
-    def _partial_wait(self) -> float:
-        """As after a failure, but never for so long that those suffer who would be taken."""
-        wait = self._backoff.wait(self._breaker.partial + 1, self._chance())
-        return min(wait, self._breaker.reset_time)
-
-    def _count(self, report: Report) -> None:
+    def _count(self, report: SendReport) -> None:
         self._totals.update(
             sends=report.successes + report.failures,
             failures=report.failures,
@@ -276,154 +293,172 @@ class LocalGate:
         self._retry_failures.update(report.retry_failures)
         self._concurrency = report.concurrency or self._concurrency
         self._latency = report.latency if report.latency is not None else self._latency
-        for place, attempts in report.attempts.items():
-            self._attempts.pop(place, None)
+        for event_ref, attempts in report.attempts.items():
+            self._attempts.pop(event_ref, None)
             if attempts:
-                self._attempts[place] = attempts
-        while len(self._attempts) > MOST_ATTEMPTS:
+                self._attempts[event_ref] = attempts
+        while len(self._attempts) > MAX_REMEMBERED_ATTEMPTS:
             self._attempts.popitem(last=False)
 
 
-def _bucket_of(settings: DeliverySettings, now: float) -> Bucket | None:
-    burst = burst_of(settings)
+def make_backoff(settings: DeliverySettings) -> Backoff:
+    """Return the backoff that the settings describe."""
+    return Backoff.from_jitter(settings.backoff, settings.max_backoff, settings.jitter)
+
+
+def _make_bucket(settings: DeliverySettings, now: float) -> TokenBucket | None:
+    burst = get_burst(settings)
     if burst is None or settings.rate_limit is None:
         return None
-    return Bucket(settings.rate_limit, burst, now)
+    return TokenBucket(settings.rate_limit, burst, now)
 
 
-# ── liaison ──
-# Between one run of an engine and its gate: permits asked for in time, reports sent in time.
+class DestinationClient:
+    """One run's view of its destination's state. Only the run's own thread uses it.
 
-log = logging.getLogger(__name__)
+    If the state cannot be reached, nothing may be sent: the run defers its events.
+    """
 
-WEIGHT = 0.2
-"""Of the last send, in the time that a send takes of late."""
-
-
-class Liaison:
-    """What a run knows of its gate. Used by the run's own thread only."""
-
-    def __init__(self, gate: Gate, clock: Clock) -> None:
-        self._gate = gate
+    def __init__(self, state: DestinationState, clock: Clock, *, has_rate_limit: bool) -> None:
+        self._state = state
         self._clock = clock
-        self._failing = False
-        self._probing = False
+        self._quota = RateQuota(state, clock) if has_rate_limit else None
+        self._has_failed = False
+        self._is_probe_sent = False
         self._counts: Counter[str] = Counter()
         self._retry_failures: Counter[str] = Counter()
         self._attempts: dict[str, int] = {}
         self._latency: float | None = None
         self.not_before = 0.0
-        """Before this nothing may be sent; it is infinite if the gate does not answer."""
-        self.permit = self._asked()
+        """Nothing may be sent before this time; infinite if the state cannot be reached."""
+        self.permit = self._request_permit()
 
-    def may_send(self, limit: int, in_flight: int) -> bool:
-        """Whether one more send may begin; asks again where a wait is over."""
-        if self.permit.allowed is Allowed.NONE and not self._waits():
-            self.permit = self._asked()
+    # ── before a send ────────────────────────────────────────────────────────────────────────────
+
+    def can_send(self, limit: int, in_flight: int) -> bool:
+        """Whether one more send may start. Asks for a new permit when a wait is over."""
+        if self.permit.allowed is AllowedSends.NONE and not self._is_waiting():
+            self.permit = self._request_permit()
         match self.permit.allowed:
-            case Allowed.ALL:
+            case AllowedSends.ALL:
                 share = self.share
                 return in_flight < (limit if share is None else min(limit, share))
-            case Allowed.PROBE:
-                return not self._probing
-            case Allowed.NONE:
+            case AllowedSends.PROBE:
+                return not self._is_probe_sent
+            case AllowedSends.NONE:
                 return False
 
-    def sending(self) -> str | None:
-        """A send begins; if it is the probe, its token is to come back with the outcome."""
-        self._probing = self.permit.probe is not None
+    def get_rate_wait(self, count: int, until: float) -> float:
+        """Return the seconds until the rate limit allows ``count`` events; 0 if it does now.
+
+        Claims no tokens that would come only after ``until``.
+        """
+        return 0.0 if self._quota is None else self._quota.get_wait(count, until)
+
+    def start_send(self, count: int) -> str | None:
+        """Record that ``count`` events are sent; return the probe's token if this is the probe.
+
+        The token must be reported together with the result of the send.
+        """
+        if self._quota is not None:
+            self._quota.take(count)
+        self._is_probe_sent = self.permit.probe is not None
         return self.permit.probe
 
     @property
     def share(self) -> int | None:
-        """How many sends may be under way, if other tasks have a part in that."""
-        return self._gate.share
+        """How many sends this task may have in progress; ``None``: no limit but its settings."""
+        return self._state.share
 
     @property
-    def is_shut_out(self) -> bool:
-        """Whether the breaker is open, and it is not yet time for a probe."""
-        return self.permit.state is State.OPEN and self._waits()
+    def is_breaker_open(self) -> bool:
+        """Whether the breaker is open and it is too early for a probe."""
+        return self.permit.state is BreakerState.OPEN and self._is_waiting()
 
     @property
     def unused_probe(self) -> str | None:
-        """The token of a probe that is ours to send and has not been sent."""
-        return None if self._probing else self.permit.probe
+        """The token of a probe that this run has and has not sent."""
+        return None if self._is_probe_sent else self.permit.probe
 
-    def answered(self, token: str | None, seconds: float) -> None:
-        """The destination answered, if only to refuse what it was sent."""
-        self._note_success(seconds)
-        # While there is a probe to report on, nothing else may be told with it.
-        if token is not None or self._failing or self.permit.probe is not None:
-            self._failing = False
+    # ── after a send ─────────────────────────────────────────────────────────────────────────────
+
+    def on_answer(self, token: str | None, seconds: float) -> None:
+        """Record that the destination answered, even if it refused the events."""
+        self._count_success(seconds)
+        # While this run has a probe, a report is about one send only: this success must not be
+        # reported later with the probe's token.
+        if token is not None or self._has_failed or self.permit.probe is not None:
+            self._has_failed = False
             self._report(token)
-            self._ask(token)
+            self._renew_permit(token)
 
-    def answered_partly(self, token: str | None, seconds: float, error: BaseException) -> None:
-        """The destination took some events and wants others later: told at once, as a failure."""
-        self._failing = True
-        self._note_success(seconds)
+    def on_partial_answer(self, token: str | None, seconds: float, error: BaseException) -> None:
+        """Report at once that the destination took some events and wants others later."""
+        self._has_failed = True
+        self._count_success(seconds)
         self._counts["partial"] += 1
-        self._report(token, error=_text(error))
-        self._ask(token)
+        self._report(token, error=_describe(error))
+        self._renew_permit(token)
 
-    def failed(self, token: str | None, error: BaseException) -> None:
-        """A send failed: told at once, and it may change what is permitted."""
-        self._failing = True
+    def on_failure(self, token: str | None, error: BaseException) -> None:
+        """Report a failure at once: it may change what all tasks are permitted."""
+        self._has_failed = True
         self._counts["failures"] += 1
-        self._report(token, retry_after=said_when(error), error=_text(error))
-        if not self._waits():
-            self._ask(token)
+        self._report(token, retry_after=get_retry_after(error), error=_describe(error))
+        if not self._is_waiting():
+            self._renew_permit(token)
 
-    def unsaid(self, token: str | None) -> None:
-        """A send told nothing about the destination."""
+    def on_no_signal(self, token: str | None) -> None:
+        """Give back the probe, if this was it: the attempt said nothing about the destination."""
         if token is not None:
             self._report(token)
-            self._ask(token)
+            self._renew_permit(token)
 
-    def retried(self, error: BaseException | None) -> None:
-        """Something was sent again, and went well or did not."""
+    def count_retry(self, error: BaseException | None) -> None:
+        """Count that events were sent again, and whether that failed."""
         self._counts["retries"] += 1
         if error is None:
             self._counts["retry_successes"] += 1
         else:
-            self._retry_failures[error_type(error)] += 1
+            self._retry_failures[get_error_type(error)] += 1
 
-    def remember(self, place: str, attempts: int) -> None:
-        """How often events from this place on failed with an error that nobody knows; 0: never."""
-        self._attempts[place] = attempts
+    def remember_attempts(self, event_ref: str, attempts: int) -> None:
+        """Remember how many times the batch that starts with this event failed; 0 forgets it."""
+        self._attempts[event_ref] = attempts
 
     def count(self, **counts: int) -> None:
-        """What became of events, and of records in them: by the names that a report has."""
+        """Add to the counts of the next report, by the names of its fields."""
         self._counts.update(counts)
 
-    def end(self, concurrency: int) -> None:
-        """The run is over: the last report. A probe that was not used, or not heard of, ends."""
-        if self._probing:
+    def finish(self, concurrency: int) -> None:
+        """Send the last report of the run. A probe that did not end in time counts as failed."""
+        error = None
+        if self._is_probe_sent:
             self._counts["failures"] += 1
-        error = "a send did not end in time" if self._probing else None
+            error = "a send did not end in time"
         self._report(self.permit.probe, error=error, concurrency=concurrency)
 
-    def _note_success(self, seconds: float) -> None:
+    def _count_success(self, seconds: float) -> None:
         self._counts["successes"] += 1
-        late = self._latency
-        self._latency = seconds if late is None else late + WEIGHT * (seconds - late)
+        average = seconds if self._latency is None else self._latency
+        self._latency = average + LATENCY_WEIGHT * (seconds - average)
 
-    def _waits(self) -> bool:
+    def _is_waiting(self) -> bool:
         return self._clock.monotonic() < self.not_before
 
-    def _ask(self, token: str | None) -> None:
-        """Ask again, but never while there is a probe to report on."""
+    def _renew_permit(self, token: str | None) -> None:
+        """Ask for a new permit, unless this run has another probe to report on first."""
         if self.permit.probe == token or self.permit.probe is None:
-            self.permit = self._asked()
+            self.permit = self._request_permit()
 
-    def _asked(self) -> Permit:
-        self._probing = False
+    def _request_permit(self) -> SendPermit:
+        self._is_probe_sent = False
         try:
-            permit = self._gate.permit()
+            permit = self._state.request_permit()
         except RetryLater as error:
-            log.warning("no permit to be had, events are kept: %s", error)
-            permit = Permit(State.OPEN, Allowed.NONE, wait=math.inf)
-        waits = permit.allowed is Allowed.NONE
+            log.warning("delivery.permit_unavailable", error=error, hint="the events are deferred")
+            permit = SendPermit(BreakerState.OPEN, AllowedSends.NONE, wait=math.inf)
+        waits = permit.allowed is AllowedSends.NONE
         self.not_before = self._clock.monotonic() + permit.wait if waits else 0.0
         return permit
 
@@ -435,7 +470,7 @@ class Liaison:
         error: str | None = None,
         concurrency: int | None = None,
     ) -> None:
-        report = Report(
+        report = SendReport(
             probe=token,
             retry_after=retry_after,
             error=error,
@@ -447,59 +482,51 @@ class Liaison:
         )
         self._counts, self._retry_failures, self._attempts = Counter(), Counter(), {}
         try:
-            self._gate.report(report)
-        except RetryLater as lost:
-            log.warning("how sends went could not be reported: %s", lost)
+            self._state.report(report)
+        except RetryLater as failure:
+            log.warning("delivery.report_lost", error=failure)
 
 
-def _text(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# ── quota ──
-# A quota: what one run may send of the rate that its action has.
+class RateQuota:
+    """The tokens of the action's rate that one run has claimed. Only the run's thread uses it."""
 
-
-ASK_AGAIN: Final = 1.0
-"""Seconds: after a claim that came to nothing, another one is made no sooner."""
-
-
-class Quota:
-    """Claims tokens of the gate as they are needed. Used by the run's own thread only."""
-
-    def __init__(self, gate: Gate, clock: Clock) -> None:
-        self._gate = gate
+    def __init__(self, state: DestinationState, clock: Clock) -> None:
+        self._state = state
         self._clock = clock
         self._claimed = 0
-        """Tokens that are ours: from ``_from`` on."""
-        self._from = 0.0
+        """Tokens that this run may use from the time ``_usable_at``."""
+        self._usable_at = 0.0
         self._ask_at = -math.inf
-        self._refused = 0.0
+        self._refused_wait = 0.0
 
-    def wait(self, count: int, until: float) -> float:
-        """Seconds until ``count`` events may be sent: 0 if they may now.
+    def get_wait(self, count: int, until: float) -> float:
+        """Return the seconds until ``count`` events may be sent; claim what is missing.
 
-        Nothing is claimed that comes only after ``until``.
+        Claims no tokens that would come only after ``until``.
         """
         now = self._clock.monotonic()
         if count > self._claimed:
             if now < self._ask_at:
-                return self._refused
-            wait = self._asked(count - self._claimed, until - now)
+                return self._refused_wait
+            wait = self._claim(count - self._claimed, until - now)
             if wait > until - now:
-                self._ask_at, self._refused = now + ASK_AGAIN, wait
+                self._ask_at, self._refused_wait = now + CLAIM_RETRY, wait
                 return wait
             self._claimed = count
-            self._from = max(self._from, now + wait)
-        return max(0.0, self._from - now)
+            self._usable_at = max(self._usable_at, now + wait)
+        return max(0.0, self._usable_at - now)
 
     def take(self, count: int) -> None:
-        """So many are sent, for which there was nothing to wait."""
+        """Use tokens for which ``get_wait`` returned 0."""
         self._claimed -= count
 
-    def _asked(self, count: int, within: float) -> float:
+    def _claim(self, count: int, within: float) -> float:
         try:
-            return self._gate.claim(count, max(0.0, within))
+            return self._state.claim(count, max(0.0, within))
         except RetryLater as error:
-            log.warning("no word of how much may be sent, events are kept: %s", error)
+            log.warning("delivery.rate_unavailable", error=error, hint="the events are deferred")
             return math.inf

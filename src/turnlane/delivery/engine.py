@@ -1,7 +1,27 @@
-"""The engine: delivers blocks to an output, whatever the output's destination does.
+"""The delivery engine: delivers blocks to one output, whatever state its destination is in.
 
-Every row ends in exactly one way: delivered, dead, or kept for another time. A run never waits long
-for a destination that is away: what cannot be delivered soon is kept.
+The rows of a task pass five layers until bytes are written:
+
+    LaneTask           spark/lane_task.py  reads rows, stages dead letters, notes deferred offsets
+    DeliveryRun        this module         cuts batches, applies the error policy, collects results
+    DestinationClient  destination.py      breaker, rate limit and share of sends: what may go now
+    SendWorkers        workers.py          threads that prepare batches and send them
+    Output             outputs/            makes payloads of rows and writes them
+
+``Engine`` owns the threads of one output and starts one ``DeliveryRun`` at a time.
+
+Results. Every row ends in exactly one state: delivered, dead, or deferred to a later task. A run
+never waits long for a destination that is away: it defers what it cannot deliver soon, and ends.
+
+Threads. All state of a run belongs to the thread that iterates over its results. That thread gives
+jobs to the workers and waits for messages in the run's mailbox: finished prepares and sends, freed
+capacity, a request to stop. The mailbox is the only thing that other threads touch, so a run needs
+no lock. Nothing happens between two results while the caller does not ask for the next one, except
+that workers finish their jobs.
+
+A batch is in one place at a time: held back in an ordering lane, ``_waiting`` to be prepared,
+``_preparing``, ``_ready`` to be sent, ``_in_flight``, or ``_delayed`` until it is tried again. It
+leaves when all its rows are settled.
 """
 
 from __future__ import annotations
@@ -15,58 +35,148 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Final
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
-from turnlane.delivery.batching import Cutter, Piece, Tracks, place_of
-from turnlane.delivery.breaker import Backoff
-from turnlane.delivery.destination import Gate, Liaison, Quota
-from turnlane.delivery.error_policy import Judgement, News, judge_prepare, judge_send, said_when
-from turnlane.delivery.limits import burst_of, concurrency_of
-from turnlane.delivery.outcome import Fate, Outcome, Tally
+from turnlane.delivery.batching import BatchCutter, OrderingLanes, SendBatch, get_event_ref
+from turnlane.delivery.destination import DestinationClient, DestinationState, make_backoff
+from turnlane.delivery.error_policy import (
+    AttemptDecision,
+    AttemptSignal,
+    decide_after_failed_prepare,
+    decide_after_send,
+    get_retry_after,
+)
+from turnlane.delivery.limits import get_burst, make_concurrency_limit
+from turnlane.delivery.results import BlockProgress, BlockResult, RowState
 from turnlane.delivery.settings import DeliverySettings, Ordering
 from turnlane.delivery.workers import (
     IN_FLIGHT,
-    Destination,
+    CapacityFreed,
+    DeliveryOutput,
     Mailbox,
     Message,
-    Prepared,
-    Send,
-    Sent,
-    Stop,
-    Wake,
-    Workshop,
+    PrepareFinished,
+    SendActivity,
+    SendAttempt,
+    SendFinished,
+    SendWorkers,
+    StopRequested,
 )
 from turnlane.events import Block
 from turnlane.runtime import Closing
 
-# ── dispatch ──
-# One run of an engine: decides what is prepared, sent, tried again, kept; others do the work.
-#
-# All state belongs to the thread that runs it. Preparers and senders get jobs and put what came
-# of
-# them into one mailbox; so do those who want the run to stop.
+MAX_WAIT: Final = 1.5
+"""Seconds. A run waits at most this long to retry; for longer waits it defers the events and ends.
 
-PATIENCE: Final = 1.5
-"""Waits up to this are sat out; for longer ones the events are kept, and the task ends.
-
-That of an open breaker never is: if some tasks of a batch sat it out and others did not, those few
-would have the destination to themselves afterwards. Whoever plans tasks plans the probe, too.
+It never waits for an open breaker: if some tasks of a Spark batch waited and others did not, those
+few would have the destination to themselves afterwards. The planner of tasks also plans the probe.
 """
-PREPARERS: Final = 2
-CHANNEL: Final = 2
-"""So many pieces are prepared beyond those that can be sent at a time."""
-SHARE_SECONDS: Final = 0.25
-"""So often a run looks whether it has a share, where others have it all."""
-MOST_BLOCKS: Final = 64
-"""So many blocks are open at a time: one whose events have to wait does not stop the others."""
+MAX_PREPARES: Final = 2
+"""Batches that are prepared at a time."""
+PREPARED_AHEAD: Final = 2
+"""Batches that are prepared in addition to those that can be sent at a time."""
+SHARE_POLL: Final = 0.25
+"""Seconds after which a run without a share of the sends looks whether it has one."""
+MAX_OPEN_BLOCKS: Final = 64
+"""Blocks in progress at a time. A block whose events have to wait does not hold up the others."""
+GRACE: Final = 30.0
+"""Seconds that sends in progress may take after a run is stopped. An output's timeout is shorter,
+or the caller passes a longer grace."""
 
 
-class Dispatch:
-    """One run. Only ``mailbox`` may be used by other threads."""
+class Engine(Closing):
+    """Delivers blocks to an output, one run at a time.
+
+    The caller closes the output, after the engine. Sends that take longer than ``grace`` seconds
+    after a run was stopped are given up, and their events deferred. ``takes_apart`` says that the
+    output may take some events of a send and want others later. ``activity`` counts what the
+    threads are doing, for a destination state that wants to know.
+    """
 
     def __init__(
         self,
-        workshop: Workshop,
+        output: DeliveryOutput,
         settings: DeliverySettings,
-        gate: Gate,
+        destination: DestinationState,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        chance: Callable[[], float] = random.random,
+        grace: float = GRACE,
+        takes_apart: bool = False,
+        activity: SendActivity | None = None,
+    ) -> None:
+        self._settings = settings
+        self._destination = destination
+        self._clock = clock
+        self._chance = chance
+        self._grace = grace
+        self._takes_apart = takes_apart
+        self._workers = SendWorkers(output, clock, activity)
+        self._lock = threading.Lock()
+        """Guards what follows: any thread may stop or close the engine."""
+        self._run: DeliveryRun | None = None
+        self._stopped = self._closed = False
+
+    def deliver(self, block: Block) -> BlockResult:
+        """Deliver one block. Blocks for ``max_time`` and ``grace`` seconds at most."""
+        (result,) = self.run([block])
+        return result
+
+    def run(self, blocks: Iterable[Block]) -> Generator[BlockResult]:
+        """Deliver blocks for at most ``max_time`` seconds in all; after that defer the rest.
+
+        Yields a result for every block, in order. Blocks are taken from the iterable when there is
+        room for them. Close the generator if you do not iterate to its end.
+        """
+        run = DeliveryRun(
+            self._workers,
+            self._settings,
+            self._destination,
+            clock=self._clock,
+            chance=self._chance,
+            grace=self._grace,
+            takes_apart=self._takes_apart,
+        )
+        with self._lock:
+            assert self._run is None, "an engine delivers one run at a time"
+            self._run = run
+            if self._stopped:
+                run.stop()
+        try:
+            yield from run.deliver(blocks)
+        finally:
+            with self._lock:
+                self._run = None
+                closed = self._closed
+            if closed:
+                self._workers.close()
+
+    def stop(self) -> None:
+        """Start no more sends, in this run and in later ones. Any thread may call it."""
+        with self._lock:
+            self._stopped = True
+            if self._run is not None:
+                self._run.mailbox.put(StopRequested())
+
+    def close(self) -> None:
+        """Stop, and let the threads end; does not wait for sends in progress.
+
+        A run in progress on another thread ends as after ``stop``, and the threads end with it.
+        """
+        self.stop()
+        with self._lock:
+            self._closed = True
+            is_running = self._run is not None
+        if not is_running:
+            self._workers.close()
+
+
+class DeliveryRun:
+    """One run of an engine. Other threads may only use ``mailbox``."""
+
+    def __init__(
+        self,
+        workers: SendWorkers,
+        settings: DeliverySettings,
+        destination: DestinationState,
         *,
         clock: Clock,
         chance: Callable[[], float],
@@ -74,387 +184,290 @@ class Dispatch:
         takes_apart: bool,
     ) -> None:
         self.mailbox: Mailbox = queue.SimpleQueue()
-        self._workshop = workshop
+        self._workers = workers
         self._settings = settings
         self._clock = clock
         self._chance = chance
         self._grace = grace
-        self._backoff = Backoff.of(settings)
-        now = clock.monotonic()
-        self._deadline = now + settings.max_time
-        self._over_at: float | None = None
-        """Once stopping: when sends that have not ended are given up."""
-        burst, most = burst_of(settings), settings.batch_events
-        self._quota = None if burst is None else Quota(gate, clock)
-        self._cutter = Cutter(settings, min(most, burst or most), takes_apart=takes_apart)
-        self._liaison = Liaison(gate, clock)
-        strict = settings.ordering is Ordering.STRICT
-        one = settings.model_copy(update={"concurrency": 1})
-        self._concurrency = concurrency_of(
-            one if strict else settings, self._liaison.permit.concurrency
-        )
-        self._tracks = Tracks()
-        self._tallies: deque[Tally] = deque()
-        self._waiting: list[Piece] = []
-        self._ready: list[Piece] = []
-        self._delayed: list[tuple[float, Piece]] = []
-        self._preparing: set[Piece] = set()
-        self._in_flight: set[Send] = set()
+        self._backoff = make_backoff(settings)
+        self._deadline = clock.monotonic() + settings.max_time
+        self._give_up_at: float | None = None
+        """Set when the run is stopping: the time at which it gives up sends in progress."""
+        burst, limit = get_burst(settings), settings.batch_events
+        self._cutter = BatchCutter(settings, min(limit, burst or limit), takes_apart=takes_apart)
+        self._client = DestinationClient(destination, clock, has_rate_limit=burst is not None)
+        self._concurrency = make_concurrency_limit(settings, self._client.permit.concurrency)
+        self._lanes = OrderingLanes()
+        self._blocks: deque[BlockProgress] = deque()
+        self._waiting: list[SendBatch] = []
+        self._ready: list[SendBatch] = []
+        self._delayed: list[tuple[float, SendBatch]] = []
+        """These three are heaps: lower orders, or earlier times, come first."""
+        self._preparing: set[SendBatch] = set()
+        self._in_flight: set[SendAttempt] = set()
         self._rate_wait = 0.0
         self._most: int | None = None
-        """More events than this at a time were too large lately."""
+        """More events than this in one send were too large lately."""
         self._exhausted = False
-        self._rejected = workshop.rejected
-        """Before this run."""
+        self._rejected_before = workers.rejected
 
-    def run(self, blocks: Iterable[Block]) -> Iterator[Outcome]:
-        """Deliver blocks; the outcome of each comes in their order."""
+    def deliver(self, blocks: Iterable[Block]) -> Iterator[BlockResult]:
+        """Deliver blocks; yield the result of each, in order."""
         source = iter(blocks)
         try:
             while True:
-                self._feed(source)
-                self._start()
-                while self._tallies and not self._tallies[0].open:
-                    yield self._counted(self._tallies.popleft().outcome())
-                if self._tallies:
-                    self._hear()
+                self._take_blocks(source)
+                self._start_work()
+                while self._blocks and not self._blocks[0].open:
+                    result = self._blocks.popleft().get_result()
+                    dead = sum(len(letter.numbers) for letter in result.dead)
+                    self._client.count(
+                        delivered=result.delivered, dead=dead, kept=len(result.deferred)
+                    )
+                    yield result
+                if self._blocks:
+                    self._process_messages()
                 elif self._exhausted:
                     return
         finally:
-            self._liaison.count(rejected=self._workshop.rejected - self._rejected)
-            self._liaison.end(self._concurrency.limit)
+            self._client.count(rejected=self._workers.rejected - self._rejected_before)
+            self._client.finish(self._concurrency.limit)
 
-    # ── in and out ───────────────────────────────────────────────────────────────────────────────
+    def stop(self) -> None:
+        """Start nothing more; sends in progress may end. Only on the run's thread or before it."""
+        self._give_up_at = self._clock.monotonic() + self._grace
 
-    def _feed(self, source: Iterator[Block]) -> None:
-        """Take blocks while there is not enough to do; once stopping, one at a time to keep it."""
-        while not self._exhausted and self._wants_more():
+    # ── blocks in ────────────────────────────────────────────────────────────────────────────────
+
+    def _take_blocks(self, source: Iterator[Block]) -> None:
+        """Take blocks while there is too little to do. While stopping, defer them one by one."""
+        while not self._exhausted and self._needs_blocks():
             block = next(source, None)
             if block is None:
                 self._exhausted = True
                 return
-            tally = Tally(block)
-            self._tallies.append(tally)
-            if self._over_at is not None:
-                tally.settle(range(block.num_rows), Fate.KEPT)
+            progress = BlockProgress(block)
+            self._blocks.append(progress)
+            if self._give_up_at is not None:
+                progress.settle(range(block.num_rows), RowState.DEFERRED)
                 continue
-            for piece in self._cutter.cut(tally, self._liaison.permit.attempts, self._most):
-                self._go(self._tracks.enter(piece))
+            for batch in self._cutter.cut(progress, self._client.permit.attempts, self._most):
+                self._enqueue(self._lanes.enter(batch))
 
-    def _wants_more(self) -> bool:
-        if self._over_at is not None:
-            return not self._tallies
-        busy = len(self._waiting) + len(self._ready) + len(self._preparing) + len(self._tracks)
-        return busy < 2 * self._concurrency.limit + CHANNEL and len(self._tallies) < MOST_BLOCKS
+    def _needs_blocks(self) -> bool:
+        if self._give_up_at is not None:
+            return not self._blocks
+        busy = len(self._waiting) + len(self._ready) + len(self._preparing) + len(self._lanes)
+        enough = 2 * self._concurrency.limit + PREPARED_AHEAD
+        return busy < enough and len(self._blocks) < MAX_OPEN_BLOCKS
 
-    def _counted(self, outcome: Outcome) -> Outcome:
-        dead = sum(len(letter.numbers) for letter in outcome.dead)
-        self._liaison.count(delivered=outcome.delivered, dead=dead, kept=len(outcome.kept))
-        return outcome
+    # ── starting work ────────────────────────────────────────────────────────────────────────────
 
-    # ── what begins ──────────────────────────────────────────────────────────────────────────────
-
-    def _start(self) -> None:
-        """Begin all that can begin now."""
+    def _start_work(self) -> None:
+        """Start everything that can start now, or stop the run if nothing can be sent in time."""
         now = self._clock.monotonic()
-        if self._over_at is None and not self._is_hopeless(now):
-            self._begin(now)
-        if self._over_at is None and self._is_hopeless(now):  # perhaps by what the gate has said
+        if self._give_up_at is None and self._can_send_in_time(now):
+            while self._delayed and self._delayed[0][0] <= now:
+                self._enqueue(heapq.heappop(self._delayed)[1])
+            if self._settings.pipelined:
+                self._start_prepares()
+            self._start_sends(self._ready if self._settings.pipelined else self._waiting)
+        # Asking for permits may have changed what can be sent.
+        if self._give_up_at is None and not self._can_send_in_time(now):
             self.stop()
-        if self._over_at is not None:
-            self._keep_waiting(now)
+        if self._give_up_at is not None:
+            self._defer_all(now)
 
-    def _begin(self, now: float) -> None:
-        while self._delayed and self._delayed[0][0] <= now:
-            self._go(heapq.heappop(self._delayed)[1])
-        if self._settings.pipelined:
-            self._start_preparing()
-        self._start_sending(self._ready if self._settings.pipelined else self._waiting)
-
-    def _is_hopeless(self, now: float) -> bool:
-        """Whether nothing more can be sent in the time that a task may take."""
-        if now >= self._deadline or self._liaison.is_shut_out:
-            return True
-        return self._liaison.not_before > min(self._deadline, now + PATIENCE)
-
-    def _start_preparing(self) -> None:
-        room = self._concurrency.limit + CHANNEL - len(self._ready)
-        while self._waiting and len(self._preparing) < min(PREPARERS, room):
-            piece = heapq.heappop(self._waiting)
-            self._preparing.add(piece)
-            self._workshop.prepare(piece, self.mailbox)
-
-    def _start_sending(self, pieces: list[Piece]) -> None:
-        while pieces and self._may_send(pieces[0]):
-            piece = heapq.heappop(pieces)
-            count = piece.prepared or piece.search.trial
-            send = Send(piece, count, self._liaison.sending())
-            self._in_flight.add(send)
-            self._concurrency.started(len(self._in_flight))
-            if self._quota is not None:
-                self._quota.take(count)
-            self._workshop.send(send, self.mailbox)
-
-    def _may_send(self, piece: Piece) -> bool:
-        self._rate_wait = 0.0
-        if not self._liaison.may_send(self._concurrency.limit, len(self._in_flight)):
+    def _can_send_in_time(self, now: float) -> bool:
+        """Whether anything more may be sent in the time that a task has."""
+        if now >= self._deadline or self._client.is_breaker_open:
             return False
-        if self._quota is not None:
-            count = piece.prepared or piece.search.trial
-            self._rate_wait = self._quota.wait(count, self._deadline)
-            if self._rate_wait > 0:
-                return False
-        return IN_FLIGHT.take(self._settings.max_in_flight, self._wake)
+        return self._client.not_before <= min(self._deadline, now + MAX_WAIT)
 
-    def _wake(self) -> None:
-        self.mailbox.put(Wake())
+    def _start_prepares(self) -> None:
+        room = self._concurrency.limit + PREPARED_AHEAD - len(self._ready)
+        while self._waiting and len(self._preparing) < min(MAX_PREPARES, room):
+            batch = heapq.heappop(self._waiting)
+            self._preparing.add(batch)
+            self._workers.prepare(batch, self.mailbox)
 
-    # ── what is heard ────────────────────────────────────────────────────────────────────────────
+    def _start_sends(self, batches: list[SendBatch]) -> None:
+        while batches:
+            count = batches[0].prepared or batches[0].search.trial
+            if not self._can_send(count):
+                return
+            batch = heapq.heappop(batches)
+            attempt = SendAttempt(batch, count, self._client.start_send(count))
+            self._in_flight.add(attempt)
+            self._concurrency.on_start(len(self._in_flight))
+            self._workers.send(attempt, self.mailbox)
 
-    def _hear(self) -> None:
-        """Wait for mail, but not beyond the next moment at which something is due; read it all."""
+    def _can_send(self, count: int) -> bool:
+        self._rate_wait = 0.0
+        if not self._client.can_send(self._concurrency.limit, len(self._in_flight)):
+            return False
+        self._rate_wait = self._client.get_rate_wait(count, self._deadline)
+        if self._rate_wait > 0:
+            return False
+        return IN_FLIGHT.take(self._settings.max_in_flight, self._on_capacity_freed)
+
+    def _on_capacity_freed(self) -> None:
+        self.mailbox.put(CapacityFreed())
+
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────
+
+    def _process_messages(self) -> None:
+        """Wait for a message, but not longer than until the next step is due; process them all."""
         try:
-            self._read(self.mailbox.get(timeout=self._seconds_to_next()))
+            self._process(self.mailbox.get(timeout=self._get_seconds_until_next_step()))
             while True:
-                self._read(self.mailbox.get_nowait())
+                self._process(self.mailbox.get_nowait())
         except queue.Empty:
             pass
 
-    def _seconds_to_next(self) -> float:
+    def _get_seconds_until_next_step(self) -> float:
         now = self._clock.monotonic()
-        if self._over_at is not None:
-            return max(0.0, self._over_at - now)
-        moments = [self._deadline]
-        if self._liaison.not_before > now:
-            moments.append(self._liaison.not_before)
+        if self._give_up_at is not None:
+            return max(0.0, self._give_up_at - now)
+        times = [self._deadline]
+        if self._client.not_before > now:
+            times.append(self._client.not_before)
         if self._delayed:
-            moments.append(self._delayed[0][0])
+            times.append(self._delayed[0][0])
         if self._rate_wait:
-            moments.append(now + self._rate_wait)
-        if self._liaison.share == 0:
-            moments.append(now + SHARE_SECONDS)
-        return max(0.0, min(moments) - now)
+            times.append(now + self._rate_wait)
+        if self._client.share == 0:
+            times.append(now + SHARE_POLL)
+        return max(0.0, min(times) - now)
 
-    def _read(self, message: Message) -> None:
+    def _process(self, message: Message) -> None:
         match message:
-            case Prepared():
-                self._take_prepared(message)
-            case Sent():
-                self._take_sent(message)
-            case Stop() if self._over_at is None:
+            case PrepareFinished():
+                self._on_prepare_finished(message)
+            case SendFinished():
+                self._on_send_finished(message)
+            case StopRequested() if self._give_up_at is None:
                 self.stop()
 
-    def _take_prepared(self, message: Prepared) -> None:
-        piece = message.piece
-        if piece not in self._preparing:
-            return
-        self._preparing.remove(piece)
+    def _on_prepare_finished(self, message: PrepareFinished) -> None:
+        batch = message.batch
+        if batch not in self._preparing:
+            return  # given up
+        self._preparing.remove(batch)
         if message.error is None:
-            piece.payload, piece.prepared = message.payload, message.count
-            heapq.heappush(self._ready, piece)
-        else:
-            judgement = judge_prepare(piece, message.count, message.error)
-            if judgement.news is News.FAILED:
-                self._liaison.failed(self._liaison.unused_probe, message.error)
-            self._follow(piece, judgement)
-
-    def _take_sent(self, message: Sent) -> None:
-        send, error = message.send, message.error
-        if send not in self._in_flight:
+            batch.payload, batch.prepared = message.payload, message.count
+            heapq.heappush(self._ready, batch)
             return
-        self._in_flight.remove(send)
-        piece, token = send.piece, send.token
+        decision = decide_after_failed_prepare(batch, message.count, message.error)
+        if decision.signal is AttemptSignal.FAILED:
+            self._client.on_failure(self._client.unused_probe, message.error)
+        self._apply(batch, decision)
+
+    def _on_send_finished(self, message: SendFinished) -> None:
+        attempt, error = message.attempt, message.error
+        if attempt not in self._in_flight:
+            return  # given up
+        self._in_flight.remove(attempt)
+        batch = attempt.batch
         if message.unprepared and error is not None:
-            judgement = judge_prepare(piece, send.count, error)
-            self._tell(judgement, token, message.seconds)
-            self._follow(piece, judgement)
+            decision = decide_after_failed_prepare(batch, attempt.count, error)
+            self._report_signal(decision, message)
+            self._apply(batch, decision)
             return
-        if piece.retries:
-            self._liaison.retried(error)
-        judgement = judge_send(piece, send.count, error, self._settings.max_attempts)
-        self._tell(judgement, token, message.seconds)
+        if batch.retries:
+            self._client.count_retry(error)
+        decision = decide_after_send(batch, attempt.count, error, self._settings.max_attempts)
+        self._report_signal(decision, message)
         if error is None:
-            self._most = piece.search.most or self._most
-        self._concurrency.finished(
+            self._most = batch.search.most or self._most
+        is_answer = decision.signal in (AttemptSignal.ANSWERED, AttemptSignal.PARTIAL)
+        self._concurrency.on_finish(
             self._clock.monotonic(),
-            message.seconds if judgement.news in (News.ANSWERED, News.PARTLY) else None,
-            pushed_back=judgement.later is not None,
+            message.seconds if is_answer else None,
+            is_pushed_back=decision.later is not None,
         )
-        self._follow(piece, judgement)
+        self._apply(batch, decision)
 
-    def _tell(self, judgement: Judgement, token: str | None, seconds: float) -> None:
-        match judgement.news:
-            case News.FAILED if judgement.error is not None:
-                self._liaison.failed(token, judgement.error)
-            case News.PARTLY if judgement.error is not None:
-                self._liaison.answered_partly(token, seconds, judgement.error)
-            case News.ANSWERED:
-                self._liaison.answered(token, seconds)
+    def _report_signal(self, decision: AttemptDecision, message: SendFinished) -> None:
+        probe, seconds = message.attempt.probe, message.seconds
+        match decision.signal:
+            case AttemptSignal.FAILED if decision.error is not None:
+                self._client.on_failure(probe, decision.error)
+            case AttemptSignal.PARTIAL if decision.error is not None:
+                self._client.on_partial_answer(probe, seconds, decision.error)
+            case AttemptSignal.ANSWERED:
+                self._client.on_answer(probe, seconds)
             case _:
-                self._liaison.unsaid(token)
+                self._client.on_no_signal(probe)
 
-    # ── what becomes of pieces ───────────────────────────────────────────────────────────────────
+    # ── what happens to batches ──────────────────────────────────────────────────────────────────
 
-    def _follow(self, piece: Piece, judgement: Judgement) -> None:
-        """Do as judged."""
-        later, onward = judgement.later, judgement.onward
-        if later is None and onward is None:
-            self._forget(piece)
-            self._go(self._tracks.leave(piece))
+    def _apply(self, batch: SendBatch, decision: AttemptDecision) -> None:
+        if decision.later is None:
+            if decision.now is None:
+                self._forget_attempts(batch)
+                self._enqueue(self._lanes.leave(batch))
+            else:
+                self._enqueue(decision.now)
             return
-        if later is not None:
-            if onward is not None:
-                self._go(self._tracks.put_back(onward))
-            self._try_later(later, judgement.error)
-        else:
-            self._go(onward)
+        if decision.now is not None:
+            self._enqueue(self._lanes.put_back(decision.now))
+        self._retry_or_defer(decision.later, decision.error)
 
-    def _go(self, piece: Piece | None) -> None:
-        """A piece may go on at once."""
-        if piece is not None:
-            heapq.heappush(self._waiting, piece)
+    def _enqueue(self, batch: SendBatch | None) -> None:
+        if batch is not None:
+            heapq.heappush(self._waiting, batch)
 
-    def _try_later(self, piece: Piece, error: BaseException | None) -> None:
-        """Try a piece again after a short wait, or keep it if the wait is long."""
-        piece.retries += 1
-        self._note_unknown(piece)
+    def _retry_or_defer(self, batch: SendBatch, error: BaseException | None) -> None:
+        """Retry a batch after a short wait, or defer it if the wait is long."""
+        batch.retries += 1
+        self._remember_attempts(batch)
         now = self._clock.monotonic()
-        due = self._liaison.not_before
+        due = self._client.not_before
         if due <= now:
-            said = None if error is None else said_when(error)
-            due = now + self._backoff.wait(piece.retries, self._chance(), said)
-        if self._over_at is not None or due > min(self._deadline, now + PATIENCE):
-            self._keep(piece)
+            retry_after = None if error is None else get_retry_after(error)
+            due = now + self._backoff.get_wait(batch.retries, self._chance(), retry_after)
+        if self._give_up_at is not None or due > min(self._deadline, now + MAX_WAIT):
+            self._defer(batch)
         else:
-            heapq.heappush(self._delayed, (due, piece))
+            heapq.heappush(self._delayed, (due, batch))
 
-    def _note_unknown(self, piece: Piece) -> None:
-        """Let the gate remember, by where a piece begins, how often nobody knew what was wrong."""
-        self._forget(piece)
-        place = place_of(piece.block) if piece.unknown else None
-        if place is not None:
-            piece.places = {place}
-            self._liaison.remember(place, piece.unknown)
-
-    def _forget(self, piece: Piece) -> None:
-        for place in piece.places:
-            self._liaison.remember(place, 0)
-        piece.places = set()
-
-    def _keep(self, piece: Piece) -> None:
-        """Leave a piece to another time, and with it what must not go before it."""
-        self._note_unknown(piece)
-        self._tracks.block(piece)
-        piece.settle(Fate.KEPT)
-        if self._settings.ordering is Ordering.STRICT and self._over_at is None:
+    def _defer(self, batch: SendBatch) -> None:
+        """Leave a batch to a later task, and with it all events that must not go before it."""
+        self._remember_attempts(batch)
+        self._lanes.block_keys(batch)
+        batch.defer()
+        if self._settings.ordering is Ordering.STRICT and self._give_up_at is None:
             self.stop()
-        self._go(self._tracks.leave(piece))
+        self._enqueue(self._lanes.leave(batch))
 
-    # ── the end ──────────────────────────────────────────────────────────────────────────────────
-
-    def stop(self) -> None:
-        """Begin nothing more; what is under way may end. On the run's own thread, or before it."""
-        self._over_at = self._clock.monotonic() + self._grace
-
-    def _keep_waiting(self, now: float) -> None:
-        """Keep all that is not under way; and that too once its time is over."""
-        assert self._over_at is not None
-        delayed = [piece for _, piece in self._delayed]
-        idle = [*self._waiting, *self._ready, *delayed, *self._tracks.drain()]
+    def _defer_all(self, now: float) -> None:
+        """Defer all batches that are not in progress, and at the end of the grace those too."""
+        assert self._give_up_at is not None
+        delayed = [batch for _, batch in self._delayed]
+        deferred = [*self._waiting, *self._ready, *delayed, *self._lanes.remove_all()]
         self._waiting, self._ready, self._delayed = [], [], []
-        if now >= self._over_at:
-            idle += [*self._preparing, *(send.piece for send in self._in_flight)]
+        if now >= self._give_up_at:
+            deferred += [*self._preparing, *(attempt.batch for attempt in self._in_flight)]
             if self._in_flight:
-                self._workshop.cancel()
+                self._workers.cancel()
             self._preparing, self._in_flight = set(), set()
-        for piece in idle:
-            self._note_unknown(piece)
-            piece.settle(Fate.KEPT)
+        for batch in deferred:
+            self._remember_attempts(batch)
+            batch.defer()
 
+    def _remember_attempts(self, batch: SendBatch) -> None:
+        """Have the destination's state remember how many times a batch failed, by its first event.
 
-GRACE: Final = 30.0
-"""How long sends under way may take once a run is to end. To be more than an output's timeout."""
-
-
-class Engine(Closing):
-    """Delivers blocks to an output, one run at a time.
-
-    The output is the caller's to close, after the engine. ``grace`` is how long sends under way
-    may take once a run is to end: those that take longer are given up, and their events kept.
-    ``takes_apart`` says that the output may take some events of a send, and want others later.
-    """
-
-    def __init__(
-        self,
-        output: Destination,
-        settings: DeliverySettings,
-        gate: Gate,
-        *,
-        clock: Clock = SYSTEM_CLOCK,
-        chance: Callable[[], float] = random.random,
-        grace: float = GRACE,
-        takes_apart: bool = False,
-    ) -> None:
-        self._settings = settings
-        self._gate = gate
-        self._clock = clock
-        self._chance = chance
-        self._grace = grace
-        self._takes_apart = takes_apart
-        self._workshop = Workshop(output, clock)
-        self._lock = threading.Lock()
-        self._dispatch: Dispatch | None = None
-        self._stopped = self._closed = False
-
-    def deliver(self, block: Block) -> Outcome:
-        """Deliver one block. Blocks for ``max_time`` and ``grace`` at most."""
-        (outcome,) = self.run([block])
-        return outcome
-
-    def run(self, blocks: Iterable[Block]) -> Generator[Outcome]:
-        """Deliver blocks: all together for ``max_time`` at most, after which the rest is kept.
-
-        There is an outcome for every block, in their order. Blocks are taken when there is room.
-        Close it if you do not go on to its end.
+        A later task that gets the same events goes on counting.
         """
-        dispatch = Dispatch(
-            self._workshop,
-            self._settings,
-            self._gate,
-            clock=self._clock,
-            chance=self._chance,
-            grace=self._grace,
-            takes_apart=self._takes_apart,
-        )
-        with self._lock:
-            assert self._dispatch is None, "one run at a time"
-            self._dispatch = dispatch
-            if self._stopped:
-                dispatch.stop()
-        try:
-            yield from dispatch.run(blocks)
-        finally:
-            with self._lock:
-                self._dispatch = None
-                closed = self._closed
-            if closed:
-                self._workshop.close()
+        self._forget_attempts(batch)
+        event_ref = get_event_ref(batch.block) if batch.unknown_errors else None
+        if event_ref is not None:
+            batch.event_refs = {event_ref}
+            self._client.remember_attempts(event_ref, batch.unknown_errors)
 
-    def stop(self) -> None:
-        """Begin no more sends, in this run and later ones. Any thread may call it."""
-        with self._lock:
-            self._stopped = True
-            if self._dispatch is not None:
-                self._dispatch.mailbox.put(Stop())
-
-    def close(self) -> None:
-        """Stop, and let the threads end; does not wait for sends under way.
-
-        A run that is under way on another thread ends as if stopped, and with it the threads.
-        """
-        self.stop()
-        with self._lock:
-            self._closed = True
-            running = self._dispatch is not None
-        if not running:
-            self._workshop.close()
+    def _forget_attempts(self, batch: SendBatch) -> None:
+        for event_ref in batch.event_refs:
+            self._client.remember_attempts(event_ref, 0)
+        batch.event_refs = set()

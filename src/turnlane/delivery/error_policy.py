@@ -1,4 +1,10 @@
-"""Judging: what an attempt means for the events that it was about, and what it tells."""
+"""The error policy: what the result of an attempt means for the rows and for the destination.
+
+Two questions are answered after every attempt to prepare or send the first rows of a batch. What
+happens to the rows: delivered, dead, tried again later, or tried at once in smaller numbers? And
+what does the attempt say about the destination (``AttemptSignal``), which decides whether other
+sends go on? Final states are set on the batch right away; the rest is returned as a decision.
+"""
 
 from __future__ import annotations
 
@@ -9,56 +15,48 @@ from typing import Final
 
 import numpy as np
 
-from turnlane.delivery.batching import Piece
-from turnlane.delivery.outcome import Fate
+from turnlane.delivery.batching import SendBatch
+from turnlane.delivery.results import RowState
 from turnlane.errors import Bug, Never, PartlyDelivered, PayloadTooLarge, RetryLater
 
-# ── verdict ──
-# What an output's error says about the events it was given. Pure.
 
+class ErrorClass(enum.Enum):
+    """What an output's error says about the events of an attempt."""
 
-class Verdict(enum.Enum):
-    """What to do with what was sent."""
-
-    LATER = "later"
-    """Send the same again, later."""
-    SMALLER = "smaller"
-    """Send less at a time."""
+    RETRY = "retry"
+    """The same events may succeed later."""
+    TOO_LARGE = "too_large"
+    """Fewer events at a time may succeed."""
     REFUSED = "refused"
-    """Something in it can never be delivered."""
-    PARTLY = "partly"
-    """Each event has its own verdict."""
+    """At least one of the events can never be delivered."""
+    PARTIAL = "partial"
+    """Each event has its own error, or was delivered."""
     UNKNOWN = "unknown"
-    """Send the same again, later, but only so many times."""
+    """Not an error of turnlane: the same events are tried again a limited number of times."""
 
 
-def verdict_on_send(error: BaseException) -> Verdict:
-    """What an error of ``send`` means."""
+def classify_send_error(error: BaseException) -> ErrorClass:
+    """Return what an error of ``send`` means."""
     match error:
         case RetryLater():
-            return Verdict.LATER
+            return ErrorClass.RETRY
         case PayloadTooLarge():
-            return Verdict.SMALLER
+            return ErrorClass.TOO_LARGE
         case Never():
-            return Verdict.REFUSED
+            return ErrorClass.REFUSED
         case PartlyDelivered():
-            return Verdict.PARTLY
+            return ErrorClass.PARTIAL
         case _:
-            return Verdict.UNKNOWN
+            return ErrorClass.UNKNOWN
 
 
-def verdict_on_prepare(error: BaseException) -> Verdict:
-    """What an error of ``prepare`` means. It does no I/O: it would fail again."""
-    return Verdict.LATER if isinstance(error, RetryLater | MemoryError) else Verdict.REFUSED
-
-
-def said_when(error: BaseException) -> float | None:
-    """When the destination wants to hear from us again, in seconds, if it said so."""
+def get_retry_after(error: BaseException) -> float | None:
+    """Return the seconds after which the destination asked to be tried again, if it did."""
     return error.after if isinstance(error, RetryLater) else None
 
 
-def error_type(error: BaseException) -> str:
-    """What went wrong, in a word that metrics can count: mostly the error's class."""
+def get_error_type(error: BaseException) -> str:
+    """Return one word for an error, for metrics: mostly the name of its class."""
     kind: str | None = getattr(error, "kind", None)
     if kind is not None:
         return kind
@@ -70,166 +68,176 @@ def error_type(error: BaseException) -> str:
     return type(error).__name__
 
 
-_STRANGE: Final = frozenset({Verdict.UNKNOWN, Verdict.PARTLY})
-"""What an event of a send must not say: nobody knows what is meant."""
-
-
-class News(enum.Enum):
-    """What an attempt tells about whether others are worth it."""
+class AttemptSignal(enum.Enum):
+    """What an attempt says about the destination."""
 
     ANSWERED = "answered"
-    PARTLY = "partly"
-    """The destination took some events, and would do no better with others now."""
+    """It works, even if it refused these events."""
+    PARTIAL = "partial"
+    """It took some events, and would not take more now."""
     FAILED = "failed"
-    NOTHING = "nothing"
+    NONE = "none"
+    """Nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """What is to be done, once what is settled has been settled."""
+class AttemptDecision:
+    """What to do with the rows that are still open."""
 
-    news: News
-    later: Piece | None = None
-    """Tried again, but not at once."""
-    onward: Piece | None = None
-    """Goes on at once."""
+    signal: AttemptSignal
+    later: SendBatch | None = None
+    """Try this batch again after a wait."""
+    now: SendBatch | None = None
+    """Go on with this batch at once."""
     error: BaseException | None = None
-    """Why it is to be tried again."""
+    """Why ``later`` is tried again."""
 
 
-def judge_prepare(piece: Piece, count: int, error: BaseException) -> Judgement:
-    """The first ``count`` rows could not be prepared. The destination has not heard of them.
+def decide_after_failed_prepare(
+    batch: SendBatch, count: int, error: BaseException
+) -> AttemptDecision:
+    """Decide after the first ``count`` rows of a batch could not be prepared.
 
-    What may be prepared later waits for somebody, as it does for a destination that is away.
+    ``prepare`` does no I/O, so it would fail again, unless it says otherwise or memory was short. A
+    retry counts as a failure of the destination: it also waits for a person.
     """
-    if verdict_on_prepare(error) is Verdict.LATER:
-        return Judgement(News.FAILED, later=piece, error=error)
-    _refuse(piece, count, error, sure=False)
-    return Judgement(News.NOTHING, onward=_rest(piece))
+    if isinstance(error, RetryLater | MemoryError):
+        return AttemptDecision(AttemptSignal.FAILED, later=batch, error=error)
+    _record_refusal(batch, count, error, is_certain=False)
+    return AttemptDecision(AttemptSignal.NONE, now=_get_open(batch))
 
 
-def judge_send(
-    piece: Piece, count: int, error: BaseException | None, max_attempts: int
-) -> Judgement:
-    """The first ``count`` rows were sent."""
-    piece.tries += 1
+def decide_after_send(
+    batch: SendBatch, count: int, error: BaseException | None, max_attempts: int
+) -> AttemptDecision:
+    """Decide after the first ``count`` rows of a batch were sent; without an error they arrived."""
+    batch.tries += 1
     if error is None:
-        piece.deliver(count)
-        _bury_if_known(piece)
-        return Judgement(News.ANSWERED, onward=_rest(piece))
-    match verdict_on_send(error):
-        case Verdict.LATER:
-            return Judgement(News.FAILED, later=piece, error=error)
-        case Verdict.SMALLER:
-            piece.search = piece.search.too_large(count)
-            _bury_if_alone(piece, count, error)
-        case Verdict.REFUSED:
-            _refuse(piece, count, error, sure=True)
-        case Verdict.PARTLY if isinstance(error, PartlyDelivered):
-            return _judge_parts(piece, count, error, max_attempts)
+        batch.settle_delivered(count)
+        if batch.search.is_first_row_bad and batch.refusal is not None:
+            batch.search = batch.search.after_refusal(1)
+            batch.settle_dead(batch.refusal)
+        return AttemptDecision(AttemptSignal.ANSWERED, now=_get_open(batch))
+    match classify_send_error(error):
+        case ErrorClass.RETRY:
+            return AttemptDecision(AttemptSignal.FAILED, later=batch, error=error)
+        case ErrorClass.TOO_LARGE:
+            batch.search = batch.search.after_too_large(count)
+            _settle_single(batch, count, error)
+        case ErrorClass.REFUSED:
+            _record_refusal(batch, count, error, is_certain=True)
+        case ErrorClass.PARTIAL if isinstance(error, PartlyDelivered):
+            return _decide_after_partial(batch, count, error, max_attempts)
         case _:
-            return _judge_unknown(piece, count, error, max_attempts)
-    return Judgement(News.ANSWERED, onward=_rest(piece))
+            return _decide_after_unknown(batch, count, error, max_attempts)
+    return AttemptDecision(AttemptSignal.ANSWERED, now=_get_open(batch))
 
 
-def _judge_unknown(piece: Piece, count: int, error: BaseException, max_attempts: int) -> Judgement:
-    """Tried again as often as allowed; after that there is something wrong with some of it.
+def _decide_after_unknown(
+    batch: SendBatch, count: int, error: BaseException, max_attempts: int
+) -> AttemptDecision:
+    """Decide after an error that is not turnlane's.
 
-    Halves that fail tell nothing new. One event that fails alone where no other has gone may be
-    innocent: the destination may have gone away meanwhile. So it has as many attempts by itself.
+    The batch is tried again ``max_attempts`` times; after that one of its rows must be bad, and the
+    search begins. Failures during the search are no news about the destination. A row that fails
+    alone while no other was delivered may still be good, because the destination may have failed
+    in between: it gets ``max_attempts`` attempts of its own.
     """
-    search, alone = piece.search, count == 1
-    if alone or not search.suspect:
-        piece.unknown += 1
-    doubtful = alone and search.is_fruitless
-    if piece.unknown < (2 if doubtful and search.suspect else 1) * max_attempts:
-        return Judgement(News.FAILED, later=piece, error=error)
-    news = News.FAILED if doubtful else News.NOTHING
-    _refuse(piece, count, error, sure=False)
-    return Judgement(news, onward=_rest(piece), error=error)
+    search, is_single = batch.search, count == 1
+    if is_single or not search.suspect:
+        batch.unknown_errors += 1
+    is_doubtful = is_single and search.has_no_delivery
+    allowed = (2 if is_doubtful and search.suspect else 1) * max_attempts
+    if batch.unknown_errors < allowed:
+        return AttemptDecision(AttemptSignal.FAILED, later=batch, error=error)
+    signal = AttemptSignal.FAILED if is_doubtful else AttemptSignal.NONE
+    _record_refusal(batch, count, error, is_certain=False)
+    return AttemptDecision(signal, now=_get_open(batch), error=error)
 
 
-def _judge_parts(piece: Piece, count: int, error: PartlyDelivered, max_attempts: int) -> Judgement:
-    """Every row has its own fate; those to be tried again make a piece of their own."""
+_UNCLEAR: Final = frozenset({ErrorClass.UNKNOWN, ErrorClass.PARTIAL})
+"""Errors that make no sense for a single event of a send."""
+
+
+def _decide_after_partial(
+    batch: SendBatch, count: int, error: PartlyDelivered, max_attempts: int
+) -> AttemptDecision:
+    """Decide for each row by its own error; rows to be tried again become a batch of their own."""
     failures = error.failures
     if not failures or not all(0 <= row < count for row in failures):
-        wrong = Bug(f"the output speaks of rows that it was not given: {error}")
-        return _judge_unknown(piece, count, wrong, max_attempts)
-    again = _to_try_again(piece, failures, max_attempts)
-    _settle_parts(piece, count, failures, again)
-    later = piece.part(np.array(sorted(again), dtype=np.int64)) if again else None
-    piece.search = piece.search.delivered(count)
-    piece.cut(count)
+        rows = sorted(failures)
+        bug = Bug(f"the output reported rows {rows} as failed, but was given rows 0 to {count - 1}")
+        return _decide_after_unknown(batch, count, bug, max_attempts)
+    retried = _select_retries(batch, failures, max_attempts)
+    _settle_rows(batch, count, failures, retried)
+    later = batch.select(np.array(sorted(retried), dtype=np.int64)) if retried else None
+    batch.search = batch.search.after_delivery(count)
+    batch.drop_first(count)
     if later is not None:
-        piece.places = set()
-        if not any(verdict_on_send(each) in _STRANGE for each in again.values()):
-            later.unknown = 0
-    patient = _most_patient(again)
-    # Whoever says when to come again is not to be asked sooner, for other events neither.
-    pushed_back = patient is not None and bool(said_when(patient))
-    if pushed_back or len(again) == count:
-        news = News.FAILED
-    elif all(getattr(each, "alone", False) for each in again.values()):
-        news = News.ANSWERED
+        batch.event_refs = set()
+        if not any(classify_send_error(each) in _UNCLEAR for each in retried.values()):
+            later.unknown_errors = 0
+    longest = max(retried.values(), key=lambda each: get_retry_after(each) or 0.0, default=None)
+    # A destination that asks for a wait must not be tried sooner with other events either.
+    has_requested_wait = longest is not None and bool(get_retry_after(longest))
+    if has_requested_wait or len(retried) == count:
+        signal = AttemptSignal.FAILED
+    elif all(getattr(each, "alone", False) for each in retried.values()):
+        signal = AttemptSignal.ANSWERED
     else:
-        news = News.PARTLY
-    return Judgement(news, later, _rest(piece), patient)
+        signal = AttemptSignal.PARTIAL
+    return AttemptDecision(signal, later, _get_open(batch), longest)
 
 
-def _to_try_again(
-    piece: Piece, failures: Mapping[int, BaseException], max_attempts: int
+def _select_retries(
+    batch: SendBatch, failures: Mapping[int, BaseException], max_attempts: int
 ) -> dict[int, BaseException]:
-    verdicts = {row: verdict_on_send(error) for row, error in failures.items()}
-    wanted = {Verdict.LATER}
-    if not _STRANGE.isdisjoint(verdicts.values()):
-        piece.unknown += 1
-        if piece.unknown < max_attempts:
-            wanted |= _STRANGE
-    return {row: failures[row] for row, verdict in verdicts.items() if verdict in wanted}
+    """Return the failures of the rows that are tried again."""
+    classes = {row: classify_send_error(error) for row, error in failures.items()}
+    retried = {ErrorClass.RETRY}
+    if not _UNCLEAR.isdisjoint(classes.values()):
+        batch.unknown_errors += 1
+        if batch.unknown_errors < max_attempts:
+            retried |= _UNCLEAR
+    return {row: failures[row] for row, each in classes.items() if each in retried}
 
 
-def _settle_parts(
-    piece: Piece,
+def _settle_rows(
+    batch: SendBatch,
     count: int,
     failures: Mapping[int, BaseException],
-    again: Mapping[int, BaseException],
+    retried: Mapping[int, BaseException],
 ) -> None:
-    numbers = np.asarray(piece.numbers[:count], dtype=np.int64)
-    took = np.ones(count, dtype=bool)
-    took[list(failures)] = False
-    piece.tally.settle(numbers[took], Fate.DELIVERED)
+    """Settle the rows that were delivered, and as dead the failed ones that are not tried again."""
+    numbers = np.asarray(batch.numbers[:count], dtype=np.int64)
+    is_delivered = np.ones(count, dtype=bool)
+    is_delivered[list(failures)] = False
+    batch.progress.settle(numbers[is_delivered], RowState.DELIVERED)
     dead: dict[tuple[type[BaseException], str], list[int]] = {}
-    for row in sorted(failures.keys() - again.keys()):
+    for row in sorted(failures.keys() - retried.keys()):
         dead.setdefault((type(failures[row]), str(failures[row])), []).append(row)
-    attempts = max(piece.unknown, piece.tries + piece.retries)
+    attempts = max(batch.unknown_errors, batch.tries + batch.retries)
     for rows in dead.values():
-        piece.tally.bury(piece.block.take(rows), numbers[rows], failures[rows[0]], attempts)
+        batch.progress.settle_dead(
+            batch.block.take(rows), numbers[rows], failures[rows[0]], attempts
+        )
 
 
-def _most_patient(errors: Mapping[int, BaseException]) -> BaseException | None:
-    """Of several errors the one that says to wait longest."""
-    return max(errors.values(), key=lambda each: said_when(each) or 0.0, default=None)
+def _record_refusal(
+    batch: SendBatch, count: int, error: BaseException, *, is_certain: bool
+) -> None:
+    batch.search = batch.search.after_refusal(count, is_certain=is_certain)
+    batch.refusal = error
+    _settle_single(batch, count, error)
 
 
-def _refuse(piece: Piece, count: int, error: BaseException, *, sure: bool) -> None:
-    piece.search = piece.search.refused(count, sure=sure)
-    piece.refusal = error
-    _bury_if_alone(piece, count, error)
-
-
-def _bury_if_known(piece: Piece) -> None:
-    """All that were refused with it have gone: it need not be refused again."""
-    if piece.search.is_known and piece.refusal is not None:
-        piece.search = piece.search.refused(1)
-        piece.bury(piece.refusal)
-
-
-def _bury_if_alone(piece: Piece, count: int, error: BaseException) -> None:
+def _settle_single(batch: SendBatch, count: int, error: BaseException) -> None:
+    """Settle a row that failed alone as dead; of several rows, others are sent next."""
     if count == 1:
-        piece.bury(error)
+        batch.settle_dead(error)
     else:
-        piece.unprepare()
+        batch.discard_payload()
 
 
-def _rest(piece: Piece) -> Piece | None:
-    return piece if piece.left else None
+def _get_open(batch: SendBatch) -> SendBatch | None:
+    return batch if batch.left else None

@@ -1,8 +1,12 @@
-"""The workshop of an engine: threads that prepare and send, and the messages they leave."""
+"""Send workers: the threads that prepare batches and send them, for one output.
+
+A run gives a worker one job at a time and finds the result in its mailbox as a message. Workers
+decide nothing: they catch every error and put it into the message. The threads are daemons, because
+a send that never returns must not keep the process from ending.
+"""
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -10,31 +14,255 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from turnlane.clock import Clock
-from turnlane.delivery.batching import Piece
+from turnlane.delivery.batching import SendBatch
 from turnlane.events import Block
+from turnlane.logs import get_logger
 from turnlane.runtime import Closing
 
-# ── crew ──
-# Threads that prepare and send: they do as they are told and say how it went.
-#
-# They are daemons: a send that never returns must not keep the process from ending.
-
-Job = Callable[[], None]
+log = get_logger(__name__)
 
 
-class Crew(Closing):
-    """As many threads as there were jobs at a time. Safe to use from any thread."""
+class DeliveryOutput(Protocol):
+    """The part of an output that delivery uses. Several threads call it at a time."""
+
+    def prepare(self, block: Block) -> Any:  # noqa: ANN401
+        """Convert a block to the form that :meth:`send` takes."""
+
+    def send(self, prepared: Any) -> None:  # noqa: ANN401
+        """Deliver, or raise."""
+
+    def cancel(self) -> None:
+        """Make sends in progress fail, as far as possible."""
+
+    @property
+    def rejected(self) -> int:
+        """The number of records inside delivered events that were refused for good."""
+
+
+# ── messages ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(eq=False, slots=True)
+class SendAttempt:
+    """The first ``count`` rows of a batch, while they are sent."""
+
+    batch: SendBatch
+    count: int
+    probe: str | None
+    """The token of the breaker's probe, if this send is the probe."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareFinished:
+    """The first ``count`` rows of a batch are prepared, or failed to be."""
+
+    batch: SendBatch
+    count: int
+    payload: Any
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SendFinished:
+    """A send ended. With ``unprepared`` the rows could not be prepared, so nothing was sent."""
+
+    attempt: SendAttempt
+    seconds: float
+    error: BaseException | None = None
+    unprepared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """The run must end: it starts no more sends."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityFreed:
+    """A send of another run ended, so this run may be allowed to send."""
+
+
+Message: TypeAlias = PrepareFinished | SendFinished | StopRequested | CapacityFreed
+Mailbox: TypeAlias = "queue.SimpleQueue[Message]"
+
+
+# ── counters ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class SendActivity:
+    """How many calls of an output's ``prepare`` and ``send`` are in progress.
+
+    The workers count, and the destination's state reads: a node divides its limit of sends among
+    tasks by what they are doing.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._preparing = 0
+        self._sending = 0
+
+    def get_counts(self) -> tuple[int, int]:
+        """Return how many prepares and how many sends are in progress."""
+        return self._preparing, self._sending
+
+    def add(self, preparing: int = 0, sending: int = 0) -> None:
+        """Change the counts by these numbers."""
+        with self._lock:
+            self._preparing += preparing
+            self._sending += sending
+
+
+class InFlightCounter:
+    """Counts the sends in progress, to limit them. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._waiting: list[Callable[[], object]] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    def take(self, limit: int, on_free: Callable[[], object]) -> bool:
+        """Count one more send and return true, or return false if there are ``limit`` already.
+
+        After false, ``on_free`` is called once when a send ends, on the thread of that send. It
+        must not block.
+        """
+        with self._lock:
+            if self._count < limit:
+                self._count += 1
+                return True
+            if on_free not in self._waiting:
+                self._waiting.append(on_free)
+            return False
+
+    def give_back(self) -> None:
+        """Count one send less."""
+        with self._lock:
+            self._count -= 1
+            waiting, self._waiting = self._waiting, []
+        for on_free in waiting:
+            on_free()
+
+
+IN_FLIGHT = InFlightCounter()
+"""The sends of all actions in this process. A node gives each process its share of a limit."""
+
+
+# ── threads ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class SendWorkers(Closing):
+    """Prepares and sends on threads of its own. Safe to use from any thread."""
+
+    def __init__(
+        self, output: DeliveryOutput, clock: Clock, activity: SendActivity | None = None
+    ) -> None:
+        self._output = output
+        self._clock = clock
+        self._activity = activity or SendActivity()
+        self._preparers = _DaemonPool("preparer")
+        self._senders = _DaemonPool("sender")
+
+    def prepare(self, batch: SendBatch, mailbox: Mailbox) -> None:
+        """Start to prepare the rows that a batch tries next; a message tells when it is done."""
+        count = batch.search.trial
+        rows = batch.block.slice(0, count)
+
+        def job() -> None:
+            try:
+                payload = self._prepare(rows)
+            except BaseException as error:  # noqa: BLE001 - the run decides what it means
+                mailbox.put(PrepareFinished(batch, count, None, error))
+            else:
+                mailbox.put(PrepareFinished(batch, count, payload))
+
+        self._preparers.start(job)
+
+    def send(self, attempt: SendAttempt, mailbox: Mailbox) -> None:
+        """Start to send, preparing the rows first if needed; a message tells when it is done.
+
+        The caller has counted the send in ``IN_FLIGHT``; the worker gives that back.
+        """
+        batch = attempt.batch
+        payload = batch.payload
+        unprepared = None if batch.prepared else batch.block.slice(0, attempt.count)
+
+        def job() -> None:
+            message = self._send(attempt, payload, unprepared)
+            IN_FLIGHT.give_back()
+            mailbox.put(message)
+
+        try:
+            self._senders.start(job)
+        except BaseException:
+            IN_FLIGHT.give_back()
+            raise
+
+    @property
+    def rejected(self) -> int:
+        """The number of records inside delivered events that the output says were refused."""
+        return self._output.rejected
+
+    def cancel(self) -> None:
+        """Make the sends in progress fail, so that their threads end soon."""
+        try:
+            self._output.cancel()
+        except Exception:
+            log.exception("delivery.cancel_failed")
+
+    def close(self) -> None:
+        """Let the threads end, each after its current job. Does not wait for them."""
+        self._preparers.close()
+        self._senders.close()
+
+    def _prepare(self, rows: Block) -> Any:  # noqa: ANN401 - the output's own type
+        self._activity.add(preparing=1)
+        try:
+            return self._output.prepare(rows)
+        finally:
+            self._activity.add(preparing=-1)
+
+    def _send(
+        self,
+        attempt: SendAttempt,
+        payload: Any,  # noqa: ANN401 - the output's own type
+        unprepared: Block | None,
+    ) -> SendFinished:
+        if unprepared is not None:
+            try:
+                payload = self._prepare(unprepared)
+            except BaseException as error:  # noqa: BLE001 - the run decides what it means
+                return SendFinished(attempt, 0.0, error, unprepared=True)
+        started = self._clock.monotonic()
+        failure: BaseException | None = None
+        self._activity.add(sending=1)
+        try:
+            self._output.send(payload)
+        except BaseException as error:  # noqa: BLE001 - the run decides what it means
+            failure = error
+        finally:
+            self._activity.add(sending=-1)
+        return SendFinished(attempt, self._clock.monotonic() - started, failure)
+
+
+_Job = Callable[[], None]
+
+
+class _DaemonPool(Closing):
+    """Daemon threads, as many as there were jobs at a time. Safe to use from any thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0
         self._threads = 0
         self._closed = False
 
-    def do(self, job: Job) -> None:
-        """Do a job, which must not raise, on some thread, at once."""
+    def start(self, job: _Job) -> None:
+        """Run a job, which must not raise, on an idle thread or a new one."""
         with self._lock:
             assert not self._closed
             if self._idle:
@@ -46,7 +274,7 @@ class Crew(Closing):
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Let the threads end, each after its job; a second call is harmless."""
+        """Let the threads end, each after its current job. Further calls do nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -60,187 +288,3 @@ class Crew(Closing):
             job()
             with self._lock:
                 self._idle += 1
-
-
-# ── in_flight ──
-# The sends under way in this process, all actions together, so that there are not too many.
-#
-# Tasks in other processes have shares of their own: ``shares.py``.
-
-
-class InFlight:
-    """Counts sends. Safe to use from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-        self._waiting: list[Callable[[], object]] = []
-
-    def __len__(self) -> int:
-        return self._count
-
-    def take(self, most: int, wake: Callable[[], object]) -> bool:
-        """Count one more, unless there are ``most``; then ``wake`` is called once there are fewer.
-
-        ``wake`` is called on the thread that gives back, once, and must not block.
-        """
-        with self._lock:
-            if self._count < most:
-                self._count += 1
-                return True
-            if wake not in self._waiting:
-                self._waiting.append(wake)
-            return False
-
-    def give_back(self) -> None:
-        """Count one less."""
-        with self._lock:
-            self._count -= 1
-            waiting, self._waiting = self._waiting, []
-        for wake in waiting:
-            wake()
-
-
-IN_FLIGHT = InFlight()
-"""Those of this process."""
-
-
-log = logging.getLogger(__name__)
-
-
-class Destination(Protocol):
-    """What an engine needs of an output. All are called by several threads at a time."""
-
-    def prepare(self, block: Block) -> Any:  # noqa: ANN401
-        """Make of a block what :meth:`send` takes."""
-
-    def send(self, prepared: Any) -> None:  # noqa: ANN401
-        """Deliver, or raise."""
-
-    def cancel(self) -> None:
-        """Have sends that are under way fail, as far as possible."""
-
-    @property
-    def rejected(self) -> int:
-        """Records inside of delivered events that were refused for good, so far."""
-
-
-@dataclass(eq=False, slots=True)
-class Send:
-    """The first rows of a piece, under way."""
-
-    piece: Piece
-    count: int
-    token: str | None
-    """Set if this is the breaker's probe."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A piece's first rows are prepared, or cannot be."""
-
-    piece: Piece
-    count: int
-    payload: Any
-    error: BaseException | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A send has ended; or could not begin, for what was to be sent could not be prepared."""
-
-    send: Send
-    seconds: float
-    error: BaseException | None = None
-    unprepared: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """The run is to end: no more sends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wake:
-    """Something outside has changed."""
-
-
-Message: TypeAlias = Prepared | Sent | Stop | Wake
-Mailbox: TypeAlias = "queue.SimpleQueue[Message]"
-
-
-class Workshop(Closing):
-    """Does the work on an output. Safe to use from any thread."""
-
-    def __init__(self, output: Destination, clock: Clock) -> None:
-        self._output = output
-        self._clock = clock
-        self._preparers = Crew("preparer")
-        self._senders = Crew("sender")
-
-    def prepare(self, piece: Piece, mailbox: Mailbox) -> None:
-        """Prepare what a piece wants to send next; the mailbox hears of it."""
-        count = piece.search.trial
-        rows = piece.block.slice(0, count)
-
-        def job() -> None:
-            try:
-                payload = self._output.prepare(rows)
-            except BaseException as error:  # noqa: BLE001 - judged by who reads the mail
-                mailbox.put(Prepared(piece, count, None, error))
-            else:
-                mailbox.put(Prepared(piece, count, payload))
-
-        self._preparers.do(job)
-
-    def send(self, send: Send, mailbox: Mailbox) -> None:
-        """Send, and prepare before if that has not been done; the mailbox hears of it.
-
-        The send has been counted as one in flight; it gives that back.
-        """
-        piece = send.piece
-        rows = piece.block.slice(0, send.count)
-        ready, payload = bool(piece.prepared), piece.payload
-
-        def job() -> None:
-            message = self._sent(send, (lambda: payload) if ready else self._preparing(rows))
-            IN_FLIGHT.give_back()
-            mailbox.put(message)
-
-        try:
-            self._senders.do(job)
-        except BaseException:
-            IN_FLIGHT.give_back()
-            raise
-
-    @property
-    def rejected(self) -> int:
-        """Records that the output was not rid of though it has delivered their events, so far."""
-        return self._output.rejected
-
-    def cancel(self) -> None:
-        """Nobody waits for the sends under way any more: have their threads end soon."""
-        try:
-            self._output.cancel()
-        except Exception:
-            log.exception("sends that were given up could not be cancelled")
-
-    def close(self) -> None:
-        """Let the threads end, each after what it is doing."""
-        self._preparers.close()
-        self._senders.close()
-
-    def _preparing(self, rows: Block) -> Callable[[], Any]:
-        return lambda: self._output.prepare(rows)
-
-    def _sent(self, send: Send, payload: Callable[[], Any]) -> Sent:
-        try:
-            prepared = payload()
-        except BaseException as error:  # noqa: BLE001 - judged by who reads the mail
-            return Sent(send, 0.0, error, unprepared=True)
-        began = self._clock.monotonic()
-        try:
-            self._output.send(prepared)
-        except BaseException as error:  # noqa: BLE001 - judged by who reads the mail
-            return Sent(send, self._clock.monotonic() - began, error)
-        return Sent(send, self._clock.monotonic() - began)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, NamedTuple
 
-from turnlane.delivery.destination import LocalGate, Permit, Report
+from turnlane.delivery.destination import LocalDestinationState, SendPermit, SendReport
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import NoSuchBreaker
 
@@ -97,7 +97,7 @@ class Breaker:
 
     queue: str
     settings: DeliverySettings
-    gate: LocalGate
+    gate: LocalDestinationState
     tasks: dict[str, _Task] = field(default_factory=dict)
     most_tasks: int = 0
     workers: int = 0
@@ -106,7 +106,7 @@ class Breaker:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"queue": self.queue, **self.activity()._asdict(), **asdict(self.gate.status())}
+        return {"queue": self.queue, **self.activity()._asdict(), **asdict(self.gate.get_status())}
 
     def activity(self) -> Activity:
         """What its tasks are doing."""
@@ -131,11 +131,11 @@ class Breakers:
         self._breakers: dict[str, Breaker] = {}
         self._lock = threading.Lock()
 
-    def permit(self, asker: Asker) -> Permit:
+    def permit(self, asker: Asker) -> SendPermit:
         """What an action's task may send now."""
-        return self._of(asker).gate.permit()
+        return self._of(asker).gate.request_permit()
 
-    def report(self, asker: Asker, report: Report) -> None:
+    def report(self, asker: Asker, report: SendReport) -> None:
         """A task tells how its sends went."""
         self._of(asker).gate.report(report)
 
@@ -167,15 +167,15 @@ class Breakers:
         with self._lock:
             found = self._breakers.get(asker.action)
             if found is None:
-                found = Breaker(asker.queue, asker.settings, LocalGate(asker.settings))
+                found = Breaker(asker.queue, asker.settings, LocalDestinationState(asker.settings))
                 self._breakers[asker.action] = found
             elif found.settings != asker.settings:
-                found.gate.govern(asker.settings)
+                found.gate.apply_settings(asker.settings)
                 found.settings = asker.settings
             found.queue = asker.queue
             found.workers = asker.workers
             if asker.probe is not None:
-                found.gate.renew(asker.probe)
+                found.gate.renew_probe(asker.probe)
             found.tasks[asker.task] = _Task(now, asker.preparing, asker.sending)
             found.tasks = found.alive(now)
             found.most_tasks = max(found.most_tasks, len(found.tasks))

@@ -23,6 +23,7 @@ from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.disk import StoredQueue
 from turnlane.queues.producer import BufferedProducer, hashed
 from turnlane.retry import doubled
+from turnlane.storage.producer_sequences import Gaps
 
 # ── loading ──
 # Publishing what a commit has staged, each part into its queue.
@@ -51,7 +52,7 @@ Queues = Mapping[str, BufferedQueue]
 
 def next_number(queue: BufferedQueue) -> int:
     """The number of the next event that a commit publishes into a queue."""
-    return queue.sequences.get(hashed(PRODUCER), 0)
+    return queue.next_sequence(hashed(PRODUCER))
 
 
 # ── what there is to publish ─────────────────────────────────────────────────────────────────────
@@ -205,7 +206,7 @@ class Loading:
             queue = self._queues[part.queue]
             # With a callback publishing does not wait for every block; the flush waits for all.
             self._producers[part] = queue.producer(
-                ack=queue.usual_level, on_ack=lambda _: None, producer_id=PRODUCER
+                ack=queue.usual_level, on_ack=lambda _: None, producer_id=PRODUCER, gaps=Gaps.SKIP
             )
         return self._producers[part]
 

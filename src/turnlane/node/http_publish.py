@@ -16,6 +16,7 @@ from turnlane.node.http_publishing import Numbered, Publishing
 from turnlane.node.http_requests import Requests, json_response, token_of
 from turnlane.queues.api import AckLevel
 from turnlane.serving.auth import Right
+from turnlane.storage.producer_sequences import Gaps
 
 TIMEOUT: Final = 10.0
 LONGEST_TIMEOUT: Final = 60.0
@@ -63,8 +64,9 @@ class PublishRoutes:
         )
 
     def _numbered(self, request: Request) -> Numbered | None:
-        producer, sequence = (request.headers.get(name) for name in ("producer-id", "sequence"))
-        if producer is None and sequence is None:
+        names = ("producer-id", "sequence", "sequence-gaps")
+        producer, sequence, gaps = (request.headers.get(name) for name in names)
+        if producer is None and sequence is None and gaps is None:
             return None
         if not producer or sequence is None:
             raise ValueError("headers Producer-Id and Sequence: give both or neither")
@@ -72,7 +74,16 @@ class PublishRoutes:
             raise ValueError(f"header Producer-Id: longer than {LONGEST_ID} characters")
         name = self._requests.authority.own(token_of(request), checked(producer))
         # Half of what 64 bits hold: the number of the last event has to fit as well.
-        return Numbered(name, queries.number(sequence, "header Sequence", most=2**62))
+        number = queries.number(sequence, "header Sequence", most=2**62)
+        return Numbered(name, number, _gaps(gaps))
+
+
+def _gaps(value: str | None) -> Gaps:
+    if value is None:
+        return Gaps.KEEP
+    if value.strip().lower() != Gaps.SKIP.value:
+        raise ValueError(f"header Sequence-Gaps: {value!r} is not 'skip', the only value")
+    return Gaps.SKIP
 
 
 def _block(request: Request, body: bytes, now: int) -> Block:

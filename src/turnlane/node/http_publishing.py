@@ -26,6 +26,7 @@ from turnlane.queues.api import Ack, AckLevel, Published
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.disk import StoredQueue
 from turnlane.serving.threads import ThreadsByQueue
+from turnlane.storage.producer_sequences import Gaps
 
 THREADS: Final = 64
 """Requests at a time that stand in line for room in a queue, or are numbered by their producer."""
@@ -39,6 +40,7 @@ class Numbered(NamedTuple):
 
     producer: str
     sequence: int
+    gaps: Gaps = Gaps.KEEP
 
 
 class Publishing:
@@ -58,8 +60,8 @@ class Publishing:
     ) -> Published:
         """Publish a block and wait until it has come as far as ``level``.
 
-        Raises ``QueueFull``, ``StorageFailed``, ``EventTooLarge``, ``TransportDown``: nothing was
-        published;
+        Raises ``QueueFull``, ``StorageFailed``, ``EventTooLarge``, ``TransportDown``,
+        ``NumbersMissing``: nothing was published;
         ``AckPending``, ``QueueClosed``: it may have been.
         """
         if not block.num_rows:
@@ -155,8 +157,8 @@ def _publish(
 ) -> Published:
     """Publish and wait, on a thread."""
     seconds = max(0.0, deadline - time.monotonic())
-    name, sequence = numbered or (None, None)
-    producer = queue.producer(ack=level, producer_id=name)
+    name, sequence, gaps = numbered or (None, None, Gaps.KEEP)
+    producer = queue.producer(ack=level, producer_id=name, gaps=gaps)
     try:
         return producer.publish_block(block, sequence=sequence, timeout=seconds)
     except QueueFull as error:

@@ -20,8 +20,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from turnlane.delivery.breaker import State
-from turnlane.delivery.destination import GateStatus
+from turnlane.delivery.breaker import BreakerState
+from turnlane.delivery.destination import DestinationStatus
 from turnlane.errors import TurnlaneError
 from turnlane.ledger import Outcome
 from turnlane.node.breakers import Activity, Breaker, Breakers
@@ -29,7 +29,7 @@ from turnlane.node.node import Node
 from turnlane.node.tables import Tables
 from turnlane.queues.api import Stats
 from turnlane.queues.disk import StoredQueue
-from turnlane.table.leader_state import Lag
+from turnlane.table.leader_state import LagTotal
 from turnlane.table.manager import Manager
 from turnlane.table.queue import TableQueue
 
@@ -102,7 +102,7 @@ class _Seen(NamedTuple):
 
     action: str
     breaker: Breaker
-    status: GateStatus
+    status: DestinationStatus
     activity: Activity
 
     def total(self, name: str) -> int:
@@ -148,7 +148,7 @@ _ACTION_METRICS_COUNTERS: Final[tuple[Row[_Seen], ...]] = (
 def metrics_of_actions(breakers: Breakers) -> Iterator[Metric]:
     """The metrics at this moment."""
     seen = [
-        _Seen(action, breaker, breaker.gate.status(), breaker.activity())
+        _Seen(action, breaker, breaker.gate.get_status(), breaker.activity())
         for action, breaker in breakers.all().items()
     ]
     yield from read(
@@ -165,7 +165,7 @@ def _states(seen: list[_Seen]) -> Metric:
     words = "1 for the state that the breaker is in."
     metric = gauge("circuit_breaker_state", words, "action", "state")
     for each in seen:
-        for state in State:
+        for state in BreakerState:
             metric.add_metric([each.action, state], float(each.status.state is state))
     return metric
 
@@ -411,7 +411,7 @@ _TABLE_METRICS_COUNTERS: Final[tuple[Row[Manager], ...]] = (
     Row("table_lost_leads", "Times another manager took the lead.", lambda m: m.counts.lost_leads),
 )
 
-_LAGS: Final[tuple[tuple[str, str, Callable[[Manager], Lag]], ...]] = (
+_LAGS: Final[tuple[tuple[str, str, Callable[[Manager], LagTotal]], ...]] = (
     ("fire_lag_seconds", "From due to fired.", lambda m: m.counts.fire_lag),
     ("ack_lag_seconds", "From due to acked.", lambda m: m.counts.ack_lag),
 )

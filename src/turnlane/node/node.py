@@ -37,8 +37,7 @@ from turnlane.node.leases import Leases
 from turnlane.node.staging import Contents, Stage, Staging
 from turnlane.queues import open_queue
 from turnlane.queues.buffered import BufferedQueue
-from turnlane.queues.settings import ON_DISK, Kind
-from turnlane.queues.settings import QueueSettings
+from turnlane.queues.settings import ON_DISK, Kind, QueueSettings
 from turnlane.runtime import Closing, give_back
 from turnlane.storage.directory import QueueDirectory, lock
 from turnlane.storage.disk_io import Disk

@@ -47,6 +47,11 @@ def _publish() -> Json:
                 "The number of the first event among all that the producer ever published.",
                 whole(0, 2**62),
             ),
+            header(
+                "Sequence-Gaps",
+                "Lower numbers that the queue does not have will not come: count them as taken.",
+                {"type": "string", "enum": ["skip"]},
+            ),
         ],
         "requestBody": {
             "required": False,
@@ -66,7 +71,7 @@ def _publish() -> Json:
         },
         "responses": {
             "200": ok("The events have come as far as asked.", ref("Published")),
-            **problems("400", "401", "403", "404", "413", "415", "429", "503"),
+            **problems("400", "401", "403", "404", "409", "413", "415", "429", "503"),
         },
     }
 

@@ -13,7 +13,8 @@ _PROBLEMS: Final = {
     "401": "A token is needed, or the one given is unknown or has expired.",
     "403": "The token does not give the right to do that.",
     "404": "There is no such queue, lease, breaker, table or stream.",
-    "409": "There is a queue of this name with other settings.",
+    "409": "There is a queue of this name with other settings; or too many of a producer's "
+    "numbers are missing.",
     "413": "An event, or the request, is larger than can ever be taken.",
     "415": "The body's encoding is not known; use gzip, deflate or none.",
     "429": "The queue is full. Nothing was taken; try again later.",

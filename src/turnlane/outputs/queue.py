@@ -60,7 +60,7 @@ class QueueOutputSettings(OutputSettings):
         min_length=1,
         max_length=200,
         description="A name by which the node there knows this action, and drops what comes "
-        "again. Only with `ordering: strict`: it also drops what comes out of order. Another one "
+        "again. Only with `ordering: strict`: it may drop what comes out of order. Another one "
         "if the action's queue was made anew.",
     )
     timeout: Duration = Field(
@@ -157,7 +157,7 @@ class QueueOutput(Output):
         first = piece.sequence
         if first is not None and news.get("resume_at", 0) > first:
             count = min(news["resume_at"] - first, piece.block.num_rows)
-            log.info("queue %s: %d events were there already", self.settings.queue, count)
+            log.info("queue %s: up to %d events were there already", self.settings.queue, count)
 
 
 def _numbered(block: Block, producer: str) -> list[Piece]:

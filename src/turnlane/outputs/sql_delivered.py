@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from turnlane.intervals import Ranges
 from turnlane.outputs.sql_rows import Offsets, Stream
-from turnlane.table.notes import DELIVERED
+from turnlane.table.notes import DELIVERED_TABLE
 
-TABLE: Final = DELIVERED
+TABLE: Final = DELIVERED_TABLE
 _LOCK: Final = -1
 """The ``first`` of a row that is no range: whoever has it locked is alone with the stream."""
 

@@ -23,10 +23,10 @@ from turnlane.outputs.sql_rows import Offsets, Rows
 from turnlane.outputs.sql_rows import rows_of as rows_of_sql_rows
 from turnlane.runtime import Closing
 from turnlane.table.definition import Definition
-from turnlane.table.fenced_writes import Inserts
-from turnlane.table.notes import Gate
-from turnlane.table.row_codec import check_columns, fitted, rows_of
-from turnlane.table.shard_directory import Spread, TableAddress
+from turnlane.table.fenced_writes import EventInserter
+from turnlane.table.notes import WriterGate
+from turnlane.table.row_codec import cast_batch, check_columns, convert_to_rows
+from turnlane.table.shard_directory import ShardRouter, TableAddress
 from turnlane.table.sql.dialect import Dialect
 from turnlane.table.sql.session import Executed, understood
 from turnlane.units import Duration
@@ -59,11 +59,11 @@ class TablePlace(Closing):
         self._dialect = dialect
         self._delay = delay
         """Nanoseconds from now until events fire that have no time."""
-        self._inserts = Inserts(dialect, definition)
+        self._inserts = EventInserter(dialect, definition)
         self._table = dialect.identifier(definition.name)
         with understood(dialect):
             self._connection = dialect.connect()
-        self._gate = Gate(dialect, definition.name)
+        self._gate = WriterGate(dialect, definition.name)
         self._notes: Notes | None = None
         if delivered_as is not None:
             self._prepare_gate()
@@ -84,7 +84,7 @@ class TablePlace(Closing):
                     mine = np.intersect1d(mine, self._notes.fresh(rows.places))
                 part = self._unknown(rows.columns.take(mine))
                 if part.num_rows:
-                    listed = self._timed(rows_of(part, self._dialect))
+                    listed = self._timed(convert_to_rows(part, self._dialect))
                     self._inserts.enqueue_many(self._connection, listed)
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class _Tables:
 
     def __init__(self, settings: TableOutputSettings) -> None:
         with ExitStack() as opened:
-            self._spread = opened.enter_context(Spread(settings.databases(), settings.table))
+            self._spread = opened.enter_context(ShardRouter(settings.databases(), settings.table))
             self.definition = self._spread.definition
             check_columns(settings.columns, self.definition)
             noted = settings.noted_as(settings.table)
@@ -252,7 +252,7 @@ class TableOutput(Output):
     def send(self, prepared: Any) -> None:  # noqa: ANN401
         rows: Rows = prepared
         with self._tables.borrowed() as tables:
-            batch = self._delayed(fitted(rows.columns, tables.definition))
+            batch = self._delayed(cast_batch(rows.columns, tables.definition))
             tables.write(rows._replace(columns=batch))
 
     def check(self) -> None:

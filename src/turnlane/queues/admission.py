@@ -92,7 +92,7 @@ class PublishRequest(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self) -> None:
-        """Leave out the events that the queue has already."""
+        """Leave out repeats. Raises ``NumbersMissing`` if the request leaves too many gaps."""
 
     @abc.abstractmethod
     def keep_sample(self, before: int, interval: int) -> int:

@@ -163,7 +163,8 @@ class Producer(Closing):
         """Publish a block of events; a block larger than the queue goes in piece by piece.
 
         ``sequence`` numbers the block's first event among all that this producer ever published:
-        what the queue already has from it is not taken twice.
+        what the queue already has from it is not taken twice. Blocks may come in any order;
+        ``NumbersMissing`` if they leave too many gaps.
         """
 
     @abc.abstractmethod
@@ -383,7 +384,7 @@ class Connection(Protocol):
 
     @property
     def resume_at(self) -> int:
-        """The first sequence number that the node did not have when the stream was opened."""
+        """One more than the highest number that the node had when the stream was opened."""
 
     @property
     def durability(self) -> Durability:

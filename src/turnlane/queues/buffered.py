@@ -44,6 +44,7 @@ from turnlane.queues.producer import BufferedProducer, hash_producer_id
 from turnlane.queues.settings import Kind, QueueSettings
 from turnlane.queues.state import QueueState
 from turnlane.queues.storage_api import BlockRange, Storage, UnreadableRange
+from turnlane.storage.producer_sequences import Gaps
 
 log = get_logger(__name__)
 
@@ -119,13 +120,14 @@ class BufferedQueue(Queue):
         on_ack: AckCallback | None = None,
         flow: FlowControl | str = FlowControl.NONE,
         producer_id: str | None = None,
+        gaps: Gaps = Gaps.KEEP,
     ) -> BufferedProducer:
         self.check_open()
         if on_ack is not None:
             self._state.acks.dispatcher.start()
         level = parse_choice(AckLevel, "ack", ack)
         control = parse_choice(FlowControl, "flow", flow)
-        return BufferedProducer(self._state, level, on_ack, control, producer_id)
+        return BufferedProducer(self._state, level, on_ack, control, producer_id, gaps)
 
     def get(self, max_events: int | None = None, timeout: float | None = None) -> Batch:
         if not self._storage.is_remote:
@@ -292,8 +294,9 @@ class BufferedQueue(Queue):
             self._state.check_columns(schema)
 
     def known_sequence(self, producer_id: str) -> int | None:
-        """Return the number that the next event of a producer gets; ``None`` if it is unknown."""
-        return self._state.sequences.get(hash_producer_id(producer_id))
+        """Return one more than the highest number of a producer; ``None`` if there is none."""
+        accepted = self._state.sequences.get(hash_producer_id(producer_id))
+        return None if accepted is None else accepted.end
 
     @property
     def has_numbered_producers(self) -> bool:

@@ -20,6 +20,7 @@ import pyarrow as pa
 from turnlane.errors import (
     AckPending,
     EventTooLarge,
+    NumbersMissing,
     QueueClosed,
     QueueFull,
     StorageFailed,
@@ -47,6 +48,7 @@ from turnlane.queues.admission import (
 from turnlane.queues.api import AckCallback, AckLevel, FlowControl, Producer, Published
 from turnlane.queues.state import Annotations, QueueState
 from turnlane.storage.frames import Stamp
+from turnlane.storage.producer_sequences import MAX_RUNS, Gaps
 
 _PADDING = 64
 """Arrow rounds the size of its buffers up to a multiple of this."""
@@ -166,20 +168,51 @@ class BlockRequest(ProducerRequest):
         return not self.events and self.published.repeated > 0 and not self.published.dropped
 
     def prepare(self) -> None:
-        """Leave out the events that the queue has from this producer already."""
+        self._drop_repeats()
+        self._check_gaps()
+
+    def _drop_repeats(self) -> None:
         key = self.producer.key
         if self._sequence is None or key is None:
             return
-        known = self.producer.state.sequences.get(key, 0)
+        accepted = self.producer.state.sequences.get(key)
+        if accepted is None or self._sequence >= accepted.end:
+            return  # in order, as nearly always
+        before = self.events
         if self._numbers is None:
-            repeated = min(max(0, known - self._sequence), self.events)
-            self._sequence += repeated
+            self._keep_ranges(accepted.missing(self._sequence, self._sequence + self.events))
         else:
-            repeated = int(np.searchsorted(self._numbers, known))
-            self._numbers = self._numbers[repeated:]
-        if repeated:
-            self._replace(self._block.slice(repeated))
-            self.published = self.published._replace(repeated=self.published.repeated + repeated)
+            new = np.flatnonzero(~accepted.holds(self._numbers))
+            if len(new) < self.events:
+                self._numbers = self._numbers[new]
+                self._replace(self._block.take(new))
+        repeated = self.published.repeated + before - self.events
+        self.published = self.published._replace(repeated=repeated)
+
+    def _keep_ranges(self, ranges: list[tuple[int, int]]) -> None:
+        """Keep the events whose sequence numbers are in these ranges."""
+        assert self._sequence is not None
+        start = self._sequence
+        if len(ranges) > 1:
+            self._numbers = np.concatenate([np.arange(first, end) for first, end in ranges])
+            self._replace(self._block.take(self._numbers - start))
+        elif not ranges:
+            self._replace(self._block.slice(0, 0))
+        elif ranges[0] != (start, self._end_sequence):
+            first, end = ranges[0]
+            self._sequence, self._end_sequence = first, end
+            self._replace(self._block.slice(first - start, end - first))
+
+    def _check_gaps(self) -> None:
+        """Raise ``NumbersMissing`` if the producer leaves out too many numbers."""
+        key = self.producer.key
+        if self._sequence is None or key is None or self.producer.gaps is not Gaps.KEEP:
+            return
+        accepted = self.producer.state.sequences.get(key)
+        if accepted is None or len(accepted.runs) < MAX_RUNS:
+            return
+        if self.events and accepted.is_apart(self._sequence, self._sequence + self.events):
+            raise NumbersMissing.of(self.producer.state.settings.name, accepted.gaps)
 
     def _replace(self, block: Block) -> None:
         self._block = block
@@ -190,7 +223,7 @@ class BlockRequest(ProducerRequest):
         state = self.producer.state
         # Once more, now that it is the turn of this request: the same block may have come in by
         # another connection while the request was in line.
-        self.prepare()
+        self._drop_repeats()
         numbers = self._accept_numbers()
         first = state.end
         if self.events:
@@ -207,7 +240,9 @@ class BlockRequest(ProducerRequest):
         key = self.producer.key
         if self._sequence is None or key is None:
             return None
-        return self.producer.state.accept_sequences(key, self._end_sequence)
+        return self.producer.state.accept_sequences(
+            key, self._sequence, self._end_sequence, self.producer.gaps
+        )
 
     def keep_sample(self, before: int, interval: int) -> int:
         return self._keep_rows(sample_rows(self.events, before, interval))
@@ -288,6 +323,7 @@ class BufferedProducer(Producer):
         on_ack: AckCallback | None,
         flow: FlowControl,
         producer_id: str | None,
+        gaps: Gaps = Gaps.KEEP,
     ) -> None:
         self.state = state
         # Looked up once, not for every event.
@@ -300,6 +336,7 @@ class BufferedProducer(Producer):
         self._mark = state.acks.watermark_of(level)
         self._expects_ack = self._waits or self._listener is not None
         self.key = None if producer_id is None else hash_producer_id(producer_id)
+        self.gaps = gaps
         self._max_event_bytes = state.settings.max_event_bytes
         self._limits = state.admission.limits_of(flow)
         self._end = 0

@@ -29,16 +29,17 @@ from turnlane.clock import Clock
 from turnlane.errors import SchemaMismatch
 from turnlane.events import Block
 from turnlane.intervals import Span, count_of
+from turnlane.ledger import Outcome, Totals
 from turnlane.logs import get_logger
 from turnlane.queues.acks import AckTracker
 from turnlane.queues.admission import Admission
-from turnlane.ledger import Outcome, Totals
 from turnlane.queues.api import AckLevel, Durability, Stats
 from turnlane.queues.buffer import SEAL_BYTES, Buffer
 from turnlane.queues.positions import InFlight, Positions
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.storage_api import BlockRange, Storage
 from turnlane.storage.frames import Stamp
+from turnlane.storage.producer_sequences import MAX_RUNS, Accepted, Gaps
 
 log = get_logger(__name__)
 
@@ -86,8 +87,8 @@ class QueueState:
         self.acks = AckTracker(settings.name, storage.durability, self.positions.low)
         self.columns: dict[str, pa.DataType] = dict(found.columns)
         """The Arrow type of every column that the queue has seen."""
-        self._sequences: dict[bytes, int] = dict(found.sequences)
-        """The next sequence number by producer, the producer that was silent longest first."""
+        self._sequences: dict[bytes, Accepted] = dict(found.sequences)
+        """The accepted numbers by producer, the producer that was silent longest first."""
         self.published_blocks = 0
         self.releases = 0
         """How many batches consumers gave back."""
@@ -185,17 +186,24 @@ class QueueState:
         self.columns.update((column.name, column.type) for column in schema)
 
     @property
-    def sequences(self) -> Mapping[bytes, int]:
-        """The next sequence number by the key of the producer."""
+    def sequences(self) -> Mapping[bytes, Accepted]:
+        """The accepted sequence numbers by the key of the producer."""
         return self._sequences
 
-    def accept_sequences(self, producer: bytes, end: int) -> Stamp:
-        """Remember that the numbers below ``end`` are taken; returns the record for the log."""
-        known = self._sequences.pop(producer, 0)
-        self._sequences[producer] = max(known, end)
+    def accept_sequences(self, producer: bytes, first: int, end: int, gaps: Gaps) -> Stamp:
+        """Remember that the numbers ``first`` to ``end - 1`` are taken.
+
+        Returns the whole run up to ``end``, for the log: the events before are in the queue at
+        lower offsets, or were dropped, so that they are in the log if these are.
+        """
+        accepted = self._sequences.pop(producer, None) or Accepted()
+        self._sequences[producer] = accepted
         if len(self._sequences) > MAX_SEQUENCES:
             del self._sequences[next(iter(self._sequences))]
-        return Stamp(producer, end)
+        accepted.add(0 if gaps is Gaps.SKIP else first, end)
+        if gaps is Gaps.FORGET:
+            accepted.close_gaps(MAX_RUNS)
+        return Stamp(producer, end, accepted.start_of_run(first))
 
     def count_drops(self, outcome: Outcome, events: int) -> None:
         """Count events that policies dropped before they got an offset."""

@@ -25,6 +25,7 @@ from turnlane.intervals import Span
 from turnlane.ledger import Outcome
 from turnlane.queues.api import AckLevel, Batch, Durability, Place, Stats
 from turnlane.storage.frames import Stamp
+from turnlane.storage.producer_sequences import Accepted
 
 
 @dataclass(slots=True)
@@ -135,8 +136,8 @@ class StoredState:
     returned: Sequence[tuple[int, int, int]] = ()
     """The ranges that consumers gave back, with the number of their next attempt."""
     totals: Mapping[Outcome, int] = field(default_factory=dict)
-    sequences: Mapping[bytes, int] = field(default_factory=dict)
-    """The next sequence number of every numbered producer."""
+    sequences: Mapping[bytes, Accepted] = field(default_factory=dict)
+    """The accepted sequence numbers of every numbered producer."""
     columns: Mapping[str, pa.DataType] = field(default_factory=dict)
     """The Arrow type of every column."""
     bytes: int = 0
@@ -161,8 +162,8 @@ class StorageHost(Protocol):
         """The offset that the next event gets."""
 
     @property
-    def sequences(self) -> Mapping[bytes, int]:
-        """The next sequence number by the key of the producer."""
+    def sequences(self) -> Mapping[bytes, Accepted]:
+        """The accepted sequence numbers by the key of the producer."""
 
     @property
     def fill_level(self) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from turnlane.errors import (
     NoSuchStream,
     NotAllowed,
     NotSupported,
+    NumbersMissing,
     QueueClosed,
     QueueExists,
     QueueFull,
@@ -47,6 +48,7 @@ _MOST_MEMBERS: Final = 10_000
 
 _STATUS: Final[tuple[tuple[type[BaseException], int], ...]] = (
     (QueueFull, 429),
+    (NumbersMissing, 409),
     (RetryLater, 503),
     (QueueClosed, 503),
     (EventTooLarge, 413),
@@ -184,6 +186,9 @@ def problem(error: Exception) -> Response:
         "detail": detail,
         "error": type(error).__name__,
     }
+    if isinstance(error, NumbersMissing):
+        content["expected"] = error.missing[0][0]
+        content["missing"] = [[first, end - 1] for first, end in error.missing]
     headers = dict(getattr(error, "headers", None) or {})
     if status in (429, 503):
         headers["retry-after"] = str(retry_after(error))

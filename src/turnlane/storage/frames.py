@@ -33,14 +33,18 @@ class Position(NamedTuple):
 
 
 class Stamp(NamedTuple):
-    """What a producer has published: its hashed id (16 bytes) and the sequence it has not yet."""
+    """What a producer has published: its hashed id (16 bytes) and a range of its numbers.
+
+    From ``first`` to ``next_sequence - 1``; with ``first`` 0 all numbers below ``next_sequence``.
+    """
 
     producer: bytes
     next_sequence: int
+    first: int = 0
 
     def before(self, events: int) -> Stamp:
         """Its stamp so many events earlier, if their numbers follow on each other."""
-        return Stamp(self.producer, self.next_sequence - events)
+        return Stamp(self.producer, self.next_sequence - events, self.first)
 
 
 __all__ = [
@@ -67,6 +71,8 @@ _HEADER = struct.Struct("<QQIIII")
 _CHECKED = struct.Struct("<QQII")
 _STAMP = struct.Struct("<16sQ")
 _COUNT = struct.Struct("<Q")
+_FIRST = 1 << 63
+"""Marks a number that begins a range; the producer's next number ends it."""
 
 _SNAPPY = 1 << 63
 _MARK = 1 << 62
@@ -148,7 +154,12 @@ def encode(
 
 def pack_stamps(stamps: Sequence[Stamp]) -> bytes:
     """The stamps as the beginning of a payload."""
-    return _COUNT.pack(len(stamps)) + b"".join(_STAMP.pack(*stamp) for stamp in stamps)
+    packed: list[bytes] = []
+    for producer, next_sequence, first in stamps:
+        if first:
+            packed.append(_STAMP.pack(producer, first | _FIRST))
+        packed.append(_STAMP.pack(producer, next_sequence))
+    return _COUNT.pack(len(packed)) + b"".join(packed)
 
 
 def parse_header(data: Data, at: int = 0) -> Header | None:
@@ -231,8 +242,18 @@ def _split(header: Header, payload: Data) -> tuple[pa.Buffer, list[Stamp]]:
     end = _COUNT.size + _STAMP.size * _COUNT.unpack_from(data)[0]
     if end > len(data):
         raise FrameDamaged("more stamps than the payload has room for")
-    stamps = [Stamp(*pair) for pair in _STAMP.iter_unpack(memoryview(data)[_COUNT.size : end])]
-    return data.slice(end), stamps
+    return data.slice(end), _unpacked(memoryview(data)[_COUNT.size : end])
+
+
+def _unpacked(pairs: memoryview) -> list[Stamp]:
+    stamps: list[Stamp] = []
+    begun: dict[bytes, int] = {}
+    for producer, number in _STAMP.iter_unpack(pairs):
+        if number & _FIRST:
+            begun[producer] = number & ~_FIRST
+        else:
+            stamps.append(Stamp(producer, number, begun.pop(producer, 0)))
+    return stamps
 
 
 def _decompressed(header: Header, payload: Data) -> pa.Buffer:

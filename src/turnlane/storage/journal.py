@@ -33,7 +33,7 @@ from turnlane.storage.journal_records import (
     records_start,
     sign,
 )
-from turnlane.storage.producer_sequences import Unstamped
+from turnlane.storage.producer_sequences import Accepted, Unstamped
 
 NAMES = ("journal.a", "journal.b")
 
@@ -165,12 +165,12 @@ class Journal:
         return lambda offset: self._state.settled_to(offset, (first, end))
 
     def _settle_numbered(self, body: bytes, first: int, end: int) -> None:
-        stamps = self.unstamped.due(first, end, self._settled_with(first, end))
+        stamps, complete = self.unstamped.due(first, end, self._settled_with(first, end))
         # The stamps last: a number must never be found without its events' settlement.
         self._append_all([body, *map(journal_records.stamped, stamps)])
         for stamp in stamps:
             self._state.stamp(stamp)
-        self.unstamped.noted(stamps)
+        self.unstamped.noted(complete)
 
     def returned(self, first: int, end: int, attempt: int) -> None:
         """Record that ``[first, end)`` was given back and is to be handed out as ``attempt``."""
@@ -205,11 +205,12 @@ class Journal:
             self._append(body)
             self._state.drop(outcome, events)
 
-    def remember(self, producers: Mapping[bytes, int]) -> None:
-        """Know how far producers have come; on disk with the next :meth:`snapshot`."""
+    def remember(self, producers: Mapping[bytes, Accepted]) -> None:
+        """Know which numbers of producers are taken; on disk with the next :meth:`snapshot`."""
         with self._lock:
-            for producer, next_sequence in producers.items():
-                self._state.stamp(Stamp(producer, next_sequence))
+            for producer, accepted in producers.items():
+                for first, end in accepted:
+                    self._state.stamp(Stamp(producer, end, first))
 
     # Keeping
 

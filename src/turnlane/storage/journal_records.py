@@ -14,6 +14,7 @@ import google_crc32c
 from turnlane.intervals import Ranges
 from turnlane.ledger import Outcome
 from turnlane.storage.frames import Position, Stamp
+from turnlane.storage.producer_sequences import Accepted
 
 # ── journal_state ──
 # What the journal says of a queue, and how each record changes it: values only, no files.
@@ -49,8 +50,8 @@ class JournalState:
     adding all that the log finds after ``position`` is right, though this may be below zero."""
     position: Position | None = None
     """Where the log ended when last known good: a hint."""
-    producers: dict[ProducerHash, int] = field(default_factory=dict)
-    """Each producer's next sequence, least recent first."""
+    producers: dict[ProducerHash, Accepted] = field(default_factory=dict)
+    """Each producer's numbers that the queue has, least recent first."""
     found: bool = False
     """False if there was no journal to read: then nothing is known, not even what was settled."""
 
@@ -113,8 +114,9 @@ class JournalState:
 
     def stamp(self, stamp: Stamp) -> None:
         """Note what a producer has published. Never goes back either."""
-        known = self.producers.pop(stamp.producer, 0)
-        self.producers[stamp.producer] = max(known, stamp.next_sequence)
+        known = self.producers.pop(stamp.producer, None) or Accepted()
+        known.add(stamp.first, stamp.next_sequence)
+        self.producers[stamp.producer] = known
         if len(self.producers) > MAX_PRODUCERS:
             del self.producers[next(iter(self.producers))]
 
@@ -131,7 +133,7 @@ class JournalState:
             self.totals.copy(),
             self.bytes,
             self.position,
-            self.producers.copy(),
+            {producer: accepted.copy() for producer, accepted in self.producers.items()},
             self.found,
         )
 
@@ -228,8 +230,9 @@ def advanced(position: Position, size: int) -> bytes:
 
 
 def stamped(stamp: Stamp) -> bytes:
-    """The body of a record: a producer has published so much."""
-    return _BODY.pack(Kind.STAMP, 0, 0, 0, *_HALVES.unpack(stamp.producer), stamp.next_sequence, 0)
+    """The body of a record: a producer has published these numbers."""
+    producer, next_sequence, first = stamp
+    return _BODY.pack(Kind.STAMP, 0, 0, 0, *_HALVES.unpack(producer), next_sequence, first)
 
 
 def replay(data: bytes, start: int, state: JournalState) -> int:
@@ -256,7 +259,7 @@ def _apply(body: bytes, state: JournalState) -> bool:
         case Kind.DROPPED:
             state.drop(OUTCOMES[code], a)
         case Kind.STAMP:
-            state.stamp(Stamp(_HALVES.pack(a, b), c))
+            state.stamp(Stamp(_HALVES.pack(a, b), c, d))
         case _:
             return False
     return True
@@ -271,7 +274,8 @@ def encode_snapshot(state: JournalState, queue_id: str, generation: int) -> tupl
 
 
 def _values_of(state: JournalState, queue_id: str) -> dict[str, Any]:
-    return {
+    producers = {producer.hex(): accepted for producer, accepted in state.producers.items()}
+    values: dict[str, Any] = {
         "queue_id": queue_id,
         "low": state.low,
         "settled": state.settled,
@@ -279,8 +283,12 @@ def _values_of(state: JournalState, queue_id: str) -> dict[str, Any]:
         "totals": state.totals,
         "bytes": state.bytes,
         "position": state.position._asdict() if state.position else None,
-        "producers": {producer.hex(): next_ for producer, next_ in state.producers.items()},
+        "producers": {name: accepted.low for name, accepted in producers.items()},
     }
+    ahead = {name: list(accepted.runs) for name, accepted in producers.items() if accepted.runs}
+    if ahead:
+        values["ahead"] = ahead
+    return values
 
 
 def records_start(length: int) -> int:
@@ -312,6 +320,7 @@ def parse_payload(payload: bytes, checksum: int, queue_id: str) -> JournalState 
 
 def _state_of(values: dict[str, Any]) -> JournalState:
     position = values["position"]
+    ahead = values.get("ahead", {})
     return JournalState(
         low=values["low"],
         ranges=Ranges((first, end) for first, end in values["settled"]),
@@ -319,6 +328,9 @@ def _state_of(values: dict[str, Any]) -> JournalState:
         totals={Outcome(name): count for name, count in values["totals"].items()},
         bytes=values["bytes"],
         position=Position(**position) if position else None,
-        producers={bytes.fromhex(name): next_ for name, next_ in values["producers"].items()},
+        producers={
+            bytes.fromhex(name): Accepted(low, ((first, end) for first, end in ahead.get(name, ())))
+            for name, low in values["producers"].items()
+        },
         found=True,
     )

@@ -26,6 +26,7 @@ from turnlane.storage.frames import (
     decode_stamps,
     decoded_length,
 )
+from turnlane.storage.producer_sequences import Accepted
 from turnlane.storage.segments import (
     WINDOW,
     Catalog,
@@ -53,7 +54,7 @@ class Recovered:
     chunks: list[Chunk] = field(default_factory=list)
     end: int = 0
     torn_bytes: int = 0
-    stamps: dict[bytes, int] = field(default_factory=dict)
+    stamps: dict[bytes, Accepted] = field(default_factory=dict)
     events_bytes: int = 0
     appendable: bool = False
     """Whether the last chunk ends with a whole frame and can be written on."""
@@ -218,7 +219,9 @@ class Recovery:
             self._found.events_bytes += decoded_length(header, beginning)
             if header.stamped and payload_holds(self._disk, fd, frame.byte, header):
                 payload = self._disk.read(fd, header.length, at)
-                self._found.stamps.update(decode_stamps(header, payload))
+                for producer, next_sequence, first in decode_stamps(header, payload):
+                    known = self._found.stamps.setdefault(producer, Accepted())
+                    known.add(first, next_sequence)
 
 
 def set_foreign(path: Path, disk: Disk) -> None:

@@ -12,7 +12,7 @@ import errno
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -28,6 +28,7 @@ from turnlane.storage.frames import Compression, Stamp
 from turnlane.storage.journal import Journal
 from turnlane.storage.journal_records import JournalState
 from turnlane.storage.log import Fault, Found, Log, SyncFailed
+from turnlane.storage.producer_sequences import Accepted
 from turnlane.storage.reader import LogReader
 
 log = logging.getLogger(__name__)
@@ -70,8 +71,8 @@ class Store:
         """Written and not synced: a sync that fails may have destroyed it."""
         self._kept_bytes = 0
         self._lost: list[tuple[int, int]] = []
-        self._stamps = dict(written.recovered_stamps)
-        """How far numbered producers have come, where the journal does not know it yet."""
+        self._stamps = _copied(written.recovered_stamps)
+        """The numbers of producers that are in the log, where the journal does not know it yet."""
         self._hinted = state.position
         written.on_chunk = self._tell_stamps
         self.full_total = 0
@@ -139,10 +140,12 @@ class Store:
     def stored_state(self) -> StoredState:
         """Return what there is, for the queue that is opened."""
         state = self._state
-        # The later number of both: the journal may know events that were never written.
-        sequences = dict(state.producers)
-        for producer, sequence in self.log.recovered_stamps.items():
-            sequences[producer] = max(sequences.pop(producer, 0), sequence)
+        # From both: the journal may know events that were settled and never written.
+        sequences = _copied(state.producers)
+        for producer, found in self.log.recovered_stamps.items():
+            accepted = sequences.pop(producer, None) or Accepted()
+            accepted.update(found)
+            sequences[producer] = accepted
         return StoredState(
             queue_id=self.queue_id,
             low=state.low if state.found else self.log.start,
@@ -233,8 +236,8 @@ class Store:
 
     def remember(self, stamps: Sequence[Stamp]) -> None:
         """Keep stamps for the next hint: as soon as their events are in the log, and never back."""
-        for producer, sequence in stamps:
-            self._stamps[producer] = max(self._stamps.get(producer, 0), sequence)
+        for producer, next_sequence, first in stamps:
+            self._stamps.setdefault(producer, Accepted()).add(first, next_sequence)
 
     def hint(self, unsettled_bytes: int) -> None:
         """Leave a note where the log ends; losing it costs time at recovery and nothing else.
@@ -262,7 +265,11 @@ class Store:
             self._stamps.clear()
 
     def _noted(self) -> list[Stamp]:
-        return [Stamp(*item) for item in self._stamps.items()]
+        return [
+            Stamp(producer, end, first)
+            for producer, accepted in self._stamps.items()
+            for first, end in accepted
+        ]
 
     def find_settled_segments(self, is_settled: Callable[[int, int], bool]) -> list[int]:
         """Return the segments in which everything is settled, without the active one."""
@@ -324,6 +331,10 @@ class Store:
             closing.callback(self.log.close)
             closing.callback(self._reader.close)
             closing.callback(self._visitor.close)
+
+
+def _copied(producers: Mapping[bytes, Accepted]) -> dict[bytes, Accepted]:
+    return {producer: accepted.copy() for producer, accepted in producers.items()}
 
 
 def _runs(portions: Sequence[BlockRange]) -> list[list[BlockRange]]:

@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from turnlane.table.event import TableEvent
-from turnlane.table.shards import EVERYTHING, KeyRange
+from turnlane.table.shards import WHOLE_KEYSPACE, KeyRange
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class ReceiverSlot:
     """A receiver, as dispatch sees it."""
 
     capacity: int
     """The most events it may have."""
     load: int = 0
     """How many it has and did not settle."""
-    key_range: KeyRange = EVERYTHING
+    key_range: KeyRange = WHOLE_KEYSPACE
 
     @property
     def room(self) -> int:
@@ -29,15 +29,15 @@ class Seat:
 class Assignment:
     """What dispatch decided."""
 
-    given: list[tuple[Seat, list[TableEvent]]] = field(default_factory=list)
+    given: list[tuple[ReceiverSlot, list[TableEvent]]] = field(default_factory=list)
     left: list[TableEvent] = field(default_factory=list)
     """For these no receiver has room."""
     homeless: list[TableEvent] = field(default_factory=list)
     """These lie in nobody's key range."""
 
 
-def assign(
-    events: Sequence[TableEvent], seats: Sequence[Seat], key: Callable[[TableEvent], int]
+def assign_events(
+    events: Sequence[TableEvent], seats: Sequence[ReceiverSlot], key: Callable[[TableEvent], int]
 ) -> Assignment:
     """Give every event to the least busy of the seats whose key range covers it."""
     if all(seat.key_range.is_everything for seat in seats):
@@ -45,7 +45,7 @@ def assign(
     return _by_range(events, seats, key)
 
 
-def _spread(events: Sequence[TableEvent], seats: Sequence[Seat]) -> Assignment:
+def _spread(events: Sequence[TableEvent], seats: Sequence[ReceiverSlot]) -> Assignment:
     """Deal in slices: a level is found up to which the seats are filled."""
     result = Assignment()
     at = 0
@@ -57,7 +57,7 @@ def _spread(events: Sequence[TableEvent], seats: Sequence[Seat]) -> Assignment:
     return result
 
 
-def _shares(count: int, seats: Sequence[Seat]) -> list[int]:
+def _shares(count: int, seats: Sequence[ReceiverSlot]) -> list[int]:
     """How many each seat gets, so that the loads end as equal as they can."""
     low, high = 0, max((seat.load + seat.room for seat in seats), default=0)
     while low < high:
@@ -75,12 +75,12 @@ def _shares(count: int, seats: Sequence[Seat]) -> list[int]:
     return shares
 
 
-def _up_to(seat: Seat, level: int) -> int:
+def _up_to(seat: ReceiverSlot, level: int) -> int:
     return max(0, min(seat.room, level - seat.load))
 
 
 def _by_range(
-    events: Sequence[TableEvent], seats: Sequence[Seat], key: Callable[[TableEvent], int]
+    events: Sequence[TableEvent], seats: Sequence[ReceiverSlot], key: Callable[[TableEvent], int]
 ) -> Assignment:
     """One by one: events of different ranges have different seats to choose from."""
     result = Assignment()

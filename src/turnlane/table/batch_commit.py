@@ -14,27 +14,27 @@ from typing import Any, Final
 
 from turnlane.errors import WriterAhead
 from turnlane.runtime import Closing
-from turnlane.table.definition import ENQUEUED, Definition
-from turnlane.table.notes import Gate, writers
+from turnlane.table.definition import INSERT_COLUMNS, Definition
+from turnlane.table.notes import WriterGate, get_writer_ddl
 from turnlane.table.sql.dialect import Dialect
 from turnlane.table.sql.session import Execute, Session
 
-FORGOTTEN: Final = 7 * 86_400
+STAGE_RETENTION: Final = 7 * 86_400
 """Seconds after which stages that nobody has committed or given up are deleted."""
 
-PREFIX: Final = "turnlane_stage_"
-COUNTS: Final = ("stage", "number")
+STAGE_PREFIX: Final = "turnlane_stage_"
+STAGE_COLUMNS: Final = ("stage", "number")
 
 
-def job_of(writer: str | None) -> str:
+def get_job_id(writer: str | None) -> str:
     """A name for all stages of a writer; another one every time if it has no name."""
     return uuid.uuid4().hex if writer is None else hashlib.sha256(writer.encode()).hexdigest()[:32]
 
 
-def clear_away(dialect: Dialect, queue: str, execute: Execute) -> None:
+def delete_staged_rows(dialect: Dialect, queue: str, execute: Execute) -> None:
     """Remove all stages of a queue that is dropped, and what was noted of its writers."""
-    execute(f"DROP TABLE IF EXISTS {dialect.identifier(PREFIX + queue)}")
-    execute(writers(dialect))  # which nobody may have needed so far
+    execute(f"DROP TABLE IF EXISTS {dialect.identifier(STAGE_PREFIX + queue)}")
+    execute(get_writer_ddl(dialect))  # which nobody may have needed so far
     execute(f"DELETE FROM turnlane_writer WHERE queue = {dialect.mark}", (queue,))
 
 
@@ -44,7 +44,7 @@ def _end(dialect: Dialect) -> str:
     return names if dialect.name == "mysql" else ""
 
 
-class Staging(Closing):
+class BatchStaging(Closing):
     """The stages of one queue in one database. Safe to use from any thread.
 
     Every call may raise ``DatabaseDown`` or ``DatabaseReadOnly``, and may be repeated.
@@ -54,8 +54,8 @@ class Staging(Closing):
         self.dialect = dialect
         self.definition = definition
         self._session = Session(dialect)
-        self._gate = Gate(dialect, definition.name)
-        self._columns = (*ENQUEUED, *definition.names)
+        self._gate = WriterGate(dialect, definition.name)
+        self._columns = (*INSERT_COLUMNS, *definition.names)
         self._prepared = False
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Staging(Closing):
     def add(self, stage: str, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows to a stage, as its ``first`` and the following."""
         self._prepare()
-        names = (*COUNTS, *self._columns)
+        names = (*STAGE_COLUMNS, *self._columns)
         values = [
             (stage, number, *map(row.get, self._columns))
             for number, row in enumerate(rows, start=first)
@@ -72,7 +72,7 @@ class Staging(Closing):
 
         def work(execute: Execute) -> None:
             del execute
-            self._session.insert_many(PREFIX + self.definition.name, names, values)
+            self._session.insert_many(STAGE_PREFIX + self.definition.name, names, values)
 
         self._session.transact(work)
 
@@ -109,7 +109,7 @@ class Staging(Closing):
 
     def _note(self, execute: Execute, writer: str, epoch: int) -> bool:
         """Note a batch; false if it is the last that was noted."""
-        key = (self.definition.name, job_of(writer))
+        key = (self.definition.name, get_job_id(writer))
         found = execute(
             self._sql("SELECT epoch FROM turnlane_writer WHERE queue = %s AND job = %s {lock}"), key
         ).rows()
@@ -129,10 +129,11 @@ class Staging(Closing):
         begin, end = self.dialect.skipping
         defaults = {"fire_at": "{now}", "priority": "0"}
         values = [
-            f"COALESCE({name}, {defaults[name]})" if name in defaults else name for name in ENQUEUED
+            f"COALESCE({name}, {defaults[name]})" if name in defaults else name
+            for name in INSERT_COLUMNS
         ]
         return self._sql(
-            f"{begin} {{table}} ({', '.join(ENQUEUED)}, {{own}}) "
+            f"{begin} {{table}} ({', '.join(INSERT_COLUMNS)}, {{own}}) "
             f"SELECT {', '.join(values)}, {{own}} FROM {{stages}} "
             f"WHERE stage = %s ORDER BY number {end}"
         )
@@ -140,7 +141,7 @@ class Staging(Closing):
     def _forget(self, execute: Execute, job: str) -> None:
         execute(
             self._sql("DELETE FROM {stages} WHERE stage LIKE %s OR staged_at < {now} - %s"),
-            (f"{job}/%", FORGOTTEN * 10**9),
+            (f"{job}/%", STAGE_RETENTION * 10**9),
         )
 
     def _prepare(self) -> None:
@@ -165,7 +166,7 @@ class Staging(Closing):
                 "event_group VARCHAR(255), after_group VARCHAR(255), {declared}, "
                 f"PRIMARY KEY (stage, number)) {_end(self.dialect)}"
             ),
-            writers(self.dialect),
+            get_writer_ddl(self.dialect),
         ]
 
     def _sql(self, template: str) -> str:
@@ -174,7 +175,7 @@ class Staging(Closing):
         return dialect.sql(
             template,
             table=dialect.identifier(definition.name),
-            stages=dialect.identifier(PREFIX + definition.name),
+            stages=dialect.identifier(STAGE_PREFIX + definition.name),
             own=", ".join(map(dialect.identifier, definition.names)),
             declared=columns.replace("%", dialect.percent),
         )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from turnlane.errors import NoSuchQueue, QueueExists
 from turnlane.runtime import Closing
-from turnlane.table.batch_commit import clear_away
+from turnlane.table.batch_commit import delete_staged_rows
 from turnlane.table.definition import Definition
 from turnlane.table.grammar import parse_definition
-from turnlane.table.schedules import table_of_schedules
-from turnlane.table.shard_store import clear_shards
+from turnlane.table.schedules import get_schedule_ddl
+from turnlane.table.shard_store import delete_shard_data
 from turnlane.table.sql.dialect import Dialect
 from turnlane.table.sql.session import Execute, Session
 
 
-class Catalog(Closing):
+class QueueCatalog(Closing):
     """The queues of one database. Safe to use from any thread; every call asks the database."""
 
     def __init__(self, dialect: Dialect) -> None:
@@ -88,8 +88,8 @@ class Catalog(Closing):
             execute(f"DELETE FROM turnlane_schedule WHERE queue = {mark}", (name,))
             if found:
                 execute(f"DROP TABLE IF EXISTS {self.dialect.identifier(name)}")
-                clear_away(self.dialect, name, execute)
-                clear_shards(self.dialect, name, execute)
+                delete_staged_rows(self.dialect, name, execute)
+                delete_shard_data(self.dialect, name, execute)
 
         self._session.transact(work)
         return found
@@ -112,7 +112,7 @@ class Catalog(Closing):
         raise NoSuchQueue(f"there is no queue {name!r} in this database")
 
     def _bookkeeping(self) -> list[str]:
-        return [*self.dialect.bookkeeping(), table_of_schedules(self.dialect)]
+        return [*self.dialect.bookkeeping(), get_schedule_ddl(self.dialect)]
 
     def _prepare(self) -> None:
         """Have turnlane's own tables; who finds them there needs no right to make any."""

@@ -15,11 +15,11 @@ from turnlane.validation import Contradiction, Problem, config_error
 # ── names ──
 # Names of queues and columns: which are allowed, and how SQL has them.
 
-LONGEST: Final = 48
+MAX_NAME_BYTES: Final = 48
 """Bytes. PostgreSQL cuts names at 63, and the names of indexes are longer than their table's."""
 
 
-def checked_name(name: str) -> str:
+def check_name(name: str) -> str:
     """The name, if a database can have it. Raises ``ValueError``."""
     if not name:
         raise ValueError("a name cannot be empty")
@@ -28,14 +28,14 @@ def checked_name(name: str) -> str:
     if name != name.strip():
         # MySQL refuses names that end in a space.
         raise ValueError(f"{name!r} is not a name: it begins or ends with a space")
-    if len(name.encode()) > LONGEST:
-        raise ValueError(f"{name!r} is too long for a name: at most {LONGEST} bytes")
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise ValueError(f"{name!r} is too long for a name: at most {MAX_NAME_BYTES} bytes")
     if any(ord(character) > 0xFFFF for character in name):
         raise ValueError(f"{name!r} is not a name: MySQL has no such characters in names")
     return name
 
 
-def quoted(name: str, quote: str = '"') -> str:
+def quote_identifier(name: str, quote: str = '"') -> str:
     """The name as an identifier that means nothing else, whatever stands in it."""
     return quote + name.replace(quote, quote * 2) + quote
 
@@ -43,13 +43,13 @@ def quoted(name: str, quote: str = '"') -> str:
 # ── settings ──
 # The options of a queue table: what stands in ``WITH (…)``.
 
-LONGEST_RETRY = 30 * 86_400.0
+MAX_RETRY_SECONDS = 30 * 86_400.0
 """A retry further off than a month is a mistake."""
 
 PositiveDuration = Annotated[Duration, Field(gt=0)]
 
 
-class Ordering(enum.StrEnum):
+class TableOrdering(enum.StrEnum):
     """What waits for what."""
 
     NONE = "none"
@@ -88,7 +88,9 @@ class TableSettings(BaseModel):
     backoff: Duration = Field(
         default=1.0, description="The wait before the first retry; then it doubles."
     )
-    max_backoff: Duration = Field(default=600.0, le=LONGEST_RETRY, description="The longest wait.")
+    max_backoff: Duration = Field(
+        default=600.0, le=MAX_RETRY_SECONDS, description="The longest wait."
+    )
     max_attempts: int = Field(
         default=20, ge=1, description="Fired so often without an ack, an event is a dead letter."
     )
@@ -102,7 +104,9 @@ class TableSettings(BaseModel):
     window_events: int = Field(
         default=10_000, ge=10, description="The most events that wait in the manager's memory."
     )
-    ordering: Ordering = Field(default=Ordering.NONE, description="`none`, `key` or `queue`.")
+    ordering: TableOrdering = Field(
+        default=TableOrdering.NONE, description="`none`, `key` or `queue`."
+    )
     layout: Layout = Field(
         default=Layout.TIME, description="`time` or `keyspace`: the primary key."
     )
@@ -151,7 +155,7 @@ DEFAULTS = TableSettings()
 
 
 @dataclass(frozen=True, slots=True)
-class Type:
+class ColumnType:
     """A type by its name in each database; ``arguments`` says how many numbers may follow."""
 
     sqlite: str
@@ -177,38 +181,38 @@ class Type:
         return f"{name}({', '.join(map(str, arguments))})"
 
 
-def _integer(postgres: str, mysql: str) -> Type:
-    return Type("INTEGER", postgres, mysql, (0, 1), passes=False, keyed=True)
+def _integer(postgres: str, mysql: str) -> ColumnType:
+    return ColumnType("INTEGER", postgres, mysql, (0, 1), passes=False, keyed=True)
 
 
-_DECIMAL: Final = Type("NUMERIC", "NUMERIC", "DECIMAL", (0, 1, 2))
-_BYTES: Final = Type("BLOB", "BYTEA", "LONGBLOB")
+_DECIMAL: Final = ColumnType("NUMERIC", "NUMERIC", "DECIMAL", (0, 1, 2))
+_BYTES: Final = ColumnType("BLOB", "BYTEA", "LONGBLOB")
 _INT: Final = _integer("INTEGER", "INT")
-_DOUBLE: Final = Type("REAL", "DOUBLE PRECISION", "DOUBLE")
+_DOUBLE: Final = ColumnType("REAL", "DOUBLE PRECISION", "DOUBLE")
 
-TYPES: Final[Mapping[str, Type]] = {
+TYPES: Final[Mapping[str, ColumnType]] = {
     "BIGINT": _integer("BIGINT", "BIGINT"),
     "INT": _INT,
     "INTEGER": _INT,
     "SMALLINT": _integer("SMALLINT", "SMALLINT"),
-    "BOOLEAN": Type("BOOLEAN", "BOOLEAN", "BOOLEAN"),
-    "REAL": Type("REAL", "REAL", "FLOAT"),
+    "BOOLEAN": ColumnType("BOOLEAN", "BOOLEAN", "BOOLEAN"),
+    "REAL": ColumnType("REAL", "REAL", "FLOAT"),
     "DOUBLE": _DOUBLE,
     "NUMERIC": _DECIMAL,
     "DECIMAL": _DECIMAL,
-    "CHAR": Type("CHAR", "CHAR", "CHAR", (1,)),
-    "VARCHAR": Type("VARCHAR", "VARCHAR", "VARCHAR", (1,), keyed=True),
-    "TEXT": Type("TEXT", "TEXT", "LONGTEXT", keyed=True),
+    "CHAR": ColumnType("CHAR", "CHAR", "CHAR", (1,)),
+    "VARCHAR": ColumnType("VARCHAR", "VARCHAR", "VARCHAR", (1,), keyed=True),
+    "TEXT": ColumnType("TEXT", "TEXT", "LONGTEXT", keyed=True),
     "BLOB": _BYTES,
     "BYTEA": _BYTES,
-    "DATE": Type("DATE", "DATE", "DATE"),
-    "TIMESTAMP": Type("TIMESTAMP", "TIMESTAMPTZ", "DATETIME(6)"),
-    "JSON": Type("TEXT", "JSONB", "JSON"),
-    "UUID": Type("TEXT", "UUID", "CHAR(36)"),
+    "DATE": ColumnType("DATE", "DATE", "DATE"),
+    "TIMESTAMP": ColumnType("TIMESTAMP", "TIMESTAMPTZ", "DATETIME(6)"),
+    "JSON": ColumnType("TEXT", "JSONB", "JSON"),
+    "UUID": ColumnType("TEXT", "UUID", "CHAR(36)"),
 }
 
 
-OWN_COLUMNS: Final = (
+SYSTEM_COLUMNS: Final = (
     "event_id",
     "fire_at",
     "state",
@@ -222,7 +226,7 @@ OWN_COLUMNS: Final = (
 )
 """Every queue table has these; the user's columns have other names."""
 
-ENQUEUED: Final = ("fire_at", "priority", "event_name", "event_group", "after_group")
+INSERT_COLUMNS: Final = ("fire_at", "priority", "event_name", "event_group", "after_group")
 """Those that an insert may set; the rest are turnlane's."""
 
 
@@ -237,7 +241,9 @@ class Column:
 
     def __str__(self) -> str:
         numbers = f"({', '.join(map(str, self.arguments))})" if self.arguments else ""
-        return f"{quoted(self.name)} {self.type}{numbers}" + (" NOT NULL" if self.required else "")
+        return f"{quote_identifier(self.name)} {self.type}{numbers}" + (
+            " NOT NULL" if self.required else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +261,7 @@ class Definition:
         seen: set[str] = set()
         for name in self.names:
             # MySQL and SQLite do not tell columns apart by case.
-            if name.lower() in OWN_COLUMNS:
+            if name.lower() in SYSTEM_COLUMNS:
                 raise ValueError(f"every queue has a column {name!r} of its own")
             if name.lower() in seen:
                 raise ValueError(f"the column {name!r} stands there twice")
@@ -264,7 +270,7 @@ class Definition:
 
     def _check_key(self) -> None:
         if self.shard_by is None:
-            if self.settings.ordering is Ordering.KEY:
+            if self.settings.ordering is TableOrdering.KEY:
                 raise ValueError("ordering = key needs SHARD BY (column)")
             return
         column = next((each for each in self.columns if each.name == self.shard_by), None)
@@ -280,9 +286,9 @@ class Definition:
 
     def __str__(self) -> str:
         columns = ", ".join(map(str, self.columns))
-        text = f"CREATE QUEUE {quoted(self.name)} ({columns})"
+        text = f"CREATE QUEUE {quote_identifier(self.name)} ({columns})"
         if self.shard_by is not None:
-            text += f" SHARD BY ({quoted(self.shard_by)})"
+            text += f" SHARD BY ({quote_identifier(self.shard_by)})"
         options = self.settings.changed()
         if options:
             text += f" WITH ({', '.join(f'{name} = {value}' for name, value in options.items())})"

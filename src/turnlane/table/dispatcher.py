@@ -2,72 +2,40 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnlane.errors import DatabaseDown, DatabaseReadOnly
-from turnlane.table.assignment import Assignment, assign
-from turnlane.table.event import COLUMNS, TableEvent
-from turnlane.table.leader_state import Place, Realm
+from turnlane.rate import TokenBucket
+from turnlane.table.assignment import Assignment, assign_events
+from turnlane.table.event import EVENT_COLUMNS, TableEvent
+from turnlane.table.leader_state import LeaderState, ReceiverSlot2
 from turnlane.table.sql.dialect import Row
 
-# ── pace ──
-# The pace of a queue: at most so many events in a second.
-
-
-class Pace:
-    """A bucket of a tenth of a second's worth of events. Pure: times are passed in."""
-
-    def __init__(self, per_second: float | None, now: float) -> None:
-        self._rate = per_second
-        self._size = max(1.0, (per_second or 0) / 10)
-        self._tokens = self._size
-        self._filled = now
-
-    def allowed(self, wanted: int, now: float) -> int:
-        """How many of the events wanted may fire now; they are counted as fired."""
-        if self._rate is None:
-            return wanted
-        self._fill(now, self._rate)
-        granted = min(wanted, math.floor(self._tokens))
-        self._tokens -= granted
-        return granted
-
-    def give_back(self, events: int) -> None:
-        """Events that were allowed to fire and did not."""
-        self._tokens += events
-
-    def wait(self, now: float) -> float:
-        """Seconds until another event may fire."""
-        if self._rate is None:
-            return 0.0
-        self._fill(now, self._rate)
-        return max(0.0, (1 - self._tokens) / self._rate)
-
-    def _fill(self, now: float, rate: float) -> None:
-        self._tokens = min(self._size, self._tokens + max(0.0, now - self._filled) * rate)
-        self._filled = now
-
-
-FRESH = 1.0
+MAX_UNMARKED_AGE = 1.0
 """Seconds. An event that was due when its row was read, so recently and under the lease, fires on
 the strength of that; an older one is marked in the table first, which notices what others did to
 its row. So is one that was fired before: who got it then may ack it at any moment."""
 
-CROWDED = 0.02
+BURSTS_PER_SECOND = 10
+"""With ``max_qps``, at most this fraction of the events of a second fire at once."""
+
+FULL_RECEIVER_PAUSE = 0.02
 """Seconds until another try when all receivers that are wanted are full and others are not."""
 
-AGAIN = 50_000_000
+MARK_RETRY = 50_000_000
 """Nanoseconds until another try with an event that could not be marked now."""
 
 
-class Firing:
+class EventDispatcher:
     """Fires from the window. Called by a reign."""
 
-    def __init__(self, realm: Realm) -> None:
+    def __init__(self, realm: LeaderState) -> None:
         self._realm = realm
-        self._pace = Pace(realm.settings.max_qps, realm.clock.monotonic())
+        rate = realm.settings.max_qps
+        burst = max(1.0, (rate or 0) / BURSTS_PER_SECOND)
+        now = realm.clock.monotonic()
+        self._rate = None if rate is None else TokenBucket(rate, burst, now, tokens=burst)
         self._doubtful = 0
         """Events up to this id are marked before they fire: the last leader may have died of one,
         and an attempt that is not written down does not count."""
@@ -77,18 +45,19 @@ class Firing:
         """The last leader died, perhaps of an event up to this id."""
         self._doubtful = last_id
 
-    def next_time(self, places: Sequence[Place], now: float) -> float:
+    def next_time(self, places: Sequence[ReceiverSlot2], now: float) -> float:
         """When to fire again; monotonic."""
         realm = self._realm
         if not realm.lead.fires:
             return float("inf")
         database_now = realm.now()
         if realm.stock.window.has_due(database_now) and self._allowed(places) > 0:
-            return max(self._not_before, now + self._pace.wait(now))
+            wait = 0.0 if self._rate is None else self._rate.seconds_until(1, now)
+            return max(self._not_before, now + wait)
         due = realm.stock.window.next_time()
         return float("inf") if due is None else now + max(0, due - database_now) / 1e9
 
-    def fire(self, places: Sequence[Place]) -> None:
+    def fire(self, places: Sequence[ReceiverSlot2]) -> None:
         """Fire what is due and allowed."""
         realm = self._realm
         window = realm.stock.window
@@ -103,23 +72,28 @@ class Firing:
         finally:
             window.put_back(left)
         if left and realm.counts.fired == fired_before:
-            self._not_before = now + CROWDED
+            self._not_before = now + FULL_RECEIVER_PAUSE
 
-    def _fire_some(self, places: Sequence[Place], now: float, left: list[TableEvent]) -> bool:
+    def _fire_some(
+        self, places: Sequence[ReceiverSlot2], now: float, left: list[TableEvent]
+    ) -> bool:
         """Fire the next that are due, put those without room into ``left``; whether to go on."""
         realm = self._realm
-        allowed = self._pace.allowed(max(0, self._allowed(places)), now)
+        allowed = max(0, self._allowed(places))
+        if self._rate is not None:
+            allowed = self._rate.take_available(allowed, now)
         due = realm.stock.window.take(allowed, realm.now())
         if realm.stock.order is not None:
             due = realm.stock.order.admit(due)
-        decided = assign(due, places, realm.stock.key)
+        decided = assign_events(due, places, realm.stock.key)
         left += decided.left
         realm.stock.leave(decided.homeless)
         fired = self._hand_out(decided, now)
-        self._pace.give_back(allowed - fired)
+        if self._rate is not None:
+            self._rate.give_back(allowed - fired)
         return bool(decided.left) and realm.lead.fires
 
-    def fire_new(self, rows: Sequence[Mapping[str, Any]], places: Sequence[Place]) -> bool:
+    def fire_new(self, rows: Sequence[Mapping[str, Any]], places: Sequence[ReceiverSlot2]) -> bool:
         """Write events that are due at once as fired and send them off; false if that cannot be.
 
         It cannot while others wait before them, or a receiver would have to be chosen by key.
@@ -133,7 +107,7 @@ class Firing:
         return at_once and self._write_new(columns, values, places)
 
     def _write_new(
-        self, columns: Sequence[str], rows: Sequence[Row], places: Sequence[Place]
+        self, columns: Sequence[str], rows: Sequence[Row], places: Sequence[ReceiverSlot2]
     ) -> bool:
         realm = self._realm
         now = realm.clock.monotonic()
@@ -145,17 +119,15 @@ class Firing:
             or not all(place.key_range.is_everything for place in places)
         ):
             return False
-        granted = self._pace.allowed(len(rows), now)
-        self._pace.give_back(granted)
-        if granted < len(rows):
+        if self._rate is not None and self._rate.seconds_until(len(rows), now) > 0:
             return False
         ids = realm.store.insert_fired(realm.token, columns, rows)
         # They are stored, whatever happens now; fire() sends them off in this step.
         realm.stock.window.add(self._written(columns, ids, rows, now), realm.now())
         return True
 
-    def _allowed(self, places: Sequence[Place]) -> int:
-        """How many events may be out in addition, the pace apart."""
+    def _allowed(self, places: Sequence[ReceiverSlot2]) -> int:
+        """How many events may be out in addition, apart from the rate limit."""
         room = sum(place.room for place in places)
         limit = self._realm.settings.max_concurrency
         return room if limit is None else min(room, limit - len(self._realm.stock.flights))
@@ -170,7 +142,7 @@ class Firing:
             return 0
         fired = 0
         for seat, mine in decided.given:
-            assert isinstance(seat, Place)
+            assert isinstance(seat, ReceiverSlot2)
             events = [event for event in mine if event not in gone] if gone else mine
             self._take_off(seat, events, realm.clock.monotonic())
             fired += len(events)
@@ -185,7 +157,7 @@ class Firing:
             lead.hold_up()
         return lead.fires
 
-    def _take_off(self, place: Place, events: list[TableEvent], now: float) -> None:
+    def _take_off(self, place: ReceiverSlot2, events: list[TableEvent], now: float) -> None:
         """Give events to a receiver."""
         assert place.receiver is not None
         for event in events:
@@ -200,7 +172,7 @@ class Firing:
         self, columns: Sequence[str], ids: Sequence[int], rows: Sequence[Row], now: float
     ) -> list[TableEvent]:
         """Events as if they had been read."""
-        names = (*COLUMNS, *self._realm.store.definition.names)
+        names = (*EVENT_COLUMNS, *self._realm.store.definition.names)
         known = {"fire_at": self._realm.now(), "priority": 0, "attempts": 0}
         events = []
         for event_id, row in zip(ids, rows, strict=True):
@@ -215,7 +187,7 @@ class Firing:
         stale = [
             event
             for event in events
-            if event.read_at < now - FRESH
+            if event.read_at < now - MAX_UNMARKED_AGE
             or ((event.id <= self._doubtful or event.attempts) and not event.marked)
         ]
         if not stale:
@@ -242,7 +214,7 @@ class Firing:
         realm.stock.over([event for event in events if event.id not in there], now)
         again = [TableEvent(row, realm.court, 0.0) for row in rows if row[1] <= horizon]
         realm.stock.window.add(
-            [event.moved(max(event.fire_at, now + AGAIN), 0) for event in again], now
+            [event.moved(max(event.fire_at, now + MARK_RETRY), 0) for event in again], now
         )
 
     def _mark(self, events: list[TableEvent]) -> set[int]:

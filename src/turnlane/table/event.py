@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 from turnlane.table.sql.dialect import Row
 
-COLUMNS: Final = (
+EVENT_COLUMNS: Final = (
     "event_id",
     "fire_at",
     "priority",
@@ -19,7 +19,7 @@ COLUMNS: Final = (
 """The first columns of every row that the manager reads; the user's follow."""
 
 
-class Home(Protocol):
+class AckHandler(Protocol):
     """Where an event came from, and where its ack goes."""
 
     positions: Mapping[str, int]
@@ -37,7 +37,7 @@ class TableEvent:
 
     __slots__ = ("_row", "fire_at", "fired", "home", "id", "lost", "marked", "read_at", "seat")
 
-    def __init__(self, row: Row, home: Home, read_at: float) -> None:
+    def __init__(self, row: Row, home: AckHandler, read_at: float) -> None:
         self._row = row
         self.home = home
         """The manager that fired it."""
@@ -66,7 +66,7 @@ class TableEvent:
 
     @property
     def row(self) -> Row:
-        """All of it, in the order of :data:`COLUMNS` and then of the user's columns."""
+        """All of it, in the order of :data:`EVENT_COLUMNS` and then of the user's columns."""
         return self._row
 
     @property

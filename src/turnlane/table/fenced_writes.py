@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 from turnlane.errors import LeadLost
-from turnlane.table.definition import ENQUEUED, Definition
+from turnlane.table.definition import INSERT_COLUMNS, Definition
 from turnlane.table.sql.dialect import Connection, Dialect, Row, Verdict
 from turnlane.table.sql.session import Execute, Executed, RowsLocked, Session, understood
-from turnlane.table.statements import OfSome, Statements
+from turnlane.table.statements import FilteredStatement, Statements
 
 # ── fence ──
 # The fence: what a manager writes is written only while its token is the one of the lease row.
@@ -27,11 +27,11 @@ from turnlane.table.statements import OfSome, Statements
 
 T = TypeVar("T")
 
-BATCH: Final = 1_000
+BATCH_SIZE: Final = 1_000
 """Events to a statement. Larger ones hold locks for longer and are no faster."""
 
 
-class Fence:
+class LeaseFence:
     """One queue's fence, and the session behind it."""
 
     def __init__(self, dialect: Dialect, definition: Definition) -> None:
@@ -50,15 +50,15 @@ class Fence:
 
         return self.session.transact(fenced)
 
-    def run(self, execute: Execute, statement: OfSome, ids: Sequence[int]) -> Executed:
+    def run(self, execute: Execute, statement: FilteredStatement, ids: Sequence[int]) -> Executed:
         """Run a statement about events by their ids, within a transaction."""
         condition, parameters = self.dialect.ids(ids)
         return execute(statement.where(condition), parameters)
 
-    def query(self, statement: OfSome, ids: Sequence[int]) -> list[Row]:
+    def query(self, statement: FilteredStatement, ids: Sequence[int]) -> list[Row]:
         """The rows of a statement about events by their ids, as they are; there is no fence."""
         found: list[Row] = []
-        for batch in batches(ids):
+        for batch in split_batches(ids):
             condition, parameters = self.dialect.ids(batch)
             found += self.session.query(statement.where(condition), parameters)
         return found
@@ -68,12 +68,12 @@ class Fence:
         return LeadLost(f"another manager leads {self.name!r}")
 
 
-def batches(items: Sequence[T]) -> Iterable[Sequence[T]]:
+def split_batches(items: Sequence[T]) -> Iterable[Sequence[T]]:
     """The items, so many at a time as a statement takes."""
-    return (items[at : at + BATCH] for at in range(0, len(items), BATCH))
+    return (items[at : at + BATCH_SIZE] for at in range(0, len(items), BATCH_SIZE))
 
 
-class Stored(NamedTuple):
+class AckResult(NamedTuple):
     """What became of acks."""
 
     held: set[int]
@@ -82,17 +82,17 @@ class Stored(NamedTuple):
     """Events that waited for a group which is done now."""
 
 
-class Acks:
+class AckWriter:
     """One queue's acks. Every call is fenced."""
 
-    def __init__(self, fence: Fence, *, keep: bool) -> None:
+    def __init__(self, fence: LeaseFence, *, keep: bool) -> None:
         self._fence = fence
         self._settle = fence.sql.ack_keep if keep else fence.sql.ack_delete
         self._settle_in_one = fence.sql.fenced_ack_keep if keep else fence.sql.fenced_ack_delete
 
     def store(
         self, token: int, ids: Sequence[int], groups: Iterable[str] = (), *, wary: bool = False
-    ) -> Stored:
+    ) -> AckResult:
         """Settle events, and let go of what waited for the last of their groups.
 
         ``wary``: their rows are probably held.
@@ -100,15 +100,15 @@ class Acks:
         groups = tuple(groups)
         in_one = self._fence.dialect.fenced_in_one and not groups and not wary
         if in_one and self._in_one(token, ids):
-            return Stored(set(), [])
+            return AckResult(set(), [])
 
         def work(execute: Execute) -> tuple[set[int], list[int]]:
-            left = {each for batch in batches(ids) for each in self._free(execute, batch)}
+            left = {each for batch in split_batches(ids) for each in self._free(execute, batch)}
             return left, self.release(execute, groups)
 
         left, released = self._fence.transact(token, work)
         there = self._fence.query(self._fence.sql.unsettled, list(left)) if left else []
-        return Stored({row[0] for row in there}, released)
+        return AckResult({row[0] for row in there}, released)
 
     def fired(self, token: int, ids: Sequence[int]) -> list[Row]:
         """Those of the events that were fired before and are not settled, with their groups."""
@@ -117,7 +117,7 @@ class Acks:
         def work(execute: Execute) -> list[Row]:
             return [
                 row
-                for batch in batches(ids)
+                for batch in split_batches(ids)
                 for row in self._fence.run(execute, sql.fired_before, batch).rows()
             ]
 
@@ -152,7 +152,7 @@ class Acks:
 
         False if one met a row that is held: then whatever is left is done otherwise.
         """
-        for batch in batches(ids):
+        for batch in split_batches(ids):
             condition, parameters = self._fence.dialect.ids(batch)
             statement = self._settle_in_one.where(condition)
             try:
@@ -170,7 +170,7 @@ class Acks:
 # Inserts: how events get into a queue table.
 
 
-class Inserts:
+class EventInserter:
     """Inserts into one queue. Holds no connection; safe to use from any thread."""
 
     def __init__(self, dialect: Dialect, definition: Definition) -> None:
@@ -233,7 +233,7 @@ class Inserts:
         return f"INSERT INTO {table} ({', '.join(names)}) VALUES {values}{returning}"
 
     def _check_columns(self, columns: Iterable[str]) -> None:
-        allowed = (*self.definition.names, *ENQUEUED)
+        allowed = (*self.definition.names, *INSERT_COLUMNS)
         for name in columns:
             if name not in allowed:
                 raise ValueError(
@@ -253,11 +253,11 @@ class Inserts:
 log = logging.getLogger(__name__)
 
 
-class Salvage:
+class SkippingReader:
     """One queue's reader of pages on which a row may be unreadable. Every read is fenced."""
 
     def __init__(
-        self, fence: Fence, set_aside: Callable[[int, Sequence[Verdict]], set[int]]
+        self, fence: LeaseFence, set_aside: Callable[[int, Sequence[Verdict]], set[int]]
     ) -> None:
         self._fence = fence
         self._set_aside = set_aside
@@ -273,7 +273,9 @@ class Salvage:
             if not self._fence.dialect.is_unreadable(error):
                 raise
         ids = [row[0] for row in self._fence.session.query(self._only_ids(statement), parameters)]
-        rows, found = halve(self._fence.dialect, lambda some: self._read(token, some), ids)
+        rows, found = find_unreadable_rows(
+            self._fence.dialect, lambda some: self._read(token, some), ids
+        )
         broken = [Verdict(event_id, "dead", 0, 0, wrong) for event_id, wrong in found]
         aside = self._set_aside(token, broken) if broken else set()
         for event_id, wrong in found:
@@ -294,7 +296,7 @@ class Salvage:
         return statement.replace(f"SELECT {self._fence.sql.columns} ", "SELECT event_id ", 1)
 
 
-def halve(
+def find_unreadable_rows(
     dialect: Dialect, read: Callable[[Sequence[int]], list[Row]], ids: Sequence[int]
 ) -> tuple[list[Row], list[tuple[int, str]]]:
     """The rows of these ids that can be read; the other ids, each with what is wrong."""
@@ -306,5 +308,5 @@ def halve(
         if len(ids) == 1:
             return [], [(ids[0], f"cannot be read: {error}")]
     middle = len(ids) // 2
-    halves = [halve(dialect, read, half) for half in (ids[:middle], ids[middle:])]
+    halves = [find_unreadable_rows(dialect, read, half) for half in (ids[:middle], ids[middle:])]
     return halves[0][0] + halves[1][0], halves[0][1] + halves[1][1]

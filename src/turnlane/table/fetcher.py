@@ -15,46 +15,46 @@ from typing import Final, NamedTuple
 
 from turnlane.table.definition import TableSettings
 from turnlane.table.event import TableEvent
-from turnlane.table.id_gaps import Gaps
-from turnlane.table.leader_state import Place, Realm
-from turnlane.table.ordering import Left, Order
-from turnlane.table.shards import KeyRange, without
+from turnlane.table.id_gaps import IdGaps
+from turnlane.table.leader_state import LeaderState, ReceiverSlot2
+from turnlane.table.ordering import KeyBacklog, KeyOrder
+from turnlane.table.shards import KeyRange, subtract_ranges
 from turnlane.table.sql.dialect import Row
-from turnlane.table.store import Position, Store
-from turnlane.table.window import NEVER, Backlogs
+from turnlane.table.store import Position, TableStore
+from turnlane.table.window import MAX_FIRE_TIME, RangeBacklogs
 
 SWEEP_SECONDS: Final = 5.0
 FULL_SWEEP_SECONDS: Final = 60.0
-KEPT_SWEEP_SECONDS: Final = 3600.0
-RECENT: Final = 600 * 1_000_000_000
+FULL_SWEEP_WITH_RETENTION: Final = 3600.0
+SWEEP_LOOKBACK: Final = 600 * 1_000_000_000
 """A sweep starts ten minutes back: it need not pass over all the acked rows of the past. Older
 ones are found by their ids, and by a full sweep: at the start, and every minute, or every hour if
 acked rows are kept."""
 
-PAGE: Final = 2_000
+PAGE_ROWS: Final = 2_000
 """Rows to a page of a backlog, and to a look at new rows."""
 
-FIRST: Final = (-(2**63), -1)
+FIRST_POSITION: Final = (-(2**63), -1)
 """The position before all rows."""
 
-LAST_ID: Final = 2**63 - 1
+MAX_EVENT_ID: Final = 2**63 - 1
 
 FAST_POLL: Final = 0.005
 """Seconds between looks while events arrive."""
 
-GATHERING_POLL: Final = 0.01
-GATHERED: Final = 5
+BATCHING_POLL: Final = 0.01
+BATCHING_ROWS: Final = 5
 """While a look finds so many, they are gathered for longer: half the statements, and most of the
 time from due to received is the same."""
 
 GAP_POLLS: Final = (0.02, 1.0)
 """The shortest and the longest time between looks for ids that are missing."""
 
-LAPSED_POLL: Final = 3.0
+STALE_POLL: Final = 3.0
 """Seconds between looks for those that are missing for long."""
 
 
-class Times(NamedTuple):
+class ClockTimes(NamedTuple):
     """On the database's clock."""
 
     now: int
@@ -62,15 +62,15 @@ class Times(NamedTuple):
     """The end of the window."""
 
 
-class Reader:
+class RowFinder:
     """Where the manager is in the table. Times are passed in: monotonic, and the database's."""
 
     def __init__(
         self,
-        store: Store,
+        store: TableStore,
         settings: TableSettings,
         slow_poll: float,
-        backlogs: Backlogs,
+        backlogs: RangeBacklogs,
         passed: Callable[[Position], Sequence[KeyRange]] = lambda _: (),
     ) -> None:
         self._store = store
@@ -78,9 +78,9 @@ class Reader:
         """Where nothing has to be read that is due after a position."""
         self._backlogs = backlogs
         self._every = min(SWEEP_SECONDS, settings.window / 3)
-        self._every_full = KEPT_SWEEP_SECONDS if settings.retention else FULL_SWEEP_SECONDS
+        self._every_full = FULL_SWEEP_WITH_RETENTION if settings.retention else FULL_SWEEP_SECONDS
         self._slow_poll = slow_poll
-        self._gaps = Gaps(0)
+        self._gaps = IdGaps(0)
         self._position: Position | None = None
         """Of a sweep that is under way."""
         self._asked: set[int] = set()
@@ -95,7 +95,7 @@ class Reader:
         """Begin anew, from what the table holds now; returns the highest id in it."""
         # Before the sweep: what is inserted from here on is read by its id.
         last_id = self._store.last_id()
-        self._gaps = Gaps(last_id)
+        self._gaps = IdGaps(last_id)
         running = self._store.running()
         if running is not None:
             self._gaps.lapsed.began(running)
@@ -115,7 +115,7 @@ class Reader:
         """Events of these ids are to be fired now."""
         self._asked.update(ids)
 
-    def read(self, token: int, room: int, now: float, times: Times) -> list[Row]:
+    def read(self, token: int, room: int, now: float, times: ClockTimes) -> list[Row]:
         """Rows to be fired; some of them may be known. ``room`` is what the window can take."""
         if self._asked and room > 0:
             rows = self._store.read_ids(token, list(self._asked))
@@ -124,24 +124,24 @@ class Reader:
         if now >= self._next_sweep and self._position is None:
             self._start_sweep(now, times.now)
         if self._position is not None:
-            return self._page(token, times, min(room, PAGE)) if room > 0 else []
+            return self._page(token, times, min(room, PAGE_ROWS)) if room > 0 else []
         if room <= 0:
             # New rows are not read: the sweep will come to them.
-            self._position = (times.now - RECENT, -1)
+            self._position = (times.now - SWEEP_LOOKBACK, -1)
             return []
         rows = self._new_rows(token, now) + self._gap_rows(token, now)
         return rows + self._lapsed_rows(token, now)
 
-    def read_left(self, token: int, span: KeyRange, room: int, times: Times) -> list[Row]:
+    def read_left(self, token: int, span: KeyRange, room: int, times: ClockTimes) -> list[Row]:
         """Rows of a part of the key space that were left in the table."""
-        limit = min(room, PAGE)
+        limit = min(room, PAGE_ROWS)
         after = self._backlogs.position(span)
         rows = self._store.read_due(token, after, times.horizon, limit, (span,))
         self._backlogs.advance(span, _end(rows, limit))
         return rows
 
     def read_lines(
-        self, token: int, lines: Collection[Left], limit: int, until: int
+        self, token: int, lines: Collection[KeyBacklog], limit: int, until: int
     ) -> tuple[list[Row], Position | None]:
         """Rows of keys that were left in the table; up to which position, if there may be more."""
         ranges = [part for left in lines for part in self._backlogs.outside(left.where)]
@@ -156,21 +156,21 @@ class Reader:
         return min(self._next_poll, self._next_sweep, self._next_gaps, self._next_lapsed)
 
     def _start_sweep(self, now: float, database_now: int) -> None:
-        self._position = (min(database_now - RECENT, self._backlogs.take_first()), -1)
+        self._position = (min(database_now - SWEEP_LOOKBACK, self._backlogs.take_first()), -1)
         if now >= self._next_full:
-            self._position = FIRST
+            self._position = FIRST_POSITION
             self._next_full = now + self._every_full
         self._next_sweep = now + self._every
 
-    def _page(self, token: int, times: Times, limit: int) -> list[Row]:
+    def _page(self, token: int, times: ClockTimes, limit: int) -> list[Row]:
         assert self._position is not None
         self._backlogs.lower(self._position)
         ranges, after, rows = self._backlogs.others, self._position, list[Row]()
         passed = self._passed(after) if after[0] < times.now else ()
         if passed:
-            rows = self._read_due(token, after, times.now, limit, without(ranges, passed))
+            rows = self._read_due(token, after, times.now, limit, subtract_ranges(ranges, passed))
             # What is not due yet is there for all keys.
-            after = _end(rows, limit) or (times.now, LAST_ID)
+            after = _end(rows, limit) or (times.now, MAX_EVENT_ID)
         if len(rows) < limit:
             rows += self._read_due(token, after, times.horizon, limit - len(rows), ranges)
         # Only now: if one of the two fails, both are read again.
@@ -185,19 +185,19 @@ class Reader:
     def _new_rows(self, token: int, now: float) -> list[Row]:
         if now < self._next_poll:
             return []
-        rows = self._store.read_new(token, self._gaps.highest, PAGE)
+        rows = self._store.read_new(token, self._gaps.highest, PAGE_ROWS)
         self._gaps.saw([row[0] for row in rows], now)
         if self._next_gaps == float("inf"):
             self._plan_gaps(now)
         self.busy = self.busy + 1 if rows else 0
         # Quickly while something comes, then more and more slowly.
         self._pause = self._next_pause(len(rows))
-        self._next_poll = now if len(rows) == PAGE else now + self._pause
+        self._next_poll = now if len(rows) == PAGE_ROWS else now + self._pause
         return rows
 
     def _next_pause(self, found: int) -> float:
         if found:
-            return GATHERING_POLL if found >= GATHERED else FAST_POLL
+            return BATCHING_POLL if found >= BATCHING_ROWS else FAST_POLL
         return min(self._slow_poll, self._pause * 1.5)
 
     def _gap_rows(self, token: int, now: float) -> list[Row]:
@@ -211,14 +211,14 @@ class Reader:
         lapsed = self._gaps.lapsed
         if now < self._next_lapsed:
             if lapsed and self._next_lapsed == float("inf"):
-                self._next_lapsed = now + LAPSED_POLL
+                self._next_lapsed = now + STALE_POLL
             return []
         running = self._store.running()
         rows = self._store.read_ids(token, lapsed.ids) if lapsed.ids else []
         more = lapsed.saw(row[0] for row in rows)
         if more or (running is not None and lapsed.over(running)):
             self._next_full = self._next_sweep = float("-inf")
-        self._next_lapsed = now + LAPSED_POLL if lapsed else float("inf")
+        self._next_lapsed = now + STALE_POLL if lapsed else float("inf")
         return rows
 
     def _plan_gaps(self, now: float) -> None:
@@ -242,30 +242,30 @@ def _end(rows: list[Row], limit: int) -> Position | None:
 # ── intake ──
 # The intake: brings rows of the table into the window.
 
-SOON = 20_000_000
+FRESH_NANOSECONDS = 20_000_000
 """Nanoseconds. An event that is due later than this when it is read waits for its time, and is
 asked about again before it fires: somebody may cancel it meanwhile. (The database's clock is known
 only so well: what is due now may look as if it were not yet.)"""
 
-SOME = 500
+MIN_BACKLOG_ROWS = 500
 """Rows that are read for keys which wait for them, even if others have to give way."""
 
 
-class Intake:
+class Fetcher:
     """Reads as much as the window can take. Called by a reign."""
 
-    def __init__(self, realm: Realm) -> None:
+    def __init__(self, realm: LeaderState) -> None:
         self._realm = realm
         self._backlogs = realm.stock.backlogs
         dialect = realm.store.dialect
-        self.reader = Reader(
+        self.reader = RowFinder(
             realm.store, realm.settings, dialect.idle_poll, self._backlogs, realm.stock.passed
         )
         self._listening = False
         self._more = False
         """Whether events are left in the table that a receiver would take."""
 
-    def read(self, now: float, places: Sequence[Place]) -> None:
+    def read(self, now: float, places: Sequence[ReceiverSlot2]) -> None:
         """Read what is due to be read."""
         realm = self._realm
         if self._backlogs.cut(place.key_range for place in places):
@@ -300,15 +300,15 @@ class Intake:
             store.listen(self._realm.token, on=wanted)
             self._listening = wanted
 
-    def _times(self) -> Times:
-        return Times(self._realm.now(), self._realm.horizon())
+    def _times(self) -> ClockTimes:
+        return ClockTimes(self._realm.now(), self._realm.horizon())
 
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────
 
     def _fresh(self, rows: Sequence[Row], now: float) -> list[TableEvent]:
         """Those of the rows that are not in memory, and not too far off."""
         realm = self._realm
-        horizon, soon = realm.horizon(), realm.now() + SOON
+        horizon, soon = realm.horizon(), realm.now() + FRESH_NANOSECONDS
         return [
             TableEvent(row, realm.court, now if row[1] <= soon else float("-inf"))
             for row in realm.stock.unknown(rows)
@@ -323,12 +323,12 @@ class Intake:
         self._realm.stock.leave(left)
         return [event for event in events if event not in left]
 
-    def _lines(self) -> dict[Hashable, Left]:
+    def _lines(self) -> dict[Hashable, KeyBacklog]:
         """Keys of which events should be read now."""
         order = self._realm.stock.order
         return {} if order is None else order.wanted()
 
-    def _read_lines(self, order: Order, room: int, now: float) -> None:
+    def _read_lines(self, order: KeyOrder, room: int, now: float) -> None:
         """Read on for keys of which events were left in the table because too many waited."""
         lines = self._lines()
         if not lines:
@@ -338,7 +338,7 @@ class Intake:
             for span in self._backlogs.overlapping(left.where):
                 if span in self._backlogs:
                     self._backlogs.leave(span, *left.first)
-        limit = min(room, PAGE, max(SOME, order.most - len(order)))
+        limit = min(room, PAGE_ROWS, max(MIN_BACKLOG_ROWS, order.most - len(order)))
         rows, end = self.reader.read_lines(realm.token, lines.values(), limit, realm.now())
         order.advance(lines, end)
         realm.stock.window.add(order.line_up(self._fresh(rows, now)), realm.now())
@@ -375,7 +375,7 @@ class Intake:
 
     @property
     def _most_due(self) -> int:
-        return min(self._limit, 2 * PAGE)
+        return min(self._limit, 2 * PAGE_ROWS)
 
     @property
     def _limit(self) -> int:
@@ -402,7 +402,7 @@ class Intake:
         stock.leave(gone)
         return self._room()
 
-    def _wanted(self, places: Sequence[Place]) -> list[KeyRange]:
+    def _wanted(self, places: Sequence[ReceiverSlot2]) -> list[KeyRange]:
         """Backlogs of which a receiver could take events, and none wait in memory."""
         if not self._backlogs:
             return []
@@ -422,6 +422,6 @@ class Intake:
             first = stock.window.trim(limit * 3 // 4)
             if first is not None:
                 stock.reach = first - 1
-        elif stock.reach < NEVER and len(stock.window) <= limit // 2:
-            stock.reach = NEVER
+        elif stock.reach < MAX_FIRE_TIME and len(stock.window) <= limit // 2:
+            stock.reach = MAX_FIRE_TIME
             self.reader.sweep_soon()

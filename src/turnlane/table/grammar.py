@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, NoReturn, Protocol
 
 from turnlane.errors import ConfigError, NoSuchSchedule, SyntaxFault
-from turnlane.table.definition import TYPES, Column, Definition, TableSettings, checked_name
+from turnlane.table.definition import TYPES, Column, Definition, TableSettings, check_name
 from turnlane.table.schedules import Schedule
 from turnlane.validation import did_you_mean
 
@@ -42,8 +42,8 @@ _TOKEN: Final = re.compile(
 )
 
 
-Literal = str | int | float | bool | None
-LITERALS: Final[dict[str, Literal]] = {"TRUE": True, "FALSE": False, "NULL": None}
+LiteralValue = str | int | float | bool | None
+LITERALS: Final[dict[str, LiteralValue]] = {"TRUE": True, "FALSE": False, "NULL": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class ShowSchedules:
     """List the schedules."""
 
 
-OfSchedules = CreateSchedule | DropSchedule | ShowSchedules
-Statement = CreateQueue | DropQueue | ShowQueues | OfSchedules
+ScheduleStatement = CreateSchedule | DropSchedule | ShowSchedules
+Statement = CreateQueue | DropQueue | ShowQueues | ScheduleStatement
 
 
 class Token(NamedTuple):
@@ -265,7 +265,7 @@ class _Parser:
         self._take_word("ON")
         return name, self._name("a queue's name")
 
-    def _values(self) -> dict[str, Literal]:
+    def _values(self) -> dict[str, LiteralValue]:
         self._take_sign("(")
         values = dict([self._value()])
         while self._skip(",") and self._peek().text != ")":
@@ -277,12 +277,12 @@ class _Parser:
         self._take_sign(")")
         return values
 
-    def _value(self) -> tuple[str, Literal]:
+    def _value(self) -> tuple[str, LiteralValue]:
         name = self._name("a column's name")
         self._take_sign("=")
         return name, self._literal()
 
-    def _literal(self) -> Literal:
+    def _literal(self) -> LiteralValue:
         token = self._peek()
         if token.kind == "text":
             self._next += 1
@@ -353,9 +353,7 @@ class _Parser:
         self._next += 1
         try:
             # A bare name is the same in every case; a quoted one is taken as it is.
-            return checked_name(
-                token.text.lower() if token.kind == "word" else _unquoted(token.text)
-            )
+            return check_name(token.text.lower() if token.kind == "word" else _unquoted(token.text))
         except ValueError as error:
             self._fail(str(error), token)
 
@@ -374,7 +372,7 @@ def _unquoted(text: str) -> str:
 # Scheduling: the statements about schedules, for queues in one database or in several.
 
 
-class Scheduler(AbstractContextManager["Scheduler"], Protocol):
+class ScheduleOwner(AbstractContextManager["ScheduleOwner"], Protocol):
     """A queue, as far as its schedules go."""
 
     def schedule(self, name: str, every: str, time_zone: str, /, **columns: object) -> None:
@@ -387,9 +385,9 @@ class Scheduler(AbstractContextManager["Scheduler"], Protocol):
         """All there are."""
 
 
-def run_statement(
-    statement: OfSchedules,
-    opened: Callable[[str], Scheduler],
+def run_schedule_statement(
+    statement: ScheduleStatement,
+    opened: Callable[[str], ScheduleOwner],
     queues: Callable[[], Iterable[str]],
 ) -> list[str]:
     """Run it on a queue; returns the names concerned, or statements that make what there is."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-MOST: Final = 2_000
+MAX_STALE_IDS: Final = 2_000
 """Ids to ask for; when there are more, the oldest are left to the full sweep."""
 
-PROBES: Final = 32
+PROBES_PER_END: Final = 32
 """Ids at either end of a long row of missing ones that are asked for instead of all."""
 
 
-class Running(NamedTuple):
+class TransactionSnapshot(NamedTuple):
     """The numbers of a database's transactions at a moment."""
 
     oldest: int
@@ -25,7 +25,7 @@ class Running(NamedTuple):
     """Of the one that begins next."""
 
 
-class Lapsed:
+class StaleIdGaps:
     """Ids that may still appear, and what is known of their transactions."""
 
     def __init__(self) -> None:
@@ -47,14 +47,14 @@ class Lapsed:
     def add(self, ids: range) -> None:
         """Ids lapsed that follow each other."""
         some: Iterable[int] = ids
-        if len(ids) > 2 * PROBES:
-            some = (*ids[:PROBES], *ids[-PROBES:])
+        if len(ids) > 2 * PROBES_PER_END:
+            some = (*ids[:PROBES_PER_END], *ids[-PROBES_PER_END:])
             self._probes.update(some)
         self._ids.update(dict.fromkeys(some))
-        while len(self._ids) > MOST:
+        while len(self._ids) > MAX_STALE_IDS:
             self._forget(next(iter(self._ids)))
 
-    def began(self, running: Running) -> None:
+    def began(self, running: TransactionSnapshot) -> None:
         """Whoever is under way now may have taken ids that are not missed."""
         self._doubt = running.next if running.oldest < running.next else None
 
@@ -63,7 +63,7 @@ class Lapsed:
         probes = [each for each in ids if self._forget(each)]
         return bool(probes)
 
-    def over(self, running: Running) -> bool:
+    def over(self, running: TransactionSnapshot) -> bool:
         """Forget ids that are missing though their transactions are over.
 
         To be called with what was true *before* the ids were asked for. Returns whether there may
@@ -96,31 +96,31 @@ class Lapsed:
 # when
 # it has lapsed.
 
-GAPS_MOST: Final = 1_000
+MAX_GAPS: Final = 1_000
 """Ids to ask for often; when more are missing, the oldest lapse."""
 
-PATIENCE: Final = 60.0
+STALE_AFTER: Final = 60.0
 """Seconds for which a missing id is asked for often."""
 
 
-class Gaps:
+class IdGaps:
     """The missing ids below the highest one seen. Pure: times are passed in."""
 
     def __init__(self, highest: int) -> None:
         self.highest = highest
         self._missing: dict[int, float] = {}
         """With the time until which they are asked for, in order of that time."""
-        self.lapsed = Lapsed()
+        self.lapsed = StaleIdGaps()
 
     def saw(self, ids: Sequence[int], now: float) -> None:
         """Take note of ids that were read, in ascending order."""
         if ids and not self._missing and ids[-1] - self.highest == len(ids):
             self.highest = ids[-1]  # all of them follow each other: the usual case
             return
-        until = now + PATIENCE
+        until = now + STALE_AFTER
         for each in ids:
             if each > self.highest + 1:
-                first = max(self.highest + 1, each - GAPS_MOST)
+                first = max(self.highest + 1, each - MAX_GAPS)
                 self.lapsed.add(range(self.highest + 1, first))
                 self._missing.update(dict.fromkeys(range(first, each), until))
             self._missing.pop(each, None)
@@ -137,10 +137,10 @@ class Gaps:
         """Seconds since the last id was found missing; infinite if none is."""
         if not self._missing:
             return float("inf")
-        return now - (next(reversed(self._missing.values())) - PATIENCE)
+        return now - (next(reversed(self._missing.values())) - STALE_AFTER)
 
     def _limit(self) -> None:
-        while len(self._missing) > GAPS_MOST:
+        while len(self._missing) > MAX_GAPS:
             self._lapse()
 
     def _lapse(self) -> None:

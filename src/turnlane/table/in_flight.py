@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping
 
 from turnlane.table.event import TableEvent
-from turnlane.table.store import Store
+from turnlane.table.store import TableStore
 
 # ── flights ──
 # Flights: events that were fired and are not settled.
 
 
-class Flights:
+class InFlightEvents:
     """Events in the hands of receivers, by id. Pure: times are passed in, monotonic.
 
     Fired events are remembered batch by batch, in the order of time, so that nobody has to look
@@ -102,17 +102,17 @@ class Flights:
         return [event for event in events if self._events.get(event.id) is event]
 
 
-FULL = 1_000
+MAX_BUFFERED_ACKS = 1_000
 """As many acks do not wait for more."""
 
-DELAY = 0.05
+FLUSH_DELAY = 0.05
 """Seconds for which an ack waits for others, unless somebody waits for it."""
 
-HELD = 0.25
+LOCKED_RETRY = 0.25
 """Seconds until another try with an ack whose row somebody else is about to change."""
 
 
-class Waiter:
+class Completion:
     """Somebody who waits until all acks before him are stored."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Waiter:
         return True
 
 
-class Settling:
+class AckBuffer:
     """Acks by event id. Kept until the database has them, however long it is away."""
 
     def __init__(self) -> None:
@@ -146,9 +146,9 @@ class Settling:
         """Acks of events whose rows somebody else is about to change: they are tried again."""
         self._since: float | None = None
         self._again: float | None = None
-        self._waiters: list[tuple[Waiter, object]] = []
+        self._waiters: list[tuple[Completion, object]] = []
         """Each with the seat whose acks he waits for; nothing: for all."""
-        self._patient: list[tuple[Waiter, set[int]]] = []
+        self._patient: list[tuple[Completion, set[int]]] = []
         """Those who wait for acks that are held."""
 
     def __contains__(self, event_id: int) -> bool:
@@ -179,18 +179,18 @@ class Settling:
         if self._doubtful and self._since is None:
             self._since = now
 
-    def wait(self, waiter: Waiter, seat: object = None) -> None:
+    def wait(self, waiter: Completion, seat: object = None) -> None:
         """Tell ``waiter`` when everything taken so far is stored, of one seat or of all."""
         self._waiters.append((waiter, seat))
 
     def next_time(self) -> float | None:
         """When to store what there is; monotonic."""
-        if self._waiters or len(self._acks) + len(self._doubtful) >= FULL:
+        if self._waiters or len(self._acks) + len(self._doubtful) >= MAX_BUFFERED_ACKS:
             return float("-inf")
-        fresh = None if self._since is None else self._since + DELAY
+        fresh = None if self._since is None else self._since + FLUSH_DELAY
         return min((when for when in (fresh, self._again) if when is not None), default=None)
 
-    def store(self, store: Store, token: int, now: float) -> tuple[int, list[int]]:
+    def store(self, store: TableStore, token: int, now: float) -> tuple[int, list[int]]:
         """Store the acks; how many, and what waited for a group that is done by that.
 
         Whatever it raises, they are kept.
@@ -235,7 +235,7 @@ class Settling:
         if not self._held and not self._doubtful:
             self._again = None
         elif self._again is None:
-            self._again = now + HELD
+            self._again = now + LOCKED_RETRY
 
     def _tell_who_can_go(self) -> None:
         """Others wait on for what is held of theirs; what is doubtful is everybody's."""

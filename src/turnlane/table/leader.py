@@ -17,26 +17,26 @@ from turnlane.clock import Clock
 from turnlane.errors import DatabaseDown, DatabaseReadOnly, NameTaken
 from turnlane.runtime import Closing
 from turnlane.table.definition import Definition, TableSettings
-from turnlane.table.dispatcher import Firing
+from turnlane.table.dispatcher import EventDispatcher
 from turnlane.table.event import TableEvent
-from turnlane.table.fenced_writes import BATCH
-from turnlane.table.fetcher import FIRST, Intake, Reader
-from turnlane.table.leader_state import Counts, Court, Place, Realm
-from turnlane.table.lease import Lead
-from turnlane.table.settlement import Landing
+from turnlane.table.fenced_writes import BATCH_SIZE
+from turnlane.table.fetcher import FIRST_POSITION, Fetcher, RowFinder
+from turnlane.table.leader_state import LeaderState, ManagerCounts, ManagerHandle2, ReceiverSlot2
+from turnlane.table.lease import LeaderLease
+from turnlane.table.settlement import Settlement
 from turnlane.table.sql.dialect import Dialect, Row
 from turnlane.table.sql.session import Session
-from turnlane.table.store import Store
-from turnlane.table.window import Stock
+from turnlane.table.store import TableStore
+from turnlane.table.window import EventCache
 
-SECONDS: Final = 10.0
+COLLECT_SECONDS: Final = 10.0
 """Between two rounds; at most, for queues with short timeouts."""
 
-BEHIND: Final = 0.1
+COLLECT_BEHIND_SECONDS: Final = 0.1
 """Seconds between rounds while there is more to do than a round does."""
 
-FULL_SECONDS: Final = 3600.0
-RECENT: Final = 86_400 * 1_000_000_000
+FULL_COLLECT_SECONDS: Final = 3600.0
+COLLECT_LOOKBACK: Final = 86_400 * 1_000_000_000
 """Fired events are looked for a day back, and now and then without a limit."""
 
 
@@ -45,15 +45,15 @@ class Collector:
 
     def __init__(
         self,
-        store: Store,
+        store: TableStore,
         settings: TableSettings,
-        stock: Stock,
+        stock: EventCache,
         retry: Callable[[list[Row]], None],
     ) -> None:
         self._store = store
         self._timeout = settings.ack_timeout
         self._retention = round(settings.retention * 1e9)
-        self._every = min(SECONDS, settings.ack_timeout / 2)
+        self._every = min(COLLECT_SECONDS, settings.ack_timeout / 2)
         self._stock = stock
         self._retry = retry
         self._next = float("-inf")
@@ -81,8 +81,8 @@ class Collector:
         self.purged += purged
         released = self._store.release_groups(token)
         self._free_keys(database_now)
-        more = more or purged == BATCH
-        self._next = now + (BEHIND if more else self._every)
+        more = more or purged == BATCH_SIZE
+        self._next = now + (COLLECT_BEHIND_SECONDS if more else self._every)
         return released > 0
 
     def _free_keys(self, database_now: int) -> None:
@@ -94,17 +94,17 @@ class Collector:
     def _collect(self, now: float, database_now: int) -> bool:
         if now < self._patient_until:
             return False
-        since = database_now - RECENT
+        since = database_now - COLLECT_LOOKBACK
         if now >= self._next_full:
-            since = FIRST[0]
-            self._next_full = now + FULL_SECONDS
+            since = FIRST_POSITION[0]
+            self._next_full = now + FULL_COLLECT_SECONDS
         until = database_now - round(self._timeout * 1e9)
-        rows = self._store.old_fired(since, until, BATCH + len(self._stock.flights))
+        rows = self._store.old_fired(since, until, BATCH_SIZE + len(self._stock.flights))
         forgotten = [row for row in rows if not self._stock.knows(row[0])]
         if forgotten:
             self._retry(forgotten)
             self.collected += len(forgotten)
-        return len(forgotten) >= BATCH
+        return len(forgotten) >= BATCH_SIZE
 
 
 # ── timetable ──
@@ -116,20 +116,20 @@ class Collector:
 
 log = logging.getLogger(__name__)
 
-TIMETABLE_SECONDS: Final = 5.0
+SCHEDULE_SECONDS: Final = 5.0
 """Between two looks."""
 
-PAUSE: Final = 60.0
+SCHEDULE_PAUSE: Final = 60.0
 """Seconds before a schedule is tried again that could not be carried out."""
 
-MOST: Final = 100
+SCHEDULES_PER_STEP: Final = 100
 """Schedules that are carried out in one step: each is a transaction."""
 
 
-class Timetable:
+class ScheduleRunner:
     """One shard's timetable, called by the manager. Times are passed in, monotonic."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: TableStore) -> None:
         self._store = store
         self._next = float("-inf")
         self._failed: dict[str, float] = {}
@@ -145,17 +145,17 @@ class Timetable:
             return False
         self._failed = {name: until for name, until in self._failed.items() if until > now}
         try:
-            listed = self._store.schedules.soon(TIMETABLE_SECONDS)
+            listed = self._store.schedules.soon(SCHEDULE_SECONDS)
         except self._store.dialect.error as error:
             self._complain(error)
-            self._next = now + PAUSE
+            self._next = now + SCHEDULE_PAUSE
             return False
         soon = [each for each in listed if each[0] not in self._failed]
         due = [name for name, next_at in soon if next_at <= database_now]
-        for name in due[:MOST]:
+        for name in due[:SCHEDULES_PER_STEP]:
             self._fire(token, name, now)
         waits = [(next_at - database_now) / 1e9 for _, next_at in soon[len(due) :]]
-        self._next = now + min([0.0 if len(due) > MOST else TIMETABLE_SECONDS, *waits])
+        self._next = now + min([0.0 if len(due) > SCHEDULES_PER_STEP else SCHEDULE_SECONDS, *waits])
         return bool(due)
 
     def _fire(self, token: int, name: str, now: float) -> None:
@@ -164,7 +164,7 @@ class Timetable:
             self._store.fire_schedule(token, name)
         except (ValueError, NameTaken, self._store.dialect.error) as error:
             self._complain(error, f" {name}")
-            self._failed[name] = now + PAUSE
+            self._failed[name] = now + SCHEDULE_PAUSE
 
     def _complain(self, error: Exception, which: str = "s") -> None:
         log.error("queue %s: schedule%s: %s", self._store.definition.name, which, error)
@@ -176,32 +176,32 @@ class Timetable:
 # All of it runs on the manager's thread, a short step at a time.
 
 
-class Reign:
+class LeaderTerm:
     """One period of leading a shard's table."""
 
     def __init__(
         self,
-        store: Store,
-        lead: Lead,
-        court: Court,
-        counts: Counts,
+        store: TableStore,
+        lead: LeaderLease,
+        court: ManagerHandle2,
+        counts: ManagerCounts,
         *,
         clock: Clock,
         chance: Callable[[], float],
     ) -> None:
         assert lead.token is not None
-        self.stock = Stock(store.definition)
-        self._realm = Realm(store, lead, lead.token, court, counts, clock, self.stock)
-        self._intake = Intake(self._realm)
-        self.firing = Firing(self._realm)
-        self.landing = Landing(self._realm, chance, self.reader)
+        self.stock = EventCache(store.definition)
+        self._realm = LeaderState(store, lead, lead.token, court, counts, clock, self.stock)
+        self._intake = Fetcher(self._realm)
+        self.firing = EventDispatcher(self._realm)
+        self.landing = Settlement(self._realm, chance, self.reader)
         self.collector = Collector(
             store, store.definition.settings, self.stock, self.landing.collected
         )
-        self.timetable = Timetable(store)
+        self.timetable = ScheduleRunner(store)
 
     @property
-    def reader(self) -> Reader:
+    def reader(self) -> RowFinder:
         """Where it is in the table."""
         return self._intake.reader
 
@@ -217,7 +217,7 @@ class Reign:
             for row in realm.store.read_retried(realm.token):
                 self.stock.order.retried(TableEvent(row, realm.court, now))
 
-    def step(self, places: Sequence[Place]) -> None:
+    def step(self, places: Sequence[ReceiverSlot2]) -> None:
         """Do what is due now. Raises as the store does; then it may be called again."""
         realm = self._realm
         now = realm.clock.monotonic()
@@ -234,7 +234,7 @@ class Reign:
             self.reader.sweep_soon()
         self._intake.listen()
 
-    def next_time(self, places: Sequence[Place]) -> float:
+    def next_time(self, places: Sequence[ReceiverSlot2]) -> float:
         """When the next step is due; monotonic."""
         times = [
             self.collector.next_time(),
@@ -260,10 +260,10 @@ class Reign:
 # memory, and the table stays as small as what waits in it.
 
 
-ENOUGH: Final = 200_000
+VACUUM_AFTER_EVENTS: Final = 200_000
 """Events that were settled since the last one; for fewer, the database's own is good enough."""
 
-REST: Final = 9
+VACUUM_REST_FACTOR: Final = 9
 """So many times as long as one took nothing is done: it goes through the whole table, and finds
 nothing to give back while somebody has a transaction open."""
 
@@ -285,7 +285,7 @@ class Vacuum(Closing):
         """Begin if enough events were settled, of so many in all; whether it did. Does not wait."""
         if (
             not self._statements
-            or settled - self._settled < ENOUGH
+            or settled - self._settled < VACUUM_AFTER_EVENTS
             or (self._thread is not None and self._thread.is_alive())
             or self._clock.monotonic() < self._not_before
         ):
@@ -315,4 +315,4 @@ class Vacuum(Closing):
                 # The database's own comes in any case.
                 log.warning("queue %s: no vacuum: %s", self._name, error)
         ended = self._clock.monotonic()
-        self._not_before = ended + REST * (ended - started)
+        self._not_before = ended + VACUUM_REST_FACTOR * (ended - started)

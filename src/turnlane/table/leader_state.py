@@ -8,16 +8,16 @@ from operator import attrgetter
 from typing import Protocol
 
 from turnlane.clock import Clock
-from turnlane.table.assignment import Seat
+from turnlane.table.assignment import ReceiverSlot
 from turnlane.table.definition import TableSettings
-from turnlane.table.event import Home, TableEvent
-from turnlane.table.lease import Lead
-from turnlane.table.receiver import Receiver, Source
-from turnlane.table.store import Store
-from turnlane.table.window import Stock
+from turnlane.table.event import AckHandler, TableEvent
+from turnlane.table.lease import LeaderLease
+from turnlane.table.receiver import ManagerHandle, Receiver
+from turnlane.table.store import TableStore
+from turnlane.table.window import EventCache
 
 
-class Court(Home, Source, Protocol):
+class ManagerHandle2(AckHandler, ManagerHandle, Protocol):
     """The manager, as its events and its receivers see it."""
 
 
@@ -25,7 +25,7 @@ _FIRE_AT = attrgetter("fire_at")
 
 
 @dataclass(slots=True)
-class Lag:
+class LagTotal:
     """How late events were, in all: from when they were due, by the database's clock."""
 
     events: int = 0
@@ -38,7 +38,7 @@ class Lag:
 
 
 @dataclass(slots=True)
-class Counts:
+class ManagerCounts:
     """What happened since the manager was made."""
 
     fired: int = 0
@@ -47,14 +47,14 @@ class Counts:
     """Events not acked in time, or nacked, that fire again."""
     dead: int = 0
     lost_leads: int = 0
-    fire_lag: Lag = field(default_factory=Lag)
+    fire_lag: LagTotal = field(default_factory=LagTotal)
     """From due to fired."""
-    ack_lag: Lag = field(default_factory=Lag)
+    ack_lag: LagTotal = field(default_factory=LagTotal)
     """From due to acked."""
 
 
 @dataclass(slots=True, eq=False)
-class Place(Seat):
+class ReceiverSlot2(ReceiverSlot):
     """A receiver's seat."""
 
     receiver: Receiver | None = None
@@ -79,17 +79,17 @@ class Place(Seat):
 
 
 @dataclass(frozen=True, slots=True)
-class Realm:
+class LeaderState:
     """One shard's table while one manager leads it. Used by the manager's thread only."""
 
-    store: Store
-    lead: Lead
+    store: TableStore
+    lead: LeaderLease
     token: int
-    court: Court
+    court: ManagerHandle2
     """The manager, to which its events belong."""
-    counts: Counts
+    counts: ManagerCounts
     clock: Clock
-    stock: Stock
+    stock: EventCache
 
     @property
     def settings(self) -> TableSettings:

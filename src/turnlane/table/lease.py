@@ -13,24 +13,24 @@ import socket
 import uuid
 
 from turnlane.clock import Clock
-from turnlane.table.store import Store
+from turnlane.table.store import TableStore
 
-RENEWALS = 3
+RENEWALS_PER_LEASE = 3
 """In the time of a lease."""
 
 
-RETRY = 0.25
+RETRY_SECONDS = 0.25
 """Seconds between two looks at a database that failed."""
 
-PROOF = 1.0
+WRITE_PROOF_SECONDS = 1.0
 """Seconds. While events are out or about to fire, the database has taken a write so recently: one
 that became read-only is noticed without waiting for an ack."""
 
 
-class Lead:
+class LeaderLease:
     """One manager's claim to lead. Used by the manager's thread; :attr:`fires` from any."""
 
-    def __init__(self, store: Store, seconds: float, clock: Clock) -> None:
+    def __init__(self, store: TableStore, seconds: float, clock: Clock) -> None:
         self._store = store
         self._seconds = seconds
         self._clock = clock
@@ -93,8 +93,8 @@ class Lead:
 
     def next_time(self) -> float:
         """When to renew the lease, or to try again to take it; monotonic."""
-        pause = self._seconds / RENEWALS
-        return self._asked + (min(pause, RETRY) if self._held_up else pause)
+        pause = self._seconds / RENEWALS_PER_LEASE
+        return self._asked + (min(pause, RETRY_SECONDS) if self._held_up else pause)
 
     def now(self) -> int:
         """The database's clock; never ahead of it, so that nothing fires early."""
@@ -105,7 +105,7 @@ class Lead:
         writes = self._store.session.writes
         if writes != self._writes:
             self._writes, self._written_at = writes, now
-        return now - self._written_at >= PROOF
+        return now - self._written_at >= WRITE_PROOF_SECONDS
 
     def _extend(self, asked: float, database_now: int) -> None:
         self._writes, self._written_at = self._store.session.writes, asked

@@ -25,13 +25,13 @@ from turnlane.errors import (
     RetryLater,
 )
 from turnlane.runtime import Closing
-from turnlane.table.event import COLUMNS, TableEvent
-from turnlane.table.in_flight import Waiter
-from turnlane.table.leader import Reign, Vacuum
-from turnlane.table.leader_state import Counts, Place
-from turnlane.table.lease import Lead
+from turnlane.table.event import EVENT_COLUMNS, TableEvent
+from turnlane.table.in_flight import Completion
+from turnlane.table.leader import LeaderTerm, Vacuum
+from turnlane.table.leader_state import ManagerCounts, ReceiverSlot2
+from turnlane.table.lease import LeaderLease
 from turnlane.table.receiver import Receiver
-from turnlane.table.store import Store
+from turnlane.table.store import TableStore
 
 # ── inbox ──
 # The inbox: what other threads want of a manager.
@@ -39,7 +39,7 @@ from turnlane.table.store import Store
 Message = Callable[[], None]
 
 
-class Inbox:
+class ManagerInbox:
     """Messages in their order. Put from any thread, read by the manager's."""
 
     def __init__(self) -> None:
@@ -71,14 +71,14 @@ class Inbox:
 
 log = logging.getLogger(__name__)
 
-PAUSE: Final = 5.0
+MISSING_QUEUE_PAUSE: Final = 5.0
 """Seconds between looks for a queue that was dropped."""
 
 
-class Presence:
+class QueuePresence:
     """Says once that a queue is gone, and once that it is back. Used by the manager's thread."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: TableStore) -> None:
         self._store = store
         self._told: str | None = None
 
@@ -112,14 +112,14 @@ class Presence:
         return True
 
 
-LOOK = 0.005
+INBOX_POLL = 0.005
 """Seconds between looks at the inbox while events are out: a wake-up for each ack would cost more
 than the ack."""
 
-MANY = 256
+WAKE_ACKS = 256
 """Acks that are worth a wake-up in any case."""
 
-LONGEST_WAIT = 1.0
+MAX_WAIT = 1.0
 
 
 class Manager(Closing):
@@ -127,25 +127,25 @@ class Manager(Closing):
 
     def __init__(
         self,
-        store: Store,
+        store: TableStore,
         clock: Clock = BOOT_CLOCK,
         chance: Callable[[], float] = random.random,
     ) -> None:
         self.store = store
         self.positions: Mapping[str, int] = {
-            name: at for at, name in enumerate(store.definition.names, start=len(COLUMNS))
+            name: at for at, name in enumerate(store.definition.names, start=len(EVENT_COLUMNS))
         }
-        self.counts = Counts()
+        self.counts = ManagerCounts()
         self.lost_acks = 0
         """Acks that were taken and will not be stored: their events fire again elsewhere."""
         self._clock = clock
         self._chance = chance
-        self._lead = Lead(store, store.definition.settings.lease, clock)
-        self._presence = Presence(store)
+        self._lead = LeaderLease(store, store.definition.settings.lease, clock)
+        self._presence = QueuePresence(store)
         self._vacuum = Vacuum(store.dialect, store.definition, clock)
-        self._reign: Reign | None = None
-        self._places: dict[Receiver, Place] = {}
-        self._inbox = Inbox()
+        self._reign: LeaderTerm | None = None
+        self._places: dict[Receiver, ReceiverSlot2] = {}
+        self._inbox = ManagerInbox()
         self._acks: deque[TableEvent] = deque()
         self._enough = 1
         self._wake = threading.Event()
@@ -214,7 +214,7 @@ class Manager(Closing):
         Only those of a receiver, if it is given: one that somebody holds up is no other's matter.
         :attr:`lost_acks` says which; ``LeadLost`` is raised if they are lost while it waits.
         """
-        waiter = Waiter()
+        waiter = Completion()
         self._tell(lambda: self._await_acks(waiter, receiver))
         return waiter.wait(timeout)
 
@@ -225,7 +225,7 @@ class Manager(Closing):
         After the time is over they may still be stored: name events that must not be there twice.
         """
         self.store.inserts.check(rows)
-        waiter = Waiter()
+        waiter = Completion()
         self._tell(lambda: self._enqueue(rows, waiter))
         return waiter.wait(timeout)
 
@@ -253,13 +253,13 @@ class Manager(Closing):
             self._lose(error)
         except NoSuchQueue as error:
             self._presence.miss(str(error))
-            return PAUSE
+            return MISSING_QUEUE_PAUSE
         except (DatabaseDown, DatabaseReadOnly) as error:
             log.warning("queue %s: %s", self.store.definition.name, error)
             self._lead.hold_up()
             if self._reign is not None:
                 self._reign.reader.sweep_soon()
-            return LOOK * 20
+            return INBOX_POLL * 20
         return self._pause()
 
     def _step(self) -> None:
@@ -284,7 +284,7 @@ class Manager(Closing):
             self._lead.give_up()
             return False
         log.info("leading queue %s", self.store.definition.name)
-        reign = Reign(
+        reign = LeaderTerm(
             self.store, self._lead, self, self.counts, clock=self._clock, chance=self._chance
         )
         reign.begin()
@@ -310,12 +310,12 @@ class Manager(Closing):
         else:
             when = reign.next_time(list(self._places.values()))
             out = len(reign.stock.flights)
-            self._enough = max(1, min(MANY, out // 2))
+            self._enough = max(1, min(WAKE_ACKS, out // 2))
             if out:
-                when = min(when, self._clock.monotonic() + LOOK)
-        return min(LONGEST_WAIT, max(0.0, when - self._clock.monotonic()))
+                when = min(when, self._clock.monotonic() + INBOX_POLL)
+        return min(MAX_WAIT, max(0.0, when - self._clock.monotonic()))
 
-    def _take_acks(self, reign: Reign) -> None:
+    def _take_acks(self, reign: LeaderTerm) -> None:
         """All acks that came before anything that is in the inbox now, and perhaps more."""
         taken = []
         while self._acks:
@@ -323,13 +323,13 @@ class Manager(Closing):
         if taken:
             reign.landing.ack(taken)
 
-    def _leading(self, action: Callable[[Reign], None]) -> None:
+    def _leading(self, action: Callable[[LeaderTerm], None]) -> None:
         if self._reign is not None:
             action(self._reign)
 
     def _attach(self, receiver: Receiver) -> None:
         if receiver not in self._places:
-            self._places[receiver] = Place(
+            self._places[receiver] = ReceiverSlot2(
                 receiver.prefetch, key_range=receiver.key_range, receiver=receiver
             )
             self._leading(lambda reign: reign.reader.sweep_soon())
@@ -346,7 +346,7 @@ class Manager(Closing):
             self._acks.popleft().lost = True
             self.lost_acks += 1
 
-    def _await_acks(self, waiter: Waiter, receiver: Receiver | None) -> None:
+    def _await_acks(self, waiter: Completion, receiver: Receiver | None) -> None:
         if self._reign is None:
             self._drop_acks()
             waiter.tell()
@@ -355,7 +355,7 @@ class Manager(Closing):
             seat = None if receiver is None else self._places.get(receiver)
             self._reign.stock.settling.wait(waiter, seat)
 
-    def _enqueue(self, rows: Sequence[Mapping[str, Any]], waiter: Waiter) -> None:
+    def _enqueue(self, rows: Sequence[Mapping[str, Any]], waiter: Completion) -> None:
         try:
             self._fire_or_insert(rows)
         except LeadLost:
@@ -390,7 +390,7 @@ class Manager(Closing):
         else:
             log.error("queue %s: starting anew", self.store.definition.name, exc_info=error)
         self._lose(LeadLost("the manager failed"))
-        return LONGEST_WAIT if gone is None else PAUSE
+        return MAX_WAIT if gone is None else MISSING_QUEUE_PAUSE
 
     def _end(self) -> None:
         try:

@@ -27,14 +27,14 @@ from turnlane.table.sql.session import Execute, Session
 # ``turnlane_writer``
 # beside the notes; a commit holds it in place.
 
-GATE: Final = ""
+GATE_JOB: Final = ""
 """The row's ``job``; no writer has this name. Its epoch is 0 if the gate is open, else 1."""
 
-AFTER: Final = 1.0
+RETRY_AFTER: Final = 1.0
 """Seconds: by then clients know the new map."""
 
 
-class Gate:
+class WriterGate:
     """One queue's gate in one database. Holds no connection."""
 
     def __init__(self, dialect: Dialect, queue: str) -> None:
@@ -43,7 +43,7 @@ class Gate:
 
     def prepare(self, execute: Execute) -> None:
         """Make the row, and the table that it is in; the gate is open, unless it was shut."""
-        execute(writers(self._dialect))
+        execute(get_writer_ddl(self._dialect))
         begin, end = self._dialect.skipping
         self._run(
             execute,
@@ -54,7 +54,7 @@ class Gate:
         """Keep it open until this transaction is over. Raises ``RetryLater`` if it is shut."""
         if self.is_shut(execute, self._dialect.share):
             raise RetryLater(
-                f"{self._queue!r} is being resharded: look for its new map", after=AFTER
+                f"{self._queue!r} is being resharded: look for its new map", after=RETRY_AFTER
             )
 
     def is_there(self, execute: Execute) -> bool:
@@ -77,13 +77,13 @@ class Gate:
     def _look(self, execute: Execute, lock: str = "") -> list[Row]:
         statement = f"SELECT epoch FROM turnlane_writer WHERE queue = %s AND job = %s {lock}"
         placed = statement.replace("%s", self._dialect.mark)
-        return execute(placed, (self._queue, GATE)).rows()
+        return execute(placed, (self._queue, GATE_JOB)).rows()
 
     def _run(self, execute: Execute, statement: str) -> None:
-        execute(statement.replace("%s", self._dialect.mark), (self._queue, GATE))
+        execute(statement.replace("%s", self._dialect.mark), (self._queue, GATE_JOB))
 
 
-def writers(dialect: Dialect) -> str:
+def get_writer_ddl(dialect: Dialect) -> str:
     """The statement that makes the table of gates and notes, unless it is there."""
     names = "ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
     return (
@@ -93,7 +93,7 @@ def writers(dialect: Dialect) -> str:
     )
 
 
-DELIVERED: Final = "turnlane_delivered"
+DELIVERED_TABLE: Final = "turnlane_delivered"
 """Where outputs note what they delivered: ranges of offsets."""
 
 Stream = tuple[str, int]
@@ -102,14 +102,14 @@ Spans = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class WriterProgress:
     """What is noted in one database."""
 
     batches: dict[str, int] = field(default_factory=dict)
     """The last batch of each writer."""
     delivered: dict[Stream, Spans] = field(default_factory=dict)
 
-    def common(self, other: Noted) -> Noted:
+    def common(self, other: WriterProgress) -> WriterProgress:
         """What both databases have got."""
         batches = {
             job: min(epoch, other.batches[job])
@@ -117,19 +117,19 @@ class Noted:
             if job in other.batches
         }
         delivered = {
-            stream: both(spans, other.delivered[stream])
+            stream: intersect_spans(spans, other.delivered[stream])
             for stream, spans in self.delivered.items()
             if stream in other.delivered
         }
-        return Noted(batches, delivered)
+        return WriterProgress(batches, delivered)
 
 
-def common(noted: Iterable[Noted]) -> Noted:
+def find_common_progress(noted: Iterable[WriterProgress]) -> WriterProgress:
     """What all databases have got."""
-    return reduce(Noted.common, noted)
+    return reduce(WriterProgress.common, noted)
 
 
-def both(one: Spans, other: Spans) -> Spans:
+def intersect_spans(one: Spans, other: Spans) -> Spans:
     """What lies in both of two lists of spans."""
     met = (
         (max(first, start), min(end, stop))
@@ -140,13 +140,13 @@ def both(one: Spans, other: Spans) -> Spans:
     return sorted(met)
 
 
-class Notes(Closing):
+class ProgressTable(Closing):
     """The notes and the gate of one queue in one database. Every call may be repeated."""
 
     def __init__(self, dialect: Dialect, queue: str) -> None:
         self._dialect = dialect
         self._queue = queue
-        self._gate = Gate(dialect, queue)
+        self._gate = WriterGate(dialect, queue)
         self._session = Session(dialect)
         names = map(dialect.identifier, ("target", "queue", "partition", "first", "end"))
         self._target, self._of, self._partition, self._first, self._end = names
@@ -154,12 +154,12 @@ class Notes(Closing):
     def close(self) -> None:
         self._session.close()
 
-    def read(self) -> Noted:
+    def read(self) -> WriterProgress:
         """What is noted now."""
         batches = "SELECT job, epoch FROM turnlane_writer WHERE queue = %s AND job <> %s"
         self._session.transact(self._gate.prepare)
-        rows = self._session.query(self._sql(batches), (self._queue, GATE))
-        return Noted({row[0]: row[1] for row in rows}, self._read_delivered())
+        rows = self._session.query(self._sql(batches), (self._queue, GATE_JOB))
+        return WriterProgress({row[0]: row[1] for row in rows}, self._read_delivered())
 
     def shut(self) -> None:
         """Let nobody note anything here any more."""
@@ -172,7 +172,7 @@ class Notes(Closing):
         self._session.transact(self._gate.prepare)
         return self._session.transact(self._gate.is_shut)
 
-    def arrive(self, noted: Noted) -> None:
+    def arrive(self, noted: WriterProgress) -> None:
         """Take over what was noted elsewhere, and let writers pass; nothing if they do already."""
         if noted.delivered:
             self._make_delivered()
@@ -191,14 +191,14 @@ class Notes(Closing):
 
     def _replace_batches(self, execute: Execute, batches: dict[str, int]) -> None:
         gone = "DELETE FROM turnlane_writer WHERE queue = %s AND job <> %s"
-        execute(self._sql(gone), (self._queue, GATE))
+        execute(self._sql(gone), (self._queue, GATE_JOB))
         for job, epoch in batches.items():
             added = "INSERT INTO turnlane_writer (queue, job, epoch) VALUES (%s, %s, %s)"
             execute(self._sql(added), (self._queue, job, epoch))
 
     def _read_delivered(self) -> dict[Stream, Spans]:
         columns = f"{self._of}, {self._partition}, {self._first}, {self._end}"
-        statement = f"SELECT {columns} FROM {DELIVERED} WHERE {self._target} = %s"
+        statement = f"SELECT {columns} FROM {DELIVERED_TABLE} WHERE {self._target} = %s"
         try:
             rows = self._session.query(self._sql(statement), (self._queue,))
         except self._dialect.error:
@@ -216,18 +216,18 @@ class Notes(Closing):
         )
         key = f"{self._target}, {self._of}, {self._partition}, {self._first}"
         self._session.change(
-            f"CREATE TABLE IF NOT EXISTS {DELIVERED} ({columns}, PRIMARY KEY ({key}))"
+            f"CREATE TABLE IF NOT EXISTS {DELIVERED_TABLE} ({columns}, PRIMARY KEY ({key}))"
         )
 
     def _replace_delivered(self, execute: Execute, delivered: dict[Stream, Spans]) -> None:
-        gone = f"DELETE FROM {DELIVERED} WHERE {self._target} = %s"
+        gone = f"DELETE FROM {DELIVERED_TABLE} WHERE {self._target} = %s"
         execute(self._sql(gone), (self._queue,))
         rows: Sequence[tuple[object, ...]] = [
             (self._queue, *stream, *span) for stream, spans in delivered.items() for span in spans
         ]
         names = ("target", "queue", "partition", "first", "end")
         if rows:
-            self._session.insert_many(DELIVERED, names, rows)
+            self._session.insert_many(DELIVERED_TABLE, names, rows)
 
     def _sql(self, statement: str) -> str:
         return statement.replace("%s", self._dialect.mark)

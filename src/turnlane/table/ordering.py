@@ -11,11 +11,11 @@ from turnlane.table.event import TableEvent
 from turnlane.table.shards import KeyRange
 from turnlane.table.store import Position
 
-AT_ONCE: Final = 50
+KEYS_PER_STATEMENT: Final = 50
 """Keys to a statement."""
 
 
-class Left(NamedTuple):
+class KeyBacklog(NamedTuple):
     """Events of a key that are left in the table, because too many of them wait here."""
 
     after: Position
@@ -29,7 +29,7 @@ class Left(NamedTuple):
         return self.after[0], self.after[1] + 1
 
 
-class Order:
+class KeyOrder:
     """Who is out, and who waits behind whom. Pure.
 
     A key is busy from the moment one of its events may fire until that event is settled, however
@@ -49,7 +49,7 @@ class Order:
         self._out: dict[Hashable, int] = {}
         self._waiting: dict[Hashable, list[tuple[int, int, TableEvent]]] = {}
         self._parked: set[int] = set()
-        self._left: dict[Hashable, Left] = {}
+        self._left: dict[Hashable, KeyBacklog] = {}
 
     def __contains__(self, event_id: int) -> bool:
         """Whether the event waits here behind another."""
@@ -78,7 +78,7 @@ class Order:
         key = self._key(event)
         return self._next(key) if self._out.get(key) == event.id else None
 
-    def leave(self, event: TableEvent) -> tuple[list[TableEvent], Left | None]:
+    def leave(self, event: TableEvent) -> tuple[list[TableEvent], KeyBacklog | None]:
         """An event is left in the table; returns all that is behind it, which is left there too.
 
         One that was fired before keeps its key busy, wherever it is.
@@ -117,7 +117,7 @@ class Order:
             return False
         return self._out.get(key) != event.id  # else it is the one that the others wait for
 
-    def wanted(self) -> dict[Hashable, Left]:
+    def wanted(self) -> dict[Hashable, KeyBacklog]:
         """Keys of which events should be read now, some of them at a time.
 
         Those that nothing holds up; ahead of time only as long as nobody has to give way for it.
@@ -128,7 +128,7 @@ class Order:
             for key in self._left
             if key not in self._waiting and (ahead or key not in self._out)
         )
-        return {key: self._left[key] for key in islice(keys, AT_ONCE)}
+        return {key: self._left[key] for key in islice(keys, KEYS_PER_STATEMENT)}
 
     def passed(self, position: Position, known: Callable[[int], bool]) -> list[KeyRange]:
         """Where whatever is due after a position is left anyway, so that nobody need read it.
@@ -140,7 +140,7 @@ class Order:
             for key, left in self._left.items()
             if left.after <= position and (key not in self._out or known(self._out[key]))
         )
-        return list(islice(ranges, AT_ONCE))
+        return list(islice(ranges, KEYS_PER_STATEMENT))
 
     def advance(self, keys: Iterable[Hashable], end: Position | None) -> None:
         """Events of keys were read up to a position, or all that are due."""
@@ -179,7 +179,7 @@ class Order:
             gone = line[len(line) // 2 :]
             del line[len(line) // 2 :]
             fire_at, event_id, first = gone[0]
-            self._left[key] = Left((fire_at, event_id - 1), self._where(first))
+            self._left[key] = KeyBacklog((fire_at, event_id - 1), self._where(first))
             self._parked.difference_update(event_id for _, event_id, _ in gone)
             if not line:
                 del self._waiting[key]

@@ -11,16 +11,16 @@ from typing import Any, Final
 
 from turnlane.errors import NoSuchQueue
 from turnlane.runtime import Closing
-from turnlane.table.catalog import Catalog
-from turnlane.table.definition import OWN_COLUMNS, Definition
-from turnlane.table.grammar import CreateQueue, DropQueue, ShowQueues, parse, run_statement
+from turnlane.table.catalog import QueueCatalog
+from turnlane.table.definition import SYSTEM_COLUMNS, Definition
+from turnlane.table.grammar import CreateQueue, DropQueue, ShowQueues, parse, run_schedule_statement
 from turnlane.table.manager import Manager
-from turnlane.table.receiver import PREFETCH, Receiver
+from turnlane.table.receiver import DEFAULT_PREFETCH, Receiver
 from turnlane.table.schedules import Schedule
-from turnlane.table.shards import EVERYTHING, KeyRange
+from turnlane.table.shards import WHOLE_KEYSPACE, KeyRange
 from turnlane.table.sql.dialect import Connection, Dialect, Row
 from turnlane.table.sql.session import understood
-from turnlane.table.store import Store
+from turnlane.table.store import TableStore
 from turnlane.table.url import dialect_of
 
 # ── selection ──
@@ -28,7 +28,7 @@ from turnlane.table.url import dialect_of
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class EventSelection:
     """Events for which all of it is so; ``None`` asks for nothing."""
 
     states: tuple[str, ...] | None = None
@@ -40,7 +40,7 @@ class Selection:
     """Values of the queue's ``SHARD BY`` column."""
     names: tuple[str, ...] | None = None
     ids: tuple[int, ...] | None = None
-    key_range: KeyRange = EVERYTHING
+    key_range: KeyRange = WHOLE_KEYSPACE
 
     def where(self, dialect: Dialect, definition: Definition) -> tuple[str, tuple[Any, ...]]:
         """A condition in SQL, and its parameters."""
@@ -74,26 +74,26 @@ class Selection:
 #
 # A scan takes no lock and no part in firing: whoever manages the table does not notice.
 
-PAGE: Final = 10_000
+SCAN_PAGE_ROWS: Final = 10_000
 """Rows that are in memory at a time."""
 
 
-class Scan:
+class TableScan:
     """Reads the events of one queue in one database, every column of theirs."""
 
     def __init__(self, dialect: Dialect, definition: Definition) -> None:
         self._dialect = dialect
         self._definition = definition
-        self.columns: tuple[str, ...] = (*OWN_COLUMNS, *definition.names)
+        self.columns: tuple[str, ...] = (*SYSTEM_COLUMNS, *definition.names)
         """All there are, turnlane's own first."""
 
     def pages(
         self,
-        selection: Selection,
+        selection: EventSelection,
         columns: Sequence[str] | None = None,
         *,
         first: int | None = None,
-        size: int = PAGE,
+        size: int = SCAN_PAGE_ROWS,
     ) -> Generator[list[Row], None, None]:
         """The rows, as they are at one moment, some at a time.
 
@@ -107,18 +107,20 @@ class Scan:
         ):
             yield from self._dialect.stream(connection, statement, parameters, size)
 
-    def events(self, selection: Selection, first: int | None = None) -> Iterator[dict[str, Any]]:
+    def events(
+        self, selection: EventSelection, first: int | None = None
+    ) -> Iterator[dict[str, Any]]:
         """The rows, as columns by their names."""
         for page in self.pages(selection, first=first):
             yield from (dict(zip(self.columns, row, strict=True)) for row in page)
 
-    def ids(self, selection: Selection, first: int | None = None) -> list[int]:
+    def ids(self, selection: EventSelection, first: int | None = None) -> list[int]:
         """Their ids."""
         pages = self.pages(selection, ("event_id",), first=first)
         return [row[0] for page in pages for row in page]
 
     def _statement(
-        self, selection: Selection, columns: Sequence[str], first: int | None
+        self, selection: EventSelection, columns: Sequence[str], first: int | None
     ) -> tuple[str, Row]:
         dialect = self._dialect
         own = [self._expression(name) for name in columns]
@@ -146,7 +148,7 @@ _LEASE = "SELECT owner, token, expires_at, {now} FROM turnlane_lease WHERE queue
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class QueueStatus:
     """A queue at one moment, by the database's clock."""
 
     counts: dict[str, int]
@@ -165,7 +167,7 @@ class Status:
     """Seconds until it ends unless it is renewed."""
 
 
-def status_of(store: Store) -> Status:
+def read_status(store: TableStore) -> QueueStatus:
     """Ask the database. Raises ``NoSuchQueue`` and ``DatabaseDown``."""
     dialect, definition = store.dialect, store.definition
     table = dialect.identifier(definition.name)
@@ -176,7 +178,7 @@ def status_of(store: Store) -> Status:
         raise NoSuchQueue(f"there is no queue {definition.name!r} in this database")
     owner, term, expires_at, at = leases[0]
     leads = owner is not None and expires_at > at
-    return Status(
+    return QueueStatus(
         counts=store.counts(),
         due=due,
         lag=max(0.0, (now - first) / 1e9) if due else 0.0,
@@ -193,7 +195,7 @@ class TableQueue(Closing):
     def __init__(self, dialect: Dialect, definition: Definition) -> None:
         self.definition = definition
         self._dialect = dialect
-        self._store = Store(dialect, definition)
+        self._store = TableStore(dialect, definition)
         self._manager: Manager | None = None
         self._lock = threading.Lock()
 
@@ -223,7 +225,7 @@ class TableQueue(Closing):
         """
         values = dict(row)
         given = {
-            "fire_at": None if at is None else nanoseconds(at),
+            "fire_at": None if at is None else convert_to_nanoseconds(at),
             "event_name": name,
             "priority": priority or None,
             "event_group": group,
@@ -253,7 +255,7 @@ class TableQueue(Closing):
         """Insert events in one transaction of their own; as :meth:`enqueue_many` has them."""
         self._store.inserts.insert(rows)
 
-    def receive(self, key_range: str = "-", prefetch: int = PREFETCH) -> Receiver:
+    def receive(self, key_range: str = "-", prefetch: int = DEFAULT_PREFETCH) -> Receiver:
         """A receiver of the events in a key range; starts a manager in this process.
 
         Events come while that manager leads: one of all processes that serve the table does.
@@ -289,7 +291,7 @@ class TableQueue(Closing):
         """This process's manager of the table, started if it is not."""
         with self._lock:
             if self._manager is None:
-                self._manager = Manager(Store(self._dialect, self.definition))
+                self._manager = Manager(TableStore(self._dialect, self.definition))
                 self._manager.start()
             return self._manager
 
@@ -297,14 +299,14 @@ class TableQueue(Closing):
         """How many events are in each state."""
         return self._store.counts()
 
-    def status(self) -> Status:
+    def status(self) -> QueueStatus:
         """What waits, how late it is, and who leads."""
-        return status_of(self._store)
+        return read_status(self._store)
 
     @property
-    def scan(self) -> Scan:
+    def scan(self) -> TableScan:
         """Reads the table as it is, beside its manager."""
-        return Scan(self._dialect, self.definition)
+        return TableScan(self._dialect, self.definition)
 
     def peek(self, state: str = "to_be_fired", limit: int = 10) -> list[dict[str, Any]]:
         """The first events in a state, by fire time."""
@@ -337,7 +339,7 @@ class Database(Closing):
 
     def __init__(self, dialect: Dialect) -> None:
         self.dialect = dialect
-        self.catalog = Catalog(dialect)
+        self.catalog = QueueCatalog(dialect)
         self._queues: list[TableQueue] = []
 
     def sql(self, statement: str, first_id: int = 1) -> list[str]:
@@ -356,7 +358,7 @@ class Database(Closing):
             case ShowQueues():
                 return self.catalog.names()
             case other:
-                return run_statement(other, self._opened, self.catalog.names)
+                return run_schedule_statement(other, self._opened, self.catalog.names)
 
     def ddl(self, statement: str) -> list[str]:
         """What a ``CREATE QUEUE`` would run, for a migration tool."""
@@ -390,7 +392,7 @@ def connect(url: str) -> Database:
     return Database(dialect_of(url))
 
 
-def nanoseconds(moment: datetime | int) -> int:
+def convert_to_nanoseconds(moment: datetime | int) -> int:
     """Nanoseconds since the epoch; a ``datetime`` must say its time zone."""
     if isinstance(moment, int):
         return moment

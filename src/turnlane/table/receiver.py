@@ -10,14 +10,14 @@ from typing import Protocol
 
 from turnlane.errors import LeadLost, QueueClosed
 from turnlane.runtime import Closing
-from turnlane.table.event import Home, TableEvent
-from turnlane.table.shards import EVERYTHING, KeyRange
+from turnlane.table.event import AckHandler, TableEvent
+from turnlane.table.shards import WHOLE_KEYSPACE, KeyRange
 
 # ── losses ──
 # Losses: who was told that acks were lost. Each thread that waits for acks has to hear of it.
 
 
-class Losses:
+class LostAckCounter:
     """Which part of a count that only grows each thread knows."""
 
     def __init__(self, known: int = 0) -> None:
@@ -31,14 +31,14 @@ class Losses:
         return count > told
 
 
-PREFETCH = 1_000
+DEFAULT_PREFETCH = 1_000
 """Events that a receiver may have and not have settled."""
 
 LOOK = 0.05
 """Seconds between looks at whether events that are held up may be given out."""
 
 
-class Source(Protocol):
+class ManagerHandle(Protocol):
     """A manager, as its receivers see it."""
 
     lost_acks: int
@@ -62,17 +62,19 @@ class Receiver(Closing):
     received when one of them returns it; what only waits here goes back when its time is over.
     """
 
-    def __init__(self, key_range: KeyRange = EVERYTHING, prefetch: int = PREFETCH) -> None:
+    def __init__(
+        self, key_range: KeyRange = WHOLE_KEYSPACE, prefetch: int = DEFAULT_PREFETCH
+    ) -> None:
         if prefetch < 1:
             raise ValueError("prefetch must be at least 1")
         self.key_range = key_range
         self.prefetch = prefetch
-        self._sources: list[Source] = []
-        self._gone: list[Source] = []
+        self._sources: list[ManagerHandle] = []
+        self._gone: list[ManagerHandle] = []
         """Managers that are closed: what they did not store must not be taken for stored."""
-        self._losses: dict[int, Losses] = {}
+        self._losses: dict[int, LostAckCounter] = {}
         """Of each manager: how many of its lost acks who was told of."""
-        self._waiting: deque[tuple[Source, TableEvent]] = deque()
+        self._waiting: deque[tuple[ManagerHandle, TableEvent]] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self.asked = 0
@@ -124,7 +126,7 @@ class Receiver(Closing):
 
     def ack(self, events: Sequence[TableEvent]) -> None:
         """Settle several events at once; as :meth:`TableEvent.ack`."""
-        by_home: dict[Home, list[TableEvent]] = {}
+        by_home: dict[AckHandler, list[TableEvent]] = {}
         for event in events:
             by_home.setdefault(event.home, []).append(event)
         for home, mine in by_home.items():
@@ -158,12 +160,12 @@ class Receiver(Closing):
 
     # ── for managers ─────────────────────────────────────────────────────────────────────────────
 
-    def attached(self, source: Source) -> None:
+    def attached(self, source: ManagerHandle) -> None:
         """A manager will send events."""
-        self._losses[id(source)] = Losses(source.lost_acks)
+        self._losses[id(source)] = LostAckCounter(source.lost_acks)
         self._sources.append(source)
 
-    def left(self, source: Source) -> None:
+    def left(self, source: ManagerHandle) -> None:
         """A manager will send no more; after the last one the receiver is closed."""
         with self._changed:
             if source in self._sources:
@@ -173,7 +175,7 @@ class Receiver(Closing):
         if over:
             self.close()
 
-    def offer(self, source: Source, events: list[TableEvent]) -> None:
+    def offer(self, source: ManagerHandle, events: list[TableEvent]) -> None:
         """Take events in."""
         with self._changed:
             self._waiting.extend([(source, event) for event in events])
@@ -192,7 +194,7 @@ class Receiver(Closing):
         """Events whose manager may fire them at this moment."""
         taken: list[TableEvent] = []
         fires: dict[int, bool] = {}
-        held_up: list[tuple[Source, TableEvent]] = []
+        held_up: list[tuple[ManagerHandle, TableEvent]] = []
         while self._waiting and len(taken) < most:
             source, event = self._waiting.popleft()
             if id(source) not in fires:

@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from turnlane.errors import ConfigError, ReshardUnderWay
-from turnlane.table.definition import Ordering
-from turnlane.table.notes import common
-from turnlane.table.row_codec import MOVED, Batch, Take
-from turnlane.table.schedules import key_in
-from turnlane.table.shard_directory import Sites
-from turnlane.table.shard_store import BATCH, ShardStore
+from turnlane.table.definition import TableOrdering
+from turnlane.table.notes import find_common_progress
+from turnlane.table.row_codec import TRANSFERRED_COLUMNS, TransferBatch, TransferFilter
+from turnlane.table.schedules import get_schedule_key
+from turnlane.table.shard_directory import ShardDirectory
+from turnlane.table.shard_store import TRANSFER_BATCH, ShardStore
 from turnlane.table.shards import Shard, ShardMap, keyspace_id
 from turnlane.table.sql.dialect import Row
 
@@ -37,18 +37,18 @@ from turnlane.table.sql.dialect import Row
 # The mover: takes the events of a shard to those that have their keys now.
 
 
-class Mover:
+class RowMover:
     """Empties one shard. Any number of movers may be at it; see :mod:`.shard_store`."""
 
-    def __init__(self, sites: Sites, source: Shard) -> None:
+    def __init__(self, sites: ShardDirectory, source: Shard) -> None:
         self._sites = sites
         self._source: ShardStore = sites.store(source)
         shard_by = sites.definition.shard_by
         assert shard_by is not None, "a queue with several shards has a key"
         self._shard_by = shard_by
-        self._key = len(MOVED) + sites.definition.names.index(shard_by)
+        self._key = len(TRANSFERRED_COLUMNS) + sites.definition.names.index(shard_by)
 
-    def move(self, what: Take, version: int, *parameters: int) -> int:
+    def move(self, what: TransferFilter, version: int, *parameters: int) -> int:
         """Move a batch of events, by the map of that version; how many."""
         self.deliver()
         taken = self._source.take(what, version, *parameters)
@@ -63,18 +63,18 @@ class Mover:
         Both is moved another time.
         """
         self.move_schedules(version)
-        moved = count = self.move(Take.PLAIN, version)
-        while count == BATCH:
-            count = self.move(Take.PLAIN, version)
+        moved = count = self.move(TransferFilter.PLAIN, version)
+        while count == TRANSFER_BATCH:
+            count = self.move(TransferFilter.PLAIN, version)
             moved += count
-        if self._source.has(Take.PLAIN):
+        if self._source.has(TransferFilter.PLAIN):
             return moved
-        return moved + self.move(Take.ALL, version)
+        return moved + self.move(TransferFilter.ALL, version)
 
     def move_schedules(self, version: int) -> None:
         """Take what recurs along, from a shard that is shut: nobody fires it here meanwhile."""
         for row in self._source.schedules():
-            key = key_in(row, self._shard_by)
+            key = get_schedule_key(row, self._shard_by)
             shard = self._source.map_of(version).shard_of(keyspace_id(key))
             self._sites.store(shard).keep_schedule(row)
             self._source.drop_schedule(row[1])
@@ -86,7 +86,7 @@ class Mover:
                 self._sites.store(shard).arrive(self._source.id, batch.number, rows)
             self._source.strike(batch.number)
 
-    def _sorted(self, batch: Batch) -> dict[Shard, list[Row]]:
+    def _sorted(self, batch: TransferBatch) -> dict[Shard, list[Row]]:
         """By the map that was in force when they were taken: some may have arrived by it."""
         shards = self._source.map_of(batch.version)
         parts: dict[Shard, list[Row]] = {}
@@ -97,16 +97,16 @@ class Mover:
 
 log = logging.getLogger(__name__)
 
-MARGIN: float = 10.0
+WINDOW_MARGIN: float = 10.0
 """Seconds beyond a manager's window from which on it surely has no event in memory."""
 
-GRACE: float = 3.0
+LEAVE_SECONDS: float = 3.0
 """Seconds that managers of old shards have to leave in order."""
 
-LOOK: float = 0.05
+POLL_SECONDS: float = 0.05
 
 
-class Step(enum.StrEnum):
+class ReshardStep(enum.StrEnum):
     """Where a reshard is."""
 
     PREPARE = "prepare"
@@ -117,22 +117,26 @@ class Step(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ReshardProgress:
     """How far a reshard has come."""
 
-    step: Step
+    step: ReshardStep
     moved: int
     """Events moved so far by this run of it."""
 
 
-Tell = Callable[[Progress], None]
+ProgressCallback = Callable[[ReshardProgress], None]
 
 
 class Resharder:
     """One reshard, from its plan to its end. Run it again if it was interrupted."""
 
     def __init__(
-        self, sites: Sites, plan: ShardMap, tell: Tell = lambda _: None, grace: float = GRACE
+        self,
+        sites: ShardDirectory,
+        plan: ShardMap,
+        tell: ProgressCallback = lambda _: None,
+        grace: float = LEAVE_SECONDS,
     ) -> None:
         self.plan = plan
         self._sites = sites
@@ -142,7 +146,11 @@ class Resharder:
 
     @classmethod
     def begin(
-        cls, sites: Sites, current: ShardMap, targets: Sequence[Shard], tell: Tell = lambda _: None
+        cls,
+        sites: ShardDirectory,
+        current: ShardMap,
+        targets: Sequence[Shard],
+        tell: ProgressCallback = lambda _: None,
     ) -> Resharder:
         """Plan a reshard: ``targets`` take the place of the shards that have their keys.
 
@@ -152,7 +160,7 @@ class Resharder:
         if sites.definition.shard_by is None:
             raise ConfigError("shards", "the queue has no SHARD BY column to choose one by")
         sites.learn(shard.url for shard in targets)
-        found = planned(sites, current)
+        found = find_plan(sites, current)
         if found is not None:
             if not {shard.address for shard in targets} <= {s.address for s in found.shards}:
                 raise ReshardUnderWay("another reshard is not finished; resume it first")
@@ -166,10 +174,10 @@ class Resharder:
 
     @classmethod
     def resume(
-        cls, sites: Sites, current: ShardMap, tell: Tell = lambda _: None
+        cls, sites: ShardDirectory, current: ShardMap, tell: ProgressCallback = lambda _: None
     ) -> Resharder | None:
         """The reshard that was interrupted, if there is one."""
-        found = planned(sites, current)
+        found = find_plan(sites, current)
         return None if found is None else cls(sites, found, tell)
 
     def run(self) -> int:
@@ -188,7 +196,7 @@ class Resharder:
         self._drain(sources, targets)
         for store in self._stores(before.shards):
             store.end_plan()
-        self._say(Step.DONE)
+        self._say(ReshardStep.DONE)
         return self._moved
 
     def _make_known(self, before: ShardMap) -> None:
@@ -207,7 +215,7 @@ class Resharder:
         return None
 
     def _prepare(self, targets: Sequence[Shard]) -> None:
-        self._say(Step.PREPARE)
+        self._say(ReshardStep.PREPARE)
         for shard in targets:
             self._sites.create(shard)
             store = self._sites.store(shard)
@@ -243,22 +251,26 @@ class Resharder:
                 noted.append(notes.read())
         for shard in targets:
             with self._sites.notes(shard) as notes:
-                notes.arrive(common(noted))
+                notes.arrive(find_common_progress(noted))
 
     def _move_ahead(self, sources: Sequence[Shard]) -> None:
-        window = self._sites.definition.settings.window + MARGIN
+        window = self._sites.definition.settings.window + WINDOW_MARGIN
         for shard in sources:
-            mover, store = Mover(self._sites, shard), self._sites.store(shard)
-            for what in (Take.FAR, Take.HISTORY):
+            mover, store = RowMover(self._sites, shard), self._sites.store(shard)
+            for what in (TransferFilter.FAR, TransferFilter.HISTORY):
                 while True:
-                    far = () if what is Take.HISTORY else (store.now() + round(window * 1e9),)
+                    far = (
+                        ()
+                        if what is TransferFilter.HISTORY
+                        else (store.now() + round(window * 1e9),)
+                    )
                     count = mover.move(what, self.plan.version, *far)
-                    self._say(Step.AHEAD, count)
-                    if count < BATCH:  # more may come for ever
+                    self._say(ReshardStep.AHEAD, count)
+                    if count < TRANSFER_BATCH:  # more may come for ever
                         break
 
     def _switch(self, before: ShardMap, sources: Sequence[Shard], targets: Sequence[Shard]) -> None:
-        self._say(Step.SWITCH)
+        self._say(ReshardStep.SWITCH)
         others = [shard for shard in before.shards if shard not in sources]
         # The new shards first: who hears of them from an old one finds everything in its place.
         for store in self._stores((*targets, *others, *before.retired, *sources)):
@@ -266,20 +278,22 @@ class Resharder:
         until = time.monotonic() + self._grace
         for store in self._stores(sources):
             while store.is_led() and time.monotonic() < until:
-                time.sleep(LOOK)  # a lease that is given back announces itself to nobody
+                time.sleep(POLL_SECONDS)  # a lease that is given back announces itself to nobody
             store.shut()
-        if self._sites.definition.settings.ordering is Ordering.NONE:
+        if self._sites.definition.settings.ordering is TableOrdering.NONE:
             self._open(targets)
 
     def _drain(self, sources: Sequence[Shard], targets: Sequence[Shard]) -> None:
-        self._say(Step.DRAIN)
+        self._say(ReshardStep.DRAIN)
         for shard in sources:
-            mover, store = Mover(self._sites, shard), self._sites.store(shard)
+            mover, store = RowMover(self._sites, shard), self._sites.store(shard)
             last_id = store.last_id()
-            self._say(Step.DRAIN, mover.drain(self.plan.version))
-            while store.has(Take.ALL, last_id):
-                time.sleep(LOOK)  # somebody's transaction holds a row: nothing tells when it ends
-                self._say(Step.DRAIN, mover.drain(self.plan.version))
+            self._say(ReshardStep.DRAIN, mover.drain(self.plan.version))
+            while store.has(TransferFilter.ALL, last_id):
+                time.sleep(
+                    POLL_SECONDS
+                )  # somebody's transaction holds a row: nothing tells when it ends
+                self._say(ReshardStep.DRAIN, mover.drain(self.plan.version))
         self._open(targets)
 
     def _open(self, targets: Sequence[Shard]) -> None:
@@ -289,13 +303,13 @@ class Resharder:
     def _stores(self, shards: Iterable[Shard]) -> list[ShardStore]:
         return [self._sites.store(shard) for shard in shards]
 
-    def _say(self, step: Step, moved: int = 0) -> None:
+    def _say(self, step: ReshardStep, moved: int = 0) -> None:
         self._moved += moved
         log.debug("reshard of %s: %s, %d moved", self._sites.definition.name, step, self._moved)
-        self._tell(Progress(step, self._moved))
+        self._tell(ReshardProgress(step, self._moved))
 
 
-def planned(sites: Sites, current: ShardMap) -> ShardMap | None:
+def find_plan(sites: ShardDirectory, current: ShardMap) -> ShardMap | None:
     """The map that an unfinished reshard leads to."""
     for shard in (*current.shards, *current.retired):
         plan = sites.store(shard).plan()

@@ -13,16 +13,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from turnlane.errors import SchemaMismatch
-from turnlane.table.definition import ENQUEUED, Column, Definition
+from turnlane.table.definition import INSERT_COLUMNS, Column, Definition
 from turnlane.table.sql.dialect import Dialect, Row
 
-TIME: Final = pa.timestamp("us", tz="UTC")
-NANOSECONDS: Final = 1_000
+TIME_TYPE: Final = pa.timestamp("us", tz="UTC")
+NANOSECONDS_PER_MICROSECOND: Final = 1_000
 """In a microsecond."""
 
 _OWN: Final[Mapping[str, pa.DataType]] = {
     "event_id": pa.int64(),
-    "fire_at": TIME,
+    "fire_at": TIME_TYPE,
     "state": pa.string(),
     "attempts": pa.int32(),
     "priority": pa.int16(),
@@ -43,28 +43,28 @@ _TYPES: Final[Mapping[str, pa.DataType]] = {
     "BLOB": pa.binary(),
     "BYTEA": pa.binary(),
     "DATE": pa.date32(),
-    "TIMESTAMP": TIME,
+    "TIMESTAMP": TIME_TYPE,
 }
 """Those of the others are texts, but for decimals that say how long they are."""
 
 
-def type_of(column: Column) -> pa.DataType:
+def get_arrow_type(column: Column) -> pa.DataType:
     """The Arrow type of a user's column."""
     if column.type in {"NUMERIC", "DECIMAL"} and column.arguments:
         return pa.decimal128(*column.arguments)
     return _TYPES.get(column.type, pa.string())
 
 
-def schema_of(definition: Definition) -> pa.Schema:
+def get_schema(definition: Definition) -> pa.Schema:
     """All columns of a queue's rows, turnlane's own first; fire times in microseconds."""
-    own = {column.name: type_of(column) for column in definition.columns}
+    own = {column.name: get_arrow_type(column) for column in definition.columns}
     return pa.schema([pa.field(name, kind) for name, kind in {**_OWN, **own}.items()])
 
 
 # ── out of the table ─────────────────────────────────────────────────────────────────────────────
 
 
-def block_of(rows: Sequence[Row], schema: pa.Schema) -> pa.RecordBatch:
+def build_block(rows: Sequence[Row], schema: pa.Schema) -> pa.RecordBatch:
     """Rows that a database gave, as columns."""
     values = zip(*rows, strict=True) if rows else ([] for _ in schema)
     arrays = [_read(field, column) for field, column in zip(schema, values, strict=True)]
@@ -74,7 +74,9 @@ def block_of(rows: Sequence[Row], schema: pa.Schema) -> pa.RecordBatch:
 def _read(field: pa.Field[Any], values: Iterable[Any]) -> pa.Array[Any]:
     found: pa.Array[Any]
     if field.name == "fire_at" and pa.types.is_timestamp(field.type):
-        found = pa.array([each // NANOSECONDS for each in values], pa.int64()).cast(TIME)
+        found = pa.array([each // NANOSECONDS_PER_MICROSECOND for each in values], pa.int64()).cast(
+            TIME_TYPE
+        )
         return found
     convert = _READERS.get(_kind(field.type))
     if convert is not None:
@@ -105,7 +107,7 @@ _READERS: Final[Mapping[str, Callable[[Any], object]]] = {
     "string": _text,
     "binary": bytes,
     "decimal": lambda value: Decimal(str(value)),
-    str(TIME): _time,
+    str(TIME_TYPE): _time,
     "date32[day]": _date,
 }
 """What drivers do not give as Arrow takes it: SQLite has texts for times and numbers for truth."""
@@ -116,7 +118,7 @@ _READERS: Final[Mapping[str, Callable[[Any], object]]] = {
 
 def check_columns(names: Collection[str], definition: Definition) -> None:
     """Raise ``SchemaMismatch`` for a column that an insert cannot set, or has to and does not."""
-    allowed = (*ENQUEUED, *definition.names)
+    allowed = (*INSERT_COLUMNS, *definition.names)
     for name in names:
         if name not in allowed:
             there = ", ".join(allowed)
@@ -126,14 +128,14 @@ def check_columns(names: Collection[str], definition: Definition) -> None:
             raise SchemaMismatch(f"{definition.name!r}: column {column.name!r} needs a value")
 
 
-def fitted(batch: pa.RecordBatch, definition: Definition) -> pa.RecordBatch:
+def cast_batch(batch: pa.RecordBatch, definition: Definition) -> pa.RecordBatch:
     """A batch with its columns in the table's types; fire times in nanoseconds.
 
     Fire times may be times, texts in ISO 8601, or nanoseconds since the epoch. Raises
     ``SchemaMismatch`` if a value does not fit its column.
     """
     check_columns(batch.schema.names, definition)
-    schema = schema_of(definition)
+    schema = get_schema(definition)
     arrays = []
     for name in batch.schema.names:
         try:
@@ -148,10 +150,12 @@ def _fitted(column: Any, name: str, kind: pa.DataType) -> Any:  # noqa: ANN401 -
         return column.cast(kind)
     if pa.types.is_integer(column.type):
         return column.cast(pa.int64())
-    return pc.multiply_checked(column.cast(TIME, safe=False).cast(pa.int64()), NANOSECONDS)
+    return pc.multiply_checked(
+        column.cast(TIME_TYPE, safe=False).cast(pa.int64()), NANOSECONDS_PER_MICROSECOND
+    )
 
 
-def rows_of(batch: pa.RecordBatch, dialect: Dialect) -> list[dict[str, Any]]:
+def convert_to_rows(batch: pa.RecordBatch, dialect: Dialect) -> list[dict[str, Any]]:
     """A fitted batch as rows that the database takes; what turnlane has defaults for is left out.
 
     (A null there would not mean the default.)
@@ -162,7 +166,7 @@ def rows_of(batch: pa.RecordBatch, dialect: Dialect) -> list[dict[str, Any]]:
         {
             name: value
             for name, value in zip(names, values, strict=True)
-            if value is not None or name not in ENQUEUED
+            if value is not None or name not in INSERT_COLUMNS
         }
         for values in zip(*columns, strict=True)
     ]
@@ -181,7 +185,7 @@ def _written(column: Any, dialect: Dialect) -> list[Any]:  # noqa: ANN401 - Arro
 # ── letters ──
 # Letters: events on their way from one shard to another. Pure.
 
-MOVED: Final = (
+TRANSFERRED_COLUMNS: Final = (
     "fire_at",
     "state",
     "attempts",
@@ -194,7 +198,7 @@ MOVED: Final = (
 """The columns of an event that go with it, beside the user's. It gets another id."""
 
 
-class Take(enum.Enum):
+class TransferFilter(enum.Enum):
     """Which events are taken out of a table, as a condition in SQL."""
 
     FAR = (
@@ -208,11 +212,11 @@ class Take(enum.Enum):
     """Also those that wait for a group, whose members have to be there before them."""
 
 
-ONLINE: Final = (Take.FAR, Take.HISTORY)
+ONLINE_FILTERS: Final = (TransferFilter.FAR, TransferFilter.HISTORY)
 """What can be moved while a manager fires from the same table."""
 
 
-class Batch(NamedTuple):
+class TransferBatch(NamedTuple):
     """Events on their way."""
 
     number: int
@@ -221,23 +225,25 @@ class Batch(NamedTuple):
     rows: list[Row]
 
 
-def columns_of(definition: Definition) -> tuple[str, ...]:
+def get_transferred_columns(definition: Definition) -> tuple[str, ...]:
     """The columns of an event that go with it."""
-    return (*MOVED, *definition.names)
+    return (*TRANSFERRED_COLUMNS, *definition.names)
 
 
-def welcome(rows: Sequence[Row], definition: Definition, taken: Container[str]) -> list[Row]:
+def prepare_arrivals(
+    rows: Sequence[Row], definition: Definition, taken: Container[str]
+) -> list[Row]:
     """Rows as the database takes them to which they came; a name that is taken there is left off.
 
     What was fired is to be fired again: no ack can reach the manager that did it.
     """
-    columns = columns_of(definition)
+    columns = get_transferred_columns(definition)
     at_state, at_name = columns.index("state"), columns.index("event_name")
     booleans = {column.name for column in definition.columns if column.type == "BOOLEAN"}
     at_booleans = [at for at, name in enumerate(columns) if name in booleans]
     found = []
     for row in rows:
-        values = list(map(portable, row))
+        values = list(map(convert_to_portable, row))
         if values[at_state] == "fired":
             values[at_state] = "to_be_fired"
         if values[at_name] in taken:
@@ -248,7 +254,7 @@ def welcome(rows: Sequence[Row], definition: Definition, taken: Container[str]) 
     return found
 
 
-def portable(value: Any) -> Any:  # noqa: ANN401 - whatever a column holds
+def convert_to_portable(value: Any) -> Any:  # noqa: ANN401 - whatever a column holds
     """A value as any of the databases takes it."""
     if value is None or isinstance(value, int | float | str | bytes):
         return value

@@ -17,18 +17,18 @@ from typing import Any, Final, NamedTuple, Self
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from turnlane.errors import SchemaMismatch
-from turnlane.table.definition import checked_name, quoted
-from turnlane.table.fenced_writes import Inserts
-from turnlane.table.row_codec import check_columns, portable
+from turnlane.table.definition import check_name, quote_identifier
+from turnlane.table.fenced_writes import EventInserter
+from turnlane.table.row_codec import check_columns, convert_to_portable
 from turnlane.table.sql.dialect import Dialect, Row
 from turnlane.table.sql.session import Execute, Session
 
 # ── cron ──
 # Cron expressions: when something that recurs is due. Pure.
 
-SECOND: Final = 1_000_000_000
+NANOSECONDS_PER_SECOND: Final = 1_000_000_000
 DAY: Final = timedelta(days=1)
-LONGEST: Final = 366 * 41
+MAX_DAYS: Final = 366 * 41
 """Days within which every expression comes: the 29th of February on a certain day of the week."""
 
 _PART: Final = re.compile(r"(?:(\*)|(\w+)(?:-(\w+))?)(?:/(\d{1,4}))?", re.ASCII)
@@ -38,7 +38,7 @@ def _numbered(words: str, first: int) -> Mapping[str, int]:
     return {word: at for at, word in enumerate(words.split(), start=first)}
 
 
-class Field(NamedTuple):
+class CronField(NamedTuple):
     """A field of an expression, and what may stand there."""
 
     name: str
@@ -68,12 +68,12 @@ class Field(NamedTuple):
         return number
 
 
-FIELDS: Final = (
-    Field("minute", 0, 59, {}),
-    Field("hour", 0, 23, {}),
-    Field("day of the month", 1, 31, {}),
-    Field("month", 1, 12, _numbered("JAN FEB MAR APR MAY JUN JUL AUG SEP OCT NOV DEC", 1)),
-    Field("day of the week", 0, 7, _numbered("SUN MON TUE WED THU FRI SAT", 0)),
+CRON_FIELDS: Final = (
+    CronField("minute", 0, 59, {}),
+    CronField("hour", 0, 23, {}),
+    CronField("day of the month", 1, 31, {}),
+    CronField("month", 1, 12, _numbered("JAN FEB MAR APR MAY JUN JUL AUG SEP OCT NOV DEC", 1)),
+    CronField("day of the week", 0, 7, _numbered("SUN MON TUE WED THU FRI SAT", 0)),
 )
 
 
@@ -95,10 +95,10 @@ class Cron:
     def parse(cls, text: str) -> Self:
         """The expression that ``text`` is. Raises ``ValueError``, which names the field."""
         parts = text.split()
-        if len(parts) != len(FIELDS):
-            names = ", ".join(field.name for field in FIELDS)
+        if len(parts) != len(CRON_FIELDS):
+            names = ", ".join(field.name for field in CRON_FIELDS)
             raise ValueError(f"{text!r} has {len(parts)} fields, not five: {names}")
-        minutes, hours, days, months, weekdays = map(Field.parse, FIELDS, parts)
+        minutes, hours, days, months, weekdays = map(CronField.parse, CRON_FIELDS, parts)
         either_day = not parts[2].startswith("*") and not parts[4].startswith("*")
         # 2024 was a leap year.
         there = (_days_of(2024, month) >= min(days) for month in months)
@@ -110,15 +110,15 @@ class Cron:
 
     def after(self, moment: int, zone: ZoneInfo) -> int:
         """When it comes next; both in nanoseconds since the epoch."""
-        second = moment // SECOND
+        second = moment // NANOSECONDS_PER_SECOND
         day = datetime.fromtimestamp(second, zone).date()
-        for _ in range(LONGEST):
+        for _ in range(MAX_DAYS):
             for hour in sorted(self.hours) if self._falls_on(day) else ():
                 if max(_seconds(day, hour, 59, zone)) <= second:
                     continue  # which saves the look at each of its minutes
                 later = [at for at in self._within(day, hour, zone) if at > second]
                 if later:
-                    return min(later) * SECOND
+                    return min(later) * NANOSECONDS_PER_SECOND
             day += DAY
         raise AssertionError("parse() takes none that never comes")
 
@@ -173,7 +173,7 @@ class Schedule:
 
     def check(self) -> None:
         """Raise ``ValueError`` for what no schedule can be."""
-        checked_name(self.name)
+        check_name(self.name)
         self.after(0)
         for name in ("fire_at", "event_name"):
             if name in self.columns:
@@ -182,12 +182,12 @@ class Schedule:
 
     def after(self, moment: int) -> int:
         """When it is due next after a moment."""
-        return Cron.parse(self.every).after(moment, zone_of(self.time_zone))
+        return Cron.parse(self.every).after(moment, get_time_zone(self.time_zone))
 
     @property
     def stored(self) -> str:
         """The event's columns as the database keeps them."""
-        values = {name: portable(value) for name, value in self.columns.items()}
+        values = {name: convert_to_portable(value) for name, value in self.columns.items()}
         try:
             return json.dumps(values, sort_keys=True, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -196,22 +196,24 @@ class Schedule:
     @property
     def event(self) -> dict[str, Any]:
         """The event that is due next, under a name that no other occurrence has."""
-        due = datetime.fromtimestamp(self.next_at // SECOND, UTC)
+        due = datetime.fromtimestamp(self.next_at // NANOSECONDS_PER_SECOND, UTC)
         name = f"{self.name}@{due:%Y-%m-%dT%H:%M:%SZ}"
         return {**self.columns, "fire_at": self.next_at, "event_name": name}
 
     def __str__(self) -> str:
-        text = f"CREATE SCHEDULE {quoted(self.name)} ON {quoted(self.queue)} "
+        text = f"CREATE SCHEDULE {quote_identifier(self.name)} ON {quote_identifier(self.queue)} "
         text += f"EVERY {_literal(self.every)}"
         if self.time_zone != "UTC":
             text += f" TIME ZONE {_literal(self.time_zone)}"
         if self.columns:
-            values = (f"{quoted(name)} = {_literal(of)}" for name, of in self.columns.items())
+            values = (
+                f"{quote_identifier(name)} = {_literal(of)}" for name, of in self.columns.items()
+            )
             text += f" VALUES ({', '.join(values)})"
         return text
 
 
-def zone_of(name: str) -> ZoneInfo:
+def get_time_zone(name: str) -> ZoneInfo:
     """The time zone of this name. Raises ``ValueError``."""
     try:
         return ZoneInfo(name)
@@ -224,7 +226,7 @@ def _literal(value: object) -> str:
         return "NULL" if value is None else str(value).upper()
     if isinstance(value, int | float):
         return str(value)
-    return quoted(str(value), "'")
+    return quote_identifier(str(value), "'")
 
 
 _COLUMNS: Final = "queue, name, cron, time_zone, event, next_at"
@@ -234,7 +236,7 @@ class _Undone(Exception):
     """Rolls back what was only tried."""
 
 
-def table_of_schedules(dialect: Dialect) -> str:
+def get_schedule_ddl(dialect: Dialect) -> str:
     """The statement that makes the table, unless it is there."""
     mysql = dialect.name == "mysql"
     return (
@@ -246,10 +248,10 @@ def table_of_schedules(dialect: Dialect) -> str:
     )
 
 
-class Schedules:
+class ScheduleTable:
     """The schedules of one queue in one database. Safe to use from any thread."""
 
-    def __init__(self, session: Session, inserts: Inserts) -> None:
+    def __init__(self, session: Session, inserts: EventInserter) -> None:
         self._session = session
         self._inserts = inserts
         self._queue = inserts.definition.name
@@ -369,7 +371,7 @@ def _schedule(row: Row) -> Schedule:
     return Schedule(queue, name, every, time_zone, json.loads(event), next_at)
 
 
-def key_in(row: Row, shard_by: str) -> object:
+def get_schedule_key(row: Row, shard_by: str) -> object:
     """The key of a schedule's event; none if somebody has spoilt it."""
     try:
         return _schedule(row).columns.get(shard_by)

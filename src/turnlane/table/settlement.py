@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from turnlane.errors import TurnlaneError
-from turnlane.retry import doubled
-from turnlane.table.definition import LONGEST_RETRY, TableSettings
+from turnlane.retry import Backoff
+from turnlane.table.definition import MAX_RETRY_SECONDS, TableSettings
 from turnlane.table.event import TableEvent
-from turnlane.table.fetcher import Reader
-from turnlane.table.leader_state import Place, Realm
+from turnlane.table.fetcher import RowFinder
+from turnlane.table.leader_state import LeaderState, ReceiverSlot2
 from turnlane.table.sql.dialect import Row, Verdict
 
 # ── backoff ──
@@ -20,27 +20,19 @@ JITTER = 0.25
 """A quarter to either side, so that what failed together does not come back together."""
 
 
-def backoff(attempts: int, first: float, longest: float, chance: Callable[[], float]) -> float:
-    """Seconds to wait after so many attempts; ``chance`` gives numbers from 0 up to 1.
-
-    Doubles with every attempt, up to ``longest``, which the jitter does not exceed either.
-    """
-    wait = doubled(first, longest, attempts)
-    return min(longest, wait * (1 + JITTER * (2 * chance() - 1)))
-
-
 # ── verdicts ──
 # What becomes of an event that was fired and not acked. Pure.
 
-LONGEST_ERROR: Final = 4_000
+MAX_ERROR_CHARACTERS: Final = 4_000
 """Characters of an error that are kept."""
 
 
-class Judge:
+class RetryPolicy:
     """Decides by a queue's options; ``chance`` gives numbers from 0 up to 1."""
 
     def __init__(self, settings: TableSettings, chance: Callable[[], float]) -> None:
         self._settings = settings
+        self._backoff = Backoff.from_jitter(settings.backoff, settings.max_backoff, JITTER)
         self._chance = chance
 
     def of(
@@ -55,30 +47,30 @@ class Judge:
         if attempts >= settings.max_attempts:
             return Verdict(event_id, "dead", 0, int(more), text)
         if delay is None:
-            delay = backoff(attempts, settings.backoff, settings.max_backoff, self._chance)
+            delay = self._backoff.get_wait(attempts, self._chance())
         # In this order, what is no number is nothing.
-        wait = min(LONGEST_RETRY, max(0.0, delay))
+        wait = min(MAX_RETRY_SECONDS, max(0.0, delay))
         return Verdict(event_id, "to_be_fired", round(wait * 1e9), int(more), text)
 
 
 def _storable(error: str) -> str:
     """What a receiver said, as every database takes it: one text must not stop a whole batch."""
-    return error[:LONGEST_ERROR].replace("\0", "").encode(errors="replace").decode()
+    return error[:MAX_ERROR_CHARACTERS].replace("\0", "").encode(errors="replace").decode()
 
 
-LATE = "not acked in time"
+LATE_ERROR = "not acked in time"
 
-LATER = 5_000_000
+RETRY_MARGIN = 5_000_000
 """Nanoseconds added to the time of a retry here, so that it is due in the table as well."""
 
 
-class Landing:
+class Settlement:
     """Settles events and retries them. Called by a reign."""
 
-    def __init__(self, realm: Realm, chance: Callable[[], float], reader: Reader) -> None:
+    def __init__(self, realm: LeaderState, chance: Callable[[], float], reader: RowFinder) -> None:
         self._realm = realm
         self._stock = realm.stock
-        self._judge = Judge(realm.settings, chance)
+        self._judge = RetryPolicy(realm.settings, chance)
         self._reader = reader
 
     # ── what receivers say ───────────────────────────────────────────────────────────────────────
@@ -116,7 +108,7 @@ class Landing:
         out = [event for event in events if self._stock.flights.get(event.id) is event]
         self._retry(out, delay, error or "nacked")
 
-    def detach(self, place: Place) -> None:
+    def detach(self, place: ReceiverSlot2) -> None:
         """A receiver is gone: what it never took goes back, what it had is fired again."""
         held = [event for event in self._stock.flights if event.seat is place]
         waiting = self._revoke(held)
@@ -137,10 +129,10 @@ class Landing:
         if late:
             waiting = self._revoke(late)
             for event in waiting:
-                if isinstance(event.seat, Place):
+                if isinstance(event.seat, ReceiverSlot2):
                     event.seat.stall()
             self._offer_again(waiting)
-            self._retry([event for event in late if event not in waiting], None, LATE)
+            self._retry([event for event in late if event not in waiting], None, LATE_ERROR)
         unseen = self._stock.flights.unseen(now)
         if unseen:
             self._look_at_rows(unseen)
@@ -152,7 +144,7 @@ class Landing:
 
     def collected(self, rows: Sequence[Row]) -> None:
         """Retry events that an earlier manager fired."""
-        verdicts = [self._judge.of(row[0], row[1], None, LATE, more=False) for row in rows]
+        verdicts = [self._judge.of(row[0], row[1], None, LATE_ERROR, more=False) for row in rows]
         self._realm.store.put_back(self._realm.token, verdicts)
         self._reader.sweep_soon()
 
@@ -182,7 +174,7 @@ class Landing:
     def _land(self, event_id: int) -> TableEvent | None:
         """Take an event out of the air."""
         event = self._stock.flights.pop(event_id)
-        if event is not None and isinstance(event.seat, Place):
+        if event is not None and isinstance(event.seat, ReceiverSlot2):
             event.seat.load -= 1
         return event
 
@@ -254,7 +246,7 @@ class Landing:
                 self._stock.over([event], now)
                 continue
             counts.retried += 1
-            again = event.moved(now + verdict.delay + LATER, 1)
+            again = event.moved(now + verdict.delay + RETRY_MARGIN, 1)
             if again.fire_at <= horizon:
                 self._stock.window.add([again], now)
 
@@ -264,9 +256,9 @@ class Landing:
 
     def _revoke(self, events: Iterable[TableEvent]) -> set[TableEvent]:
         """Take back from the receivers what nobody has taken there yet."""
-        by_place: dict[Place, set[TableEvent]] = {}
+        by_place: dict[ReceiverSlot2, set[TableEvent]] = {}
         for event in events:
-            if isinstance(event.seat, Place):
+            if isinstance(event.seat, ReceiverSlot2):
                 by_place.setdefault(event.seat, set()).add(event)
         back: set[TableEvent] = set()
         for place, mine in by_place.items():

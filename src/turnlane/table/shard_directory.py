@@ -16,11 +16,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from turnlane.errors import ConfigError, DatabaseDown
 from turnlane.runtime import Closing, revealed
-from turnlane.table.catalog import Catalog
+from turnlane.table.catalog import QueueCatalog
 from turnlane.table.definition import Definition
-from turnlane.table.notes import Notes
+from turnlane.table.notes import ProgressTable
 from turnlane.table.shard_store import ShardStore
-from turnlane.table.shards import Given, Shard, ShardMap, address_of, keyspace_id
+from turnlane.table.shards import Shard, ShardMap, ShardSpec, address_of, keyspace_id
 from turnlane.table.sql.dialect import Dialect
 from turnlane.table.url import EXAMPLES, dialect_of
 from turnlane.validation import Contradiction, Problem
@@ -28,7 +28,7 @@ from turnlane.validation import Contradiction, Problem
 log = logging.getLogger(__name__)
 
 
-class Sites(Closing):
+class ShardDirectory(Closing):
     """Stores by address, opened when they are needed. Safe to use from any thread.
 
     ``urls`` are addresses with their passwords: maps are kept without.
@@ -58,18 +58,18 @@ class Sites(Closing):
                 )
             return store
 
-    def notes(self, shard: Shard) -> Notes:
+    def notes(self, shard: Shard) -> ProgressTable:
         """What is noted in a shard's database; the caller closes it."""
-        return Notes(self.dialect(shard), self.definition.name)
+        return ProgressTable(self.dialect(shard), self.definition.name)
 
     def create(self, shard: Shard) -> None:
         """Make the queue in a shard's database, unless it is there."""
-        with Catalog(self.dialect(shard)) as catalog:
+        with QueueCatalog(self.dialect(shard)) as catalog:
             catalog.create(self.definition, if_not_exists=True, first_id=shard.first_id)
 
     def number(self, shard: Shard) -> None:
         """Have events get ids of the shard's own, in a table that others may have made."""
-        with Catalog(self.dialect(shard)) as catalog:
+        with QueueCatalog(self.dialect(shard)) as catalog:
             catalog.number_from(self.definition.name, shard.first_id)
 
     def newest(self, known: ShardMap) -> ShardMap:
@@ -108,17 +108,17 @@ class Sites(Closing):
 # Where a queue's tables lie: in one database, or in several by key. For reading and writing.
 
 
-class Spread(Closing):
+class ShardRouter(Closing):
     """A queue's tables, as they are spread at this moment.
 
     Raises ``NoSuchQueue``, ``DatabaseDown``, and ``ConfigError`` if shards do not fit.
     """
 
-    def __init__(self, shards: Iterable[Shard | Given], name: str) -> None:
+    def __init__(self, shards: Iterable[Shard | ShardSpec], name: str) -> None:
         self.map = ShardMap.of(shards)
-        with Catalog(dialect_of(self.map.shards[0].url)) as catalog:
+        with QueueCatalog(dialect_of(self.map.shards[0].url)) as catalog:
             self.definition = catalog.definition(name)
-        self._sites = Sites(self.definition, [shard.url for shard in self.map.shards])
+        self._sites = ShardDirectory(self.definition, [shard.url for shard in self.map.shards])
         if len(self.map.shards) > 1:
             if self.definition.shard_by is None:
                 raise ConfigError("shards", f"{name!r} has no SHARD BY column to choose one by")

@@ -17,27 +17,34 @@ from typing import Any, Final
 from turnlane.errors import LeadLost, NoSuchQueue, ReshardUnderWay
 from turnlane.runtime import Closing
 from turnlane.table.definition import Definition
-from turnlane.table.fenced_writes import Inserts, halve
-from turnlane.table.row_codec import MOVED, ONLINE, Batch, Take, columns_of, welcome
-from turnlane.table.schedules import Schedules
+from turnlane.table.fenced_writes import EventInserter, find_unreadable_rows
+from turnlane.table.row_codec import (
+    ONLINE_FILTERS,
+    TRANSFERRED_COLUMNS,
+    TransferBatch,
+    TransferFilter,
+    get_transferred_columns,
+    prepare_arrivals,
+)
+from turnlane.table.schedules import ScheduleTable
 from turnlane.table.shards import ShardMap
 from turnlane.table.sql.dialect import Dialect, Row
 from turnlane.table.sql.session import Execute, Session
-from turnlane.table.statements import delete_from
+from turnlane.table.statements import begin_delete
 
 # ── shard_tables ──
 # The tables that a database has for a queue with several: made when they are needed.
 
-PREFIX: Final = "turnlane_move_"
+OUTBOX_PREFIX: Final = "turnlane_move_"
 """Of the outboxes' names."""
 
 
-def clear_shards(dialect: Dialect, queue: str, execute: Execute) -> None:
+def delete_shard_data(dialect: Dialect, queue: str, execute: Execute) -> None:
     """Remove all that is kept of the shards of a queue that is dropped.
 
     Its maps too: one that is made anew under the same name has nothing to do with them.
     """
-    execute(f"DROP TABLE IF EXISTS {dialect.identifier(PREFIX + queue)}")
+    execute(f"DROP TABLE IF EXISTS {dialect.identifier(OUTBOX_PREFIX + queue)}")
     for name, statement in _bookkeeping(dialect).items():
         execute(statement)  # which nobody may have needed so far
         execute(f"DELETE FROM {name} WHERE queue = {dialect.mark}", (queue,))
@@ -130,9 +137,11 @@ class ShardTables:
             template,
             table=table,
             by_id=by_id,
-            delete=delete_from(table, by_id),
-            outbox=self.dialect.identifier(PREFIX + self._name),
-            columns=", ".join(map(self.dialect.identifier, columns_of(self.definition))),
+            delete=begin_delete(table, by_id),
+            outbox=self.dialect.identifier(OUTBOX_PREFIX + self._name),
+            columns=", ".join(
+                map(self.dialect.identifier, get_transferred_columns(self.definition))
+            ),
         )
 
 
@@ -151,9 +160,9 @@ class Outbox:
 
     def __init__(self, tables: ShardTables) -> None:
         self._tables = tables
-        self._names = columns_of(tables.definition)
+        self._names = get_transferred_columns(tables.definition)
 
-    def first_batch(self) -> Batch | None:
+    def first_batch(self) -> TransferBatch | None:
         """The oldest batch."""
         found = self._tables.query(
             "SELECT batch, version, event_id FROM {outbox} "
@@ -163,11 +172,11 @@ class Outbox:
             return None
         number, version, _ = found[0]
         ids = [row[2] for row in found]
-        rows, broken = halve(self._tables.dialect, self._read, ids)
+        rows, broken = find_unreadable_rows(self._tables.dialect, self._read, ids)
         rows += [self._dead(*each) for each in broken]
         place = {event_id: at for at, event_id in enumerate(ids)}
         rows.sort(key=lambda row: place[row[0]])
-        return Batch(number, version, [row[1:] for row in rows])
+        return TransferBatch(number, version, [row[1:] for row in rows])
 
     def _read(self, ids: Sequence[int]) -> list[Row]:
         condition, parameters = self._tables.dialect.ids(ids)
@@ -198,13 +207,13 @@ class Outbox:
         return self._tables.session.query(f"SELECT {expression} {rest}", (event_id,))[0][0]
 
 
-BATCH: Final = 1_000
+TRANSFER_BATCH: Final = 1_000
 """Events that are moved at a time."""
 
-CLOSED: Final = "(closed)"
+CLOSED_OWNER: Final = "(closed)"
 """Holds the lease of a shard that nobody may lead: one that is retired, or not open yet."""
 
-FOR_EVER: Final = 2**63 - 1
+MAX_INT64: Final = 2**63 - 1
 
 
 class ShardStore(Closing):
@@ -219,7 +228,7 @@ class ShardStore(Closing):
         self._name = definition.name
         self._tables = ShardTables(dialect, definition)
         self._outbox = Outbox(self._tables)
-        self._schedules = Schedules(self._tables.session, Inserts(dialect, definition))
+        self._schedules = ScheduleTable(self._tables.session, EventInserter(dialect, definition))
         self._id: str | None = None
 
     def close(self) -> None:
@@ -325,14 +334,14 @@ class ShardStore(Closing):
             "SELECT owner, token, expires_at, {now} FROM turnlane_lease WHERE queue = %s",
             self._name,
         )[0]
-        return owner is not None and owner != CLOSED and expires_at > now
+        return owner is not None and owner != CLOSED_OWNER and expires_at > now
 
     def shut(self) -> None:
         """Have nobody lead here: a manager that does can write nothing from now on."""
         self._tables.change(
             "UPDATE turnlane_lease SET owner = %s, token = token + 1, expires_at = %s, "
             "listening = 0 WHERE queue = %s AND (owner IS NULL OR owner <> %s)",
-            *(CLOSED, FOR_EVER, self._name, CLOSED),
+            *(CLOSED_OWNER, MAX_INT64, self._name, CLOSED_OWNER),
         )
 
     def open(self) -> None:
@@ -340,7 +349,7 @@ class ShardStore(Closing):
         self._tables.change(
             "UPDATE turnlane_lease SET owner = NULL, expires_at = 0 "
             "WHERE queue = %s AND owner = %s",
-            *(self._name, CLOSED),
+            *(self._name, CLOSED_OWNER),
         )
 
     # ── the way out ──────────────────────────────────────────────────────────────────────────────
@@ -361,28 +370,28 @@ class ShardStore(Closing):
         found: int = self._tables.query("SELECT COALESCE(MAX(event_id), 0) FROM {table}")[0][0]
         return found
 
-    def has(self, what: Take, last_id: int = FOR_EVER) -> bool:
+    def has(self, what: TransferFilter, last_id: int = MAX_INT64) -> bool:
         """Whether there is such an event in the table, with an id up to ``last_id``."""
         chosen = f"SELECT 1 FROM {{table}} WHERE {what.value} AND event_id <= %s LIMIT 1"
         return bool(self._tables.query(chosen, last_id))
 
-    def take(self, what: Take, version: int, *parameters: int) -> int:
+    def take(self, what: TransferFilter, version: int, *parameters: int) -> int:
         """Put a batch of events into the outbox; how many. They go where the map says.
 
         Not those that somebody is about to change: they are taken another time. Raises
         ``LeadLost`` if a manager may have them in memory.
         """
-        limit = " LIMIT %s" if what is not Take.ALL else ""
+        limit = " LIMIT %s" if what is not TransferFilter.ALL else ""
         chosen = self._tables.sql(
             f"SELECT event_id FROM {{table}} WHERE {what.value} "
             f"ORDER BY fire_at, event_id{limit} {{lock_free}}"
         )
-        most = (BATCH,) if limit else ()
+        most = (TRANSFER_BATCH,) if limit else ()
 
         def work(execute: Execute) -> int:
             # Others who take wait here: numbers are committed in their order.
             _, number, _ = self._lock_shard(execute)
-            if what not in ONLINE:
+            if what not in ONLINE_FILTERS:
                 self._check_shut(execute)
             ids = [row[0] for row in execute(chosen, (*parameters, *most)).rows()]
             if ids:
@@ -408,7 +417,7 @@ class ShardStore(Closing):
             (number, self._name),
         )
 
-    def first_batch(self) -> Batch | None:
+    def first_batch(self) -> TransferBatch | None:
         """The oldest batch in the outbox; what cannot be read is a dead letter there."""
         self._tables.prepare()
         return self._outbox.first_batch()
@@ -434,8 +443,10 @@ class ShardStore(Closing):
             ).rows()[0][0]
             if last >= number:
                 return False
-            here = welcome(rows, self.definition, self._names_taken(execute, rows))
-            self._tables.session.insert_many(self._name, columns_of(self.definition), here)
+            here = prepare_arrivals(rows, self.definition, self._names_taken(execute, rows))
+            self._tables.session.insert_many(
+                self._name, get_transferred_columns(self.definition), here
+            )
             execute(
                 self._tables.sql(
                     "UPDATE turnlane_arrival SET batch = %s WHERE queue = %s AND source = %s"
@@ -448,7 +459,7 @@ class ShardStore(Closing):
 
     def _names_taken(self, execute: Execute, rows: Sequence[Row]) -> set[str]:
         """Those of the rows' names that are in the table."""
-        at = MOVED.index("event_name")
+        at = TRANSFERRED_COLUMNS.index("event_name")
         names = [row[at] for row in rows if row[at] is not None]
         if not names:
             return set()
@@ -499,5 +510,5 @@ class ShardStore(Closing):
             self._tables.sql("SELECT owner FROM turnlane_lease WHERE queue = %s {lock}"),
             (self._name,),
         ).rows()
-        if not found or found[0][0] != CLOSED:
+        if not found or found[0][0] != CLOSED_OWNER:
             raise LeadLost(f"{self._name!r} is not shut here: a manager may fire its events")

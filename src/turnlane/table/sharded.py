@@ -18,23 +18,23 @@ from turnlane.errors import (
 )
 from turnlane.runtime import Closing
 from turnlane.table.event import TableEvent
-from turnlane.table.grammar import OfSchedules, parse, run_statement
+from turnlane.table.grammar import ScheduleStatement, parse, run_schedule_statement
 from turnlane.table.manager import Manager
 from turnlane.table.queue import Database, TableQueue
-from turnlane.table.receiver import PREFETCH, Receiver
-from turnlane.table.reshard import Mover, Progress, Resharder, planned
+from turnlane.table.receiver import DEFAULT_PREFETCH, Receiver
+from turnlane.table.reshard import Resharder, ReshardProgress, RowMover, find_plan
 from turnlane.table.schedules import Schedule
-from turnlane.table.shard_directory import Sites
-from turnlane.table.shards import Given, KeyRange, Shard, ShardMap, keyspace_id
+from turnlane.table.shard_directory import ShardDirectory
+from turnlane.table.shards import KeyRange, Shard, ShardMap, ShardSpec, keyspace_id
 from turnlane.table.sql.dialect import Connection
 from turnlane.table.url import dialect_of
 
 log = logging.getLogger(__name__)
 
-REFRESH: Final = 1.0
+MAP_REFRESH_SECONDS: Final = 1.0
 """Seconds between two looks at whether there is a newer map."""
 
-LISTED: Final = 100_000
+MAX_INSERT_ROWS: Final = 100_000
 """Events that ``put`` stores in one transaction at most."""
 
 
@@ -72,7 +72,7 @@ class ShardTransaction:
 class ShardedQueue(Closing):
     """A queue whose events lie in several databases, by key. Safe to use from any thread."""
 
-    def __init__(self, sites: Sites, shards: ShardMap) -> None:
+    def __init__(self, sites: ShardDirectory, shards: ShardMap) -> None:
         self.definition = sites.definition
         if self.definition.shard_by is None and len(shards.shards) > 1:
             raise ConfigError("shards", f"{self.name!r} has no SHARD BY column to choose one by")
@@ -123,8 +123,8 @@ class ShardedQueue(Closing):
             shard = self._map.shard_of(keyspace_id(row.get(column)))
             parts.setdefault(shard, []).append(row)
         for shard, mine in parts.items():
-            for at in range(0, len(mine), LISTED):
-                self.queue(shard).insert(mine[at : at + LISTED])
+            for at in range(0, len(mine), MAX_INSERT_ROWS):
+                self.queue(shard).insert(mine[at : at + MAX_INSERT_ROWS])
         return sum(map(len, parts.values()))
 
     # ── schedules ────────────────────────────────────────────────────────────────────────────────
@@ -148,7 +148,7 @@ class ShardedQueue(Closing):
 
     # ── receiving ────────────────────────────────────────────────────────────────────────────────
 
-    def receive(self, key_range: str = "-", prefetch: int = PREFETCH) -> Receiver:
+    def receive(self, key_range: str = "-", prefetch: int = DEFAULT_PREFETCH) -> Receiver:
         """A receiver of the events in a key range, of whichever shards; starts their managers."""
         receiver = Receiver(KeyRange.parse(key_range), prefetch)
         with self._lock:
@@ -186,7 +186,9 @@ class ShardedQueue(Closing):
             return queue
 
     def reshard(
-        self, targets: Sequence[Shard | Given], tell: Callable[[Progress], None] = lambda _: None
+        self,
+        targets: Sequence[Shard | ShardSpec],
+        tell: Callable[[ReshardProgress], None] = lambda _: None,
     ) -> int:
         """Split or merge shards: ``targets`` take the place of those that have their keys now.
 
@@ -199,7 +201,9 @@ class ShardedQueue(Closing):
         self.refresh()
         return moved
 
-    def resume_reshard(self, tell: Callable[[Progress], None] = lambda _: None) -> int | None:
+    def resume_reshard(
+        self, tell: Callable[[ReshardProgress], None] = lambda _: None
+    ) -> int | None:
         """Finish a reshard that was interrupted; ``None`` if there is none."""
         self.refresh()
         found = Resharder.resume(self._sites, self._map, tell)
@@ -213,12 +217,12 @@ class ShardedQueue(Closing):
         What is still there is moved on first. Make sure that nobody inserts there any more.
         """
         self.refresh()
-        if planned(self._sites, self._map) is not None:
+        if find_plan(self._sites, self._map) is not None:
             raise ReshardUnderWay("a reshard is not finished; resume it first")
         retired = self._map.retired
         for shard in retired:
             self._sites.store(shard).shut()
-            Mover(self._sites, shard).drain(self._map.version)
+            RowMover(self._sites, shard).drain(self._map.version)
             if self._sites.store(shard).left():
                 raise ReshardUnderWay(f"somebody holds events in {shard}, or inserts them")
         following = self._map.without_retired()
@@ -277,7 +281,7 @@ class ShardedQueue(Closing):
     # ── following ────────────────────────────────────────────────────────────────────────────────
 
     def _follow(self) -> None:
-        while not self._over.wait(REFRESH):
+        while not self._over.wait(MAP_REFRESH_SECONDS):
             self._try(self.refresh)
             for shard in self._map.retired if self._managing else ():
                 self._try(functools.partial(self._move_on, shard))
@@ -300,7 +304,7 @@ class ShardedQueue(Closing):
         plan = store.plan()
         if plan is not None:
             Resharder(self._sites, plan).run()
-        Mover(self._sites, shard).drain(self._map.version)
+        RowMover(self._sites, shard).drain(self._map.version)
 
 
 class ShardedDatabase(Closing):
@@ -317,8 +321,8 @@ class ShardedDatabase(Closing):
         Returns the names concerned; those of the queues that all of them have.
         """
         parsed = parse(statement)
-        if isinstance(parsed, OfSchedules):
-            return run_statement(parsed, self._opened, lambda: self.sql("SHOW QUEUES"))
+        if isinstance(parsed, ScheduleStatement):
+            return run_schedule_statement(parsed, self._opened, lambda: self.sql("SHOW QUEUES"))
         answers = [
             database.sql(statement, shard.first_id)
             for shard, database in zip(self.shards.shards, self._databases, strict=True)
@@ -335,7 +339,7 @@ class ShardedDatabase(Closing):
         definitions = [database.catalog.definition(name) for database in self._databases]
         if any(str(each) != str(definitions[0]) for each in definitions):
             raise ConfigError("shards", f"the queue {name!r} is not the same in all of them")
-        sites = Sites(definitions[0], [shard.url for shard in self.shards.shards])
+        sites = ShardDirectory(definitions[0], [shard.url for shard in self.shards.shards])
         return ShardedQueue(sites, self.shards)
 
     def close(self) -> None:
@@ -346,7 +350,7 @@ class ShardedDatabase(Closing):
             database.close()
 
 
-def connect_shards(shards: Iterable[Shard | Given]) -> ShardedDatabase:
+def connect_shards(shards: Iterable[Shard | ShardSpec]) -> ShardedDatabase:
     """The queue tables of several databases: pairs of a url and a key range.
 
     Together the ranges must hold every key exactly once. Raises ``ConfigError``.

@@ -26,15 +26,15 @@ from turnlane.errors import ConfigError
 # and Python compute alike. Databases have no unsigned 64-bit column in common, so ids are stored
 # shifted down by 2^63: they sort as the unsigned ones do.
 
-SPACE: Final = 2**64
-SHIFT: Final = 2**63
+KEYSPACE_SIZE: Final = 2**64
+KEYSPACE_SHIFT: Final = 2**63
 
 
 def keyspace_id(key: object) -> int:
     """The id of a key, as it is stored: between -2^63 and 2^63 - 1. No key is an empty one."""
     text = "" if key is None else str(key)
     digest = hashlib.md5(text.encode(), usedforsecurity=False).digest()
-    return int.from_bytes(digest[:8], "big") - SHIFT
+    return int.from_bytes(digest[:8], "big") - KEYSPACE_SHIFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class KeyRange:
     """Ids from ``start`` up to, not including, ``end``; both unsigned."""
 
     start: int = 0
-    end: int = SPACE
+    end: int = KEYSPACE_SIZE
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start < self.end <= SPACE:
+        if not 0 <= self.start < self.end <= KEYSPACE_SIZE:
             raise ValueError(f"{self} is not a key range: it holds nothing")
 
     @classmethod
@@ -60,7 +60,9 @@ class KeyRange:
                 f"{text!r} is not a key range; write hexadecimal bytes, such as -80, 40-80 or 80-"
             )
         start, end = match.groups()
-        return cls(int(start.ljust(16, "0"), 16), int(end.ljust(16, "0"), 16) if end else SPACE)
+        return cls(
+            int(start.ljust(16, "0"), 16), int(end.ljust(16, "0"), 16) if end else KEYSPACE_SIZE
+        )
 
     def split(self, parts: int) -> list[Self]:
         """The range in so many parts of the same size, or fewer if there are not so many ids."""
@@ -72,29 +74,29 @@ class KeyRange:
     @property
     def is_everything(self) -> bool:
         """Whether every id lies in the range."""
-        return self.start == 0 and self.end == SPACE
+        return self.start == 0 and self.end == KEYSPACE_SIZE
 
     @property
     def stored(self) -> tuple[int, int]:
         """The first and the last id of the range, as the database has them."""
-        return self.start - SHIFT, self.end - 1 - SHIFT
+        return self.start - KEYSPACE_SHIFT, self.end - 1 - KEYSPACE_SHIFT
 
     def contains(self, stored_id: int) -> bool:
         """Whether an id, as it is stored, lies in the range."""
-        return self.start <= stored_id + SHIFT < self.end
+        return self.start <= stored_id + KEYSPACE_SHIFT < self.end
 
     def overlaps(self, other: KeyRange) -> bool:
         """Whether some id lies in both."""
         return self.start < other.end and other.start < self.end
 
     def __str__(self) -> str:
-        return f"{_bound(self.start)}-{_bound(self.end % SPACE)}"
+        return f"{_bound(self.start)}-{_bound(self.end % KEYSPACE_SIZE)}"
 
 
-EVERYTHING: Final = KeyRange()
+WHOLE_KEYSPACE: Final = KeyRange()
 
 
-def without(ranges: Iterable[KeyRange], gone: Iterable[KeyRange]) -> list[KeyRange]:
+def subtract_ranges(ranges: Iterable[KeyRange], gone: Iterable[KeyRange]) -> list[KeyRange]:
     """What is left of ranges when others are cut out of them."""
     left = list(ranges)
     for hole in gone:
@@ -118,10 +120,10 @@ def _bound(value: int) -> str:
     return digits
 
 
-Given = tuple[str, str]
+ShardSpec = tuple[str, str]
 """A shard as people give it: an address and a key range."""
 
-IDS: Final = 2**40
+IDS_PER_SHARD: Final = 2**40
 """To a shard: so many events it may have had before its ids would be another's. (JavaScript has no
 whole numbers above 2**53: with these, they are good for 8,192 shards.)"""
 
@@ -140,7 +142,7 @@ class Shard:
     """A database that has the events of a key range."""
 
     url: str = field(repr=False, compare=False)
-    key_range: KeyRange = EVERYTHING
+    key_range: KeyRange = WHOLE_KEYSPACE
     address: str = field(init=False)
     """Its address without the password; no two shards of a queue have the same."""
     number: int = field(default=0, repr=False, compare=False)
@@ -150,7 +152,7 @@ class Shard:
         object.__setattr__(self, "address", address_of(self.url))
 
     @classmethod
-    def of(cls, given: Shard | Given) -> Shard:
+    def of(cls, given: Shard | ShardSpec) -> Shard:
         """A shard from an address and a range as text. Raises ``ConfigError``."""
         if isinstance(given, Shard):
             return given
@@ -166,7 +168,7 @@ class Shard:
 
         So an id that was given out before a reshard means no other event afterwards.
         """
-        return self.number * IDS + 1
+        return self.number * IDS_PER_SHARD + 1
 
     def __str__(self) -> str:
         return f"{self.key_range} at {self.address}"
@@ -203,11 +205,11 @@ class ShardMap:
                 twice = KeyRange(start, min(reached, end))
                 raise ConfigError("shards", f"more than one shard has the keys {twice}")
             reached = end
-        if reached < SPACE:
-            raise ConfigError("shards", f"no shard has the keys {KeyRange(reached, SPACE)}")
+        if reached < KEYSPACE_SIZE:
+            raise ConfigError("shards", f"no shard has the keys {KeyRange(reached, KEYSPACE_SIZE)}")
 
     @classmethod
-    def of(cls, given: Iterable[Shard | Given]) -> Self:
+    def of(cls, given: Iterable[Shard | ShardSpec]) -> Self:
         """A first map. Raises ``ConfigError`` unless it has every key exactly once."""
         shards = sorted(map(Shard.of, given), key=lambda each: each.key_range.start)
         return cls(_numbered(shards, 0), numbered=len(shards))
@@ -215,7 +217,7 @@ class ShardMap:
     def shard_of(self, keyspace_id: int) -> Shard:
         """The shard that has a key, by its id as it is stored."""
         starts = [shard.key_range.start for shard in self.shards]
-        return self.shards[bisect_right(starts, keyspace_id + SHIFT) - 1]
+        return self.shards[bisect_right(starts, keyspace_id + KEYSPACE_SHIFT) - 1]
 
     def resharded(self, targets: Sequence[Shard]) -> ShardMap:
         """The next map: ``targets`` take the place of the shards that have their keys now.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Self
 
 from turnlane.table.definition import Definition
-from turnlane.table.event import COLUMNS
+from turnlane.table.event import EVENT_COLUMNS
 from turnlane.table.sql.dialect import MOST_ATTEMPTS, Dialect
 
 _FENCED: Final = "EXISTS (SELECT 1 FROM turnlane_lease WHERE queue = %s AND token = %s)"
@@ -114,7 +114,7 @@ _OF_SOME: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class OfSome:
+class FilteredStatement:
     """A statement about some events; which, is a condition that stands between its halves."""
 
     before: str
@@ -151,26 +151,26 @@ class Statements:
     retry_all: str
     peek: str
     peek_known: str
-    read_due: OfSome
-    read_ids: OfSome
-    read_standing: OfSome
-    unsettled: OfSome
-    standing: OfSome
-    lock_standing: OfSome
-    lock_due: OfSome
-    lock_fired: OfSome
-    lock_unsettled: OfSome
-    mark: OfSome
-    unmark: OfSome
-    ack_delete: OfSome
-    ack_keep: OfSome
-    fenced_ack_delete: OfSome
-    fenced_ack_keep: OfSome
-    let_go: OfSome
-    fired_before: OfSome
-    delete: OfSome
-    retry: OfSome
-    cancel: OfSome
+    read_due: FilteredStatement
+    read_ids: FilteredStatement
+    read_standing: FilteredStatement
+    unsettled: FilteredStatement
+    standing: FilteredStatement
+    lock_standing: FilteredStatement
+    lock_due: FilteredStatement
+    lock_fired: FilteredStatement
+    lock_unsettled: FilteredStatement
+    mark: FilteredStatement
+    unmark: FilteredStatement
+    ack_delete: FilteredStatement
+    ack_keep: FilteredStatement
+    fenced_ack_delete: FilteredStatement
+    fenced_ack_keep: FilteredStatement
+    let_go: FilteredStatement
+    fired_before: FilteredStatement
+    delete: FilteredStatement
+    retry: FilteredStatement
+    cancel: FilteredStatement
 
     @classmethod
     def of(cls, dialect: Dialect, definition: Definition) -> Self:
@@ -183,9 +183,9 @@ class Statements:
             "by_time": by_time,
             "by_id": by_id,
             "rows": f"{table} {by_id}",
-            "delete": delete_from(table, by_id),
-            "columns": ", ".join([*COLUMNS, *own]),
-            "peeked": ", ".join([*COLUMNS, "last_error", *own]),
+            "delete": begin_delete(table, by_id),
+            "columns": ", ".join([*EVENT_COLUMNS, *own]),
+            "peeked": ", ".join([*EVENT_COLUMNS, "last_error", *own]),
         }
         made: dict[str, Any] = {"table": table, "columns": names["columns"]}
         for name, template in _PLAIN.items():
@@ -193,11 +193,13 @@ class Statements:
         for name, template in _OF_SOME.items():
             # Cut before the names are filled in: a queue may be called {which}.
             before, after = template.split("{which}")
-            made[name] = OfSome(dialect.sql(before, **names), dialect.sql(after, **names))
+            made[name] = FilteredStatement(
+                dialect.sql(before, **names), dialect.sql(after, **names)
+            )
         assert made.keys() == {field.name for field in fields(cls)}
         return cls(**made)
 
 
-def delete_from(table: str, hint: str) -> str:
+def begin_delete(table: str, hint: str) -> str:
     """The beginning of a DELETE; an index can be named only in the form for several tables."""
     return f"DELETE {table} FROM {table} {hint}" if hint else f"DELETE FROM {table}"

@@ -13,23 +13,31 @@ from typing import Any, Final, NamedTuple
 from turnlane.errors import NoSuchQueue
 from turnlane.runtime import Closing
 from turnlane.table.definition import Definition
-from turnlane.table.event import COLUMNS
-from turnlane.table.fenced_writes import BATCH, Acks, Fence, Inserts, Salvage, Stored, batches
-from turnlane.table.id_gaps import Running
-from turnlane.table.schedules import Schedules
-from turnlane.table.shards import EVERYTHING, KeyRange
+from turnlane.table.event import EVENT_COLUMNS
+from turnlane.table.fenced_writes import (
+    BATCH_SIZE,
+    AckResult,
+    AckWriter,
+    EventInserter,
+    LeaseFence,
+    SkippingReader,
+    split_batches,
+)
+from turnlane.table.id_gaps import TransactionSnapshot
+from turnlane.table.schedules import ScheduleTable
+from turnlane.table.shards import WHOLE_KEYSPACE, KeyRange
 from turnlane.table.sql.dialect import STATES, Connection, Dialect, Row, Verdict
 from turnlane.table.sql.session import Execute, Executed
-from turnlane.table.statements import OfSome
+from turnlane.table.statements import FilteredStatement
 
-PARAMETERS: Final = 30_000
+MAX_PARAMETERS: Final = 30_000
 """To a statement: what every database takes."""
 
 Position = tuple[int, int]
 """A place in the order of events: fire time, then id."""
 
 
-class Grant(NamedTuple):
+class LeaseGrant(NamedTuple):
     """A lease that was given."""
 
     token: int
@@ -39,7 +47,7 @@ class Grant(NamedTuple):
     """Whether the last holder gave the lease back, rather than die with it."""
 
 
-class Store(Closing):
+class TableStore(Closing):
     """One queue's table. Safe to use from any thread; every call blocks on the database.
 
     Every call may raise ``DatabaseDown`` or ``DatabaseReadOnly``; the fenced ones, which take a
@@ -49,12 +57,12 @@ class Store(Closing):
     def __init__(self, dialect: Dialect, definition: Definition) -> None:
         self.dialect = dialect
         self.definition = definition
-        self.inserts = Inserts(dialect, definition)
-        self._fence = Fence(dialect, definition)
-        self._acks = Acks(self._fence, keep=definition.settings.retention > 0)
-        self._salvage = Salvage(self._fence, self.put_back)
+        self.inserts = EventInserter(dialect, definition)
+        self._fence = LeaseFence(dialect, definition)
+        self._acks = AckWriter(self._fence, keep=definition.settings.retention > 0)
+        self._salvage = SkippingReader(self._fence, self.put_back)
         self.session = self._fence.session
-        self.schedules = Schedules(self.session, self.inserts)
+        self.schedules = ScheduleTable(self.session, self.inserts)
         self._sql = self._fence.sql
         self._name = definition.name
 
@@ -68,10 +76,10 @@ class Store(Closing):
 
     # ── the lease ────────────────────────────────────────────────────────────────────────────────
 
-    def acquire(self, owner: str, seconds: float) -> Grant | None:
+    def acquire(self, owner: str, seconds: float) -> LeaseGrant | None:
         """Take the lease if nobody has it, or its time is over."""
 
-        def work(execute: Execute) -> Grant | None:
+        def work(execute: Execute) -> LeaseGrant | None:
             found = execute(self._sql.lease, (self._name,)).rows()
             if not found:
                 raise self.missing()
@@ -79,7 +87,7 @@ class Store(Closing):
             if holder is not None and expires_at > now:
                 return None
             execute(self._sql.take, (owner, now + round(seconds * 1e9), self._name))
-            return Grant(token + 1, now, holder is None)
+            return LeaseGrant(token + 1, now, holder is None)
 
         return self.session.transact(work)
 
@@ -115,11 +123,11 @@ class Store(Closing):
         """What there is to say when it was dropped."""
         return NoSuchQueue(f"there is no queue {self._name!r} in this database")
 
-    def running(self) -> Running | None:
+    def running(self) -> TransactionSnapshot | None:
         """Which transactions are under way in the database, if it says so."""
         if self.dialect.running is None:
             return None
-        return Running(*self.session.query(self.dialect.running)[0])
+        return TransactionSnapshot(*self.session.query(self.dialect.running)[0])
 
     def read_new(self, token: int, after: int, limit: int) -> list[Row]:
         """Events to be fired with ids above ``after``, in the order of ids."""
@@ -138,7 +146,7 @@ class Store(Closing):
         after: Position,
         until: int,
         limit: int,
-        ranges: Sequence[KeyRange] = (EVERYTHING,),
+        ranges: Sequence[KeyRange] = (WHOLE_KEYSPACE,),
     ) -> list[Row]:
         """Events due up to ``until``, in the order of (fire time, id), after a position.
 
@@ -175,18 +183,18 @@ class Store(Closing):
 
     def ack(
         self, token: int, ids: Sequence[int], groups: Iterable[str] = (), *, wary: bool = False
-    ) -> Stored:
+    ) -> AckResult:
         """Settle events, and let go of what waited for the last of their groups.
 
         Not those that somebody is about to change; ``wary`` says that it is likely.
         """
         return self._acks.store(token, ids, groups, wary=wary)
 
-    def late_ack(self, token: int, ids: Sequence[int]) -> Stored:
+    def late_ack(self, token: int, ids: Sequence[int]) -> AckResult:
         """Settle those of the events that were fired at some time."""
         fired = self._acks.fired(token, ids)
         if not fired:
-            return Stored(set(), [])
+            return AckResult(set(), [])
         groups = {row[1] for row in fired if row[1] is not None}
         return self._acks.store(token, [row[0] for row in fired], groups)
 
@@ -198,7 +206,7 @@ class Store(Closing):
 
         def work(execute: Execute) -> set[int]:
             standing: set[int] = set()
-            for batch in batches(verdicts):
+            for batch in split_batches(verdicts):
                 ids = [verdict.event_id for verdict in batch]
                 locked = self._fence.run(execute, self._sql.lock_standing, ids)
                 free = {row[0] for row in locked.rows()}
@@ -214,7 +222,7 @@ class Store(Closing):
         """Insert events that are fired as they are written; returns their ids, in order."""
         names = [*map(self.dialect.identifier, columns), "state", "attempts"]
         marks = [*[self.dialect.mark] * len(columns), "'fired'", "1"]
-        room = max(1, PARAMETERS // max(1, len(columns)))
+        room = max(1, MAX_PARAMETERS // max(1, len(columns)))
 
         def work(execute: Execute) -> list[int]:
             ids: list[int] = []
@@ -240,7 +248,7 @@ class Store(Closing):
         """Insert the event of a schedule, if it is due, and move that on."""
         self._fence.transact(token, lambda execute: self.schedules.fire(execute, name))
 
-    def purge(self, token: int, until: int, limit: int = BATCH) -> int:
+    def purge(self, token: int, until: int, limit: int = BATCH_SIZE) -> int:
         """Delete acked events that were due by ``until``; at most ``limit`` of them."""
 
         def work(execute: Execute) -> int:
@@ -278,7 +286,7 @@ class Store(Closing):
 
         If one cannot be read, all of them without the columns that hold texts or are the user's.
         """
-        names = (*COLUMNS, "last_error", *self.definition.names)
+        names = (*EVENT_COLUMNS, "last_error", *self.definition.names)
         try:
             rows = self.session.query(self._sql.peek, (state, limit))
         except self.dialect.error as error:
@@ -293,17 +301,19 @@ class Store(Closing):
 
     def _within(self, ranges: Sequence[KeyRange]) -> tuple[str, tuple[int, ...]]:
         """The condition that an event's key lies in one of the ranges, and its parameters."""
-        if EVERYTHING in ranges:
+        if WHOLE_KEYSPACE in ranges:
             return "1 = 1", ()
         keyspace, mark = self.dialect.keyspace(self.definition), self.dialect.mark
         each = f"{keyspace} BETWEEN {mark} AND {mark}"
         bounds = itertools.chain.from_iterable(span.stored for span in ranges)
         return f"({' OR '.join([each] * len(ranges))})", tuple(bounds)
 
-    def _mark(self, token: int, ids: Sequence[int], lock: OfSome, change: OfSome) -> set[int]:
+    def _mark(
+        self, token: int, ids: Sequence[int], lock: FilteredStatement, change: FilteredStatement
+    ) -> set[int]:
         def work(execute: Execute) -> set[int]:
             changed: set[int] = set()
-            for batch in batches(ids):
+            for batch in split_batches(ids):
                 locked = [row[0] for row in self._fence.run(execute, lock, batch).rows()]
                 if locked:
                     self._fence.run(execute, change, locked)
@@ -319,8 +329,10 @@ class Store(Closing):
         first, step = execute("SELECT LAST_INSERT_ID(), @@auto_increment_increment").rows()[0]
         return list(range(first, first + count * step, step))
 
-    def _change_ids(self, statement: OfSome, ids: Sequence[int]) -> int:
+    def _change_ids(self, statement: FilteredStatement, ids: Sequence[int]) -> int:
         def work(execute: Execute) -> int:
-            return sum(self._fence.run(execute, statement, batch).count for batch in batches(ids))
+            return sum(
+                self._fence.run(execute, statement, batch).count for batch in split_batches(ids)
+            )
 
         return self.session.transact(work)

@@ -9,11 +9,17 @@ from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
-from turnlane.table.definition import Definition, Ordering
+from turnlane.table.definition import Definition, TableOrdering
 from turnlane.table.event import TableEvent
-from turnlane.table.in_flight import Flights, Settling
-from turnlane.table.ordering import Order
-from turnlane.table.shards import EVERYTHING, SHIFT, SPACE, KeyRange, keyspace_id
+from turnlane.table.in_flight import AckBuffer, InFlightEvents
+from turnlane.table.ordering import KeyOrder
+from turnlane.table.shards import (
+    KEYSPACE_SHIFT,
+    KEYSPACE_SIZE,
+    WHOLE_KEYSPACE,
+    KeyRange,
+    keyspace_id,
+)
 from turnlane.table.sql.dialect import Row
 from turnlane.table.store import Position
 
@@ -147,20 +153,20 @@ class Window:
 # not be
 # read. So they are forgotten, and it is noted from where on they have to be read again. Pure.
 
-NEVER: Final = 2**63 - 1
+MAX_FIRE_TIME: Final = 2**63 - 1
 """The last fire time there is."""
 
 
-class Backlogs:
+class RangeBacklogs:
     """The key space, cut at the bounds of the receivers' key ranges, and what is left of it."""
 
     def __init__(self) -> None:
-        self._ranges: frozenset[KeyRange] = frozenset({EVERYTHING})
-        self.spans: Sequence[KeyRange] = (EVERYTHING,)
+        self._ranges: frozenset[KeyRange] = frozenset({WHOLE_KEYSPACE})
+        self.spans: Sequence[KeyRange] = (WHOLE_KEYSPACE,)
         """The parts: whoever takes an event of one may take all of them."""
-        self._starts = [-SHIFT]
+        self._starts = [-KEYSPACE_SHIFT]
         self._left: dict[KeyRange, Position] = {}
-        self._again = NEVER
+        self._again = MAX_FIRE_TIME
 
     def cut(self, ranges: Iterable[KeyRange]) -> bool:
         """Take the receivers' key ranges; if they are others than before, nothing is left."""
@@ -168,7 +174,7 @@ class Backlogs:
         if wanted == self._ranges:
             return False
         self._ranges = wanted
-        bounds = sorted({0, SPACE, *(b for each in wanted for b in (each.start, each.end))})
+        bounds = sorted({0, KEYSPACE_SIZE, *(b for each in wanted for b in (each.start, each.end))})
         self.spans = tuple(KeyRange(start, end) for start, end in pairwise(bounds))
         self._starts = [span.stored[0] for span in self.spans]
         self._again = min([self._again, *(fire_at for fire_at, _ in self._left.values())])
@@ -192,7 +198,7 @@ class Backlogs:
     def others(self) -> Sequence[KeyRange]:
         """The parts of which nothing is left."""
         if not self._left:
-            return (EVERYTHING,)
+            return (WHOLE_KEYSPACE,)
         return [span for span in self.spans if span not in self._left]
 
     def leave(self, span: KeyRange, fire_at: int, event_id: int) -> None:
@@ -228,30 +234,30 @@ class Backlogs:
 
     def take_first(self) -> int:
         """From which fire time on to look for what was left before a cut; it is told once."""
-        first, self._again = self._again, NEVER
+        first, self._again = self._again, MAX_FIRE_TIME
         return first
 
 
 # ── stock ──
 # The stock: all events that a manager has in memory, each in one place.
 
-LOOK_AFTER = 1.0
+CHECK_AFTER = 1.0
 """Seconds after which the row of a fired event is marked, or looked at again. Most events are
 acked before, and cost no mark at all."""
 
 
-class Stock:
+class EventCache:
     """What waits, what is out, what is settled but not stored yet; and what is left for now."""
 
     def __init__(self, definition: Definition) -> None:
         timeout = definition.settings.ack_timeout
         self.window = Window()
-        self.flights = Flights(timeout, min(LOOK_AFTER, timeout / 3))
-        self.settling = Settling()
+        self.flights = InFlightEvents(timeout, min(CHECK_AFTER, timeout / 3))
+        self.settling = AckBuffer()
         self.order = self._order(definition)
-        self.reach = NEVER
+        self.reach = MAX_FIRE_TIME
         """The last fire time for which the window has room."""
-        self.backlogs = Backlogs()
+        self.backlogs = RangeBacklogs()
         self._shard_by = definition.shard_by
 
     @property
@@ -324,15 +330,15 @@ class Stock:
             return found
         return keyspace_id(event.fire_at if self._shard_by is None else event[self._shard_by])
 
-    def _order(self, definition: Definition) -> Order | None:
+    def _order(self, definition: Definition) -> KeyOrder | None:
         # Half of the window: the other half is for keys that nothing holds up.
         most = definition.settings.window_events // 2
         match definition.settings.ordering:
-            case Ordering.NONE:
+            case TableOrdering.NONE:
                 return None
-            case Ordering.QUEUE:
-                return Order(lambda _: None, lambda _: EVERYTHING, most)
-            case Ordering.KEY:
+            case TableOrdering.QUEUE:
+                return KeyOrder(lambda _: None, lambda _: WHOLE_KEYSPACE, most)
+            case TableOrdering.KEY:
                 column = definition.shard_by
                 assert column is not None, "the definition has been checked"
 
@@ -340,9 +346,9 @@ class Stock:
                     found: Hashable = event[column]
                     return found
 
-                return Order(key, self._point, most)
+                return KeyOrder(key, self._point, most)
 
     def _point(self, event: TableEvent) -> KeyRange:
         """The part of the key space that is the event's key, and no other that anybody has met."""
-        start = self.key(event) + SHIFT
+        start = self.key(event) + KEYSPACE_SHIFT
         return KeyRange(start, start + 1)

@@ -12,6 +12,7 @@ from turnlane.queues.acks import Ticket
 from turnlane.queues.api import AckLevel, Batch, Durability, Progress
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.producer import hashed
+from turnlane.storage.producer_sequences import Gaps
 
 LOOK_SECONDS = 0.002
 """How often a loopback connection looks for progress: there is nobody to tell it."""
@@ -55,8 +56,8 @@ class LoopbackConnection:
         with far_queue.lock:
             if far_queue.gate.closed:
                 raise TransportDown(f"queue {far_queue.name!r} takes no more events")
-            self._resume_at = far_queue.sequences.get(hashed(producer_id), 0)
-        self._producer = far_queue.producer(producer_id=producer_id)
+            self._resume_at = far_queue.next_sequence(hashed(producer_id))
+        self._producer = far_queue.producer(producer_id=producer_id, gaps=Gaps.FORGET)
         route.reached(self._resume_at)
 
     @property

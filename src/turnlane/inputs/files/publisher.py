@@ -15,8 +15,9 @@ from turnlane.inputs.files.state import Entry, FilesSettings, Mark
 from turnlane.inputs.files.tail import Chunk, Tail
 from turnlane.queues.api import Ack, AckLevel, FullBehavior, Published
 from turnlane.queues.buffered import BufferedQueue
-from turnlane.queues.settings import Kind
 from turnlane.queues.producer import BufferedProducer, hashed
+from turnlane.queues.settings import Kind
+from turnlane.storage.producer_sequences import Gaps
 
 PATIENCE = 0.5
 """Seconds to stand in line at a full queue before looking around."""
@@ -53,10 +54,10 @@ class LinePublisher:
 
     def position(self, entry: Entry) -> int:
         """Where to read on: what the queue says, and only if it knows nothing, what was saved."""
-        known = self.queue.sequences.get(hashed(entry.id))
-        if self.durable and known is not None:
-            return known
-        return max(entry.offset, known or 0)
+        accepted = self.queue.sequences.get(hashed(entry.id))
+        if accepted is None:
+            return entry.offset
+        return accepted.end if self.durable else max(entry.offset, accepted.end)
 
     def publish(self, tail: Tail, chunk: Chunk, go_on: Callable[[], bool]) -> int:
         """Publish a chunk, however long the queue is full; returns how many of its lines went in.
@@ -128,7 +129,11 @@ class LinePublisher:
                 self._on_progress(tail)
 
             producer = self.queue.producer(
-                ack=self._level, on_ack=on_ack, flow=self._settings.flow, producer_id=tail.id
+                ack=self._level,
+                on_ack=on_ack,
+                flow=self._settings.flow,
+                producer_id=tail.id,
+                gaps=Gaps.SKIP,
             )
             self._producers[tail] = (tail.id, producer)
         return producer

@@ -84,7 +84,7 @@ def base_id(label: str, key: FileKey, head: Mark) -> str:
     return f"files/{label}/{key.device}/{key.inode}/{head.length}-{head.digest}"
 
 
-def fresh_id(base: str, sequences: Mapping[bytes, int]) -> str:
+def fresh_id(base: str, sequences: Mapping[bytes, object]) -> str:
     """An id under which the queue has nothing yet."""
     generation = 0
     while hashed(f"{base}/{generation}") in sequences:
@@ -92,7 +92,7 @@ def fresh_id(base: str, sequences: Mapping[bytes, int]) -> str:
     return f"{base}/{generation}"
 
 
-def latest_id(base: str, sequences: Mapping[bytes, int]) -> str | None:
+def latest_id(base: str, sequences: Mapping[bytes, object]) -> str | None:
     """The id under which the queue has the newest lines of a file; ``None`` if it has none."""
     ids = (f"{base}/{generation}" for generation in reversed(range(GENERATIONS)))
     return next((each for each in ids if hashed(each) in sequences), None)

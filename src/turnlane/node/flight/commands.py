@@ -9,7 +9,7 @@ import pyarrow as pa
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from turnlane.delivery.destination import Report
+from turnlane.delivery.destination import SendReport
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import ConfigError
 from turnlane.intervals import MOST_COPIES
@@ -280,7 +280,7 @@ class AskPermit(OfBreaker):
 class GiveReport(AskPermit):
     """A task tells how its sends went, and whether it has ended."""
 
-    report: Report = Report()
+    report: SendReport = SendReport()
     ended: bool = False
 
 

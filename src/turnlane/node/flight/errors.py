@@ -20,8 +20,8 @@ from pyarrow import flight
 from pydantic import BaseModel, ConfigDict, Field
 
 from turnlane.errors import Bug, ConfigError, NotAllowed, QueueClosed, RetryLater, TurnlaneError
-from turnlane.node.flight.commands import MAX_WAIT
 from turnlane.memory_limit import memory_limit
+from turnlane.node.flight.commands import MAX_WAIT
 from turnlane.units import Duration, Size
 
 log = logging.getLogger(__name__)

@@ -27,6 +27,7 @@ from turnlane.queues.api import AckLevel, Progress
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.disk import DiskQueue
 from turnlane.queues.producer import hashed
+from turnlane.storage.producer_sequences import Gaps
 
 # ── flight_blocks ──
 # Blocks as they come over Flight, none of them too large or damaged.
@@ -217,12 +218,17 @@ class PublishStream:
         self._name = command.producer
         self._level = command.ack or queue.usual_level
         self._route = Route(queue) if self._name is None else routes.of(queue, self._name)
-        self._producer = queue.producer(producer_id=self._name)
+        # A client may drop events and leave their numbers out, for as long as it lives.
+        self._producer = queue.producer(producer_id=self._name, gaps=Gaps.FORGET)
         patience = queue.settings.full_timeout
         self._patience = None if patience is None else max(patience, LOOK_SECONDS)
         """How long to stand in line at a time: to be refused at once would be to ask for ever."""
         self._next = 0
         """The number of the event that comes next."""
+        self._highest = 0
+        """The highest number that was reported as accepted."""
+        self._late_end = 0
+        """The offset after the last event whose number is lower than one reported before."""
         self._unsynced = 0
         self._ticket: Ticket | None = None
         self._told: Progress | None = None
@@ -284,7 +290,8 @@ class PublishStream:
     def _resume(self) -> None:
         with self._queue.lock:
             if self._name is not None:
-                self._next = self._queue.sequences.get(hashed(self._name), 0)
+                self._next = self._queue.next_sequence(hashed(self._name))
+        self._highest = self._next
         self._route.reached(self._next)
 
     def _superseded(self) -> None:
@@ -316,6 +323,7 @@ class PublishStream:
                 self._check()
                 done = self._publish_some(block)
                 self._next += done
+                self._highest = max(self._highest, self._next)
                 self._route.reached(self._next)
             self._changed()
             block = block.slice(done)
@@ -344,13 +352,21 @@ class PublishStream:
         try:
             published = self._producer.publish_block(block, sequence=number, timeout=self._patience)
         except QueueFull as error:
+            if error.accepted:
+                self._note_late()
             return error.accepted
         except QueueClosed:
             self._check()
             raise
+        if published.accepted:
+            self._note_late()
         if published.accepted + published.dropped + published.repeated < block.num_rows:
             self._check()
         return block.num_rows
+
+    def _note_late(self) -> None:
+        if self._next < self._highest:
+            self._late_end = self._producer.end
 
     def _check(self) -> None:
         if self._over:
@@ -432,6 +448,10 @@ class PublishStream:
             self._news.wait_for(
                 lambda: self._over or (self._told is not None and self._told[index] >= self._next)
             )
+        # What came late lies behind the offsets that the reports go by.
+        while self._late_end and self._level is not AckLevel.ACCEPTED and not self._over:
+            if self._queue.reaches(self._level, self._late_end, LOOK_SECONDS):
+                break
         if not self._peer.is_gone():
             self._check()
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, NamedTuple
 
 from turnlane.runtime import Closing
-from turnlane.table.definition import TYPES, Column, Definition, quoted
+from turnlane.table.definition import TYPES, Column, Definition, quote_identifier
 
 Connection = Any
 """A DB-API connection: the drivers share methods, not types."""
@@ -173,11 +173,11 @@ class Dialect(abc.ABC):
 
     def identifier(self, name: str) -> str:
         """A name as it stands in a statement that takes parameters."""
-        return quoted(name, self.quote).replace("%", "%%")
+        return quote_identifier(name, self.quote).replace("%", "%%")
 
     def bare(self, name: str) -> str:
         """A name as it stands in a statement without parameters, for people to read."""
-        return quoted(name, self.quote)
+        return quote_identifier(name, self.quote)
 
     def own_columns(self, column: Column) -> str:
         """The declaration of a user's column."""

@@ -1,0 +1,130 @@
+"""Results: what happened to each row of a block, and dead letters as a queue stores them.
+
+Every row of a block ends in exactly one state: delivered, dead (it can never be delivered) or
+deferred (it is to be delivered by a later task). ``BlockProgress`` collects the states while the
+rows are on their way; ``BlockResult`` is the final account.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from turnlane.events import Block
+
+RowNumbers: TypeAlias = range | npt.NDArray[np.int64]
+"""Numbers of rows in a block. Mostly they are consecutive."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """Rows that can never be delivered, all for the same reason."""
+
+    rows: Block
+    numbers: npt.NDArray[np.int64]
+    """Their row numbers in the block."""
+    error: str
+    """The name of the error's class."""
+    text: str
+    """The error's message."""
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockResult:
+    """What happened to the rows of a block."""
+
+    delivered: int
+    """The number of rows that the destination has."""
+    deferred: npt.NDArray[np.int64]
+    """The numbers of the rows that a later task is to deliver, ascending."""
+    dead: list[DeadLetter] = field(default_factory=list)
+
+
+class RowState(enum.IntEnum):
+    """What happened to a row."""
+
+    OPEN = 0
+    DELIVERED = 1
+    DEAD = 2
+    DEFERRED = 3
+
+
+class BlockProgress:
+    """The state of each row of a block on its way. Not safe to use from several threads."""
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.open = block.num_rows
+        """The number of rows that have no final state yet."""
+        self._states = np.zeros(block.num_rows, dtype=np.uint8)
+        self._dead: list[DeadLetter] = []
+
+    def settle(self, numbers: RowNumbers, state: RowState) -> None:
+        """Set the final state of these rows. A row is settled once."""
+        at = slice(numbers.start, numbers.stop) if isinstance(numbers, range) else numbers
+        assert not self._states[at].any(), "BUG: a row was settled twice"
+        self._states[at] = state
+        self.open -= len(numbers)
+
+    def settle_dead(
+        self, rows: Block, numbers: RowNumbers, error: BaseException, attempts: int
+    ) -> None:
+        """Settle these rows as dead, with the error that says why."""
+        self.settle(numbers, RowState.DEAD)
+        name = type(error).__name__
+        positions = np.asarray(numbers, dtype=np.int64)
+        self._dead.append(DeadLetter(rows, positions, name, str(error) or name, attempts))
+
+    def get_result(self) -> BlockResult:
+        """Return the final account. No row may be open."""
+        assert not self.open
+        delivered = int(np.count_nonzero(self._states == RowState.DELIVERED))
+        return BlockResult(delivered, np.flatnonzero(self._states == RowState.DEFERRED), self._dead)
+
+
+# ── dead letters ─────────────────────────────────────────────────────────────────────────────────
+
+_FIELDS: list[pa.Field[Any]] = [
+    pa.field("dead_action", pa.string()),
+    pa.field("dead_reason", pa.string()),
+    pa.field("dead_error", pa.string()),
+    pa.field("dead_attempts", pa.int32()),
+    pa.field("dead_time", pa.timestamp("us", tz="UTC")),
+    pa.field("dead_config", pa.string()),
+]
+DEAD_LETTER_COLUMNS = pa.schema(_FIELDS)
+"""The columns that a dead letter has in addition to the columns of its event."""
+
+
+def make_dead_letter_block(
+    letters: Sequence[DeadLetter], action: str, time_ns: int, config: str | None = None
+) -> Block:
+    """Return one block with the rows of all letters, of which there is at least one.
+
+    ``config`` is the version of the configuration under which the action delivered.
+    """
+    table = pa.Table.from_batches([letter.rows for letter in letters]).combine_chunks()
+    (rows,) = table.to_batches()
+    count = len(letters)
+    values: dict[str, Sequence[object]] = {
+        "dead_action": [action] * count,
+        "dead_reason": [letter.error for letter in letters],
+        "dead_error": [letter.text for letter in letters],
+        "dead_attempts": [letter.attempts for letter in letters],
+        "dead_time": [time_ns // 1000] * count,
+        "dead_config": [config] * count,
+    }
+    # An event from a dead letter queue already has these columns: it gets new ones.
+    rows = rows.select([name for name in rows.schema.names if name not in values])
+    letter_of_row = np.repeat(np.arange(count), [letter.rows.num_rows for letter in letters])
+    for added in DEAD_LETTER_COLUMNS:
+        column: Any = pa.array(values[added.name], added.type)
+        rows = rows.append_column(added, column.take(letter_of_row))
+    return rows

@@ -1,0 +1,286 @@
+"""Is a number that a producer left out taken when it comes, once, whatever happened before?"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.contract.harness import PATIENCE, DiskHarness, Harness, numbered, values_of
+from turnlane.errors import NumbersMissing, QueueEmpty, QueueFull
+from turnlane.events import block_of
+from turnlane.queues import open_queue
+from turnlane.queues.api import Producer, Published
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.producer import hashed
+from turnlane.storage.producer_sequences import MAX_RUNS, Accepted, Gaps
+
+
+def publish(producer: Producer, first: int, end: int, timeout: float | None = None) -> Published:
+    block = block_of(numbered(first, end))
+    return producer.publish_block(block, sequence=first, timeout=timeout)
+
+
+def holding(**knobs: Any) -> BufferedQueue:
+    queue = open_queue(kind="memory", **knobs)
+    assert isinstance(queue, BufferedQueue)
+    return queue
+
+
+def test_a_refused_block_is_taken_after_a_higher_one(buffering: Harness) -> None:
+    """A full queue has refused it, so it is no repeat."""
+    queue = buffering.open(size=12, stalled=True)
+    producer = queue.producer(producer_id="me")
+    publish(producer, 0, 10)
+    with pytest.raises(QueueFull):
+        publish(producer, 10, 20, timeout=0)
+    assert publish(producer, 20, 22, timeout=0).accepted == 2
+    buffering.resume()
+    assert buffering.receive(queue, 12) == numbered(0, 10) + numbered(20, 22)
+    again = publish(producer, 10, 20)
+    assert (again.accepted, again.repeated) == (10, 0)
+    assert buffering.receive(queue, 10) == numbered(10, 20)
+
+
+def test_of_a_block_with_several_new_parts_all_are_taken(buffering: Harness) -> None:
+    """In their order; the parts that the queue has are left out."""
+    queue = buffering.open()
+    producer = queue.producer(producer_id="me")
+    for first, end in ((0, 3), (5, 7), (9, 10)):
+        publish(producer, first, end)
+    done = publish(producer, 1, 12)
+    assert (done.accepted, done.repeated) == (6, 5)
+    buffering.receive(queue, 6)
+    assert buffering.receive(queue, 6) == [
+        *numbered(3, 5),
+        *numbered(7, 9),
+        *numbered(10, 12),
+    ]
+    assert publish(producer, 0, 12).repeated == 12
+
+
+def test_the_part_of_a_block_before_a_later_one_is_taken(buffering: Harness) -> None:
+    """Also if the rest of it is a repeat."""
+    queue = buffering.open()
+    producer = queue.producer(producer_id="me")
+    publish(producer, 5, 9)
+    done = publish(producer, 2, 7)
+    assert (done.accepted, done.repeated) == (3, 2)
+    assert publish(producer, 2, 9).repeated == 7
+    assert buffering.receive(queue, 7) == numbered(5, 9) + numbered(2, 5)
+
+
+def test_one_wrong_high_number_swallows_nothing(buffering: Harness) -> None:
+    """All that follow it are taken."""
+    queue = buffering.open()
+    producer = queue.producer(producer_id="me")
+    block = block_of([b"wrong"])
+    assert producer.publish_block(block, sequence=1 << 61).accepted == 1
+    for first in range(0, 50, 10):
+        assert publish(producer, first, first + 10).accepted == 10
+    assert buffering.receive(queue, 51) == [b"wrong", *numbered(0, 50)]
+
+
+def test_too_many_gaps_are_refused_until_one_is_filled(buffering: Harness) -> None:
+    """The error names the missing numbers, and nothing of the block is taken."""
+    queue = buffering.open()
+    producer = queue.producer(producer_id="me")
+    for number in range(1, MAX_RUNS + 1):
+        publish(producer, 2 * number, 2 * number + 1)
+    with pytest.raises(NumbersMissing, match=r"128 gaps .* missing are 0 to 1, 3, 5, .*…") as error:
+        publish(producer, 1000, 1010)
+    assert error.value.missing[:2] == [(0, 2), (3, 4)]
+    with pytest.raises(NumbersMissing):
+        producer.try_publish_block(block_of(numbered(1000, 1010)), sequence=1000)
+    assert publish(producer, 6, 7).repeated == 1
+    assert publish(producer, 3, 4).accepted == 1
+    assert publish(producer, 1000, 1010).accepted == 10
+    assert publish(producer, 0, 2).accepted == 2
+    found = buffering.receive(queue, MAX_RUNS + 13)
+    assert len(set(found)) == MAX_RUNS + 13
+
+
+def test_a_producer_that_skips_numbers_may_do_so_without_end() -> None:
+    """It says that the numbers left out do not come, so they count as taken."""
+    with holding() as queue:
+        producer = queue.producer(producer_id="me", gaps=Gaps.SKIP)
+        for number in range(0, 10 * MAX_RUNS, 10):
+            assert publish(producer, number, number + 1).accepted == 1
+        assert queue.sequences[hashed("me")] == Accepted(10 * MAX_RUNS - 9)
+        assert publish(producer, 5, 6).repeated == 1
+
+
+def test_a_stream_forgets_its_oldest_gaps_only() -> None:
+    """A number of a recent gap is taken if it comes."""
+    with holding() as queue:
+        producer = queue.producer(producer_id="me", gaps=Gaps.FORGET)
+        for number in range(0, 10 * 3 * MAX_RUNS, 10):
+            assert publish(producer, number, number + 1).accepted == 1
+        assert len(queue.sequences[hashed("me")].runs) == MAX_RUNS
+        assert publish(producer, 5, 6).repeated == 1
+        last = 10 * (3 * MAX_RUNS - 1)
+        assert publish(producer, last - 5, last).accepted == 5
+
+
+def test_dropped_events_fill_a_gap() -> None:
+    """They were answered as dropped, and need not come again."""
+    with holding(size=4, full_behavior="drop_newest") as queue:
+        producer = queue.producer(producer_id="me")
+        publish(producer, 2, 6)
+        assert publish(producer, 0, 2).dropped == 2
+        assert queue.sequences[hashed("me")] == Accepted(6)
+
+
+def test_gaps_survive_a_restart(storing: DiskHarness) -> None:
+    """What was left out is taken then, and the rest is not taken twice."""
+    queue = storing.open()
+    producer = queue.producer(producer_id="me")
+    for first, end in ((0, 3), (5, 7), (9, 12)):
+        publish(producer, first, end)
+    queue.close()
+    again = storing.reopen()
+    producer = again.producer(producer_id="me")
+    done = publish(producer, 0, 12)
+    assert (done.accepted, done.repeated) == (4, 8)
+    found = storing.receive(again, 12)
+    assert sorted(map(bytes, filter(None, found))) == numbered(0, 12)
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_gaps_survive_a_kill(tmp_path: Path, settled: bool) -> None:
+    """The log has the numbers with the events, the journal those of events settled before."""
+    with open_queue(kind="disk", path=tmp_path / "queue", sync_interval="1h") as queue:
+        producer = queue.producer(producer_id="me")
+        for first, end in ((0, 3), (5, 7), (9, 12), (3, 5)):
+            publish(producer, first, end)
+        if settled:
+            for events in (3, 2, 3, 2):
+                queue.get(events).done()
+        else:
+            queue.producer(ack="persisted").publish(b"last")
+        left = shutil.copytree(tmp_path / "queue", tmp_path / "left")
+        with open_queue(kind="disk", path=left) as after:
+            done = publish(after.producer(producer_id="me"), 0, 14)
+            assert (done.accepted, done.repeated) == (4, 10)
+
+
+class _Run:
+    """A queue that is published to, read, restarted and killed; numbers are the events' values."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self._path = path
+        self._kind = kind
+        self._lives = 0
+        self.answered: set[int] = set()
+        self.found: Counter[int] = Counter()
+        self._open()
+
+    def _open(self) -> None:
+        knobs: dict[str, Any] = (
+            {} if self._kind == "memory" else {"path": self._path / str(self._lives)}
+        )
+        self.queue = open_queue(kind=self._kind, size=16, **knobs)
+        level = "persisted" if self._kind == "disk" else "accepted"
+        self.producer = self.queue.producer(ack=level, on_ack=lambda _: None, producer_id="me")
+
+    def send(self, first: int, count: int) -> None:
+        """Refused by a full queue, or for its gaps; or answered."""
+        numbers = range(first, first + count)
+        block = block_of([b"%d" % number for number in numbers])
+        try:
+            done = self.producer.try_publish_block(block, sequence=first)
+        except NumbersMissing:
+            return
+        if done is not None:
+            assert done.accepted + done.repeated == count
+            assert self.producer.flush(PATIENCE)
+            self.answered.update(numbers)
+
+    def read(self, events: int) -> None:
+        try:
+            batch = self.queue.get(events, timeout=0)
+        except QueueEmpty:
+            return
+        self.found.update(int(value or b"-1") for value in values_of(batch))
+        batch.done()
+
+    def restart(self) -> None:
+        if self._kind != "memory":
+            self.queue.close()
+            self._open()
+
+    def kill(self) -> None:
+        """Go on with a copy of the directory as a killed process would have left it."""
+        if self._kind == "disk":
+            before = self._path / str(self._lives)
+            self._lives += 1
+            shutil.copytree(before, self._path / str(self._lives))
+            self.queue.close()
+            self._open()
+
+    def check(self) -> None:
+        while self.queue.stats().size or self.queue.stats().ledger.pending:
+            self.read(16)
+        assert set(self.found) == self.answered
+        assert set(self.found.values()) <= {1}
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("send"), st.integers(0, 60), st.integers(1, 12)),
+        st.tuples(st.just("send"), st.integers(0, 60), st.integers(1, 12)),
+        st.tuples(st.just("read"), st.integers(1, 16)),
+        st.tuples(st.just("restart")),
+        st.tuples(st.just("kill")),
+    ),
+    max_size=30,
+)
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk", "disk_assisted"])
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS, most=st.integers(1, 4))
+def test_every_answered_event_is_in_the_queue_exactly_once(
+    kind: str, steps: list[tuple[str, int]], most: int
+) -> None:
+    """In any order of refused, accepted, repeated and late blocks, restarts and kills."""
+    with (
+        tempfile.TemporaryDirectory() as path,
+        mock.patch("turnlane.queues.admission.MAX_RUNS", most),
+    ):
+        run = _Run(Path(path), kind)
+        try:
+            for name, *arguments in steps:
+                getattr(run, name)(*arguments)
+            run.check()
+        finally:
+            run.queue.close()
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 20)), max_size=60))
+def test_accepted_numbers_are_a_set(blocks: list[tuple[int, int]]) -> None:
+    """Runs say of each number what a set of all of them says."""
+    accepted, model = Accepted(), set[int]()
+    for first, count in blocks:
+        end = first + count
+        assert sum(stop - start for start, stop in accepted.missing(first, end)) == len(
+            set(range(first, end)) - model
+        )
+        accepted.add(first, end)
+        model.update(range(first, end))
+        assert accepted.end == max(model) + 1
+        start = accepted.start_of_run(first)
+        assert set(range(start, end)) <= model
+        assert start == 0 or start - 1 not in model
+    assert {number for first, end in accepted for number in range(first, end)} == model
+    assert all(number not in model for first, end in accepted.gaps for number in range(first, end))
+    clone = Accepted()
+    clone.update(accepted)
+    assert clone == accepted == accepted.copy()
