@@ -13,18 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar
 
-from turnlane.queues.memory import MemoryQueue
-
+from tests.queue_internals import state_of
 from turnlane.client import connect
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.events import EVENT_OVERHEAD
 from turnlane.node.flight.server import FlightPlane
 from turnlane.node.node import Node
-from turnlane.queues import open_queue
+from turnlane.queues import open_buffered_queue, open_queue
 from turnlane.queues.api import Ack, AckLevel, Batch, Consumer, Producer, Queue, Stats
-from turnlane.queues.proxy import ProxyQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.settings import Kind, QueueSettings
 from turnlane.serving.address import LOOPBACK, Address
 from turnlane.serving.auth import Authority
@@ -258,17 +257,17 @@ class ProxyHarness(Harness):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.nodes: list[MemoryQueue] = []
+        self.nodes: list[BufferedQueue] = []
 
     def make(self, clock: Clock, **knobs: Any) -> Queue:
         if "size" in knobs:
             knobs |= {"batches": 1, "batch_size": knobs.pop("size")}
         own = {knob for knob in knobs if self.kind in QueueSettings.kinds_of(knob)}
         far = {knob: value for knob, value in knobs.items() if knob not in own}
-        node = MemoryQueue(QueueSettings.of(name="node", **far), clock=clock)
+        node = open_buffered_queue(QueueSettings.of(name="node", **far), clock=clock)
         self.nodes.append(node)
         near = QueueSettings.of(kind=self.kind, **{knob: knobs[knob] for knob in own})
-        return ProxyQueue(near, LoopbackTransport(node), clock=clock)
+        return open_queue(near, transport=LoopbackTransport(node), clock=clock)
 
     def stall(self) -> None:
         self._hold(held=True)
@@ -281,8 +280,8 @@ class ProxyHarness(Harness):
 
     def _hold(self, *, held: bool) -> None:
         for node in self.nodes:
-            with node.lock:
-                node.gate.hold(held=held)
+            with state_of(node).lock:
+                state_of(node).admission.hold(hold=held)
 
     def close(self) -> None:
         super().close()
@@ -316,7 +315,7 @@ class ClientHarness(ProxyHarness):
         plane.start()
         self._opened.callback(plane.stop)
         client = self._opened.enter_context(connect(f"turnlane://{plane.address}"))
-        self.nodes.append(cast("MemoryQueue", node.queue(name)))
+        self.nodes.append(node.queue(name))
         return client.queue(name, clock=clock, **near)
 
     def close(self) -> None:

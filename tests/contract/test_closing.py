@@ -23,13 +23,14 @@ from tests.contract.harness import (
     publish_all,
     wait_until,
 )
+from tests.queue_internals import state_of
 from turnlane.errors import QueueClosed, QueueEmpty
 from turnlane.events import block_of
 from turnlane.ledger import Outcome
 from turnlane.queues.api import Ack, AckLevel, Batch, Queue
-from turnlane.queues.buffer import Portion
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.settings import ON_DISK, Kind
+from turnlane.queues.storage_api import BlockRange
 
 PUBLISHERS = 50
 
@@ -93,14 +94,15 @@ def test_a_second_close_waits_for_the_first(
     queue = keeping.open()
     assert isinstance(queue, BufferedQueue)
     entered, go_on = threading.Event(), threading.Event()
-    close_storage = queue.close_storage
+    storage = state_of(queue).storage
+    close_storage = storage.close
 
     def close_slowly() -> None:
         entered.set()
         assert go_on.wait(PATIENCE)
         close_storage()
 
-    monkeypatch.setattr(queue, "close_storage", close_slowly)
+    monkeypatch.setattr(storage, "close", close_slowly)
     first = Task(queue.close)
     assert entered.wait(PATIENCE)
     second = Task(queue.close)
@@ -404,14 +406,15 @@ def test_a_done_under_way_at_close_counts(
     """A close waits for a done that is being recorded, so that it is not lost and acked at once."""
     queue = keeping.open()
     assert isinstance(queue, BufferedQueue)
-    record, recording, go_on = queue.record_settled, threading.Event(), threading.Event()
+    storage, recording, go_on = state_of(queue).storage, threading.Event(), threading.Event()
+    record = storage.settle
 
-    def record_slowly(portion: Portion, outcome: Outcome) -> None:
+    def record_slowly(settled: BlockRange, outcome: Outcome) -> None:
         recording.set()
         assert go_on.wait(PATIENCE)
-        record(portion, outcome)
+        record(settled, outcome)
 
-    monkeypatch.setattr(queue, "record_settled", record_slowly)
+    monkeypatch.setattr(storage, "settle", record_slowly)
     producer, acks = follow(queue)
     producer.publish(b"one")
     settling = Task(queue.get().done)

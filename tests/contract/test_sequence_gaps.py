@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.contract.harness import PATIENCE, DiskHarness, Harness, numbered, values_of
+from tests.queue_internals import state_of
 from turnlane.errors import NumbersMissing, QueueEmpty, QueueFull
 from turnlane.events import block_of
 from turnlane.queues import open_queue
 from turnlane.queues.api import Producer, Published
 from turnlane.queues.buffered import BufferedQueue
-from turnlane.queues.producer import hashed
+from turnlane.queues.producer import hash_producer_id
 from turnlane.storage.producer_sequences import MAX_RUNS, Accepted, Gaps
 
 
@@ -113,7 +114,7 @@ def test_a_producer_that_skips_numbers_may_do_so_without_end() -> None:
         producer = queue.producer(producer_id="me", gaps=Gaps.SKIP)
         for number in range(0, 10 * MAX_RUNS, 10):
             assert publish(producer, number, number + 1).accepted == 1
-        assert queue.sequences[hashed("me")] == Accepted(10 * MAX_RUNS - 9)
+        assert state_of(queue).sequences[hash_producer_id("me")] == Accepted(10 * MAX_RUNS - 9)
         assert publish(producer, 5, 6).repeated == 1
 
 
@@ -123,7 +124,7 @@ def test_a_stream_forgets_its_oldest_gaps_only() -> None:
         producer = queue.producer(producer_id="me", gaps=Gaps.FORGET)
         for number in range(0, 10 * 3 * MAX_RUNS, 10):
             assert publish(producer, number, number + 1).accepted == 1
-        assert len(queue.sequences[hashed("me")].runs) == MAX_RUNS
+        assert len(state_of(queue).sequences[hash_producer_id("me")].runs) == MAX_RUNS
         assert publish(producer, 5, 6).repeated == 1
         last = 10 * (3 * MAX_RUNS - 1)
         assert publish(producer, last - 5, last).accepted == 5
@@ -135,7 +136,7 @@ def test_dropped_events_fill_a_gap() -> None:
         producer = queue.producer(producer_id="me")
         publish(producer, 2, 6)
         assert publish(producer, 0, 2).dropped == 2
-        assert queue.sequences[hashed("me")] == Accepted(6)
+        assert state_of(queue).sequences[hash_producer_id("me")] == Accepted(6)
 
 
 def test_gaps_survive_a_restart(storing: DiskHarness) -> None:

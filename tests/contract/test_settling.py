@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from tests.contract.harness import PATIENCE, Harness, Task, follow, numbered, values_of
+from tests.queue_internals import state_of
 from turnlane.errors import QueueEmpty
 from turnlane.events import block_of
 from turnlane.ledger import Outcome
@@ -14,7 +15,8 @@ from turnlane.queues.buffered import BufferedQueue
 if TYPE_CHECKING:
     import pytest
 
-    from turnlane.queues.buffer import Portion
+    from turnlane.events import Block
+from turnlane.queues.storage_api import BlockRange, UnreadableRange
 
 
 def opened(harness: Harness, count: int, **knobs: Any) -> BufferedQueue:
@@ -127,15 +129,16 @@ def test_acks_come_once_for_events_settled_twice(keeping: Harness) -> None:
 
 
 class SlowRecord:
-    """Stands in for a queue's ``record_settled``: the first call waits for the test, once done."""
+    """Stands in for a queue's ``settle`` of its storage: the first call waits for the test, once done."""
 
     def __init__(self, queue: BufferedQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._record = queue.record_settled
+        storage = state_of(queue).storage
+        self._record = storage.settle
         self.reached, self.go_on = threading.Event(), threading.Event()
-        monkeypatch.setattr(queue, "record_settled", self)
+        monkeypatch.setattr(storage, "settle", self)
 
-    def __call__(self, portion: Portion, outcome: Outcome) -> None:
-        self._record(portion, outcome)
+    def __call__(self, settled: BlockRange, outcome: Outcome) -> None:
+        self._record(settled, outcome)
         if not self.reached.is_set():
             self.reached.set()
             assert self.go_on.wait(PATIENCE)
@@ -186,16 +189,17 @@ def test_what_is_settled_while_it_is_read_from_disk_is_not_handed_out(
     """The consumer gets what is left, and the room is free once."""
     queue = opened(disk, 0)
     queue.producer(ack="persisted").publish_block(block_of(numbered(0, 10)))
-    queue.tail.forget_below(10)  # as after a restart: everything is on disk only
-    fetch = queue.fetch
+    state_of(queue).buffer.drop_below(10)  # as after a restart: everything is on disk only
+    storage = state_of(queue).storage
+    fetch = storage.fetch
 
-    def fetch_slowly(portion: Portion) -> Portion | None:
-        found = fetch(portion)
+    def fetch_slowly(wanted: BlockRange) -> list[Block] | UnreadableRange:
+        found = fetch(wanted)
         monkeypatch.undo()
         queue.settle(2, 5)
         return found
 
-    monkeypatch.setattr(queue, "fetch", fetch_slowly)
+    monkeypatch.setattr(storage, "fetch", fetch_slowly)
     assert values_of(queue.get(10)) == numbered(0, 2)
     assert queue.stats().size == 7
     assert values_of(queue.get(10)) == numbered(5, 10)

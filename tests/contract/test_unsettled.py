@@ -17,24 +17,24 @@ def opened(harness: Harness, count: int) -> BufferedQueue:
 
 def test_all_of_it_if_there_is_no_more_than_was_asked_for(keeping: Harness) -> None:
     queue = opened(keeping, 10)
-    assert queue.unsettled(10) == ([(0, 10)], 10, 10)
-    assert queue.unsettled(10, newest=3) == ([(0, 10)], 10, 10)
+    assert queue.find_unsettled(10) == ([(0, 10)], 10, 10)
+    assert queue.find_unsettled(10, newest=3) == ([(0, 10)], 10, 10)
 
 
 def test_what_is_settled_is_left_out(keeping: Harness) -> None:
     queue = opened(keeping, 10)
     queue.settle(0, 2)
     queue.settle(4, 5)
-    assert queue.unsettled(100) == ([(2, 4), (5, 10)], 7, 10)
-    assert queue.unsettled(3).spans == [(2, 4), (5, 6)]
+    assert queue.find_unsettled(100) == ([(2, 4), (5, 10)], 7, 10)
+    assert queue.find_unsettled(3).spans == [(2, 4), (5, 6)]
     queue.settle(2, 10)
-    assert queue.unsettled(100) == ([], 0, 10)
+    assert queue.find_unsettled(100) == ([], 0, 10)
 
 
 def test_a_share_of_a_long_backlog_is_of_the_newest(keeping: Harness) -> None:
     queue = opened(keeping, 100)
     queue.settle(95, 98)
-    assert queue.unsettled(20, newest=5).spans == [(0, 15), (92, 95), (98, 100)]
+    assert queue.find_unsettled(20, newest=5).spans == [(0, 15), (92, 95), (98, 100)]
 
 
 def test_what_was_settled_stays_so_over_a_restart(storing: DiskHarness) -> None:
@@ -43,18 +43,18 @@ def test_what_was_settled_stays_so_over_a_restart(storing: DiskHarness) -> None:
     queue.close()
     again = storing.reopen()
     assert isinstance(again, BufferedQueue)
-    assert again.unsettled(100).spans == [(0, 4), (6, 10)]
+    assert again.find_unsettled(100).spans == [(0, 4), (6, 10)]
 
 
 def test_scattered_offsets_are_told_some_at_a_time(keeping: Harness) -> None:
     queue = opened(keeping, 2 * MAX_SPANS + 20)
     for offset in range(0, queue.end, 2):
         queue.settle(offset, offset + 1)
-    found = queue.unsettled(1_000_000)
+    found = queue.find_unsettled(1_000_000)
     assert len(found.spans) == MAX_SPANS
     assert found.spans[0] == (1, 2)
     assert found.pending == MAX_SPANS + 10
-    some = queue.unsettled(MAX_SPANS, newest=10)
+    some = queue.find_unsettled(MAX_SPANS, newest=10)
     assert count_of(some.spans) == MAX_SPANS
     assert some.spans[-1][1] == found.end
 

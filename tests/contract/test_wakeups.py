@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from tests.contract.harness import PATIENCE, Acks, Harness, Task, wait_until
+from tests.queue_internals import state_of
 from turnlane.errors import QueueClosed
 from turnlane.queues.api import Ack, AckLevel
 from turnlane.queues.buffered import BufferedQueue
@@ -37,9 +38,9 @@ def test_is_a_consumer_woken_by_a_release_whoever_else_waits(keeping: Harness) -
     queue.producer().publish(b"x")
     batch = queue.get(timeout=PATIENCE)
     waiting = [Task(lambda: queue.wait_beyond(1, PATIENCE)) for _ in range(3)]
-    wait_until(lambda: len(queue._hunger) == 3, "the readers")
+    wait_until(lambda: len(state_of(queue).waiting_readers) == 3, "the readers")
     consumer = Task(lambda: queue.get(timeout=PATIENCE))
-    wait_until(lambda: len(queue._hunger) == 4, "the consumer")
+    wait_until(lambda: len(state_of(queue).waiting_readers) == 4, "the consumer")
     batch.release()
     again = consumer.result()
     assert again.attempt == 2

@@ -199,7 +199,7 @@ class TestRefused:
 
     def test_a_column_of_another_type(self, node: Node) -> None:
         with node:
-            node.queue("odd").check_types(pa.schema([("extra", pa.int64())]))
+            node.queue("odd").check_columns(pa.schema([("extra", pa.int64())]))
             wrong = some(2).append_column("extra", pa.array(["a", "b"]))
             stages = [staged(node, "all", some(2)), staged(node, "odd", wrong)]
             with pytest.raises(SchemaMismatch, match="extra"):

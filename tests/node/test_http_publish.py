@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from tests.contract.harness import wait_until
 from tests.node.http_harness import Served, served
+from tests.queue_internals import state_of
 from turnlane.errors import QueueEmpty, QueueFull, StorageFailed
 from turnlane.events import Event, block_of, events_of, values_of
 from turnlane.node.http_events import iso, of_json, of_ndjson, timestamp_of, to_json
@@ -521,7 +522,7 @@ def test_one_stuck_request_does_not_keep_others_from_being_answered(fresh: Serve
     fresh.http.put("/queues/stuck", json={})
     stuck = fresh.node.queue("stuck")
     with ThreadPoolExecutor(1) as pool:
-        with stuck.lock:
+        with state_of(stuck).lock:
             waiting = pool.submit(fresh.http.get, "/queues/stuck")
             assert fresh.post(b"x").status_code == 200
             assert fresh.http.get("/healthz").status_code == 200

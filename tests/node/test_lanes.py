@@ -296,7 +296,7 @@ def test_an_interrupted_commit_keeps_what_it_said_it_would(serve: Serve) -> None
     first.close()
     left.write_bytes(plan.to_json())
     again = serve()
-    assert again.node.queue("disk").unsettled(100).spans == [(2, 4)]
+    assert again.node.queue("disk").find_unsettled(100).spans == [(2, 4)]
     assert (ledger(again).delivered, ledger(again).dead) == (7, 1)
     assert not left.exists()
 

@@ -13,11 +13,9 @@ from turnlane.errors import EventsLost, QueueClosed
 from turnlane.events import Block
 from turnlane.queues import open_queue
 from turnlane.queues.buffered import BufferedQueue
-from turnlane.queues.disk import DiskQueue
-from turnlane.queues.disk_assisted import DiskAssistedQueue
 from turnlane.testing import FaultyDisk
 
-Stored = DiskQueue | DiskAssistedQueue
+Stored = BufferedQueue
 Hook = Callable[[Path | int], None]
 """Called with the file, or its descriptor, before the operation is done; may wait or raise."""
 
@@ -120,7 +118,7 @@ class Opener:
     def stored(self, kind: str, path: Path, **knobs: Any) -> Stored:
         """Open a queue with a directory."""
         queue = self(kind, path=path, **knobs)
-        assert isinstance(queue, DiskQueue | DiskAssistedQueue)
+        assert isinstance(queue, BufferedQueue)
         return queue
 
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 from tests.contract.harness import PATIENCE, Task, line_up, numbered, wait_until
+from tests.queue_internals import state_of, store_of
 from tests.recovery.hooked_disk import Opener, Stored, drained, take
 from turnlane.errors import ConfigError, SchemaMismatch
 from turnlane.events import Block
@@ -71,7 +72,7 @@ def with_nulls(values: list[bytes], *, nullable: bool, extra: bool) -> Block:
 
 def is_written(queue: Stored, offset: int) -> bool:
     """Whether the writer has come this far."""
-    return queue.store.log.end >= offset
+    return store_of(queue).log.end >= offset
 
 
 @both_kinds
@@ -170,9 +171,11 @@ def interruption(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 def check_consistent(queue: BufferedQueue) -> None:
     """What is counted is what is there."""
-    with queue.lock:
-        assert queue.positions.end == queue.tail.open.end
-        assert len(queue.tail.open.values) == len(queue.tail.open.timestamps)
+    with state_of(queue).lock:
+        assert state_of(queue).positions.end == state_of(queue).buffer.open.end
+        assert len(state_of(queue).buffer.open.values) == len(
+            state_of(queue).buffer.open.timestamps
+        )
     ledger = queue.stats().ledger
     assert ledger.adds_up
     assert queue.stats().size == ledger.pending

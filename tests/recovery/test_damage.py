@@ -17,7 +17,7 @@ from tests.recovery.hooked_disk import Stored, drained, take
 from tests.recovery.stored import KNOBS, close, publish, value, values
 from turnlane.events import block_of
 from turnlane.queues import open_queue
-from turnlane.queues.disk import DiskQueue
+from turnlane.queues.buffered import BufferedQueue
 
 # Metadata in every state
 
@@ -25,7 +25,7 @@ from turnlane.queues.disk import DiskQueue
 def make_damaged_queue(path: Path) -> None:
     """A closed queue of 400 events, the first 100 settled, and some in the middle."""
     queue = open_queue(path=path, **KNOBS["disk"])
-    assert isinstance(queue, DiskQueue)
+    assert isinstance(queue, BufferedQueue)
     producer = queue.producer()
     publish(producer, 0, 199)
     publish(queue.producer(ack="persisted"), 199, 200)

@@ -17,6 +17,7 @@ import pytest
 
 from tests.conftest import skip_or_fail
 from tests.contract.harness import PATIENCE, Acks, Task, assert_never, wait_until
+from tests.queue_internals import store_of
 from tests.recovery.hooked_disk import Stored, drained, take, values_in
 from tests.recovery.stored import KNOBS, publish, value, values
 from turnlane.errors import (
@@ -83,10 +84,10 @@ def test_is_a_block_that_is_larger_than_the_space_left_written_in_parts(
     disk.fill(after_bytes=5 << 20)
     queue.producer().publish_block(large_block(100))
     wait_until(lambda: queue.stats().disk_full > 0, "the full disk")
-    written = queue.store.log.end
+    written = store_of(queue).log.end
     assert 32 <= written < 80
     disk.unfill()
-    wait_until(lambda: queue.store.log.end == 100, "the rest")
+    wait_until(lambda: store_of(queue).log.end == 100, "the rest")
     assert len(drained(queue)) == 100
 
 

@@ -38,8 +38,7 @@ from tests.recovery.victim import (
 )
 from turnlane.errors import QueueClosed
 from turnlane.queues import open_queue
-from turnlane.queues.disk import DiskQueue
-from turnlane.queues.disk_assisted import DiskAssistedQueue
+from turnlane.queues.buffered import BufferedQueue
 
 SEED = int(os.environ.get("TURNLANE_SEED") or time.time())
 PATIENCE = 60.0
@@ -103,7 +102,7 @@ class Loop:
         """Take out everything that is left, and see whether that was all there had to be."""
         started = time.perf_counter()
         queue = open_queue(**self.knobs)
-        assert isinstance(queue, DiskQueue | DiskAssistedQueue)
+        assert isinstance(queue, BufferedQueue)
         reports: list[Report] = [Opened.by(queue, started)]
         queue.finish()
         reports += taken(queue)
@@ -127,7 +126,7 @@ class Loop:
         )
 
 
-def taken(queue: DiskQueue | DiskAssistedQueue) -> Iterator[Report]:
+def taken(queue: BufferedQueue) -> Iterator[Report]:
     """Settle everything in a queue that is finished."""
     while True:
         try:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.contract.harness import Acks, wait_until
+from tests.queue_internals import store_of
 from tests.recovery.hooked_disk import Opener, Stored, drained
 from turnlane.events import block_of
 from turnlane.queues.buffered import BufferedQueue
@@ -49,7 +50,7 @@ def unsynced(
     """A queue with events that are on disk and not synced."""
     path = tmp_path / "queue"
     queue = opener.stored(request.param, path, disk=disk, **KNOBS[request.param], **SLOW)
-    log = queue.store.log
+    log = store_of(queue).log
     queue.producer().publish_block(block_of([b"first"] * 20))
     wait_until(lambda: log.synced_end > 0, "the first events are synced")
     publish(queue)
@@ -69,7 +70,7 @@ def test_what_a_power_cut_took_can_be_sent_again(
     opener: Opener, disk: FaultyDisk, tmp_path: Path, unsynced: Stored
 ) -> None:
     """The journal, which was spared, does not take it for a repeat."""
-    synced = unsynced.store.log.synced_end
+    synced = store_of(unsynced).log.synced_end
     unsynced.sync_acks()
     disk.cut_power(tmp_path / "queue", tmp_path / "copy", match=".chunk")
     again = opener.stored(unsynced.settings.kind, tmp_path / "copy")
@@ -83,7 +84,7 @@ def test_what_a_kill_left_in_the_page_cache_is_a_repeat(
     opener: Opener, tmp_path: Path, unsynced: Stored
 ) -> None:
     """Though the journal knows nothing of it: the frames themselves say whose they are."""
-    written = unsynced.store.log.end  # not all: what is assisted by a disk keeps some in memory
+    written = store_of(unsynced).log.end  # not all: what is assisted by a disk keeps some in memory
     shutil.copytree(tmp_path / "queue", tmp_path / "copy")
     again = opener.stored(unsynced.settings.kind, tmp_path / "copy")
     assert again.stats().ledger.accepted >= written
@@ -97,8 +98,8 @@ def test_a_repeat_is_known_by_a_chunk_that_is_not_the_last(opener: Opener, tmp_p
     queue = opener.stored("disk", tmp_path / "queue", **knobs)
     for at in range(0, len(VALUES), 10):
         publish(queue, at + 10)
-        wait_until(lambda end=at + 10: queue.store.log.end == end, "a frame of its own")  # type: ignore[misc]
-    assert queue.store.log.rotations > 1
+        wait_until(lambda end=at + 10: store_of(queue).log.end == end, "a frame of its own")  # type: ignore[misc]
+    assert store_of(queue).log.rotations > 1
     shutil.copytree(tmp_path / "queue", tmp_path / "copy")
     again = opener.stored("disk", tmp_path / "copy")
     publish(again)
@@ -138,7 +139,7 @@ def test_they_keep_their_columns_and_their_order(
     queue = opener.stored("disk", tmp_path, disk=disk, **KNOBS["disk"], **SLOW)
     assert queue.producer(ack="persisted").publish(b"first")
     publish(queue)
-    wait_until(lambda: queue.store.log.end == 1 + len(VALUES))
+    wait_until(lambda: store_of(queue).log.end == 1 + len(VALUES))
     queue.settle(6, 26)
     queue.producer().publish(b"keyed", "key", headers={"a": "b"})
     disk.forget(match=".chunk")
@@ -154,5 +155,5 @@ def test_no_more_is_kept_for_it_than_the_queue_may_keep_in_memory(
     queue = opener.stored("disk", tmp_path, disk=disk, **KNOBS["disk"], **SLOW)
     for _ in range(20):
         queue.producer().publish_block(block_of([bytes(1024)] * 2))
-    wait_until(lambda: queue.store.log.end == 40)
+    wait_until(lambda: store_of(queue).log.end == 40)
     assert queue.stats().syncs >= 4

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.contract.harness import PATIENCE, Task, wait_until
+from tests.queue_internals import state_of
 from tests.recovery.hooked_disk import HookedDisk
 from tests.recovery.proxy_harness import Publisher, await_values, impatience, open_proxy
 from turnlane.events import values_of
+from turnlane.queues import open_buffered_queue
 from turnlane.queues.api import AckLevel
-from turnlane.queues.disk import DiskQueue
-from turnlane.queues.proxy import ProxyQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.settings import QueueSettings
 from turnlane.storage.disk_io import Disk
 from turnlane.testing import FlakyTransport, LoopbackTransport, ModelNode, Step
@@ -34,14 +35,14 @@ def _impatient() -> Iterator[None]:
         yield
 
 
-def _publishers(queue: ProxyQueue, node: ModelNode) -> list[Publisher]:
+def _publishers(queue: BufferedQueue, node: ModelNode) -> list[Publisher]:
     return [
         Publisher(queue, node.values, "p", AckLevel.PERSISTED),
         Publisher(queue, node.values, "d", AckLevel.DELIVERED),
     ]
 
 
-def _settle_and_check(queue: ProxyQueue, node: ModelNode, publishers: list[Publisher]) -> None:
+def _settle_and_check(queue: BufferedQueue, node: ModelNode, publishers: list[Publisher]) -> None:
     node.come_back()
     node.become_eager(AckLevel.DELIVERED)
     for publisher in publishers:
@@ -167,8 +168,10 @@ def test_does_any_sequence_of_deaths_lose_double_or_ack_early(
     _settle_and_check(queue, node, publishers)
 
 
-def _far_queue(path: Path, disk: Disk | None = None, **knobs: object) -> DiskQueue:
-    return DiskQueue(QueueSettings.of(kind="disk", path=path, name="far", **knobs), disk=disk)
+def _far_queue(path: Path, disk: Disk | None = None, **knobs: object) -> BufferedQueue:
+    return open_buffered_queue(
+        QueueSettings.of(kind="disk", path=path, name="far", **knobs), disk=disk
+    )
 
 
 def test_does_a_real_node_that_was_killed_get_everything_again(tmp_path: Path) -> None:
@@ -249,10 +252,10 @@ def test_is_a_node_that_comes_back_urged_again(tmp_path: Path) -> None:
             assert far.end == 5
 
 
-def _flushing(queue: ProxyQueue, count: int) -> Task[bool]:
+def _flushing(queue: BufferedQueue, count: int) -> Task[bool]:
     """Events, and a publisher that waits until the node has persisted all of them."""
     publisher = Publisher(queue, lambda _: (), "p", AckLevel.PERSISTED)
     publisher.publish(count)
     flushing = Task(lambda: publisher.producer.flush(PATIENCE))
-    wait_until(lambda: queue._held.watermarks[AckLevel.PERSISTED].waiting > 0, "the publisher")
+    wait_until(lambda: state_of(queue).acks.persisted.waiters > 0, "the publisher")
     return flushing

@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 
 from tests.conftest import IN_CI
 from tests.contract.harness import PATIENCE, Acks, wait_until
+from tests.queue_internals import state_of
 from tests.recovery.hooked_disk import values_in
 from tests.recovery.still_disk import StillDisk
 from turnlane.errors import BatchFreed, QueueClosed, QueueEmpty, RetryLater
@@ -142,7 +143,9 @@ class QueueMachine(RuleBasedStateMachine):
         for _ in range(100):
             if found or not fits or not self.bounded:
                 break
-            wait_until(lambda: not self.queue.gate._held, "a writer that has caught up")
+            wait_until(
+                lambda: not state_of(self.queue).admission.is_held, "a writer that has caught up"
+            )
             found = call()
         return found
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from turnlane.queues.disk_writer import Job
 
 from tests.contract.harness import (
     NOTICEABLE,
@@ -23,14 +22,15 @@ from tests.contract.harness import (
     wait_for_line,
     wait_until,
 )
-from tests.recovery.hooked_disk import HookedDisk, Once, Opener, Stored, drained, take, values_in
+from tests.queue_internals import state_of, store_of
+from tests.recovery.hooked_disk import HookedDisk, Once, Opener, drained, take, values_in
 from turnlane.errors import EventsLost, QueueClosed, QueueFull, StorageFailed
 from turnlane.events import block_of
 from turnlane.ledger import Outcome
 from turnlane.queues.api import Ack
 from turnlane.queues.buffered import BufferedQueue
-from turnlane.queues.disk import DiskQueue
-from turnlane.queues.disk_assisted import DiskAssistedQueue
+from turnlane.queues.disk import DiskStorage, WriteJob
+from turnlane.queues.disk_assisted import SpillStorage
 from turnlane.queues.producer import BufferedProducer
 
 SMALL: dict[str, Any] = {
@@ -115,7 +115,7 @@ def test_does_flow_control_keep_to_the_timeout(opener: Opener) -> None:
         Task(lambda: producer.publish(b"late", timeout=0.01)).result()
     with pytest.raises(QueueFull):
         Task(lambda: producer.publish_block(block_of([b"late"]), timeout=0.01)).result()
-    assert producer.queue.stats().ledger.accepted == 97
+    assert producer.state.describe().ledger.accepted == 97
 
 
 def test_is_a_slight_delay_cut_short_by_the_timeout(opener: Opener) -> None:
@@ -124,7 +124,7 @@ def test_is_a_slight_delay_cut_short_by_the_timeout(opener: Opener) -> None:
     entered = 0
     with contextlib.suppress(QueueFull):
         entered += Task(lambda: producer.publish(b"late", timeout=0.01)).result()
-    assert producer.queue.stats().ledger.accepted == 97 + entered
+    assert producer.state.describe().ledger.accepted == 97 + entered
 
 
 # Reading
@@ -175,7 +175,7 @@ def test_is_what_is_in_memory_delivered_when_the_chunk_is_gone(
     knobs = {**SMALL, "chunk_size": "1Mi", "memory_bytes": "8Ki"}
     queue = opener.stored("disk", tmp_path, **knobs)
     publish(queue, long_values(0, 40))
-    in_memory = queue.tail.first
+    in_memory = state_of(queue).buffer.first
     assert 0 < in_memory < 35
     [chunk] = tmp_path.glob("*.chunk")
     chunk.unlink()
@@ -271,40 +271,40 @@ def test_do_readers_by_offset_pass_a_bad_sector(opener: Opener, tmp_path: Path) 
     disk.bad = True
     assert by_offset(queue) == values[10:]
     assert queue.stats().ledger.dropped == {"corrupt": 10}
-    assert queue.unsettled(100).spans == [(10, 40)]
+    assert queue.find_unsettled(100).spans == [(10, 40)]
 
 
 # A writer with nothing to do
 
 
-def count_rounds(monkeypatch: pytest.MonkeyPatch, kind: type[Stored]) -> list[Job]:
+def count_rounds(monkeypatch: pytest.MonkeyPatch, kind: str) -> list[WriteJob]:
     """Have the rounds of the writer counted."""
-    rounds: list[Job] = []
-    next_job = kind.next_job
+    rounds: list[WriteJob] = []
+    storage = DiskStorage if kind == "disk" else SpillStorage
+    next_job = storage._next_job
 
-    def counted(queue: Any) -> Job:
-        rounds.append(next_job(queue))
+    def counted(storage: Any) -> WriteJob:
+        rounds.append(next_job(storage))
         return rounds[-1]
 
-    monkeypatch.setattr(kind, "next_job", counted)
+    monkeypatch.setattr(storage, "_next_job", counted)
     return rounds
 
 
-def watch_idling(rounds: list[Job]) -> None:
+def watch_idling(rounds: list[WriteJob]) -> None:
     """The writer does next to nothing from now on."""
     before = len(rounds)
     threading.Event().wait(NOTICEABLE * 4)
     assert len(rounds) - before <= 5
 
 
-@pytest.mark.parametrize("kind", [DiskQueue, DiskAssistedQueue])
+@pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
 def test_does_a_chunk_without_events_keep_the_writer_busy(
-    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Stored]
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """A process that was killed between a chunk's making and its first event leaves no riddle."""
-    name = "disk" if kind is DiskQueue else "disk_assisted"
     disk = HookedDisk()
-    dying = opener.stored(name, tmp_path / "dying", disk=disk, size=100)
+    dying = opener.stored(kind, tmp_path / "dying", disk=disk, size=100)
     writes: list[Path | int] = []
 
     def die(file: Path | int) -> None:
@@ -314,28 +314,27 @@ def test_does_a_chunk_without_events_keep_the_writer_busy(
 
     disk.on("write", die, match=".chunk")
     dying.producer().publish_block(block_of(numbered(0, 95)))
-    wait_until(lambda: dying.store.log.end > 0, "the writer")
+    wait_until(lambda: store_of(dying).log.end > 0, "the writer")
     dying.close()
     left = tmp_path / "left"
     assert list(left.glob("*.chunk"))
     rounds = count_rounds(monkeypatch, kind)
-    queue = opener.stored(name, left, size=100)
+    queue = opener.stored(kind, left, size=100)
     assert queue.stats().ledger.pending == 0
     watch_idling(rounds)
     queue.producer().publish_block(block_of(numbered(0, 95)))
     assert take(queue, 95) == numbered(0, 95)
 
 
-@pytest.mark.parametrize("kind", [DiskQueue, DiskAssistedQueue])
+@pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
 def test_does_a_drained_queue_come_to_rest(
-    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Stored]
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """When all that was on disk is settled, there is nothing more to write or delete."""
     rounds = count_rounds(monkeypatch, kind)
-    name = "disk" if kind is DiskQueue else "disk_assisted"
-    queue = opener.stored(name, tmp_path, size=100, durability="always")
+    queue = opener.stored(kind, tmp_path, size=100, durability="always")
     queue.producer().publish_block(block_of(numbered(0, 95)))
-    wait_until(lambda: queue.store.log.end > 0, "the writer")
+    wait_until(lambda: store_of(queue).log.end > 0, "the writer")
     assert take(queue, 95) == numbered(0, 95)
     watch_idling(rounds)
 
@@ -392,7 +391,7 @@ def test_is_the_line_sent_away_when_the_disk_never_recovers(
     queue = opener.stored("disk", tmp_path, disk=disk, shutdown_timeout="50ms", **SMALL)
     disk.fail("write", error=errno.ENOSPC, times=None, match=".chunk")
     assert queue.producer().publish(b"unwritten")
-    wait_until(lambda: queue.troubled, "the trouble")
+    wait_until(lambda: bool(queue.storage_failure), "the trouble")
     waiting = Task(lambda: queue.producer().publish(b"waiting"))
     wait_for_line(queue, 1)
     with pytest.raises(EventsLost):
@@ -417,7 +416,7 @@ def test_do_acks_at_the_same_time_share_a_sync(
     first = Task(batches[0].done)
     pause.await_reached()
     others = [Task(batch.done) for batch in batches[1:]]
-    wait_until(lambda: queue.store.journal.state().low == 8, "everybody's record")
+    wait_until(lambda: store_of(queue).journal.state().low == 8, "everybody's record")
     pause.end()
     for task in (first, *others):
         task.result()
@@ -459,14 +458,14 @@ def test_does_the_writer_rest_until_it_is_time_to_tidy_up(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Events dropped at the door are noted once a second, not asked for all the time."""
-    rounds = count_rounds(monkeypatch, DiskQueue)
+    rounds = count_rounds(monkeypatch, "disk")
     knobs = {"size": 1, "full_behavior": "drop_newest", "durability": "always"}
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, **knobs)
     publish(queue, [b"000"])
     before = len(rounds)
     for _ in range(2):
         assert not queue.producer().publish(b"dropped")
-    journal = queue.store.journal
+    journal = store_of(queue).journal
     wait_until(lambda: journal.state().totals.get(Outcome.NEWEST) == 2, "noted drops")
     assert len(rounds) - before < 10
 
@@ -510,7 +509,7 @@ def test_does_a_close_leave_a_disk_that_hangs(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says what is not written, and returns."""
-    monkeypatch.setattr(disk, "HANG_SECONDS", NOTICEABLE)
+    monkeypatch.setattr("turnlane.queues.disk.HANG_SECONDS", NOTICEABLE)
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, shutdown_timeout=NOTICEABLE)
     pause = disk.pause("write", match=".chunk")
     for value in numbered(0, 3):
@@ -525,7 +524,7 @@ def test_does_a_close_wait_for_a_disk_that_is_slow(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as it gets any further, nothing is given up."""
-    monkeypatch.setattr(disk, "HANG_SECONDS", 4 * NOTICEABLE)
+    monkeypatch.setattr("turnlane.queues.disk.HANG_SECONDS", 4 * NOTICEABLE)
     knobs = SMALL | {"durability": "interval", "sync_interval": "1h"}
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, shutdown_timeout=0.0, **knobs)
     disk.delay("write", seconds=NOTICEABLE, times=None, match=".chunk")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.contract.harness import PATIENCE, Acks, Task, numbered, wait_for_line, wait_until
+from tests.queue_internals import log_storage_of, state_of, store_of
 from tests.recovery.hooked_disk import (
     HookedDisk,
     Once,
@@ -24,8 +25,7 @@ from tests.recovery.hooked_disk import (
 from turnlane.errors import AckNotStored, StorageFailed
 from turnlane.events import block_of
 from turnlane.ledger import Outcome
-from turnlane.queues import policies
-from turnlane.queues.api import AckLevel
+from turnlane.queues import admission
 from turnlane.queues.buffered import BufferedQueue
 
 both_kinds = pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
@@ -35,8 +35,8 @@ ASSISTED: dict[str, Any] = {"kind": "disk_assisted", "size": 100, "dequeue_batch
 
 def persisted_below(queue: BufferedQueue) -> int:
     """The offset below which producers were told that their events are persisted."""
-    with queue.lock:
-        return queue.watermarks[AckLevel.PERSISTED].position
+    with state_of(queue).lock:
+        return state_of(queue).acks.persisted.position
 
 
 def crash(queue: Stored, copy: Path) -> Path:
@@ -55,7 +55,7 @@ def test_does_a_failing_disk_cost_the_oldest_events(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
     """While nothing can be written, only the event that has no room is dropped."""
-    monkeypatch.setattr(policies, "SPILL_SECONDS", 0.01)
+    monkeypatch.setattr(admission, "SPILL_SECONDS", 0.01)
     queue = opener.stored(
         "disk",
         tmp_path,
@@ -68,7 +68,7 @@ def test_does_a_failing_disk_cost_the_oldest_events(
     disk.fail("write", error=errno.ENOSPC, times=None, match=".chunk")
     producer = queue.producer()
     assert producer.publish(b"100")
-    wait_until(lambda: queue.troubled, "the trouble")
+    wait_until(lambda: bool(queue.storage_failure), "the trouble")
     assert not producer.publish(b"dropped")
     assert not producer.try_publish(b"dropped too")
     published = producer.publish_block(block_of([b"and", b"these"]))
@@ -82,7 +82,7 @@ def test_does_a_slow_disk_cost_the_oldest_events(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the writer is merely behind, publishers wait for it and nothing is dropped."""
-    monkeypatch.setattr(policies, "SPILL_SECONDS", PATIENCE)
+    monkeypatch.setattr(admission, "SPILL_SECONDS", PATIENCE)
     queue = opener.stored(
         "disk",
         tmp_path,
@@ -190,8 +190,8 @@ def test_is_what_is_being_settled_persisted_when_the_log_passes_it(
     disk.fail("write", error=errno.ENOSPC, times=None, match=".chunk")
     for value in numbered(10, 95):
         producer.publish(value)
-    wait_until(lambda: queue.troubled, "the spill that fails")
-    record = queue.store.journal.settled
+    wait_until(lambda: bool(queue.storage_failure), "the spill that fails")
+    record = store_of(queue).journal.settled
     reached, go = threading.Event(), threading.Event()
 
     def fail_late(first: int, end: int, size: int, outcome: Outcome) -> None:
@@ -201,14 +201,14 @@ def test_is_what_is_being_settled_persisted_when_the_log_passes_it(
             raise OSError(errno.EIO, "no acks now")
         record(first, end, size, outcome)
 
-    monkeypatch.setattr(queue.store.journal, "settled", fail_late)
+    monkeypatch.setattr(store_of(queue).journal, "settled", fail_late)
     done = Task(batch.done)
     assert reached.wait(PATIENCE)
     disk.clear()
 
     def recovered() -> bool:
-        with queue.lock:
-            return not queue.troubled
+        with state_of(queue).lock:
+            return not bool(queue.storage_failure)
 
     wait_until(recovered, "the spill")
     go.set()
@@ -255,13 +255,13 @@ def test_is_a_journal_that_could_not_be_synced_synced_again(
     """An ack that is due for a sync stays due when the sync fails."""
     queue = opener.stored("disk", tmp_path, disk=disk, sync_interval="20ms")
     queue.producer(ack="persisted").publish_block(block_of(numbered(0, 2)))
-    wait_until(lambda: not queue.untidy(), "tidiness")
+    wait_until(lambda: not log_storage_of(queue)._is_untidy(), "tidiness")
     trouble = Once(OSError(errno.EIO, "no sync now"))
     disk.on("sync", trouble, match="journal")
-    before = queue.store.journal.syncs
+    before = store_of(queue).journal.syncs
     queue.get(1).done()
     wait_until(lambda: trouble.raised, "the failing sync")
-    wait_until(lambda: queue.store.journal.syncs > before, "another sync")
+    wait_until(lambda: store_of(queue).journal.syncs > before, "another sync")
 
 
 @pytest.mark.parametrize("nth", [1, 2])
@@ -285,7 +285,7 @@ def test_is_the_journal_told_again_what_it_did_not_hear(
     disk.on("write", fail_once, match="journal")
     for value in numbered(20, 115):
         producer.publish(value)
-    wait_until(lambda: queue.store.log.end > 20, "the spill")
+    wait_until(lambda: store_of(queue).log.end > 20, "the spill")
     wait_until(lambda: queue.stats().size < 90, "the room that it makes")
     assert len(calls) > nth
     queue.close()
@@ -329,7 +329,7 @@ def test_does_the_journal_hear_what_became_of_an_event_in_memory_first(
     younger = disk.pause("write", match=".chunk", skip=1)
     spilling.end()
     younger.await_reached()
-    assert queue.store.log.end == 5, "the older half is on disk"
+    assert store_of(queue).log.end == 5, "the older half is on disk"
     queue.settle(6, 8)
     dying = Task(batch.dead)
     younger.end()

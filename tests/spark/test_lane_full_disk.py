@@ -60,7 +60,7 @@ def lane(node: Served, at: Destination, letters: DeadLetterSettings = KEEPING) -
 
 
 def unsettled(node: Served) -> list[tuple[int, int]]:
-    return list(node.queue("a").unsettled_of([(0, 10)]))
+    return list(node.queue("a").filter_unsettled([(0, 10)]))
 
 
 @pytest.mark.parametrize("fault", ["write", "sync"])

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import pytest
-from turnlane.queues.memory import MemoryQueue
 
 from tests.contract.harness import PATIENCE, wait_until
+from tests.queue_internals import remote_storage_of, state_of
 from tests.recovery.proxy_harness import Publisher, await_values, impatience, open_proxy
 from turnlane.errors import QueueClosed, QueueEmpty, QueueFull, TransportDown
 from turnlane.events import Block, block_of
-from turnlane.queues import proxy
+from turnlane.queues import open_buffered_queue, proxy
 from turnlane.queues.api import Ack, AckLevel, Connection, Durability, Transport
-from turnlane.queues.proxy import ProxyQueue, retry_after
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.positions import BufferedBatch
+from turnlane.queues.proxy import RemoteStorage, retry_delay
 from turnlane.queues.settings import QueueSettings
 from turnlane.testing import FlakyTransport, LoopbackTransport, ModelConnection, ModelNode, Step
 
@@ -30,11 +33,11 @@ def _impatient() -> Iterator[None]:
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[..., ProxyQueue]]:
+def opened() -> Iterator[Callable[..., BufferedQueue]]:
     """Open proxies that are closed when the test is over."""
-    queues: list[ProxyQueue] = []
+    queues: list[BufferedQueue] = []
 
-    def opening(transport: Transport, **knobs: object) -> ProxyQueue:
+    def opening(transport: Transport, **knobs: object) -> BufferedQueue:
         queues.append(open_proxy(transport, **knobs))  # type: ignore[arg-type]
         return queues[-1]
 
@@ -44,10 +47,10 @@ def opened() -> Iterator[Callable[..., ProxyQueue]]:
         assert queue.stats().ledger.adds_up
 
 
-Opening = Callable[..., ProxyQueue]
+Opening = Callable[..., BufferedQueue]
 
 
-def _publisher(queue: ProxyQueue, node: ModelNode, level: str = "persisted") -> Publisher:
+def _publisher(queue: BufferedQueue, node: ModelNode, level: str = "persisted") -> Publisher:
     return Publisher(queue, node.values, "p", AckLevel(level))
 
 
@@ -108,7 +111,11 @@ def test_do_contents_kept_for_resending_stay_within_resend_bytes(opened: Opening
     def is_stuck() -> bool:
         producer.try_publish(value)
         full = queue.stats().size == 4
-        return full and queue._sent_bytes > 1000 and len(queue._unaccepted) == 1
+        return (
+            full
+            and remote_storage_of(queue)._sent_bytes > 1000
+            and len(remote_storage_of(queue)._unaccepted) == 1
+        )
 
     wait_until(is_stuck, "a batch that has to wait")
     with pytest.raises(QueueFull):
@@ -140,13 +147,16 @@ def test_is_only_metadata_left_of_what_is_persisted(opened: Opening) -> None:
     publisher = _publisher(queue, node)
     publisher.publish(40)
     await_values(node, 40)
-    assert all(sent.block is not None for sent in list(queue._undelivered))
+    assert all(sent.block is not None for sent in list(remote_storage_of(queue)._undelivered))
     node.persist()
     publisher.await_acks()
-    assert queue._undelivered
-    assert not queue._unpersisted
-    assert all(sent.block is None for sent in list(queue._undelivered))
-    assert all(sent.batch.freed for sent in list(queue._undelivered))
+    assert remote_storage_of(queue)._undelivered
+    assert not remote_storage_of(queue)._unpersisted
+    assert all(sent.block is None for sent in list(remote_storage_of(queue)._undelivered))
+    assert all(
+        cast("BufferedBatch", sent.batch).is_freed
+        for sent in list(remote_storage_of(queue)._undelivered)
+    )
 
 
 # Acks
@@ -249,7 +259,7 @@ def test_may_a_callback_close_the_queue(opened: Opening) -> None:
 # Closing
 
 
-def _closing(queue: ProxyQueue, timeout: float = PATIENCE) -> threading.Thread:
+def _closing(queue: BufferedQueue, timeout: float = PATIENCE) -> threading.Thread:
     thread = threading.Thread(target=lambda: queue.close(drain=True, timeout=timeout))
     thread.start()
     return thread
@@ -309,7 +319,7 @@ def test_does_a_draining_close_send_again_what_a_crash_lost(opened: Opening) -> 
     publisher.publish(10)
     await_values(node, 10)
     closing = _closing(queue)
-    wait_until(lambda: queue._held.gate.closed, "the close")
+    wait_until(lambda: state_of(queue).admission.is_closed, "the close")
     node.crash(away=True)
     assert node.values() == []
     node.come_back()
@@ -533,12 +543,12 @@ def test_does_the_backoff_grow_to_its_cap() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(proxy, "FIRST_RETRY", 0.05)
         patch.setattr(proxy, "LAST_RETRY", 5.0)
-        assert [retry_after(n, 1.0) for n in (1, 2, 3)] == [0.05, 0.1, 0.2]
-        assert [retry_after(n, 0.0) for n in (1, 2, 3)] == [0.025, 0.05, 0.1]
-        assert retry_after(8, 1.0) == retry_after(10_000, 1.0) == 5.0
+        assert [retry_delay(n, 1.0) for n in (1, 2, 3)] == [0.05, 0.1, 0.2]
+        assert [retry_delay(n, 0.0) for n in (1, 2, 3)] == [0.025, 0.05, 0.1]
+        assert retry_delay(8, 1.0) == retry_delay(10_000, 1.0) == 5.0
 
 
-class _Patient(ProxyQueue):
+class _Patient(RemoteStorage):
     """Notes how long it would have paused, and does not."""
 
     pauses: list[float]
@@ -556,12 +566,12 @@ def test_does_it_back_off_until_the_node_comes_further() -> None:
     pauses: list[float] = []
     _Patient.pauses = pauses
     settings = QueueSettings.of(kind="proxy")
-    with _Patient(settings, transport, jitter=lambda: 1.0) as queue:
+    with BufferedQueue(settings, _Patient(settings, transport, jitter=lambda: 1.0)) as queue:
         queue.producer(ack="persisted").publish(b"x")
-        assert pauses == [retry_after(failures, 1.0) for failures in (1, 2, 3, 4, 5)]
+        assert pauses == [retry_delay(failures, 1.0) for failures in (1, 2, 3, 4, 5)]
         transport.die(Step.AFTER_SEND)
         queue.producer(ack="persisted").publish(b"y")
-        assert pauses[5:] in ([], [retry_after(1, 1.0)])
+        assert pauses[5:] in ([], [retry_delay(1, 1.0)])
     assert node.values() == [b"x", b"y"]
 
 
@@ -588,7 +598,7 @@ def test_is_a_connection_made_at_once_after_one_that_helped(opened: Opening) -> 
 
 def test_can_the_nodes_queue_be_read_through_the_proxy(opened: Opening) -> None:
     """``get`` takes from the far queue, and ends with this one."""
-    with MemoryQueue(QueueSettings.of()) as far:
+    with open_buffered_queue(QueueSettings.of()) as far:
         queue = opened(LoopbackTransport(far))
         with pytest.raises(QueueEmpty):
             queue.get(timeout=0)

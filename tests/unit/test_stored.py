@@ -9,8 +9,8 @@ import pytest
 from turnlane.events import block_of
 from turnlane.queues import open_queue
 from turnlane.queues.api import Queue
-from turnlane.queues.buffer import Portion
 from turnlane.queues.disk import JOIN_BYTES
+from turnlane.queues.storage_api import BlockRange
 from turnlane.storage.store import FRAME_BYTES, frames_of
 from turnlane.testing import FaultyDisk
 
@@ -68,7 +68,7 @@ def test_frames_are_of_much_the_same_size(blocks: int, frames: int) -> None:
     """Not full ones and a small rest, which would be nearly twice as many to read."""
     block = block_of([b"x"])
     size = FRAME_BYTES // 20
-    portions = [Portion(at, at + 1, size, [block]) for at in range(blocks)]
+    portions = [BlockRange(at, at + 1, size, [block]) for at in range(blocks)]
     made = frames_of(portions)
     assert sum(map(len, made)) == blocks
     assert len(made) == frames

@@ -32,7 +32,7 @@ from turnlane.queues.api import (
     Queue,
     Stats,
 )
-from turnlane.queues.proxy import ProxyQueue
+from turnlane.queues.buffered import BufferedQueue
 
 # ── fetching ──
 # Taking batches from several nodes at a time: whichever has one first.
@@ -188,7 +188,7 @@ def _give_back(batch: Batch) -> None:
 class SpreadQueue(Queue):
     """Several nodes' queues of the same name as one. Offsets are those of each node."""
 
-    def __init__(self, queues: Sequence[ProxyQueue]) -> None:
+    def __init__(self, queues: Sequence[BufferedQueue]) -> None:
         self._queues = queues
         self._fetching = Fetching(queues)
 

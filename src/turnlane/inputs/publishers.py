@@ -199,14 +199,14 @@ def _held_is_failed(queue: BufferedQueue) -> Iterator[None]:
     try:
         yield
     except QueueFull as error:
-        if queue.gate.held:
+        if queue.holds_publishers:
             raise StorageFailed(f"queue {queue.name!r} cannot write to its disk") from error
         raise
 
 
 def _too_large(queue: BufferedQueue, block: Block) -> Mask:
     """By event: larger than the queue ever takes."""
-    most = min(queue.settings.max_event_bytes, queue.gate.max_bytes)
+    most = queue.max_event_bytes
     if block.nbytes <= most:
         return np.zeros(block.num_rows, dtype=np.bool_)
     mask: Mask = event_sizes(block) > most
@@ -214,7 +214,7 @@ def _too_large(queue: BufferedQueue, block: Block) -> Mask:
 
 
 def _reason(queue: BufferedQueue, refused: int | None) -> str:
-    most = min(queue.settings.max_event_bytes, queue.gate.max_bytes)
+    most = queue.max_event_bytes
     events = "events" if refused is None else f"{refused} events of the request"
     return f"{events} larger than queue {queue.name!r} takes ({most} bytes)"
 

@@ -20,8 +20,7 @@ from turnlane.node.commit_record import Part, Plan, Range, Steps, Writers, keys_
 from turnlane.node.event_refs import Numbers, Piece, copied, unpacked
 from turnlane.node.staging import Stage, Staging
 from turnlane.queues.buffered import BufferedQueue
-from turnlane.queues.disk import StoredQueue
-from turnlane.queues.producer import BufferedProducer, hashed
+from turnlane.queues.producer import BufferedProducer
 from turnlane.retry import doubled
 from turnlane.storage.producer_sequences import Gaps
 
@@ -52,7 +51,7 @@ Queues = Mapping[str, BufferedQueue]
 
 def next_number(queue: BufferedQueue) -> int:
     """The number of the next event that a commit publishes into a queue."""
-    return queue.next_sequence(hashed(PRODUCER))
+    return queue.known_sequence(PRODUCER) or 0
 
 
 # ── what there is to publish ─────────────────────────────────────────────────────────────────────
@@ -225,7 +224,7 @@ class Loading:
             with self._unless_dropped(part):
                 queue = self._queues[part.queue]
                 while not (producer.flush(LOOK_SECONDS) or _is_failing(queue)):
-                    queue.gate.check_open(queue.name)
+                    queue.check_open()
 
     @contextlib.contextmanager
     def _unless_dropped(self, part: Part) -> Iterator[None]:
@@ -243,13 +242,13 @@ def _await_persisted(
     producer: BufferedProducer, queue: BufferedQueue, deadline: float | None
 ) -> None:
     while not producer.flush(None if deadline is None else LOOK_SECONDS):
-        queue.gate.check_open(queue.name)
+        queue.check_open()
         if _is_failing(queue) or deadline is None or time.monotonic() > deadline:
             raise RetryLater(f"queue {queue.name!r} has not persisted a commit yet")
 
 
 def _is_failing(queue: BufferedQueue) -> bool:
-    return isinstance(queue, StoredQueue) and queue.troubled
+    return bool(queue.storage_failure)
 
 
 FIRST_RETRY: Final = 0.05
@@ -409,7 +408,7 @@ class Pending:
         return loading.refused
 
     def _may_be_spared(self, part: Part) -> bool:
-        is_stored = isinstance(self._queues[part.queue], StoredQueue)
+        is_stored = bool(self._queues[part.queue].stored_id)
         return is_stored and self._means.staging.is_diskless(part.stage)
 
     def _let_in_or_spare(self, loading: Loading, part: Part) -> None:
@@ -420,7 +419,7 @@ class Pending:
         try:
             loading.publish_all(staging, LOOK_SECONDS)
         except QueueFull:
-            if not (isinstance(queue, StoredQueue) and queue.troubled):
+            if not queue.storage_failure:
                 raise
             there = max(0, next_number(queue) - part.sequence)
             rest = _beyond(staging.blocks(part.stage), there)
@@ -469,8 +468,7 @@ class Pending:
                 for each in self.plan.ranges:
                     if each.queue == name:
                         queue.settle(each.first, each.end, each.outcome)
-                if isinstance(queue, StoredQueue):
-                    queue.sync_acks()
+                queue.sync_acks()
             except QueueClosed:
                 if not self._is_dropped(queue):
                     raise

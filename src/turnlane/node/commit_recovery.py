@@ -12,7 +12,6 @@ from turnlane.node.commit_apply import Means, Pending, count_of, next_number
 from turnlane.node.commit_record import COMMIT, FAILED, Part, Plan, Range
 from turnlane.node.staging import Staging
 from turnlane.queues.buffered import BufferedQueue
-from turnlane.queues.disk import StoredQueue
 
 log = logging.getLogger(__name__)
 
@@ -146,4 +145,4 @@ def _renumbered(parts: Iterable[Part], queues: Queues, staging: Staging) -> list
 
 def identity(queue: BufferedQueue) -> str:
     """What tells a queue from another of its name; one that is only in memory has none."""
-    return queue.store.queue_id if isinstance(queue, StoredQueue) else ""
+    return queue.stored_id

@@ -322,7 +322,7 @@ class Commits:
     def _check_unsettled(self, ranges: Sequence[Range]) -> None:
         for each in ranges:
             span = (each.first, each.end)
-            if self._queue(each.queue).unsettled_of([span]) != [span]:
+            if self._queue(each.queue).filter_unsettled([span]) != [span]:
                 raise RetryLater(f"queue {each.queue!r}: offsets were settled by somebody else")
 
     def _taken(self, commit: Commit) -> tuple[Plan, Pending | None]:
@@ -359,8 +359,8 @@ class Commits:
         for stage in commit.stages:
             contents = self._staging.contents(stage)
             queue = queues.setdefault(contents.queue, self._queue(contents.queue))
-            queue.gate.check_open(queue.name)
-            queue.check_types(contents.schema)
+            queue.check_open()
+            queue.check_columns(contents.schema)
             if contents.source is not None:
                 source = queues.setdefault(contents.source, self._queue(contents.source))
                 if identity(source) != contents.source_id:
@@ -455,7 +455,7 @@ def room_of(queue: BufferedQueue) -> int | None:
     By their bytes that is a guess: as if they were as large as those that are there.
     """
     stats = queue.stats()
-    if not queue.door.blocks:
+    if not queue.blocks_when_full:
         return None
     limits = []
     if stats.max_size is not None:
@@ -475,4 +475,4 @@ def has_room(queue: BufferedQueue, events: int, size: int) -> bool:
     over = (stats.max_size is not None and stats.size + events > stats.max_size) or (
         stats.max_bytes is not None and stats.bytes + size > stats.max_bytes
     )
-    return not (over and stats.size and queue.door.blocks)
+    return not (over and stats.size and queue.blocks_when_full)

@@ -127,14 +127,14 @@ class CopyingPlaces(Copying):
 
     def _stages(self) -> Sequence[Stage]:
         # After a kill the places must still be those of the same events.
-        if not self._source.reaches(AckLevel.PERSISTED, self._end, SAFE_SECONDS):
+        if not self._source.wait_level(AckLevel.PERSISTED, self._end, SAFE_SECONDS):
             raise RetryLater(f"queue {self._source.name!r} has not persisted its events yet")
         return [self._referring(queue) for queue in self._places]
 
     def _referring(self, queue: str) -> Stage:
         stage = self._opened.enter_context(self._refer(queue, self._source))
         for places, events in self._places[queue]:
-            stage.refer(places, events, self._source.average_size(events))
+            stage.refer(places, events, self._source.estimate_size(events))
         self.events += stage.events
         return stage
 

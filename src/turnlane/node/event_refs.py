@@ -18,9 +18,8 @@ import pyarrow as pa
 from turnlane.errors import RetryLater
 from turnlane.events import BASE_SCHEMA, Block, conform
 from turnlane.intervals import GAP, Ranges, Span, spans_of
-from turnlane.queues.api import Durability
+from turnlane.queues.api import AckLevel, Durability
 from turnlane.queues.buffered import BufferedQueue
-from turnlane.queues.disk import DiskQueue
 
 # ── by_offset ──
 # Reading a queue by offset, in the node that has it.
@@ -56,20 +55,15 @@ STRETCH_GAP: Final = 512
 def can_refer(source: BufferedQueue, target: BufferedQueue) -> bool:
     """Whether what one queue has is as good as staged, and the other one sure to take it."""
     return (
-        isinstance(source, DiskQueue)
+        source.usual_level is AckLevel.PERSISTED
         and source.durability is not Durability.NEVER
         and not _extra_columns(source)
-        and max(source.settings.max_event_bytes, USUALLY_LARGEST) <= _largest(target)
+        and max(source.settings.max_event_bytes, USUALLY_LARGEST) <= target.max_event_bytes
     )
 
 
 def _extra_columns(queue: BufferedQueue) -> set[str]:
-    with queue.lock:
-        return queue.types.keys() - set(BASE_SCHEMA.names)
-
-
-def _largest(queue: BufferedQueue) -> int:
-    return min(queue.settings.max_event_bytes, queue.gate.max_bytes)
+    return queue.columns().keys() - set(BASE_SCHEMA.names)
 
 
 def packed(offsets: Numbers) -> Block:
@@ -125,7 +119,7 @@ def copied(source: BufferedQueue, wanted: Sequence[Numbers]) -> Iterator[Piece]:
 
 def _check_settled(source: BufferedQueue, offsets: Numbers) -> None:
     """Raise ``RetryLater`` if any of these, which could not be read, is not settled."""
-    left = source.unsettled_of(spans_of(offsets)) if len(offsets) else []
+    left = source.filter_unsettled(spans_of(offsets)) if len(offsets) else []
     if left:  # whoever commits this settles them
         raise RetryLater(f"queue {source.name!r} has an event at {left[0][0]} that cannot be read")
 

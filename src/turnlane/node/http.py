@@ -22,7 +22,6 @@ from turnlane.node.metrics import CONTENT_TYPE, CountedInput, NodeCollector, Tab
 from turnlane.node.node import Node
 from turnlane.node.openapi import document
 from turnlane.node.tables import Tables
-from turnlane.queues.disk import StoredQueue
 from turnlane.runtime import Closing
 from turnlane.serving.address import Address
 from turnlane.serving.auth import Authority, Right
@@ -116,9 +115,9 @@ class HttpPlane(Closing):
         starting = self._waiting_for()
         reasons = [] if starting is None else [f"the node is starting: {starting}"]
         return reasons + [
-            f"queue {name!r} cannot write to its disk: {queue.trouble}"
+            f"queue {name!r} cannot write to its disk: {queue.storage_failure}"
             for name, queue in sorted(self._node.queues().items())
-            if isinstance(queue, StoredQueue) and queue.troubled
+            if queue.storage_failure
         ]
 
     async def _show_metrics(self, request: Request) -> Response:

@@ -24,7 +24,6 @@ from turnlane.errors import (
 from turnlane.events import Block
 from turnlane.queues.api import Ack, AckLevel, Published
 from turnlane.queues.buffered import BufferedQueue
-from turnlane.queues.disk import StoredQueue
 from turnlane.serving.threads import ThreadsByQueue
 from turnlane.storage.producer_sequences import Gaps
 
@@ -69,7 +68,7 @@ class Publishing:
         _check_fits(queue, block)
         deadline = time.monotonic() + timeout
         # One that may drop older events writes that down at once.
-        if numbered is not None or not queue.door.blocks:
+        if numbered is not None or not queue.blocks_when_full:
             threads = self._threads.of(queue.name)
             if threads.exhausted:
                 raise TransportDown("the queue has too many such requests at a time", after=1.0)
@@ -115,8 +114,7 @@ class _Follower:
         """Wait for all below ``end``. Raises as :meth:`Publishing.publish` does."""
         told: asyncio.Future[int] = self._loop.create_future()
         self._waiting.append((end, told))
-        with self.queue.lock:  # so that it gathers as many as come
-            self.queue.hurry(self._level, end)
+        self.queue.urge(self._level, end)  # so that it gathers as many as come
         while not told.done():
             left = deadline - time.monotonic()
             if self.queue.closed:
@@ -126,7 +124,7 @@ class _Follower:
                     f"the events are in queue {self.queue.name!r}, but not yet {self._level}"
                 )
             await asyncio.wait([told], timeout=min(left, _LOOK_AGAIN))
-        if told.result() and self.queue.door.blocks:
+        if told.result() and self.queue.blocks_when_full:
             # Which requests' events an ack counts as lost is not known: all send again, none lose.
             raise StorageFailed(f"queue {self.queue.name!r} lost events to a failing disk")
 
@@ -143,7 +141,7 @@ class _Follower:
 
 def no_room(queue: BufferedQueue) -> QueueFull | StorageFailed:
     """Why the queue takes nothing at this moment."""
-    if isinstance(queue, StoredQueue) and queue.troubled:
+    if queue.storage_failure:
         return StorageFailed(f"queue {queue.name!r} cannot write to its disk")
     return QueueFull(f"queue {queue.name!r} is full")
 
@@ -167,8 +165,8 @@ def _publish(
 
 def _check_fits(queue: BufferedQueue, block: Block) -> None:
     """A block that would go in piece by piece might go in halfway."""
-    if block.num_rows > queue.gate.size or block.nbytes > queue.gate.max_bytes:
+    if block.num_rows > queue.max_events or block.nbytes > queue.max_bytes:
         raise EventTooLarge(
             f"{block.num_rows} events of {block.nbytes} bytes are more than queue {queue.name!r} "
-            f"holds ({queue.gate.size} events, {queue.gate.max_bytes} bytes); send fewer at a time"
+            f"holds ({queue.max_events} events, {queue.max_bytes} bytes); send fewer at a time"
         )

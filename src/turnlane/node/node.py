@@ -406,7 +406,7 @@ class Node(Closing):
         if the disk is full or fails, too. Raises ``NoSuchQueue``, ``SchemaMismatch``,
         ``StorageFailed``.
         """
-        vet = self.queue(name).producer().vet
+        vet = self.queue(name).producer().check_publishable
         ready = vet(pa.RecordBatch.from_pylist([], schema))
         return self.staging.stage(name, ready.schema, vet, spare, diskless=diskless)
 
@@ -421,7 +421,7 @@ class Node(Closing):
         return CopyingEvents(source, into, self.stage, abort)
 
     def _refer(self, name: str, source: BufferedQueue) -> Stage:
-        self.queue(name).check_types(BASE_SCHEMA)
+        self.queue(name).check_columns(BASE_SCHEMA)
         contents = Contents(name, BASE_SCHEMA, 0, 0, source=source.name, source_id=identity(source))
         return self.staging.begun(contents)
 

@@ -413,8 +413,7 @@ class Overflow:
         except TurnlaneError:
             return  # it is gone itself
         # They were the oldest here, but to the queue they are those that never came in.
-        with queue.lock:
-            queue.dropped_at_door(Outcome.NEWEST, events)
+        queue.count_dropped(Outcome.NEWEST, events)
 
 
 def _size(block: Block) -> int:

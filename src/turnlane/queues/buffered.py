@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Final, NamedTuple
 from weakref import WeakSet
@@ -223,6 +223,11 @@ class BufferedQueue(Queue):
     # ── limits and condition ────────────────────────────────────────────────────────────────────
 
     @property
+    def time_ns(self) -> Callable[[], int]:
+        """The clock that stamps the events."""
+        return self._state.time_ns
+
+    @property
     def stored_id(self) -> str:
         """The id that the queue keeps across restarts; empty if nothing survives one."""
         return self._state.stored_id
@@ -276,6 +281,10 @@ class BufferedQueue(Queue):
     def storage_failure(self) -> str:
         """Why the queue cannot write to its disk at the moment; empty if it can."""
         return self._storage.failure
+
+    def estimate_size(self, events: int) -> int:
+        """Return the bytes that so many events of the queue have on average."""
+        return self._state.admission.estimate_size(events)
 
     def check_open(self) -> None:
         """Raise ``QueueClosed`` if the queue takes no more events, or why it failed."""

@@ -23,6 +23,7 @@ from turnlane.units import TimeWindow
 
 log = get_logger(__name__)
 
+
 class DequeuePace:
     """When the next batch may be taken: the dequeue rate and the dequeue time window."""
 

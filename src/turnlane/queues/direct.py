@@ -77,7 +77,9 @@ class DirectQueue(Queue):
         producer_id: str | None = None,
     ) -> DirectProducer:
         self._check_open()
-        parse_choice(FlowControl, "flow", flow)  # nothing waits here, but a wrong word is still wrong
+        parse_choice(
+            FlowControl, "flow", flow
+        )  # nothing waits here, but a wrong word is still wrong
         level = parse_choice(AckLevel, "ack", ack)
         if producer_id is not None:
             msg = "a direct queue keeps nothing by which to tell a repeat"
@@ -252,7 +254,9 @@ class DirectProducer(Producer):
     ) -> bool:
         del timeout  # there is nothing to wait for but the consumer itself
         value = as_bytes(value)
-        self._check_size(len(value) + EVENT_OVERHEAD + measure_annotations(key, headers, severity, source))
+        self._check_size(
+            len(value) + EVENT_OVERHEAD + measure_annotations(key, headers, severity, source)
+        )
         stamp = self._queue.time_ns() if timestamp is None else to_nanoseconds(timestamp)
         block = block_of(
             [value],

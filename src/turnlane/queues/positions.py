@@ -17,7 +17,7 @@ from typing import Protocol
 
 from turnlane.errors import BatchFreed
 from turnlane.events import Block, conform, join
-from turnlane.intervals import Ranges, Span, count_of, overlap
+from turnlane.intervals import Ranges, Span, count_of
 from turnlane.ledger import Outcome
 from turnlane.queues.api import Batch, Place
 from turnlane.queues.storage_api import BlockRange

@@ -633,7 +633,9 @@ class BufferedProducer(Producer):
     def _check_lost(self, *, lost: bool) -> None:
         if lost and self._admission.blocks:
             name = self.state.settings.name
-            raise StorageFailed(f"queue {name!r} lost the event to a failing disk: publish it again")
+            raise StorageFailed(
+                f"queue {name!r} lost the event to a failing disk: publish it again"
+            )
 
 
 # ── one event, checked and measured ─────────────────────────────────────────────────────────────

@@ -274,9 +274,7 @@ class Store:
     def find_settled_segments(self, is_settled: Callable[[int, int], bool]) -> list[int]:
         """Return the segments in which everything is settled, without the active one."""
         return [
-            span.first
-            for span in self.log.inactive_chunks()
-            if is_settled(span.first, span.end)
+            span.first for span in self.log.inactive_chunks() if is_settled(span.first, span.end)
         ]
 
     def remove(self, chunks: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from turnlane.inputs.files.state import Entry, FilesSettings, Mark
 from turnlane.inputs.files.tail import Chunk, Tail
 from turnlane.queues.api import Ack, AckLevel, FullBehavior, Published
 from turnlane.queues.buffered import BufferedQueue
-from turnlane.queues.producer import BufferedProducer, hashed
+from turnlane.queues.producer import BufferedProducer
 from turnlane.queues.settings import Kind
 from turnlane.storage.producer_sequences import Gaps
 
@@ -43,21 +43,21 @@ class LinePublisher:
         self._level = AckLevel.PERSISTED if self.durable else settings.ack
         self._drops_are_losses = queue.settings.full_behavior is FullBehavior.BLOCK
         self._producers: dict[Tail, tuple[str, BufferedProducer]] = {}
-        self._max_rows = max(1, queue.gate.size // SHARE)
-        self._max_bytes = max(1, queue.gate.max_bytes // SHARE)
+        self._max_rows = max(1, queue.max_events // SHARE)
+        self._max_bytes = max(1, queue.max_bytes // SHARE)
 
     def longest(self, source: str) -> int:
         """The longest line that an event can hold."""
-        largest = min(self.queue.settings.max_event_bytes, self.queue.gate.max_bytes)
+        largest = self.queue.max_event_bytes
         room = largest - len(source.encode()) - ROW_BYTES
         return max(1, min(self._settings.max_line_bytes, room))
 
     def position(self, entry: Entry) -> int:
         """Where to read on: what the queue says, and only if it knows nothing, what was saved."""
-        accepted = self.queue.sequences.get(hashed(entry.id))
-        if accepted is None:
+        known = self.queue.known_sequence(entry.id)
+        if known is None:
             return entry.offset
-        return accepted.end if self.durable else max(entry.offset, accepted.end)
+        return known if self.durable else max(entry.offset, known)
 
     def publish(self, tail: Tail, chunk: Chunk, go_on: Callable[[], bool]) -> int:
         """Publish a chunk, however long the queue is full; returns how many of its lines went in.

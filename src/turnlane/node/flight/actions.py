@@ -158,7 +158,7 @@ class Actions:
             if not (room and self._node.commits.await_emptied(queue, seconds)):
                 return {"spans": [], "pending": 0, "end": queue.end, "low": queue.low, "kept": 0}
         newest = command.newest * room // command.events
-        found = queue.unsettled(room, newest, command.first)
+        found = queue.find_unsettled(room, newest, command.first)
         kept = 0 if command.lane is None else self._node.lanes.kept(command.lane)
         return {**found._asdict(), "low": queue.low, "kept": kept}
 
@@ -264,7 +264,7 @@ class Actions:
         if not self._node.commits.await_emptied(queue, PLAN_SECONDS):
             raise RetryLater(f"an earlier commit of events of {command.queue!r} is not through yet")
         # Whoever asked what is not settled may have had the answer late.
-        spans = queue.unsettled_of(command.spans)
+        spans = queue.filter_unsettled(command.spans)
         self._node.lanes.plan(command.lane, command.run, nothing._replace(spans=spans))
         return {"spans": spans}
 
@@ -277,7 +277,7 @@ class Actions:
     def purge(self, command: Purge, caller: Caller) -> Answer:
         """Settle events as given up, once it is written down who wanted that."""
         queue = self._node.queue(command.queue)
-        spans = queue.unsettled_of(command.spans)
+        spans = queue.filter_unsettled(command.spans)
         events = count_of(spans)
         if events:
             by = caller.authority.identify(caller.bearer)

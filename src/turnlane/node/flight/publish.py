@@ -22,11 +22,9 @@ from pyarrow import flight
 from turnlane.errors import EventTooLarge, NotAllowed, QueueClosed, QueueFull, TransportDown
 from turnlane.events import Block
 from turnlane.node.flight.commands import Numbered, Publish, parsed
-from turnlane.queues.acks import Ticket
+from turnlane.queues.acks import AckWaiter
 from turnlane.queues.api import AckLevel, Progress
 from turnlane.queues.buffered import BufferedQueue
-from turnlane.queues.disk import DiskQueue
-from turnlane.queues.producer import hashed
 from turnlane.storage.producer_sequences import Gaps
 
 # ── flight_blocks ──
@@ -125,9 +123,10 @@ class Route:
 
     def progress(self) -> Progress:
         """How far the producer's events have come."""
-        with self.queue.lock:
-            persisted = self.queue.watermarks[AckLevel.PERSISTED].position
-            delivered = self.queue.watermarks[AckLevel.DELIVERED].position
+        positions = None
+        # Until nothing moves between a look at the positions and has_news() knowing of it.
+        while positions != (positions := self.queue.ack_positions()):
+            persisted, delivered = positions
             with self._lock:
                 progress = Progress(
                     self._numbers[-1], self._below(persisted), self._below(delivered)
@@ -230,7 +229,7 @@ class PublishStream:
         self._late_end = 0
         """The offset after the last event whose number is lower than one reported before."""
         self._unsynced = 0
-        self._ticket: Ticket | None = None
+        self._waiter: AckWaiter | None = None
         self._told: Progress | None = None
         self._news = threading.Condition()
         self._is_news = True
@@ -242,10 +241,7 @@ class PublishStream:
         """Serve the client until it has no more, or is gone. Raises what ended it early."""
         self._take_over()
         teller = threading.Thread(target=self._tell_all, name="turnlane-teller", daemon=True)
-        marks = self._queue.watermarks.values()
-        with self._queue.lock:
-            for mark in marks:
-                mark.watch(self._moved)
+        self._queue.observe_acks(self._moved)
         try:
             self._greet()
             teller.start()
@@ -253,10 +249,8 @@ class PublishStream:
                 self._take(block, metadata)
             self._await_level()
         finally:
-            with self._queue.lock:
-                for mark in marks:
-                    mark.unwatch(self._moved)
-                self._forget_ticket()
+            self._queue.unobserve_acks(self._moved)
+            self._queue.cancel_urge(self._waiter)
             self._end("")
             if teller.ident is not None:
                 teller.join()
@@ -265,12 +259,7 @@ class PublishStream:
     def leave(self, why: str) -> None:
         """Have the stream end soon, whatever it is doing, unless it waits for its client."""
         self._end(why)
-        self._producer.close()
-        with self._queue.lock:
-            line = self._queue.gate.line
-            for waiter in [each for each in line if _publisher_of(each) is self._producer]:
-                self._queue.gate.leave(waiter)
-                waiter.refuse()
+        self._producer.abort()
 
     # ── one stream at a time ─────────────────────────────────────────────────────────────────────
 
@@ -288,9 +277,8 @@ class PublishStream:
                     return
 
     def _resume(self) -> None:
-        with self._queue.lock:
-            if self._name is not None:
-                self._next = self._queue.next_sequence(hashed(self._name))
+        if self._name is not None:
+            self._next = self._queue.known_sequence(self._name) or 0
         self._highest = self._next
         self._route.reached(self._next)
 
@@ -334,17 +322,10 @@ class PublishStream:
     def _urge(self) -> None:
         """Have the queue sync all that it has by now, as for a publisher that waits."""
         self._unsynced = 0
-        if not isinstance(self._queue, DiskQueue):
+        if self._queue.usual_level is not AckLevel.PERSISTED:
             return  # no other kind persists by itself
-        with self._queue.lock:
-            self._forget_ticket()
-            self._ticket = self._queue.hurry(AckLevel.PERSISTED, self._queue.end)
-
-    def _forget_ticket(self) -> None:
-        """Under the queue's lock."""
-        if self._ticket is not None:
-            self._queue.watermarks[AckLevel.PERSISTED].withdraw(self._ticket)
-            self._ticket = None
+        self._queue.cancel_urge(self._waiter)
+        self._waiter = self._queue.urge(AckLevel.PERSISTED, self._queue.end)
 
     def _publish_some(self, block: Block) -> int:
         """Publish the block, or what goes in before the queue's own patience is over."""
@@ -450,11 +431,7 @@ class PublishStream:
             )
         # What came late lies behind the offsets that the reports go by.
         while self._late_end and self._level is not AckLevel.ACCEPTED and not self._over:
-            if self._queue.reaches(self._level, self._late_end, LOOK_SECONDS):
+            if self._queue.wait_level(self._level, self._late_end, LOOK_SECONDS):
                 break
         if not self._peer.is_gone():
             self._check()
-
-
-def _publisher_of(waiter: object) -> object:
-    return getattr(getattr(waiter, "entry", None), "producer", None)

@@ -56,8 +56,7 @@ class Patience:
 
 def schema_of(queue: BufferedQueue) -> pa.Schema:
     """All columns that a queue has seen: the base columns first."""
-    with queue.lock:
-        seen: dict[str, Any] = dict(queue.types)
+    seen = queue.columns()
     extra = [pa.field(name, kind) for name, kind in seen.items() if name not in BASE_SCHEMA.names]
     return pa.schema([*BASE_SCHEMA, *extra])
 
