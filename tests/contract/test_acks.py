@@ -306,7 +306,7 @@ def test_a_callback_that_raises_costs_no_other_ack(
         producer.publish(b"two")
         every.receive(queue, 1)
         acks.wait_for(2)
-    assert "ack callback" in caplog.text
+    assert "queue.ack_callback_failed" in caplog.text
 
 
 def test_a_callback_may_publish(every: Harness) -> None:

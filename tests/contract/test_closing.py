@@ -337,7 +337,7 @@ def test_a_draining_direct_close_that_runs_out_of_time_says_so(
     queue, go_on, publishing = slow_direct(direct)
     with caplog.at_level(logging.WARNING):
         queue.close(drain=True, timeout=0.05)
-    assert "1 events are left after draining 0.05 s" in caplog.text
+    assert "seconds=0.05 events=1" in caplog.text
     go_on.set()
     assert publishing.result()
 
@@ -463,4 +463,4 @@ def test_a_draining_close_that_runs_out_of_time_says_what_is_left(
     publish_all(queue.producer(), numbered(0, 3))
     with caplog.at_level(logging.WARNING):
         queue.close(drain=True, timeout=0.05)
-    assert "3 events are left after draining 0.05 s" in caplog.text
+    assert "seconds=0.05 events=3" in caplog.text

@@ -254,7 +254,7 @@ def test_every_answered_event_is_in_the_queue_exactly_once(
     """In any order of refused, accepted, repeated and late blocks, restarts and kills."""
     with (
         tempfile.TemporaryDirectory() as path,
-        mock.patch("turnlane.queues.admission.MAX_RUNS", most),
+        mock.patch("turnlane.queues.producer.MAX_RUNS", most),
     ):
         run = _Run(Path(path), kind)
         try:

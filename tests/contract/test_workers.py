@@ -583,4 +583,4 @@ def test_a_pool_that_cannot_drain_its_queue_in_time_says_what_is_left(
 
     with caplog.at_level(logging.WARNING):
         Pool(queue, refuse).close()
-    assert "3 events are left after draining 0.05 s" in caplog.text
+    assert "seconds=0.05 events=3" in caplog.text

@@ -510,7 +510,7 @@ def test_a_disk_too_full_for_a_new_journal_says_so(tmp_path: Path) -> None:
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from turnlane.queues.api import Outcome
+from turnlane.ledger import Outcome
 from turnlane.storage.journal import Journal
 from turnlane.testing import FaultyDisk
 

@@ -26,6 +26,7 @@ from turnlane.queues import open_queue
 from turnlane.queues.api import Ack, AckLevel, Batch
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.producer import BufferedProducer
+from turnlane.queues.settings import Kind
 from turnlane.testing import FaultyDisk
 
 SINGLES, BLOCKS, NUMBERED, WAITING = range(4)
@@ -204,7 +205,7 @@ class Life:
         self.queue = opened(self.orders)
         self.reporter.tell(Opened.by(self.queue, started))
         work = [self.singles, self.blocks, self.numbered]
-        if isinstance(self.queue, BufferedQueue):
+        if self.queue.settings.kind is Kind.DISK:
             # Elsewhere it would wait until somebody takes its event.
             work.append(self.waiting)
         threads = [self.thread(task) for task in work]

@@ -490,7 +490,8 @@ def test_is_it_said_when_a_node_lost_what_it_had_persisted(
     with caplog.at_level(logging.ERROR):
         queue.producer().publish(b"next")
         await_values(empty, 1)
-    assert "lost 5 events that it had persisted" in caplog.text
+    assert "queue.node_lost_events" in caplog.text
+    assert "events=5" in caplog.text
 
 
 # A transport that misbehaves

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlane.errors import Never, QueueFull, RetryLater
-from turnlane.queues.worker_pool import FIRST_PAUSE, LAST_PAUSE, pause_after, wanted_workers
+from turnlane.queues.worker_pool import FIRST_PAUSE, LAST_PAUSE, count_wanted_workers, retry_pause
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ def test_how_many_workers_does_a_backlog_ask_for(
     backlog: int, minimum: int, most: int, wanted: int
 ) -> None:
     """One for every ``minimum`` events begun, none for none, never more than ``most``."""
-    assert wanted_workers(backlog, minimum, most) == wanted
+    assert count_wanted_workers(backlog, minimum, most) == wanted
 
 
 @given(
@@ -31,28 +31,28 @@ def test_does_a_larger_backlog_ever_ask_for_fewer(
     backlog: int, more: int, minimum: int, most: int
 ) -> None:
     """The number grows with the backlog, within its bounds."""
-    few, many = (wanted_workers(n, minimum, most) for n in (backlog, backlog + more))
+    few, many = (count_wanted_workers(n, minimum, most) for n in (backlog, backlog + more))
     assert (backlog > 0) <= few <= many <= most
 
 
 def test_does_a_pause_double_up_to_its_cap() -> None:
     """Each failure in a row doubles the pause, however many there are."""
     error = ValueError("no")
-    pauses = [pause_after(failures, error, 1.0) for failures in range(1, 100)]
+    pauses = [retry_pause(failures, error, 1.0) for failures in range(1, 100)]
     assert pauses[:4] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE, 8 * FIRST_PAUSE]
     assert pauses == sorted(pauses)
-    assert pauses[-1] == pause_after(10**9, error, 1.0) == LAST_PAUSE
+    assert pauses[-1] == retry_pause(10**9, error, 1.0) == LAST_PAUSE
 
 
 @given(failures=st.integers(1, 1000), jitter=st.floats(0, 1))
 def test_is_a_pause_varied_by_half_at_most(failures: int, jitter: float) -> None:
     """Jitter shortens a pause, to half of it at the least."""
-    full = pause_after(failures, Never("no"), 1.0)
-    assert full / 2 <= pause_after(failures, Never("no"), jitter) <= full
+    full = retry_pause(failures, Never("no"), 1.0)
+    assert full / 2 <= retry_pause(failures, Never("no"), jitter) <= full
 
 
 def test_is_a_wish_for_a_later_time_obeyed() -> None:
     """``after`` is taken as it is; without it the pause is the usual one."""
-    assert pause_after(20, RetryLater("busy", after=7.5), 0.3) == 7.5
-    assert pause_after(1, QueueFull("busy", after=0.0), 0.3) == 0.0
-    assert pause_after(1, RetryLater("busy"), 1.0) == FIRST_PAUSE
+    assert retry_pause(20, RetryLater("busy", after=7.5), 0.3) == 7.5
+    assert retry_pause(1, QueueFull("busy", after=0.0), 0.3) == 0.0
+    assert retry_pause(1, RetryLater("busy"), 1.0) == FIRST_PAUSE
