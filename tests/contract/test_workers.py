@@ -282,7 +282,7 @@ def test_does_a_worker_outlive_a_disk_that_does_not_read(disk: DiskHarness) -> N
 
 def _overrun(pool: WorkerPool) -> None:
     """Let the consumer that is at a batch have taken too long, whatever the clock says."""
-    pool._cancel_overrunning(-1.0)
+    pool._cancel_overdue(-1.0)
     assert pool.cancelled == 1
 
 

@@ -271,8 +271,8 @@ class AckDispatcher:
             for listener, ack in due.items():
                 try:
                     listener.callback(ack)
-                except BaseException:  # noqa: BLE001 - even SystemExit: other acks follow
-                    log.error("queue.ack_callback_failed", queue=self._name, ack=ack, exc_info=True)
+                except BaseException:  # even SystemExit: the acks of other producers follow
+                    log.exception("queue.ack_callback_failed", queue=self._name, ack=ack)
 
     def _await_due(self) -> dict[AckListener, Ack]:
         """Wait for acks and return them; nothing once the dispatcher is stopped."""

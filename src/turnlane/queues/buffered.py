@@ -67,7 +67,7 @@ def _close_at_exit() -> None:
             try:
                 queue.close()
             except EventsLost as error:
-                log.error("queue.close_failed", queue=queue.name, error=error, exc_info=True)
+                log.exception("queue.close_failed", queue=queue.name, error=error)
 
 
 os.register_at_fork(after_in_child=_OPEN.clear)  # the parent closes them
@@ -127,7 +127,7 @@ class BufferedQueue(Queue):
             self._state.acks.dispatcher.start()
         level = parse_choice(AckLevel, "ack", ack)
         control = parse_choice(FlowControl, "flow", flow)
-        return BufferedProducer(self._state, level, on_ack, control, producer_id, gaps)
+        return BufferedProducer(self._state, level, on_ack, control, producer_id, gaps=gaps)
 
     def get(self, max_events: int | None = None, timeout: float | None = None) -> Batch:
         if not self._storage.is_remote:

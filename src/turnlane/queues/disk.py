@@ -194,7 +194,7 @@ class LogStorage(abc.ABC):
             while self._run_job():
                 pass
         except Exception as error:
-            log.error("queue.writer_died", queue=self._name, error=error, exc_info=True)
+            log.exception("queue.writer_died", queue=self._name, error=error)
             failure = StorageFailed(f"queue {self._name!r} failed, its writer died of {error!r}")
             failure.__cause__ = error
             with self._host.lock:
@@ -423,6 +423,7 @@ class LogStorage(abc.ABC):
         return UnreadableRange(*found) if isinstance(found, Fault) else found
 
     def get(self, max_events: int | None, timeout: float) -> Batch:
+        del max_events, timeout
         raise Bug("only a remote storage has batches of its own")
 
     # ── closing ─────────────────────────────────────────────────────────────────────────────────

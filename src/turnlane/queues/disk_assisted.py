@@ -5,7 +5,7 @@ the log are on disk and the others are in memory. So reading the disk first and 
 is reading in order, whatever was spilled when.
 
 Three ways into disk assistance: the high watermark is reached (then the oldest events go to disk
-until the low watermark), data is found on disk at the start, or the queue is closed (then everything
+until the low watermark), data is found on disk at the start, or the queue is closed (then all of it
 goes to disk). One way out: everything on disk is settled. Then the files are removed, and the queue
 is a memory queue again.
 

@@ -323,6 +323,7 @@ class BufferedProducer(Producer):
         on_ack: AckCallback | None,
         flow: FlowControl,
         producer_id: str | None,
+        *,
         gaps: Gaps = Gaps.KEEP,
     ) -> None:
         self.state = state

@@ -1,19 +1,19 @@
 """The ``proxy`` kind: a buffer in the client, in front of a node that has the real queue.
 
-It holds a few batches. The room of a batch is free again when the node has accepted it; its contents
-are kept, within ``resend_bytes``, until the node says *persisted*, because a node that dies in
-between has to get them again. After that only the ack is outstanding. Every event has a sequence
-number of this producer, so that the node drops repeats.
+It holds a few batches. The room of a batch is free again when the node has accepted it. The
+contents are kept, within ``resend_bytes``, until the node says *persisted*, because a node that
+dies in between has to get them again. After that only the ack is outstanding. Every event has a
+sequence number of this producer, so that the node drops repeats.
 
 If the node refuses a block for good (a column of another type, a token without the right, no such
 queue), it would refuse the block each time, and nothing may overtake it: the queue has *failed*.
 Publishers get the error of the node, and events that are not acked stay unacked. Close the queue,
 and open it again.
 
-Threads: the *sender* takes batches and sends them, and reconnects with backoff without end. For each
-connection a *listener* hears how far the node has come and reports it. Ack callbacks have a third
-thread, so that they delay neither. The lock of this storage, ``_lock``, is never held while the
-queue is called, and never taken under the lock of the queue.
+Threads: the *sender* takes batches and sends them, and reconnects with backoff without end. For
+each connection a *listener* hears how far the node has come and reports it. Ack callbacks have a
+third thread, so that they delay neither. The lock of this storage, ``_lock``, is never held while
+the queue is called, and never taken under the lock of the queue.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class RemoteStorage(NoStorage):
             queue=self._name,
             error=error,
             hint="the queue tries again",
-            exc_info=True,
+            exc_info=error,
         )
 
     def _fail(self, error: Exception) -> None:

@@ -145,7 +145,10 @@ class StoredState:
 
 
 class StorageHost(Protocol):
-    """The queue, as its storage sees it. All but ``lock`` and :meth:`wait_persisted` under the lock."""
+    """The queue, as its storage sees it.
+
+    Everything but ``lock`` and :meth:`wait_persisted` is used under the lock.
+    """
 
     @property
     def lock(self) -> threading.Lock:
@@ -246,7 +249,7 @@ class StorageHost(Protocol):
         """Settle what is unsettled from ``first`` on, or freed, as closed; returns the ranges."""
 
     def fail(self, error: Exception, *levels: AckLevel) -> None:
-        """Close the queue for publishers, who get ``error``; nothing reaches ``levels`` any more."""
+        """Close the queue for publishers, who get ``error``; ``levels`` are never reached."""
 
     def set_durability(self, durability: Durability) -> None:
         """Say in later acks that this durability stands behind them."""
@@ -333,7 +336,7 @@ class Storage(Protocol):
         """
 
     def sync_settled(self, *, now: bool = False) -> None:
-        """Sync what was recorded if the durability is ``always``, or ``now``. Raises ``OSError``."""
+        """Sync what was recorded if durability is ``always``, or if ``now``. Raises ``OSError``."""
 
     def give_back(self, returned: BlockRange) -> None:
         """Record that a consumer gave a range back."""
@@ -401,6 +404,7 @@ class NoStorage:
         pass
 
     def get(self, max_events: int | None, timeout: float) -> Batch:
+        del max_events, timeout
         raise Bug("only a remote storage has batches of its own")
 
     def close(self) -> None:

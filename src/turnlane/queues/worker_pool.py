@@ -83,7 +83,7 @@ class _Worker:
             while self._pool.running and not self.cancelled and self._work():
                 pass
         except Exception:
-            log.error("queue.worker_failed", queue=self._pool.queue.name, exc_info=True)
+            log.exception("queue.worker_failed", queue=self._pool.queue.name)
         finally:
             if not self.cancelled:  # otherwise the pool has removed it already
                 self._pool.remove(self)
@@ -280,7 +280,9 @@ class WorkerPool(Closing):
             batch.release()
         except BatchFreed as error:
             # The contents are gone: the batch stays in flight until the queue is closed.
-            log.error("queue.consumer_failed_after_free", queue=self.queue.name, error=error)
+            log.error(  # noqa: TRY400 - the traceback of the consumer was logged before
+                "queue.consumer_failed_after_free", queue=self.queue.name, error=error
+            )
 
     def remove(self, worker: _Worker) -> None:
         """Forget a worker that has ended."""
@@ -293,7 +295,7 @@ class WorkerPool(Closing):
             try:
                 self._supervise_once()
             except Exception:
-                log.error("queue.supervisor_failed", queue=self.queue.name, exc_info=True)
+                log.exception("queue.supervisor_failed", queue=self.queue.name)
                 self._stop.wait(LOOK_SECONDS)
 
     def _supervise_once(self) -> None:
