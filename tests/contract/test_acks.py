@@ -131,7 +131,7 @@ def test_counts_are_exact_for_each_of_several_producers(buffering: Harness) -> N
     assert acks_of_one.count + acks_of_other.count == queue.stats().ledger.delivered
 
 
-def test_producers_without_callback_do_not_disturb_those_with(every: Harness) -> None:
+def test_a_producer_without_callback_does_not_disturb_one_with_callback(every: Harness) -> None:
     """Events nobody asked about are in nobody's count."""
     queue = every.open()
     quiet = queue.producer()
@@ -171,7 +171,7 @@ def test_each_producer_has_its_own_level(disk: Harness) -> None:
     told[AckLevel.DELIVERED][1].wait_for(1)
 
 
-def test_persisted_is_acked_when_it_is_true(every: Harness) -> None:
+def test_a_persisted_ack_comes_only_once_the_event_is_persisted(every: Harness) -> None:
     """A queue that keeps nothing on disk says persisted on delivery, and not before."""
     queue = every.open()
     producer, acks = follow(queue, AckLevel.PERSISTED)
@@ -182,7 +182,7 @@ def test_persisted_is_acked_when_it_is_true(every: Harness) -> None:
     acks.wait_for(1)
 
 
-def test_spilling_persists(disk_assisted: Harness) -> None:
+def test_a_spilled_event_is_acked_as_persisted(disk_assisted: Harness) -> None:
     """What a disk-assisted queue has moved to disk is persisted, though not delivered."""
     queue = disk_assisted.open(size=4, high_watermark=3, low_watermark=0)
     producer, acks = follow(queue, AckLevel.PERSISTED)
@@ -193,7 +193,7 @@ def test_spilling_persists(disk_assisted: Harness) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_acks_say_what_stands_behind_them(every: Harness, level: AckLevel) -> None:
+def test_an_ack_states_its_durability(every: Harness, level: AckLevel) -> None:
     """The durability of an ack is what was true then: acceptance promises memory, no more."""
     queue = every.open()
     producer, acks = follow(queue, level)
@@ -263,7 +263,7 @@ def test_callbacks_run_on_a_thread_of_their_own(every: Harness) -> None:
     assert threads[0].name.startswith("turnlane-acks")
 
 
-def test_a_slow_callback_holds_nobody_up(every: Harness) -> None:
+def test_a_slow_callback_delays_no_publisher(every: Harness) -> None:
     """While a callback is stuck, publishing, getting and settling go on."""
     queue = every.open()
     stuck, go_on = threading.Event(), threading.Event()
@@ -377,7 +377,9 @@ def test_a_callback_may_close_the_queue_and_wait_for_it_to_drain(buffering: Harn
     assert queue.stats().ledger.delivered == 1
 
 
-def test_a_direct_queue_acks_in_publish_order_whoever_is_through_first(direct: Harness) -> None:
+def test_a_direct_queue_acks_in_publish_order_when_consumers_end_out_of_order(
+    direct: Harness,
+) -> None:
     """Consumers on several threads end in any order; acks and their ends go by offset."""
     go_on = {value: threading.Event() for value in numbered(0, 3)}
 

@@ -131,7 +131,7 @@ def test_a_callback_may_close_a_queue_that_is_being_closed(keeping: Harness) -> 
     closing.result()
 
 
-def test_close_twice_is_harmless(every: Harness) -> None:
+def test_a_second_close_does_nothing(every: Harness) -> None:
     """Neither a second close nor a finish after it does anything."""
     queue = every.open()
     queue.producer().publish(b"one")
@@ -330,7 +330,7 @@ def test_a_forced_direct_close_ends_a_draining_one(direct: Harness) -> None:
     assert publishing.result()
 
 
-def test_a_draining_direct_close_that_runs_out_of_time_says_so(
+def test_a_draining_direct_close_that_times_out_logs_it(
     direct: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With what its consumers are still at."""
@@ -376,7 +376,7 @@ def publish_until_closed(queue: Queue, acks: Acks) -> int:
 
 
 @pytest.mark.parametrize("drain", [False, True], ids=["forced", "draining"])
-def test_publishers_racing_close_know_what_became_of_their_events(
+def test_publishers_that_race_a_close_learn_the_fate_of_their_events(
     every: Harness, drain: bool
 ) -> None:
     """With fifty publishers at close, published = acked + what the ledger says is lost or left."""
@@ -455,7 +455,7 @@ def settle_one_by_one(queue: Queue) -> int:
             return done
 
 
-def test_a_draining_close_that_runs_out_of_time_says_what_is_left(
+def test_a_draining_close_that_times_out_logs_the_remaining_events(
     buffering: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
     """How many events, and for how long it has waited."""

@@ -114,7 +114,7 @@ def test_a_batch_is_a_block_with_the_base_columns_first(buffering: Harness) -> N
         assert len(batch) == batch.block.num_rows == 1
 
 
-def test_done_twice_is_harmless(buffering: Harness) -> None:
+def test_a_second_done_does_nothing(buffering: Harness) -> None:
     """A second done, or a dead or release after it, changes nothing."""
     queue = buffering.open()
     producer, acks = follow(queue)
@@ -148,7 +148,7 @@ def test_a_direct_consumer_may_settle_its_batch_itself(direct: Harness) -> None:
     assert queue.stats().ledger.dead == 0
 
 
-def test_a_batch_as_context_is_done_when_all_went_well(buffering: Harness) -> None:
+def test_a_batch_as_context_is_done_when_the_block_ends(buffering: Harness) -> None:
     """Leaving the with-block settles the batch."""
     queue = buffering.open()
     producer, acks = follow(queue)
@@ -273,7 +273,7 @@ def test_a_finished_queue_serves_the_rest(buffering: Harness) -> None:
         queue.get(timeout=PATIENCE)
 
 
-def test_a_finished_queue_waits_for_what_may_be_released(buffering: Harness) -> None:
+def test_get_on_a_finished_queue_waits_for_batches_that_may_be_released(buffering: Harness) -> None:
     """As long as a batch is out, a finished queue is not drained: it may come back."""
     queue = buffering.open()
     queue.producer().publish(b"one")

@@ -70,7 +70,7 @@ def test_a_timeout_ends_the_wait_for_a_minimum_batch(keeping: Harness) -> None:
     assert keeping.receive(queue, 1) == [b"000"]
 
 
-def test_a_minimum_batch_keeps_nobody_waiting_who_asks_in_short_waits(keeping: Harness) -> None:
+def test_a_minimum_batch_times_out_for_a_consumer_that_polls(keeping: Harness) -> None:
     """The time events have waited counts, not the time since they were last asked for."""
     queue = keeping.open(minimum_batch_size=10, minimum_batch_timeout="100ms")
     queue.producer().publish(b"000")
@@ -145,7 +145,7 @@ def test_a_rate_below_one_a_second_hands_out_single_events(buffering: Harness) -
     assert buffering.receive(queue, 1) == [b"001"]
 
 
-def test_time_unused_is_not_saved_up(buffering: Harness) -> None:
+def test_idle_time_does_not_raise_the_dequeue_rate_later(buffering: Harness) -> None:
     """An idle hour does not allow an hour's worth of events at once."""
     clock = ManualClock()
     queue = buffering.open(dequeue_rate=2, clock=clock)
@@ -183,7 +183,7 @@ def test_a_consumer_outside_the_window_is_woken_by_close(buffering: Harness) -> 
         getting.result()
 
 
-def test_publishing_does_not_care_for_the_window(buffering: Harness) -> None:
+def test_publishing_works_outside_the_dequeue_window(buffering: Harness) -> None:
     """What is shut is the way out, not the way in."""
     queue = buffering.open(dequeue_window="22:00-06:00", clock=at(12))
     publish_all(queue.producer(), numbered(0, 100))

@@ -67,7 +67,7 @@ def test_a_released_batch_may_be_taken_in_smaller_ones(buffering: Harness) -> No
     acks.wait_for(5)
 
 
-def test_release_twice_is_harmless(buffering: Harness) -> None:
+def test_a_second_release_does_nothing(buffering: Harness) -> None:
     """A second release, or a done after it, does not touch what others may hold by now."""
     queue = buffering.open()
     producer, acks = follow(queue)
@@ -99,7 +99,7 @@ def test_release_after_free_is_refused(buffering: Harness) -> None:
     acks.wait_for(1)
 
 
-def test_free_after_release_is_harmless(buffering: Harness) -> None:
+def test_free_after_release_does_nothing(buffering: Harness) -> None:
     """Once given back, the contents are not this consumer's to give up."""
     queue = buffering.open()
     queue.producer().publish(b"one")

@@ -50,7 +50,7 @@ def test_a_refused_block_is_taken_after_a_higher_one(buffering: Harness) -> None
     assert buffering.receive(queue, 10) == numbered(10, 20)
 
 
-def test_of_a_block_with_several_new_parts_all_are_taken(buffering: Harness) -> None:
+def test_all_new_parts_of_a_block_are_taken(buffering: Harness) -> None:
     """In their order; the parts that the queue has are left out."""
     queue = buffering.open()
     producer = queue.producer(producer_id="me")
@@ -78,7 +78,7 @@ def test_the_part_of_a_block_before_a_later_one_is_taken(buffering: Harness) -> 
     assert buffering.receive(queue, 7) == numbered(5, 9) + numbered(2, 5)
 
 
-def test_one_wrong_high_number_swallows_nothing(buffering: Harness) -> None:
+def test_one_wrong_high_number_hides_no_later_event(buffering: Harness) -> None:
     """All that follow it are taken."""
     queue = buffering.open()
     producer = queue.producer(producer_id="me")
@@ -266,7 +266,7 @@ def test_every_answered_event_is_in_the_queue_exactly_once(
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 20)), max_size=60))
-def test_accepted_numbers_are_a_set(blocks: list[tuple[int, int]]) -> None:
+def test_accepted_numbers_behave_like_a_set(blocks: list[tuple[int, int]]) -> None:
     """Runs say of each number what a set of all of them says."""
     accepted, model = Accepted(), set[int]()
     for first, count in blocks:

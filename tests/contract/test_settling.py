@@ -50,7 +50,7 @@ def test_a_batch_settled_by_offset_frees_its_room_once(keeping: Harness) -> None
     assert left(queue) == numbered(6, 10)
 
 
-def test_a_release_does_not_bring_back_what_was_settled_by_offset(keeping: Harness) -> None:
+def test_a_release_does_not_bring_back_events_settled_by_offset(keeping: Harness) -> None:
     """Only what is left comes again, in two pieces here, its attempt counted."""
     queue = opened(keeping, 10)
     batch = queue.get(10)
@@ -66,7 +66,7 @@ def test_a_release_does_not_bring_back_what_was_settled_by_offset(keeping: Harne
     assert queue.stats().ledger.delivered == 10
 
 
-def test_what_was_given_back_can_be_settled_by_offset(keeping: Harness) -> None:
+def test_returned_events_can_be_settled_by_offset(keeping: Harness) -> None:
     """It is not handed out again, and its room is free."""
     queue = opened(keeping, 10)
     queue.get(4).release()
@@ -86,7 +86,7 @@ def test_a_batch_of_which_part_was_settled_by_offset_settles_the_rest(keeping: H
     assert (queue.stats().size, queue.stats().bytes) == (0, 0)
 
 
-def test_a_freed_batch_settled_by_offset_gives_back_what_is_left_of_its_room(
+def test_a_freed_batch_settled_by_offset_gives_back_the_rest_of_its_room(
     keeping: Harness,
 ) -> None:
     """free() has given back the bytes: they do not count twice."""
@@ -144,7 +144,7 @@ class SlowRecord:
             assert self.go_on.wait(PATIENCE)
 
 
-def test_of_two_that_settle_the_same_events_at_once_the_first_decides(
+def test_the_first_of_two_concurrent_settlements_decides_the_outcome(
     keeping: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others wait for it, by batch and by offset, and nothing is counted twice."""
@@ -163,7 +163,7 @@ def test_of_two_that_settle_the_same_events_at_once_the_first_decides(
     monkeypatch.undo()
 
 
-def test_a_batch_that_is_being_settled_is_not_settled_by_offset_meanwhile(
+def test_settling_by_offset_waits_for_a_batch_that_is_being_settled(
     storing: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the ledger says is what the journal says: a restart changes nothing."""
@@ -183,7 +183,7 @@ def test_a_batch_that_is_being_settled_is_not_settled_by_offset_meanwhile(
     assert storing.reopen().stats().ledger == before  # type: ignore[attr-defined]
 
 
-def test_what_is_settled_while_it_is_read_from_disk_is_not_handed_out(
+def test_events_settled_during_a_disk_read_are_not_handed_out(
     disk: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The consumer gets what is left, and the room is free once."""
@@ -205,7 +205,7 @@ def test_what_is_settled_while_it_is_read_from_disk_is_not_handed_out(
     assert values_of(queue.get(10)) == numbered(5, 10)
 
 
-def test_what_was_settled_by_offset_stays_settled_after_a_restart(storing: Harness) -> None:
+def test_events_settled_by_offset_stay_settled_after_a_restart(storing: Harness) -> None:
     """Batches that were done or released afterwards change nothing of it."""
     queue = opened(storing, 10)
     first, second = queue.get(5), queue.get(5)
@@ -218,7 +218,7 @@ def test_what_was_settled_by_offset_stays_settled_after_a_restart(storing: Harne
     assert again.stats().ledger.delivered == 10
 
 
-def test_what_was_given_back_before_a_restart_and_is_settled_by_offset_holds_up_nothing(
+def test_events_returned_before_a_restart_and_settled_by_offset_delay_nothing(
     storing: Harness,
 ) -> None:
     """The others are handed out, though they are few."""

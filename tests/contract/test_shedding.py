@@ -80,7 +80,7 @@ def test_shedding_ends_below_the_mark(buffering: Harness) -> None:
     assert buffering.receive(queue, 1) == [b"001"]
 
 
-def test_sampling_keeps_one_event_of_so_many(every: Harness) -> None:
+def test_sampling_keeps_every_nth_event(every: Harness) -> None:
     """The first of every three is kept, counted on over single events and blocks alike."""
     queue = every.open(sampling_interval=3)
     producer, acks = follow(queue)
@@ -96,7 +96,7 @@ def test_sampling_keeps_one_event_of_so_many(every: Harness) -> None:
     assert queue.stats().ledger.accepted == 14
 
 
-def test_a_block_without_survivors_is_no_error(every: Harness) -> None:
+def test_a_block_that_is_dropped_entirely_raises_no_error(every: Harness) -> None:
     """A block of which sampling keeps nothing is published, and dropped."""
     queue = every.open(sampling_interval=10)
     producer = queue.producer()
@@ -156,7 +156,9 @@ def test_light_flow_control_ends_when_there_is_room(buffering: Harness) -> None:
 
 
 @pytest.mark.parametrize("flow", [FlowControl.LIGHT, FlowControl.FULL])
-def test_who_was_slowed_down_first_goes_first(buffering: Harness, flow: FlowControl) -> None:
+def test_delayed_publishers_are_served_first_come_first_served(
+    buffering: Harness, flow: FlowControl
+) -> None:
     """In the order in which they came, and nobody who comes later overtakes them."""
     queue = buffering.open(**DELAYING, stalled=True)
     producer = queue.producer(flow=flow)
@@ -171,7 +173,7 @@ def test_who_was_slowed_down_first_goes_first(buffering: Harness, flow: FlowCont
 
 
 @pytest.mark.parametrize("flow", [FlowControl.LIGHT, FlowControl.FULL])
-def test_closing_sends_away_who_is_slowed_down(buffering: Harness, flow: FlowControl) -> None:
+def test_closing_wakes_delayed_publishers(buffering: Harness, flow: FlowControl) -> None:
     """All of them at once, not only who came first."""
     queue = buffering.open(**DELAYING, stalled=True)
     producer = queue.producer(flow=flow)
@@ -183,7 +185,7 @@ def test_closing_sends_away_who_is_slowed_down(buffering: Harness, flow: FlowCon
             task.result()
 
 
-def test_marks_are_shares_of_the_bytes_too(buffering: Harness) -> None:
+def test_marks_also_apply_to_the_bound_in_bytes(buffering: Harness) -> None:
     """A queue of few large events is as full as one of many small ones."""
     large = bytes(1000)
     queue = buffering.open(
@@ -206,7 +208,7 @@ def test_marks_are_shares_of_the_bytes_too(buffering: Harness) -> None:
     assert all(task.result() for task in publishing)
 
 
-def test_what_is_waited_for_in_turn_shares_one_timeout(memory: Harness) -> None:
+def test_waits_of_one_publish_share_one_timeout(memory: Harness) -> None:
     """The mark, the line for room and the ack: together no longer than was asked for."""
     queue = memory.open(size=2, full_delay_mark=1)
     queue.producer().publish(b"000")
@@ -221,7 +223,7 @@ def test_what_is_waited_for_in_turn_shares_one_timeout(memory: Harness) -> None:
     assert time.monotonic() - started < 1.5
 
 
-def test_without_flow_control_nobody_is_slowed_down(buffering: Harness) -> None:
+def test_a_producer_without_flow_control_is_not_delayed(buffering: Harness) -> None:
     """A producer that cannot wait has the queue up to its bound."""
     queue = buffering.open(
         size=4, light_delay_mark=1, light_delay="600s", full_delay_mark=1, stalled=True
@@ -230,7 +232,7 @@ def test_without_flow_control_nobody_is_slowed_down(buffering: Harness) -> None:
     assert queue.stats().size == 4
 
 
-def test_try_publish_is_never_slowed_down(every: Harness) -> None:
+def test_try_publish_is_never_delayed(every: Harness) -> None:
     """Not to block is the point of it, whatever the flow control."""
     waits = every.kind is not Kind.DIRECT
     marks: dict[str, Any] = {"size": 10, "full_delay_mark": 1} if waits else {}
@@ -243,7 +245,7 @@ def test_try_publish_is_never_slowed_down(every: Harness) -> None:
     assert every.receive(queue, 3) == numbered(0, 3)
 
 
-def test_patient_producers_do_not_stand_in_the_way_of_others(buffering: Harness) -> None:
+def test_delayed_producers_do_not_block_others(buffering: Harness) -> None:
     """Whoever is slowed down by a mark has no place in the line for room."""
     queue = buffering.open(size=3, full_delay_mark=1, stalled=True)
     queue.producer().publish(b"000")
@@ -270,7 +272,7 @@ def test_a_direct_queue_takes_any_flow_control(direct: Harness) -> None:
 
 
 @pytest.mark.parametrize("flow", FlowControl)
-def test_what_is_refused_is_not_counted_as_dropped(buffering: Harness, flow: FlowControl) -> None:
+def test_a_refused_event_is_not_counted_as_dropped(buffering: Harness, flow: FlowControl) -> None:
     """A block that found no room comes again; what is counted is what is taken or given up."""
     queue = buffering.open(
         size=4,

@@ -15,13 +15,13 @@ def opened(harness: Harness, count: int) -> BufferedQueue:
     return queue
 
 
-def test_all_of_it_if_there_is_no_more_than_was_asked_for(keeping: Harness) -> None:
+def test_a_short_backlog_is_returned_in_full(keeping: Harness) -> None:
     queue = opened(keeping, 10)
     assert queue.find_unsettled(10) == ([(0, 10)], 10, 10)
     assert queue.find_unsettled(10, newest=3) == ([(0, 10)], 10, 10)
 
 
-def test_what_is_settled_is_left_out(keeping: Harness) -> None:
+def test_settled_events_are_left_out(keeping: Harness) -> None:
     queue = opened(keeping, 10)
     queue.settle(0, 2)
     queue.settle(4, 5)
@@ -31,13 +31,13 @@ def test_what_is_settled_is_left_out(keeping: Harness) -> None:
     assert queue.find_unsettled(100) == ([], 0, 10)
 
 
-def test_a_share_of_a_long_backlog_is_of_the_newest(keeping: Harness) -> None:
+def test_a_long_backlog_includes_the_newest_events(keeping: Harness) -> None:
     queue = opened(keeping, 100)
     queue.settle(95, 98)
     assert queue.find_unsettled(20, newest=5).spans == [(0, 15), (92, 95), (98, 100)]
 
 
-def test_what_was_settled_stays_so_over_a_restart(storing: DiskHarness) -> None:
+def test_settled_events_stay_settled_after_a_restart(storing: DiskHarness) -> None:
     queue = opened(storing, 10)
     queue.settle(4, 6)
     queue.close()
@@ -46,7 +46,7 @@ def test_what_was_settled_stays_so_over_a_restart(storing: DiskHarness) -> None:
     assert again.find_unsettled(100).spans == [(0, 4), (6, 10)]
 
 
-def test_scattered_offsets_are_told_some_at_a_time(keeping: Harness) -> None:
+def test_scattered_offsets_are_returned_in_parts(keeping: Harness) -> None:
     queue = opened(keeping, 2 * MAX_SPANS + 20)
     for offset in range(0, queue.end, 2):
         queue.settle(offset, offset + 1)

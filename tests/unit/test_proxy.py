@@ -57,7 +57,7 @@ def _publisher(queue: BufferedQueue, node: ModelNode, level: str = "persisted") 
 # What is held
 
 
-def test_is_room_returned_once_the_node_has_accepted(opened: Opening) -> None:
+def test_room_is_free_once_the_node_has_accepted(opened: Opening) -> None:
     """Many times the queue's size can be published though nothing is persisted or delivered."""
     node = ModelNode()
     queue = opened(node, batch_size=4, batches=1)
@@ -70,7 +70,7 @@ def test_is_room_returned_once_the_node_has_accepted(opened: Opening) -> None:
     assert publisher.acks == []
 
 
-def test_are_several_batches_held(opened: Opening) -> None:
+def test_a_proxy_holds_several_batches(opened: Opening) -> None:
     """While the node is away, ``batches`` × ``batch_size`` events fit, and no more."""
     node = ModelNode()
     node.leave()
@@ -83,7 +83,7 @@ def test_are_several_batches_held(opened: Opening) -> None:
     await_values(node, 24)
 
 
-def test_is_a_batch_as_large_as_batch_size_says(opened: Opening) -> None:
+def test_a_batch_has_up_to_batch_size_events(opened: Opening) -> None:
     """The default size of dequeued batches does not bound what is sent to the node."""
     sizes: list[int] = []
 
@@ -101,7 +101,7 @@ def test_is_a_batch_as_large_as_batch_size_says(opened: Opening) -> None:
     assert sizes == [3000]
 
 
-def test_do_contents_kept_for_resending_stay_within_resend_bytes(opened: Opening) -> None:
+def test_contents_kept_for_resending_stay_within_resend_bytes(opened: Opening) -> None:
     """Beyond it publishers wait, until the node has persisted something."""
     node = ModelNode()
     queue = opened(node, batch_size=4, batches=1, resend_bytes=1000, max_event_bytes=100)
@@ -130,7 +130,7 @@ def test_do_contents_kept_for_resending_stay_within_resend_bytes(opened: Opening
         assert producer.publish(value, timeout=PATIENCE)
 
 
-def test_can_a_batch_larger_than_resend_bytes_be_sent(opened: Opening) -> None:
+def test_a_batch_larger_than_resend_bytes_is_sent_alone(opened: Opening) -> None:
     """It goes alone, so that nothing stands still."""
     node = ModelNode(eager="persisted")
     queue = opened(node, batch_size=50, batches=1, resend_bytes=200, max_event_bytes=100)
@@ -140,7 +140,7 @@ def test_can_a_batch_larger_than_resend_bytes_be_sent(opened: Opening) -> None:
     await_values(node, 200)
 
 
-def test_is_only_metadata_left_of_what_is_persisted(opened: Opening) -> None:
+def test_contents_are_given_up_once_persisted(opened: Opening) -> None:
     """The contents go when the node has persisted them, not when it has delivered them."""
     node = ModelNode()
     queue = opened(node)
@@ -162,7 +162,7 @@ def test_is_only_metadata_left_of_what_is_persisted(opened: Opening) -> None:
 # Acks
 
 
-def test_do_acks_wait_for_the_level_that_was_asked_for(opened: Opening) -> None:
+def test_acks_wait_for_the_level_of_the_producer(opened: Opening) -> None:
     """Each producer hears exact counts, of its own events, at its own level."""
     node = ModelNode()
     queue = opened(node)
@@ -184,7 +184,7 @@ def test_do_acks_wait_for_the_level_that_was_asked_for(opened: Opening) -> None:
     delivered.check(node.values())
 
 
-def test_is_part_of_a_batch_acked_when_part_of_it_is_delivered(opened: Opening) -> None:
+def test_a_partly_delivered_batch_is_acked_in_part(opened: Opening) -> None:
     """How the proxy cut its batches is nothing that a producer's ack waits for."""
     node = ModelNode()
     node.leave()
@@ -203,7 +203,7 @@ def test_is_part_of_a_batch_acked_when_part_of_it_is_delivered(opened: Opening) 
     publisher.check(node.values())
 
 
-def test_do_acks_say_what_the_node_vouches_for(opened: Opening) -> None:
+def test_acks_have_the_durability_of_the_node(opened: Opening) -> None:
     """The durability in an ack is the node's, not the proxy's own."""
     node = ModelNode(eager="persisted", durability=Durability.INTERVAL)
     queue = opened(node)
@@ -213,7 +213,7 @@ def test_do_acks_say_what_the_node_vouches_for(opened: Opening) -> None:
     assert publisher.acks[-1].durability is Durability.INTERVAL
 
 
-def test_does_a_blocking_callback_stall_anything(opened: Opening) -> None:
+def test_a_blocking_callback_stalls_nothing(opened: Opening) -> None:
     """Sending, listening and publishing go on while a callback does not return."""
     node = ModelNode(eager="persisted")
     queue = opened(node, batch_size=4, batches=1, resend_bytes=1000, max_event_bytes=100)
@@ -240,7 +240,7 @@ def test_does_a_blocking_callback_stall_anything(opened: Opening) -> None:
     assert sum(counts) == 102
 
 
-def test_may_a_callback_close_the_queue(opened: Opening) -> None:
+def test_a_callback_may_close_the_proxy(opened: Opening) -> None:
     """A callback that closes the queue it hears from waits for nobody but the others."""
     node = ModelNode(eager="persisted")
     queue = opened(node)
@@ -265,7 +265,7 @@ def _closing(queue: BufferedQueue, timeout: float = PATIENCE) -> threading.Threa
     return thread
 
 
-def test_does_a_draining_close_wait_for_persisted(opened: Opening) -> None:
+def test_a_draining_close_waits_for_persisted(opened: Opening) -> None:
     """Accepted is not enough; delivered is not asked for."""
     node = ModelNode()
     queue = opened(node)
@@ -283,7 +283,7 @@ def test_does_a_draining_close_wait_for_persisted(opened: Opening) -> None:
     assert (ledger.delivered, ledger.dropped) == (10, {})
 
 
-def test_does_a_draining_close_give_up_in_time(opened: Opening) -> None:
+def test_a_draining_close_gives_up_in_time(opened: Opening) -> None:
     """What the node had not persisted by then is counted as lost, and not acked."""
     node = ModelNode()
     queue = opened(node)
@@ -298,7 +298,7 @@ def test_does_a_draining_close_give_up_in_time(opened: Opening) -> None:
     assert (ledger.delivered, dict(ledger.dropped)) == (4, {"closed": 6})
 
 
-def test_does_a_forced_close_count_what_is_lost(opened: Opening) -> None:
+def test_a_forced_close_counts_lost_events(opened: Opening) -> None:
     """Everything that the node did not say it has is dropped, by the name of closed."""
     node = ModelNode()
     node.leave()
@@ -311,7 +311,7 @@ def test_does_a_forced_close_count_what_is_lost(opened: Opening) -> None:
     assert publisher.acks == []
 
 
-def test_does_a_draining_close_send_again_what_a_crash_lost(opened: Opening) -> None:
+def test_a_draining_close_sends_events_again_that_a_crash_lost(opened: Opening) -> None:
     """A node that dies while the queue drains is waited for, and gets everything once more."""
     node = ModelNode()
     queue = opened(node)
@@ -330,7 +330,7 @@ def test_does_a_draining_close_send_again_what_a_crash_lost(opened: Opening) -> 
     publisher.check(node.values())
 
 
-def test_does_a_close_free_a_sender_blocked_at_a_busy_node(opened: Opening) -> None:
+def test_a_close_frees_a_sender_that_is_blocked_at_a_busy_node(opened: Opening) -> None:
     """Neither a node that takes nothing nor one that says nothing can hold a close up."""
     node = ModelNode(size=1)
     queue = opened(node)
@@ -344,7 +344,7 @@ def test_does_a_close_free_a_sender_blocked_at_a_busy_node(opened: Opening) -> N
     assert queue.stats().ledger.dropped == {"closed": 16}
 
 
-def test_does_a_node_that_dies_as_the_client_lets_go_hurt(opened: Opening) -> None:
+def test_a_node_that_dies_during_the_close_does_no_harm(opened: Opening) -> None:
     """A transport that raises from ``close`` changes nothing."""
     node = ModelNode(eager="persisted")
     transport = FlakyTransport(node, crash=node.crash)
@@ -358,7 +358,7 @@ def test_does_a_node_that_dies_as_the_client_lets_go_hurt(opened: Opening) -> No
     publisher.check(node.values())
 
 
-def test_does_a_drain_end_when_the_last_events_were_dropped(opened: Opening) -> None:
+def test_a_drain_ends_when_the_last_events_were_dropped(opened: Opening) -> None:
     """Events dropped behind the last one sent are nothing that the node could persist."""
     node = ModelNode(size=1)
     queue = opened(node, full_behavior="drop_oldest", max_bytes=300, batch_size=8, batches=2)
@@ -378,7 +378,7 @@ def test_does_a_drain_end_when_the_last_events_were_dropped(opened: Opening) -> 
     assert (sum(ack.count for ack in acks), sum(ack.dropped for ack in acks)) == (2, 1)
 
 
-def test_is_a_publisher_woken_that_waits_for_an_ack_at_close(opened: Opening) -> None:
+def test_a_close_wakes_a_publisher_that_waits_for_an_ack(opened: Opening) -> None:
     """Without a callback, ``publish`` waits for its level; a close ends that, without an ack."""
     node = ModelNode()
     queue = opened(node)
@@ -401,7 +401,7 @@ def test_is_a_publisher_woken_that_waits_for_an_ack_at_close(opened: Opening) ->
 # A node that is away
 
 
-def test_does_publishing_block_while_the_node_is_away(opened: Opening) -> None:
+def test_publishing_blocks_while_the_node_is_away(opened: Opening) -> None:
     """Publishers wait, or hear ``QueueFull`` in time; when the node is back, all goes on."""
     node = ModelNode(eager="delivered")
     node.leave()
@@ -420,7 +420,7 @@ def test_does_publishing_block_while_the_node_is_away(opened: Opening) -> None:
 
 
 @pytest.mark.parametrize("behavior", ["drop_newest", "drop_oldest"])
-def test_are_events_dropped_as_configured_while_the_node_is_away(
+def test_events_are_dropped_as_configured_while_the_node_is_away(
     opened: Opening, behavior: str
 ) -> None:
     """What is dropped is counted, and its producer told; the rest arrives in order."""
@@ -443,7 +443,7 @@ def test_are_events_dropped_as_configured_while_the_node_is_away(
     assert sum(ack.count for ack in acks) == len(node.values())
 
 
-def test_is_a_client_with_a_fixed_id_continued_after_a_restart(opened: Opening) -> None:
+def test_a_client_with_a_fixed_id_continues_after_a_restart(opened: Opening) -> None:
     """The numbering goes on where the node says, so nothing new is taken for a repeat."""
     node = ModelNode(eager="persisted")
     first = opened(node, producer_id="client-1")
@@ -463,7 +463,7 @@ def test_is_a_client_with_a_fixed_id_continued_after_a_restart(opened: Opening) 
     assert second.stats().ledger.delivered == 13
 
 
-def test_is_nothing_of_an_old_client_taken_after_a_new_one_came() -> None:
+def test_events_of_an_old_client_are_refused_after_a_new_one_came() -> None:
     """A block still on its way when the client was restarted must not use up its numbers."""
     node = ModelNode()
     old = node.connect("client-1")
@@ -474,7 +474,7 @@ def test_is_nothing_of_an_old_client_taken_after_a_new_one_came() -> None:
     assert node.values() == [b"fresh"]
 
 
-def test_is_it_said_when_a_node_lost_what_it_had_persisted(
+def test_a_node_that_lost_persisted_events_is_logged(
     opened: Opening, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing can bring the events back, but it does not go unnoticed, and the next ones arrive."""
@@ -501,9 +501,7 @@ def test_is_it_said_when_a_node_lost_what_it_had_persisted(
     "step",
     [Step.CONNECT, Step.BEFORE_SEND, Step.AFTER_SEND, Step.ACCEPTED, Step.IDLE, Step.CLOSE],
 )
-def test_does_an_unexpected_error_of_the_transport_end_anything(
-    opened: Opening, step: Step
-) -> None:
+def test_an_unexpected_error_of_the_transport_ends_nothing(opened: Opening, step: Step) -> None:
     """Whatever it raises, the connection is tried again and nothing is lost."""
     node = ModelNode()
     transport = FlakyTransport(node, crash=node.crash)
@@ -520,7 +518,7 @@ def test_does_an_unexpected_error_of_the_transport_end_anything(
     publisher.check(node.values())
 
 
-def test_is_a_sender_freed_when_the_listener_loses_the_node(opened: Opening) -> None:
+def test_a_sender_is_freed_when_the_listener_loses_the_node(opened: Opening) -> None:
     """A send that would block for ever ends when it is known that nobody is there."""
     node = ModelNode(size=1)
     transport = FlakyTransport(node)
@@ -539,7 +537,7 @@ def test_is_a_sender_freed_when_the_listener_loses_the_node(opened: Opening) -> 
 # Reconnecting
 
 
-def test_does_the_backoff_grow_to_its_cap() -> None:
+def test_the_backoff_grows_to_its_cap() -> None:
     """Twice as long each time, from half to all of it by chance."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(proxy, "FIRST_RETRY", 0.05)
@@ -558,7 +556,7 @@ class _Patient(RemoteStorage):
         self.pauses.append(seconds)
 
 
-def test_does_it_back_off_until_the_node_comes_further() -> None:
+def test_a_proxy_backs_off_until_the_node_makes_progress() -> None:
     """Connections that lead nowhere count as failures; one that helps begins anew."""
     node = ModelNode(eager="persisted")
     transport = FlakyTransport(node)
@@ -576,7 +574,7 @@ def test_does_it_back_off_until_the_node_comes_further() -> None:
     assert node.values() == [b"x", b"y"]
 
 
-def test_is_a_connection_made_at_once_after_one_that_helped(opened: Opening) -> None:
+def test_a_proxy_reconnects_at_once_after_progress(opened: Opening) -> None:
     """Only failures cost time: a node that crashes now and then is not waited for."""
     node = ModelNode(eager="persisted")
     transport = FlakyTransport(node)
@@ -597,7 +595,7 @@ def test_is_a_connection_made_at_once_after_one_that_helped(opened: Opening) -> 
 # Reading
 
 
-def test_can_the_nodes_queue_be_read_through_the_proxy(opened: Opening) -> None:
+def test_the_queue_of_the_node_can_be_read_through_the_proxy(opened: Opening) -> None:
     """``get`` takes from the far queue, and ends with this one."""
     with open_buffered_queue(QueueSettings.of()) as far:
         queue = opened(LoopbackTransport(far))
@@ -611,14 +609,14 @@ def test_can_the_nodes_queue_be_read_through_the_proxy(opened: Opening) -> None:
             queue.get()
 
 
-def test_do_the_stand_ins_keep_the_protocol() -> None:
+def test_the_test_transports_match_the_protocol() -> None:
     """They can be given to anything that takes a transport."""
     transports: list[Transport] = [ModelNode(), FlakyTransport(ModelNode())]
     connections: list[Connection] = [transport.connect("client") for transport in transports]
     assert [connection.resume_at for connection in connections] == [0, 0]
 
 
-def test_is_a_node_whose_queue_is_closed_complained_of_once(
+def test_a_closed_queue_of_the_node_is_logged_once(
     opened: Opening, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is tried again for ever, and somebody has to know why nothing gets through."""

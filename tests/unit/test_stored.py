@@ -53,7 +53,7 @@ def test_only_small_frames_are_joined_to_a_batch(
         assert batches(queue, sum(frames)) == expected
 
 
-def test_a_large_frame_that_comes_alone_is_read_once(tmp_path: Path) -> None:
+def test_a_large_frame_is_read_once(tmp_path: Path) -> None:
     """It was looked at for the batch before, and is still there."""
     disk = FaultyDisk()
     with reopened(tmp_path / "queue", disk, [10, LARGE]) as queue:
@@ -64,7 +64,7 @@ def test_a_large_frame_that_comes_alone_is_read_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "frames"), [(1, 1), (29, 1), (31, 2), (45, 2), (110, 5)])
-def test_frames_are_of_much_the_same_size(blocks: int, frames: int) -> None:
+def test_frames_have_about_the_same_size(blocks: int, frames: int) -> None:
     """Not full ones and a small rest, which would be nearly twice as many to read."""
     block = block_of([b"x"])
     size = FRAME_BYTES // 20

@@ -245,6 +245,11 @@ class Admission:
         """How many publishers wait, in line or slowed down."""
         return len(self.line) + sum(map(len, self._delayed.values()))
 
+    @property
+    def has_waiting_line(self) -> bool:
+        """Whether publishers wait in line for room."""
+        return bool(self.line)
+
     def fits(self, events: int, size: int) -> bool:
         """Whether there is room and publishers are let in; the line does not matter here."""
         return not self.is_held and self.has_room(events, size)

@@ -189,7 +189,9 @@ class BufferedQueue(Queue):
             return state.positions.pending
         if state.admission.has_failed:
             return 0
-        return count_of(state.find_unsettled(state.acks.persisted.position, state.end))
+        return count_of(
+            state.positions.find_unsettled(state.acks.persisted.position, state.positions.end)
+        )
 
     def _close(self) -> None:
         state, limit = self._state, self.settings.shutdown_timeout
@@ -370,12 +372,12 @@ class BufferedQueue(Queue):
     @property
     def end(self) -> int:
         """The offset that the next event gets."""
-        return self._state.end
+        return self._state.positions.end
 
     @property
     def low(self) -> int:
         """The offset below which everything is settled."""
-        return self._state.low
+        return self._state.positions.low
 
     def read(self, first: int, max_events: int) -> tuple[int, Block] | None:
         """Return events from offset ``first`` on, which stay in the queue; ``None`` if none.
@@ -385,8 +387,8 @@ class BufferedQueue(Queue):
         state = self._state
         while True:
             with state.lock:
-                first = max(first, state.low)
-                end = min(state.end, first + max_events)
+                first = max(first, state.positions.low)
+                end = min(state.positions.end, first + max_events)
                 if first >= end:
                     return None
                 if first >= state.buffer.first:
@@ -415,7 +417,7 @@ class BufferedQueue(Queue):
             estimate = state.admission.estimate_size
             ranges = [
                 BlockRange(*span, estimate(span[1] - span[0]), None)
-                for span in state.find_unsettled(first, min(end, state.end))
+                for span in state.positions.find_unsettled(first, min(end, state.positions.end))
             ]
             settling.append((first, end))
         try:
@@ -446,7 +448,7 @@ class BufferedQueue(Queue):
     def is_settled(self, first: int, end: int) -> bool:
         """Whether every offset of the range is settled."""
         with self._state.lock:
-            return self._state.is_settled(first, end)
+            return self._state.positions.is_settled(first, end)
 
     def find_unsettled(self, events: int, newest: int = 0, first: int = 0) -> Unsettled:
         """Return the oldest unsettled events from ``first`` on, at most ``events``.
@@ -481,19 +483,19 @@ class BufferedQueue(Queue):
         deadline = time.monotonic() + timeout
         state = self._state
         with state.lock:
-            while state.end <= offset and not state.is_finished:
+            while state.positions.end <= offset and not state.is_finished:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
                 state.wait_for_end(offset + 1, left)
-            return state.end
+            return state.positions.end
 
     def await_backlog(self, timeout: float) -> int:
         """Wait until events can be taken; returns how many. 0 on timeout or close."""
         state = self._state
         with state.lock:
             if not state.backlog and not state.is_closed:
-                state.wait_for_end(state.end + 1, timeout)
+                state.wait_for_end(state.positions.end + 1, timeout)
             return state.backlog
 
     def wake_readers(self) -> None:

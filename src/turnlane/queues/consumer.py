@@ -123,7 +123,9 @@ class ConsumerSide:
                 raise self._nothing_to_read()
             wanted = min(self._settings.minimum_batch_size, limit) if ready else 1
             waits = [seconds for seconds in (pause or None, left) if seconds is not None]
-            state.wait_for_end(state.end + max(1, wanted - ready), min(waits, default=None))
+            state.wait_for_end(
+                state.positions.end + max(1, wanted - ready), min(waits, default=None)
+            )
 
     def _pause(self, ready: int, limit: int) -> float:
         """Return how long not to take what is ready: the pace, or a batch that may yet fill up."""
@@ -132,7 +134,12 @@ class ConsumerSide:
             return min(pause, 1.0)  # then look again: the wall clock may jump
         state, since = self._state, self._ready_since
         wanted = min(self._settings.minimum_batch_size, limit)
-        if since is None or ready >= wanted or state.is_finished or state.has_waiting_line:
+        if (
+            since is None
+            or ready >= wanted
+            or state.is_finished
+            or state.admission.has_waiting_line
+        ):
             return 0.0
         return max(0.0, since + self._settings.minimum_batch_timeout - time.monotonic())
 

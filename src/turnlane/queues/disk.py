@@ -29,15 +29,16 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from turnlane.errors import Bug, EventsLost, StorageFailed
+from turnlane.errors import EventsLost, StorageFailed
 from turnlane.events import Block
 from turnlane.intervals import Span, count_of
 from turnlane.ledger import Outcome
 from turnlane.logs import get_logger
-from turnlane.queues.api import AckLevel, Batch, Durability, Stats
+from turnlane.queues.api import AckLevel, Durability, Stats
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.storage_api import (
     BlockRange,
+    Storage,
     StorageHost,
     StoredState,
     TakeBatch,
@@ -95,15 +96,11 @@ class WriteJob:
     """Whether everything in the log is settled, so that it can start over."""
 
 
-class LogStorage(abc.ABC):
+class LogStorage(Storage):
     """A store, the thread that writes to it, and reading and acks.
 
     The fields are guarded by the lock of the queue, except where a comment says otherwise.
     """
-
-    charges_stored = True
-    charges_freed = True
-    is_remote = False
 
     def __init__(self, settings: QueueSettings, disk: Disk | None = None) -> None:
         self._settings = settings
@@ -115,7 +112,6 @@ class LogStorage(abc.ABC):
         """How the last attempt to write failed; empty if it succeeded."""
         self.wants_next_event = False
         """Whether the writer sleeps until the next event comes."""
-        self._host: StorageHost
         self._work: threading.Condition
         self._is_stopping = False
         self._is_urgent = False
@@ -157,18 +153,6 @@ class LogStorage(abc.ABC):
     def _must_publishers_wait(self, *, failing: bool) -> bool:
         """Whether publishers wait for the writer, or for a failing disk. Under the lock."""
 
-    @abc.abstractmethod
-    def on_sealed(self, sealed: BlockRange) -> None:
-        """A block joined the buffer. Under the lock."""
-
-    @abc.abstractmethod
-    def make_room(self) -> bool:
-        """Begin to make room for publishers; true if they can expect some soon. Under the lock."""
-
-    @abc.abstractmethod
-    def urge(self, level: AckLevel) -> None:
-        """A publisher waits for this level. Under the lock."""
-
     def _drop_settled_unwritten(self) -> list[BlockRange]:
         """Forget ranges that are settled and need not be written; returns them. Under the lock."""
         return []
@@ -179,8 +163,7 @@ class LogStorage(abc.ABC):
         return self.store.stored_state()
 
     def start(self, host: StorageHost, take: TakeBatch) -> None:
-        del take
-        self._host = host
+        super().start(host, take)
         self._work = threading.Condition(host.lock)
         with host.lock:
             self._update_oldest_segment()
@@ -212,7 +195,7 @@ class LogStorage(abc.ABC):
                 job.before()
             self.store.commit(job.ranges, sync=job.sync)
             self._flushes += bool(job.ranges)
-            self.store.hint(self._host.fill_level[1])
+            self.store.hint(self._host.admission.bytes)
         except TRANSIENT as error:
             return self._handle_failure(error)
         has_more = self._handle_success()
@@ -254,12 +237,12 @@ class LogStorage(abc.ABC):
         """Remove everything that is settled, even the active segment if nothing in it is needed."""
         host = self._host
         with host.lock:
-            is_all_settled = host.is_settled(host.low, self.store.log.end)
+            is_all_settled = host.positions.is_settled(host.positions.low, self.store.log.end)
             spared = self._drop_settled_unwritten()
         try:
             for each in spared:
                 self.store.remember(each.sequences)
-            self.store.hint(host.fill_level[1])
+            self.store.hint(host.admission.bytes)
             if is_all_settled:
                 self.store.log.retire()
             return self._remove_settled_segments() or bool(spared)
@@ -315,7 +298,7 @@ class LogStorage(abc.ABC):
 
     def _remove_settled_segments(self) -> bool:
         with self._host.lock:
-            segments = self.store.find_settled_segments(self._host.is_settled)
+            segments = self.store.find_settled_segments(self._host.positions.is_settled)
         if segments:
             self.store.remove(segments)
         return bool(segments)
@@ -326,7 +309,7 @@ class LogStorage(abc.ABC):
 
     def _can_remove_segment(self) -> bool:
         """Whether the oldest segment is settled. Under the lock."""
-        is_settled = self._host.low >= self._oldest_segment_end
+        is_settled = self._host.positions.low >= self._oldest_segment_end
         return is_settled and time.monotonic() >= self._tidy_not_before
 
     def _is_untidy(self) -> bool:
@@ -370,7 +353,7 @@ class LogStorage(abc.ABC):
         host = self._host
         while end := self.store.journal.unsafe_end(settled.first, settled.end):
             with host.lock:
-                if not self._can_write() or end <= host.persisted_end:
+                if not self._can_write() or end <= host.persisted.position:
                     return
             host.wait_persisted(end, LOOK_SECONDS)
 
@@ -421,10 +404,6 @@ class LogStorage(abc.ABC):
     def read(self, first: int, end: int) -> tuple[int, Block] | UnreadableRange | None:
         found = self.store.visit(first, end)
         return UnreadableRange(*found) if isinstance(found, Fault) else found
-
-    def get(self, max_events: int | None, timeout: float) -> Batch:
-        del max_events, timeout
-        raise Bug("only a remote storage has batches of its own")
 
     # ── closing ─────────────────────────────────────────────────────────────────────────────────
 
@@ -478,7 +457,9 @@ class LogStorage(abc.ABC):
             )
 
     def _count_unsynced(self) -> int:
-        return count_of(self._host.find_unsettled(self._find_safe_end(), self.store.log.end))
+        return count_of(
+            self._host.positions.find_unsettled(self._find_safe_end(), self.store.log.end)
+        )
 
     def describe(self, stats: Stats) -> Stats:
         store = self.store
@@ -522,7 +503,7 @@ class DiskStorage(LogStorage):
                 self._host.hold_publishers(hold=True)
 
     def make_room(self) -> bool:
-        return self._host.holds_publishers and not self.failure
+        return self._host.admission.is_held and not self.failure
 
     def _must_publishers_wait(self, *, failing: bool) -> bool:
         return failing or self._unwritten_bytes >= self._settings.memory_bytes
@@ -532,7 +513,7 @@ class DiskStorage(LogStorage):
     def urge(self, level: AckLevel) -> None:
         if level is AckLevel.PERSISTED:
             self._is_urgent = True
-            if not self._is_gathering or self._host.persist_waiters >= self._group_size:
+            if not self._is_gathering or self._host.persisted.waiters >= self._group_size:
                 self._work.notify()
 
     def _next_job(self) -> WriteJob:
@@ -556,8 +537,8 @@ class DiskStorage(LogStorage):
         until = time.monotonic() + GATHER_SECONDS
         seen = -1
         self._is_gathering = True
-        while seen < host.persist_waiters < self._group_size and time.monotonic() < until:
-            seen = host.persist_waiters
+        while seen < host.persisted.waiters < self._group_size and time.monotonic() < until:
+            seen = host.persisted.waiters
             self._work.wait(GATHER_SLICE)
         self._is_gathering = False
 
@@ -614,8 +595,8 @@ class DiskStorage(LogStorage):
 
     def _on_committed(self) -> None:
         host = self._host
-        self._is_urgent = host.persist_waiters > 0
-        self._group_size = host.persist_served + host.persist_waiters
+        self._is_urgent = host.persisted.waiters > 0
+        self._group_size = host.persisted.served + host.persisted.waiters
         end = self.store.log.end
         while self._unwritten and self._unwritten[0].end <= end:
             self._unwritten_bytes -= self._unwritten.popleft().size
@@ -625,7 +606,7 @@ class DiskStorage(LogStorage):
     def _drop_settled_unwritten(self) -> list[BlockRange]:
         dropped: list[BlockRange] = []
         unwritten = self._unwritten
-        while unwritten and self._host.is_settled(unwritten[0].first, unwritten[0].end):
+        while unwritten and self._host.positions.is_settled(unwritten[0].first, unwritten[0].end):
             dropped.append(unwritten.popleft())
             self._unwritten_bytes -= dropped[-1].size
         return dropped

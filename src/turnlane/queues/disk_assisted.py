@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from turnlane.intervals import Ranges, Span
 from turnlane.ledger import Outcome
 from turnlane.logs import get_logger
-from turnlane.queues.api import AckLevel, Durability
+from turnlane.queues.api import Durability
 from turnlane.queues.disk import LogStorage, WriteJob
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.storage_api import BlockRange
@@ -87,7 +87,7 @@ class SpillStorage(LogStorage):
 
     def _has_stored(self) -> bool:
         """Whether the queue is disk-assisted: unsettled events are on disk."""
-        return self._host.low < self.store.log.end
+        return self._host.positions.low < self.store.log.end
 
     def _can_end(self) -> bool:
         """Whether disk assistance is over: there are files, and everything in them is settled."""
@@ -95,12 +95,9 @@ class SpillStorage(LogStorage):
 
     # ── events from the queue ───────────────────────────────────────────────────────────────────
 
-    def on_sealed(self, sealed: BlockRange) -> None:
-        pass
-
     def on_growth(self) -> None:
-        events, size = self._host.fill_level
-        if events >= self._high_mark[0] or size >= self._high_mark[1]:
+        fill = self._host.admission
+        if fill.events >= self._high_mark[0] or fill.bytes >= self._high_mark[1]:
             self._start_spilling()
 
     def _start_spilling(self) -> None:
@@ -115,9 +112,6 @@ class SpillStorage(LogStorage):
     def _must_publishers_wait(self, *, failing: bool) -> bool:
         del failing  # without its disk the queue is a memory queue, which is full when it is full
         return False
-
-    def urge(self, level: AckLevel) -> None:
-        pass
 
     def on_settled(self, settled: BlockRange, fresh: Sequence[Span], outcome: Outcome) -> None:
         if not settled.is_recorded:
@@ -192,10 +186,10 @@ class SpillStorage(LogStorage):
 
     def _surplus(self) -> tuple[int, int]:
         """Return how many events and bytes leave memory: all, if publishers wait for room."""
-        events, size = self._host.fill_level
-        if self._is_stopping or self._host.has_waiting_line:
-            return events, size
-        return events - self._low_mark[0], size - self._low_mark[1]
+        fill = self._host.admission
+        if self._is_stopping or fill.has_waiting_line:
+            return fill.events, fill.bytes
+        return fill.events - self._low_mark[0], fill.bytes - self._low_mark[1]
 
     def _choose_oldest(self) -> list[BlockRange]:
         """Return the surplus, from the oldest events in memory on; batches in flight included."""

@@ -225,7 +225,7 @@ class BlockRequest(ProducerRequest):
         # another connection while the request was in line.
         self._drop_repeats()
         numbers = self._accept_numbers()
-        first = state.end
+        first = state.positions.end
         if self.events:
             is_consecutive = self._numbers is None
             state.append_block(self._block, self.size, numbers, is_consecutive=is_consecutive)
@@ -266,48 +266,6 @@ class BlockRequest(ProducerRequest):
         self._replace(block)
         self.published = self.published._replace(dropped=self.published.dropped + dropped)
         return dropped
-
-
-class _EnteredPieces:
-    """The pieces of a large block that are in the queue, in order."""
-
-    def __init__(self) -> None:
-        self.published = Published(-1, 0, 0, 0)
-        self._waiters: list[AckWaiter] = []
-
-    def add(self, request: BlockRequest) -> None:
-        """Add the next piece, which is in the queue or was dropped by a policy."""
-        one, other = self.published, request.published
-        self.published = Published(
-            one.first if one.first >= 0 else other.first,
-            one.accepted + other.accepted,
-            one.dropped + other.dropped,
-            one.repeated + other.repeated,
-        )
-        if request.waiter is not None:
-            # No thread waits on this waiter: the next in its chain must not wait for other pieces.
-            request.waiter.leave()
-            self._waiters.append(request.waiter)
-
-    @property
-    def events(self) -> int:
-        """How many events need not be published again."""
-        return self.published.accepted + self.published.dropped + self.published.repeated
-
-    @property
-    def last_waiter(self) -> AckWaiter | None:
-        """The waiter that is reached after all others."""
-        return self._waiters[-1] if self._waiters else None
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether all pieces have reached the level of their producer."""
-        return all(waiter.is_reached for waiter in self._waiters)
-
-    @property
-    def has_lost(self) -> bool:
-        """Whether an event of a piece was dropped after acceptance."""
-        return any(waiter.has_lost for waiter in self._waiters)
 
 
 # ── the producer ────────────────────────────────────────────────────────────────────────────────
@@ -504,22 +462,28 @@ class BufferedProducer(Producer):
         for request in requests:
             self._check_request(request)  # before any of them is inside
         deadline = Deadline.after(timeout)
-        entered = _EnteredPieces()
+        entered: list[Published] = []
+        waiters: list[AckWaiter] = []
         for request in requests:
             try:
                 self._admit(request, deadline, blocking=True)
             except QueueFull as error:
-                self._check_lost(lost=entered.has_lost)
-                error.accepted, error.pending = entered.events, not entered.is_reached
+                self._check_lost(waiters)
+                error.accepted = sum(sum(each[1:]) for each in entered)
+                error.pending = not all(waiter.is_reached for waiter in waiters)
                 raise
-            entered.add(request)
-        if self._mark is not None and entered.last_waiter is not None:
+            entered.append(request.published)
+            if request.waiter is not None:
+                # No thread waits on it: the next in its chain must not wait for other pieces.
+                request.waiter.leave()
+                waiters.append(request.waiter)
+        if self._mark is not None and waiters:
             with self._lock:
-                last = entered.last_waiter
-                waiter = self._mark.add_waiter(last.first, last.offset)
-            self._await_ack(waiter, deadline)
-            self._check_lost(lost=entered.has_lost)
-        return entered.published
+                last = self._mark.add_waiter(waiters[-1].first, waiters[-1].offset)
+            self._await_ack(last, deadline)
+            self._check_lost(waiters)
+        first = next((each.first for each in entered if each.first >= 0), -1)
+        return Published(first, *(sum(each[at] for each in entered) for at in (1, 2, 3)))
 
     def _admit(self, request: ProducerRequest, deadline: Deadline, *, blocking: bool) -> None:
         state = self.state
@@ -628,11 +592,11 @@ class BufferedProducer(Producer):
                     f"the event is in queue {name!r}, not acked within {deadline.seconds:g} s"
                 )
             raise QueueClosed(f"queue {name!r} was closed before the event was acked")
-        self._check_lost(lost=waiter.has_lost)
+        self._check_lost([waiter])
         return not waiter.has_lost
 
-    def _check_lost(self, *, lost: bool) -> None:
-        if lost and self._admission.blocks:
+    def _check_lost(self, waiters: list[AckWaiter]) -> None:
+        if self._admission.blocks and any(waiter.has_lost for waiter in waiters):
             name = self.state.settings.name
             raise StorageFailed(
                 f"queue {name!r} lost the event to a failing disk: publish it again"

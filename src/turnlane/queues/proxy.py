@@ -40,7 +40,7 @@ from turnlane.queues.api import (
     Transport,
 )
 from turnlane.queues.settings import QueueSettings
-from turnlane.queues.storage_api import NoStorage, StorageHost, TakeBatch, TakenBatch
+from turnlane.queues.storage_api import Storage, StorageHost, TakeBatch, TakenBatch
 from turnlane.retry import doubled, scattered
 
 log = get_logger(__name__)
@@ -72,7 +72,7 @@ class SentBatch:
     """All bytes sent up to here, this batch included."""
 
 
-class RemoteStorage(NoStorage):
+class RemoteStorage(Storage):
     """Sends the events of a queue to a node, and reads from the queue of the node."""
 
     charges_freed = False
@@ -266,7 +266,7 @@ class RemoteStorage(NoStorage):
         Once the node has everything that is waited for, and once per connection.
         """
         with self._host.lock:
-            awaited = self._host.find_awaited(self._sent)
+            awaited = self._host.persisted.find_awaited(self._sent)
         if awaited > self._urged:
             connection.urge()
             self._urged = awaited
@@ -337,8 +337,8 @@ class RemoteStorage(NoStorage):
         with host.lock:
             host.settle_delivered(progress.delivered - base, notify=True)
             # Events that were dropped here need not be persisted there.
-            left = host.find_unsettled(self._persisted, host.end)
-            host.mark_persisted(left[0][0] if left else host.end)
+            left = host.positions.find_unsettled(self._persisted, host.positions.end)
+            host.mark_persisted(left[0][0] if left else host.positions.end)
         for sent in delivered:
             with contextlib.suppress(QueueClosed):  # it is settled by offset
                 sent.batch.done()

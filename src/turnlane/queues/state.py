@@ -85,6 +85,7 @@ class QueueState:
         self.buffer = Buffer(self.positions.end, storage.on_sealed)
         self.in_flight = InFlight(self.positions)
         self.acks = AckTracker(settings.name, storage.durability, self.positions.low)
+        self.persisted = self.acks.persisted
         self.columns: dict[str, pa.DataType] = dict(found.columns)
         """The Arrow type of every column that the queue has seen."""
         self._sequences: dict[bytes, Accepted] = dict(found.sequences)
@@ -333,49 +334,8 @@ class QueueState:
     # ── for storage: see StorageHost ────────────────────────────────────────────────────────────
 
     @property
-    def low(self) -> int:
-        return self.positions.low
-
-    @property
-    def end(self) -> int:
-        return self.positions.end
-
-    @property
-    def fill_level(self) -> tuple[int, int]:
-        return self.admission.events, self.admission.bytes
-
-    @property
-    def has_waiting_line(self) -> bool:
-        return bool(self.admission.line)
-
-    @property
-    def holds_publishers(self) -> bool:
-        return self.admission.is_held
-
-    @property
-    def persisted_end(self) -> int:
-        return self.acks.persisted.position
-
-    @property
-    def persist_waiters(self) -> int:
-        return self.acks.persisted.waiters
-
-    @property
-    def persist_served(self) -> int:
-        return self.acks.persisted.served
-
-    @property
     def unsealed_events(self) -> int:
         return len(self.buffer.open)
-
-    def is_settled(self, first: int, end: int) -> bool:
-        return self.positions.is_settled(first, end)
-
-    def find_unsettled(self, first: int, end: int) -> list[Span]:
-        return self.positions.find_unsettled(first, end)
-
-    def find_awaited(self, limit: int) -> int:
-        return self.acks.persisted.find_awaited(limit)
 
     def seal_open_block(self) -> None:
         self.buffer.seal()

@@ -12,6 +12,7 @@ are called without it and may take it.
 
 from __future__ import annotations
 
+import abc
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -144,53 +145,13 @@ class StoredState:
     """The bytes that the unsettled events count for."""
 
 
-class StorageHost(Protocol):
-    """The queue, as its storage sees it.
+class PositionsView(Protocol):
+    """The offsets of the queue."""
 
-    Everything but ``lock`` and :meth:`wait_persisted` is used under the lock.
-    """
-
-    @property
-    def lock(self) -> threading.Lock:
-        """The only lock of the queue. Storage may wait on conditions of this lock."""
-
-    # The state of the queue
-
-    @property
-    def low(self) -> int:
-        """The offset below which everything is settled."""
-
-    @property
-    def end(self) -> int:
-        """The offset that the next event gets."""
-
-    @property
-    def sequences(self) -> Mapping[bytes, Accepted]:
-        """The accepted sequence numbers by the key of the producer."""
-
-    @property
-    def fill_level(self) -> tuple[int, int]:
-        """The events and bytes that count against the bounds."""
-
-    @property
-    def has_waiting_line(self) -> bool:
-        """Whether publishers wait in line for room."""
-
-    @property
-    def holds_publishers(self) -> bool:
-        """Whether publishers are kept out, whatever the room."""
-
-    @property
-    def persisted_end(self) -> int:
-        """The offset below which everything was reported as persisted."""
-
-    @property
-    def persist_waiters(self) -> int:
-        """How many publishers wait for the ``persisted`` level."""
-
-    @property
-    def persist_served(self) -> int:
-        """How many publishers the last :meth:`mark_persisted` has woken."""
+    low: int
+    """Everything below this offset is settled."""
+    end: int
+    """The offset that the next event gets."""
 
     def is_settled(self, first: int, end: int) -> bool:
         """Whether every offset of the range is settled."""
@@ -198,8 +159,59 @@ class StorageHost(Protocol):
     def find_unsettled(self, first: int, end: int) -> list[Span]:
         """Return the parts of the range that are not settled."""
 
+
+class WatermarkView(Protocol):
+    """How far events are persisted, and the publishers that wait for it."""
+
+    position: int
+    served: int
+    """How many publishers the last :meth:`StorageHost.mark_persisted` has woken."""
+
+    @property
+    def waiters(self) -> int:
+        """How many publishers wait."""
+
     def find_awaited(self, limit: int) -> int:
-        """Return the highest offset up to ``limit`` whose persistence a publisher waits for."""
+        """Return the highest offset up to ``limit`` that a publisher waits for; 0 if none."""
+
+
+class AdmissionView(Protocol):
+    """What counts against the bounds."""
+
+    events: int
+    bytes: int
+    is_held: bool
+    """Whether every publisher is kept out, whatever the room."""
+
+    @property
+    def has_waiting_line(self) -> bool:
+        """Whether publishers wait in line for room."""
+
+
+class StorageHost(Protocol):
+    """The queue, as its storage sees it.
+
+    Everything but ``lock`` and :meth:`wait_persisted` is used under the lock.
+    """
+
+    lock: threading.Lock
+    """The only lock of the queue. Storage may wait on conditions of this lock."""
+
+    @property
+    def positions(self) -> PositionsView:
+        """The offsets of the queue."""
+
+    @property
+    def persisted(self) -> WatermarkView:
+        """The watermark of the ``persisted`` level."""
+
+    @property
+    def admission(self) -> AdmissionView:
+        """What counts against the bounds."""
+
+    @property
+    def sequences(self) -> Mapping[bytes, Accepted]:
+        """The accepted sequence numbers by the key of the producer."""
 
     # The events in memory
 
@@ -279,45 +291,63 @@ TakeBatch = Callable[[int, float], TakenBatch]
 """Takes a batch of at most so many events out of the buffer, within so many seconds."""
 
 
-class Storage(Protocol):
-    """Where the events of a queue go from memory, and what survives."""
+class Storage(abc.ABC):
+    """Where the events of a queue go from memory, and what survives.
 
-    durability: Durability
+    The methods here do what a storage needs that stores nothing.
+    """
+
+    durability = Durability.MEMORY
     """What stands behind an ack of the ``persisted`` level."""
-    charges_stored: bool
+    charges_stored = True
     """Whether events that are only in storage count against the bounds of the queue."""
-    charges_freed: bool
+    charges_freed = True
     """Whether a freed batch still counts against the bound in events."""
-    is_remote: bool
+    is_remote = False
     """Whether consumers get batches from :meth:`get` and not from the buffer."""
-    failure: str
+    failure = ""
     """Why storage cannot write at the moment; empty if it can."""
-    wants_next_event: bool
+    wants_next_event = False
     """Whether :meth:`on_growth` has to be called for the very next event. Under the lock."""
+    _host: StorageHost
 
     def recover(self) -> StoredState:
         """Return what there is. Called once, before :meth:`start`."""
+        return StoredState()
 
     def start(self, host: StorageHost, take: TakeBatch) -> None:
         """Begin to work for the queue. Called once."""
+        del take
+        self._host = host
 
-    def on_sealed(self, sealed: BlockRange) -> None:
-        """A block joined the buffer. Under the lock."""
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Store or give up the rest, and let go of everything. Called once."""
 
-    def on_growth(self) -> None:
-        """Events came in and the notify threshold was reached. Under the lock."""
+    # What happens in the queue. All under the lock.
 
-    def on_settled(self, settled: BlockRange, fresh: Sequence[Span], outcome: Outcome) -> None:
-        """The ``fresh`` parts of a range were not settled before and are now. Under the lock."""
+    def on_sealed(self, sealed: BlockRange) -> None:  # noqa: B027 - a default, as are the others
+        """A block joined the buffer."""
 
-    def on_refused(self, outcome: Outcome, events: int) -> None:
-        """Policies dropped events that never got an offset. Under the lock."""
+    def on_growth(self) -> None:  # noqa: B027
+        """Events came in and the notify threshold was reached."""
+
+    def on_settled(  # noqa: B027
+        self, settled: BlockRange, fresh: Sequence[Span], outcome: Outcome
+    ) -> None:
+        """The ``fresh`` parts of a range were not settled before and are now."""
+
+    def on_refused(self, outcome: Outcome, events: int) -> None:  # noqa: B027
+        """Policies dropped events that never got an offset."""
 
     def make_room(self) -> bool:
-        """Begin to make room for publishers; true if they can expect some soon. Under the lock."""
+        """Begin to make room for publishers; true if they can expect some soon."""
+        return False
 
-    def urge(self, level: AckLevel) -> None:
-        """A publisher waits for this level: reach it as soon as possible. Under the lock."""
+    def urge(self, level: AckLevel) -> None:  # noqa: B027
+        """A publisher waits for this level: reach it as soon as possible."""
+
+    # Reading
 
     def fetch(self, wanted: BlockRange) -> list[Block] | UnreadableRange:
         """Read the events of a range, from its first on, or as many as lie together.
@@ -325,91 +355,39 @@ class Storage(Protocol):
         Only one thread calls this at a time. Returns nothing once the storage is closed. Raises
         ``OSError``; a later call may succeed.
         """
+        raise Bug(f"offset {wanted.first} is neither in memory nor in storage")
 
     def read(self, first: int, end: int) -> tuple[int, Block] | UnreadableRange | None:
         """Read events by offset, for readers that take nothing; ``None`` if there are none."""
+        del first, end
+        return None
 
-    def settle(self, settled: BlockRange, outcome: Outcome) -> None:
+    def get(self, max_events: int | None, timeout: float) -> Batch:
+        """Get a batch from the node; only if :attr:`is_remote`."""
+        raise Bug(f"no batch of {max_events} events in {timeout} s: the storage is not remote")
+
+    # Acks
+
+    def settle(self, settled: BlockRange, outcome: Outcome) -> None:  # noqa: B027
         """Record that a range is settled. Raises ``OSError``.
 
         Drops are also recorded under the lock.
         """
 
-    def sync_settled(self, *, now: bool = False) -> None:
+    def sync_settled(self, *, now: bool = False) -> None:  # noqa: B027
         """Sync what was recorded if durability is ``always``, or if ``now``. Raises ``OSError``."""
 
-    def give_back(self, returned: BlockRange) -> None:
+    def give_back(self, returned: BlockRange) -> None:  # noqa: B027
         """Record that a consumer gave a range back."""
-
-    def get(self, max_events: int | None, timeout: float) -> Batch:
-        """Get a batch from the node; only if :attr:`is_remote`."""
-
-    def close(self) -> None:
-        """Store or give up the rest, and let go of everything. Called once."""
 
     def describe(self, stats: Stats) -> Stats:
         """Return the stats with the part of the storage added."""
+        return stats
 
 
-class NoStorage:
+class NoStorage(Storage):
     """Nothing leaves memory: the ``memory`` kind. An event is persisted once it is delivered."""
-
-    durability = Durability.MEMORY
-    charges_stored = True
-    charges_freed = True
-    is_remote = False
-    failure = ""
-    wants_next_event = False
-    _host: StorageHost
-
-    def recover(self) -> StoredState:
-        return StoredState()
-
-    def start(self, host: StorageHost, take: TakeBatch) -> None:
-        del take
-        self._host = host
-
-    def on_sealed(self, sealed: BlockRange) -> None:
-        pass
-
-    def on_growth(self) -> None:
-        pass
-
-    def on_settled(self, settled: BlockRange, fresh: Sequence[Span], outcome: Outcome) -> None:
-        pass
-
-    def on_refused(self, outcome: Outcome, events: int) -> None:
-        pass
-
-    def make_room(self) -> bool:
-        return False
-
-    def urge(self, level: AckLevel) -> None:
-        pass
-
-    def fetch(self, wanted: BlockRange) -> list[Block] | UnreadableRange:
-        raise Bug(f"offset {wanted.first} is neither in memory nor in storage")
-
-    def read(self, first: int, end: int) -> tuple[int, Block] | UnreadableRange | None:
-        del first, end
-        return None
-
-    def settle(self, settled: BlockRange, outcome: Outcome) -> None:
-        pass
-
-    def sync_settled(self, *, now: bool = False) -> None:
-        pass
-
-    def give_back(self, returned: BlockRange) -> None:
-        pass
-
-    def get(self, max_events: int | None, timeout: float) -> Batch:
-        del max_events, timeout
-        raise Bug("only a remote storage has batches of its own")
 
     def close(self) -> None:
         with self._host.lock:
             self._host.drop_unstored(0)
-
-    def describe(self, stats: Stats) -> Stats:
-        return stats

@@ -30,7 +30,7 @@ from turnlane.errors import (
     StorageFailed,
 )
 from turnlane.logs import get_logger
-from turnlane.queues.api import Batch, Consumer
+from turnlane.queues.api import Batch, Consumer, Queue
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.settings import STORING
 from turnlane.retry import doubled, scattered
@@ -218,7 +218,7 @@ class WorkerPool(Closing):
 
     def __init__(
         self,
-        queue: BufferedQueue,
+        queue: Queue,
         consumer: Consumer,
         *,
         dead_letters: DeadLetters | None = None,
