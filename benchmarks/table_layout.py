@@ -13,7 +13,7 @@ import time
 from typing import NamedTuple
 
 from turnlane import table
-from turnlane.table.sql.dialect import Connection
+from turnlane.databases import Connection
 
 ROWS = 1_000
 """To a transaction."""

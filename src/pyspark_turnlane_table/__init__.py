@@ -1,6 +1,6 @@
-"""Makes ``format("turnlane_table")`` known to Spark, which looks for ``pyspark_<format>`` by name.
+"""Registers ``format("turnlane_table")``: Spark looks for a package ``pyspark_<format>``.
 
-It is imported at every look-up: there is nothing here but the name.
+Spark imports it at every look-up, so it contains nothing but the name.
 """
 
 from turnlane.spark.table_source import TurnlaneTableSource as DefaultSource

@@ -8,7 +8,7 @@ from turnlane.client.destination import RemoteDestinationState
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.delivery.workers import SendActivity
-from turnlane.outputs.http import Form, HttpOutput, HttpSettings
+from turnlane.outputs.http import BodyFormat, HttpOutput, HttpOutputSettings
 
 EVENTS = 50
 LIMIT = 4
@@ -19,7 +19,10 @@ def deliver(node: str, server: str) -> None:
     settings = DeliverySettings(
         batch_events=1, concurrency=8, max_in_flight=LIMIT, max_time=PATIENCE
     )
-    with connect(node) as client, HttpOutput(HttpSettings(url=server, format=Form.RAW)) as output:
+    with (
+        connect(node) as client,
+        HttpOutput(HttpOutputSettings(url=server, format=BodyFormat.RAW)) as output,
+    ):
         activity = SendActivity()
         with (
             RemoteDestinationState(

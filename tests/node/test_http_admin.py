@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.contract.harness import wait_until
 from tests.node.http_harness import Served, served
 from turnlane.inputs.api import Counters
+from turnlane.node.http import describe_plane
 from turnlane.node.metrics import NodeCollector
 from turnlane.node.node import Node
-from turnlane.node.openapi import document
 
 
 def test_queues_are_made_shown_and_dropped(shared: Served) -> None:
@@ -236,7 +236,7 @@ def test_promtool_has_nothing_to_say(tmp_path: Path) -> None:
 
 def test_every_operation_is_described_and_every_described_one_is_there(shared: Served) -> None:
     described = shared.http.get("/openapi.json").json()
-    assert described == document()
+    assert described == describe_plane()
     for path, operations in described["paths"].items():
         methods = {name.upper() for name in operations if name != "parameters"}
         where = path.replace("{queue}", "orders").replace("{lease}", "x").replace("{action}", "x")

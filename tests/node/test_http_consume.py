@@ -13,7 +13,7 @@ import pytest
 from tests.contract.harness import wait_until
 from tests.node.http_harness import Served, served
 from tests.queue_internals import state_of
-from turnlane.node.http_consume import POLLS
+from turnlane.node.http.consume import POLLS
 
 
 def values(answer: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from schemathesis import Case
 from schemathesis.specs.openapi import checks
 
 from tests.node.http_harness import Served, served
-from turnlane.node.openapi import document
+from turnlane.node.http import describe_plane
 
 DOCUMENTED = [
     checks.status_code_conformance,
@@ -46,7 +46,7 @@ def lines(_ctx: Any, value: Any) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode("utf-8", "replace")
 
 
-schema = schemathesis.openapi.from_dict(document())
+schema = schemathesis.openapi.from_dict(describe_plane())
 # Every boundary of every schema: ten times as many requests, so not at every run.
 schema.config.phases.coverage.enabled = "CI" in os.environ
 

@@ -20,6 +20,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from uvicorn import Server
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from tests.certificates import Certificates
 from tests.contract.harness import wait_until
@@ -35,6 +38,7 @@ from turnlane.errors import (
     StorageFailed,
 )
 from turnlane.serving.auth import TlsSettings
+from turnlane.serving.connection import UVICORN_INTERNALS
 from turnlane.serving.http_body import PROBLEM_HANDLERS, BodyTooLarge, problem, read_body, unpacked
 from turnlane.serving.web import WebServer, WebSettings
 
@@ -119,6 +123,30 @@ def test_it_serves_on_a_real_port_and_stops_twice() -> None:
         server.stop(1.0)
         with pytest.raises(ConnectionRefusedError):
             connected(server)
+
+
+def test_uvicorn_has_the_internals_that_the_server_overrides() -> None:
+    """If this fails, read what changed in uvicorn before you raise its bound."""
+    with serving() as server, connected(server) as sock:
+        sock.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nhalf")
+        live = server._server
+        assert live is not None
+        connections: Any = live.server_state.connections
+        wait_until(lambda: any(each.cycle for each in connections))
+        (connection,) = connections
+        parts: list[tuple[type, object]] = [
+            (HttpToolsProtocol, connection),
+            (RequestResponseCycle, connection.cycle),
+            (Server, live),
+            (ServerState, live.server_state),
+        ]
+        assert [kind.__name__ for kind, _ in parts] == list(UVICORN_INTERNALS)
+        for kind, part in parts:
+            assert isinstance(part, kind)
+            for name in UVICORN_INTERNALS[kind.__name__]:
+                # The class of uvicorn itself, not its subclass here: that has the methods anyway.
+                assert hasattr(kind, name) or name in vars(part), f"{kind.__name__}.{name}"
+    assert "servers" in Server.shutdown.__code__.co_names, "it closes the servers set here"
 
 
 def test_answers_on_a_kept_connection_are_not_held_back() -> None:

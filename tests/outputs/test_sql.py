@@ -8,13 +8,15 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psycopg
 import pyarrow as pa
+import pymysql
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,16 +26,15 @@ from tests.contract.harness import wait_until
 from tests.databases import mariadb_server, postgres_server
 from tests.outputs.blocks import handed, numbered
 from tests.outputs.sql_bench import Bench
+from turnlane.databases import ErrorKind, get_delivery_error, load_dialect
 from turnlane.delivery.destination import LocalDestinationState
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.settings import DeliverySettings
-from turnlane.errors import Never, RetryLater
+from turnlane.errors import Never, PayloadTooLarge, RetryLater
 from turnlane.events import Block, block_of
-from turnlane.intervals import Ranges
-from turnlane.outputs import sql_mysql, sql_postgres
+from turnlane.intervals import RangeSet
 from turnlane.outputs.sql import SqlOutput, SqlSettings
-from turnlane.outputs.sql_delivered import not_in, runs_of
-from turnlane.outputs.sql_rows import rows_of
+from turnlane.outputs.sql_rows import build_rows, find_runs, select_outside
 
 WRITTEN = datetime(2026, 11, 18, 11, 6, 40, 123456, tzinfo=UTC)
 
@@ -205,15 +206,17 @@ def test_a_commit_whose_answer_is_lost_is_not_repeated(
     bench.make_table("id bigint, note varchar(20)")
     with bench.output(exactly_once=True) as output:
         send(output, handed(numbered(0, 1), 100))
-        with output._databases.borrowed() as database:
-            real = database.commit
+        with output._writers.borrow() as writer:
+            real = writer.transaction
 
-        def lost() -> None:
-            real()
+        @contextmanager
+        def lost() -> Iterator[None]:
+            with real():
+                yield
             raise RetryLater("the answer is lost")
 
         with monkeypatch.context() as patched:
-            patched.setattr(database, "commit", lost)
+            patched.setattr(writer, "transaction", lost)
             with pytest.raises(RetryLater):
                 send(output, handed(numbered(0, 10)))
         send(output, handed(numbered(0, 10)))
@@ -295,9 +298,9 @@ def test_rows_of_one_event_are_not_taken_for_one_that_comes_again(bench: Bench) 
 
 @given(st.lists(st.integers(0, 60), max_size=40), st.lists(st.integers(0, 60), max_size=40))
 def test_runs_and_what_is_in_none(some: list[int], others: list[int]) -> None:
-    known = Ranges(runs_of(np.array(others, dtype=np.int64)))
+    known = RangeSet(find_runs(np.array(others, dtype=np.int64)))
     assert {each for first, end in known for each in range(first, end)} == set(others)
-    fresh = not_in(np.array(some, dtype=np.int64), known)
+    fresh = select_outside(np.array(some, dtype=np.int64), known)
     assert fresh.tolist() == [each not in set(others) for each in some]
 
 
@@ -464,8 +467,8 @@ def test_a_connection_that_the_server_has_closed_is_replaced(
             if kind == "mysql":
                 bench.run(f"KILL {found}")
         wait_until(lambda: not bench.run(LEFT[kind]), "the connection to be closed", 60.0)
-        with output._databases.borrowed() as database:  # whichever it is, it is open
-            assert database.is_open
+        with output._writers.borrow() as writer:  # whichever it is, it is open
+            assert writer.is_open
         send(output, handed(numbered(5, 10), 5))
     assert bench.ids() == list(range(10))
 
@@ -478,19 +481,19 @@ def test_a_connection_lost_in_a_transaction_leaves_nothing(
     bench.make_table("id bigint, note varchar(20)")
     with bench.output(exactly_once=True) as output:
         send(output, handed(numbered(0, 1)))
-        with output._databases.borrowed() as database:
-            real = database.insert
+        with output._writers.borrow() as writer:
+            real = writer.insert
 
         def cut(rows: pa.RecordBatch) -> None:
             real(rows)
             if kind == "postgresql":
                 bench.run(KILL[kind])
             else:
-                ((number,),) = database.execute("SELECT connection_id()", [])
+                ((number,),) = writer.execute("SELECT connection_id()", [])
                 bench.run(f"KILL {number}")
 
         with monkeypatch.context() as patched:
-            patched.setattr(database, "insert", cut)
+            patched.setattr(writer, "insert", cut)
             with pytest.raises(RetryLater):
                 send(output, handed(numbered(1, 9), 1))
         send(output, handed(numbered(0, 9)))
@@ -506,13 +509,15 @@ def test_of_a_header_given_twice_the_last_counts() -> None:
     """As for templates, and for whoever reads the event itself."""
     kind = block_of([]).schema.field("headers").type
     twice: Any = pa.array([[("team", "a"), ("team", "b")]], kind)
-    found = rows_of(handed([b"x"], headers=twice), {"team": "headers.team"}, places=False)
+    found = build_rows(
+        handed([b"x"], headers=twice), {"team": "headers.team"}, with_positions=False
+    )
     assert found.columns.column("team").to_pylist() == ["b"]
 
 
 def test_bytes_in_lists_are_base64() -> None:
     parts: Any = pa.array([[b"\xff\xfe", None], None], pa.list_(pa.binary()))
-    found = rows_of(handed([b"x", b"y"], parts=parts), {"parts": "parts"}, places=False)
+    found = build_rows(handed([b"x", b"y"], parts=parts), {"parts": "parts"}, with_positions=False)
     assert found.columns.column("parts").to_pylist() == ['["//4=", null]', None]
 
 
@@ -522,17 +527,51 @@ def test_json_that_is_none_never_gets_better() -> None:
         output.prepare(handed([b"{}", b"{"]))
 
 
-def test_errors_mean_what_they_say() -> None:
-    for state in ("08006", "40001", "40P01", "53300", "55P03", "57014", "42P01", "42501", None):
-        assert isinstance(sql_postgres.meaning(state, "x"), RetryLater), state
+def test_errors_of_postgresql_say_whether_the_events_are_the_cause() -> None:
+    dialect = load_dialect("postgresql://nowhere/none")
+
+    def meaning(state: str) -> Exception | None:
+        return get_delivery_error(dialect, psycopg.errors.lookup(state)("x"))
+
+    for state in ("08006", "40001", "40P01", "53300", "55P03", "57014", "42P01", "42501", "25006"):
+        assert isinstance(meaning(state), RetryLater), state
+    assert isinstance(get_delivery_error(dialect, psycopg.OperationalError("x")), RetryLater)
     for state in ("22001", "22P02", "23505", "23502", "44000"):
-        assert isinstance(sql_postgres.meaning(state, "x"), Never), state
-    assert sql_postgres.meaning("P0001", "a trigger's own") is None, "tried so many times"
-    for number in (1205, 1213, 2013, 2006, 1146, 1045, 1142, 1040):
-        assert isinstance(sql_mysql.meaning(number, "x"), RetryLater), number
-    for code in (1062, 1048, 1406, 1264, 1366, 1452, 4025, None):
-        assert isinstance(sql_mysql.meaning(code, "x"), Never), code
-    assert sql_mysql.meaning(1644, "a trigger's own") is None
+        assert isinstance(meaning(state), Never), state
+    assert meaning("P0001") is None, "an error of a trigger is tried a limited number of times"
+
+
+def test_errors_of_mysql_say_whether_the_events_are_the_cause() -> None:
+    dialect = load_dialect("mysql://nobody@nowhere/none")
+
+    def meaning(*arguments: object) -> Exception | None:
+        return get_delivery_error(dialect, pymysql.err.OperationalError(*arguments))
+
+    for number in (1205, 1213, 2013, 2006, 1146, 1045, 1142, 1040, 1836):
+        assert isinstance(meaning(number, "x"), RetryLater), number
+    for number in (1062, 1048, 1406, 1264, 1366, 1452, 4025):
+        assert isinstance(meaning(number, "x"), Never), number
+    assert isinstance(meaning("nan can not be used with MySQL"), Never)
+    assert isinstance(meaning(1153, "x"), PayloadTooLarge)
+    assert meaning(1644, "x") is None, "an error of a trigger is tried a limited number of times"
+
+
+def test_errors_of_sqlite_say_whether_the_events_are_the_cause(tmp_path: Path) -> None:
+    file = tmp_path / "a.db"
+    dialect = load_dialect(f"sqlite:///{file}")
+    with closing(dialect.connect()) as connection:
+        connection.execute("CREATE TABLE t (id INTEGER UNIQUE NOT NULL)")
+        connection.execute("INSERT INTO t VALUES (1)")
+        for statement, values, expected in (
+            ("INSERT INTO t VALUES (1)", (), ErrorKind.DUPLICATE_KEY),
+            ("INSERT INTO t VALUES (NULL)", (), ErrorKind.REFUSED_DATA),
+            ("INSERT INTO t VALUES (?)", (2**64,), ErrorKind.REFUSED_DATA),
+            ("SELECT * FROM missing", (), ErrorKind.NEEDS_OPERATOR),
+            ("SELECT ?", (), ErrorKind.UNKNOWN),
+        ):
+            with pytest.raises(Exception) as caught:
+                connection.execute(statement, values)
+            assert dialect.classify_error(caught.value) is expected, statement
 
 
 @pytest.mark.parametrize(

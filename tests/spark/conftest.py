@@ -26,7 +26,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         skip_or_fail("Spark needs Java 17 or later")
     from pyspark.sql import SparkSession
 
-    from turnlane.spark.session import DEFAULTS, use_installed_pyspark
+    from turnlane.spark.session import SPARK_DEFAULTS, use_installed_pyspark
 
     os.environ["PYSPARK_PYTHON"] = sys.executable
     use_installed_pyspark()
@@ -47,7 +47,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         .config("spark.sql.shuffle.partitions", "2")
         .config("spark.default.parallelism", "2")
         .config("spark.sql.session.timeZone", "UTC")
-        .config(map={f"spark.{name}": DEFAULTS[f"spark.{name}"] for name in same})
+        .config(map={f"spark.{name}": SPARK_DEFAULTS[f"spark.{name}"] for name in same})
         .config("spark.sql.warehouse.dir", str(place / "warehouse"))
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.driver.host", "127.0.0.1")

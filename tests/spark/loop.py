@@ -27,23 +27,27 @@ from pyspark.sql.types import (
 
 from turnlane.delivery.settings import DIRECT, ROUTES
 from turnlane.pipeline.settings import MAIN, ActionSettings, LaneSettings, PipelineSettings
-from turnlane.spark.batch_planning import TAKEN
-from turnlane.spark.lane import GatesSeen, HeldUpHeldUp, Rooms
+from turnlane.spark.batch_planning import TAKEN_EVENTS
+from turnlane.spark.by_reference import SPAN_ROW_SCHEMA
+from turnlane.spark.lane import BlockedReason, BreakerPoller, FullQueuePoller
 from turnlane.spark.lane_reader import LaneReader
-from turnlane.spark.nodes import Gates, Nodes
-from turnlane.spark.options import LaneReadOptions, LaneWriteOptions, in_json, reading, writing
-from turnlane.spark.reader import SHARES
-from turnlane.spark.source import StreamWriter
-from turnlane.spark.steps import (
-    Step,
-    Suspension,
-    delivers_by_place,
-    goes_by_place,
-    step_of_lane,
-    steps_of_main,
-    wanted_by_tasks,
-    ways_of,
+from turnlane.spark.lane_shape import (
+    build_lane_step,
+    build_main_steps,
+    can_copy_by_reference,
+    can_deliver_by_reference,
+    find_task_columns,
 )
+from turnlane.spark.nodes import BreakerClient, Nodes
+from turnlane.spark.options import (
+    LaneReadOptions,
+    LaneWriteOptions,
+    build_lane_read_options,
+    build_lane_write_options,
+    to_json,
+)
+from turnlane.spark.source import QueueStreamWriter
+from turnlane.spark.steps import LaneStep, Suspension, list_required_paths
 
 SCHEMA = (
     StructType()
@@ -67,7 +71,7 @@ class Loop:
         url: str,
         lane: str,
         settings: LaneSettings,
-        steps: Sequence[Step],
+        steps: Sequence[LaneStep],
         change: Change,
         *,
         reads: Collection[str] = (),
@@ -90,17 +94,26 @@ class Loop:
             "workers": str(settings.workers or 2),
             "pollTimeout": "50ms",
         }
-        knobs |= {"byPlace": str(bool(reads)), **reading(lane, run, settings, steps, into)}
-        options = LaneReadOptions.of({**access, **knobs})
-        self.reader = LaneReader(options, SHARES if reads else SCHEMA)
-        more = {"reads": in_json(sorted(reads))}
+        knobs |= {
+            "byPlace": str(bool(reads)),
+            **build_lane_read_options(lane, run, settings, steps, into),
+        }
+        options = LaneReadOptions.from_spark({**access, **knobs})
+        self.reader = LaneReader(options, SPAN_ROW_SCHEMA if reads else SCHEMA)
+        more = {"reads": to_json(sorted(reads))}
         if copies is not None:
-            more["copies"] = in_json(copies)
-        self.writer = StreamWriter(
-            LaneWriteOptions.of({**access, **writing(lane, run, steps), **more})
+            more["copies"] = to_json(copies)
+        self.writer = QueueStreamWriter(
+            LaneWriteOptions.from_spark(
+                {**access, **build_lane_write_options(lane, run, steps), **more}
+            )
         )
-        nodes = Nodes.of(options)
-        self._held_up = HeldUpHeldUp(GatesSeen(Gates(nodes)), ways_of(steps), Rooms(nodes, into))
+        nodes = Nodes.from_options(options)
+        self._held_up = BlockedReason(
+            BreakerPoller(BreakerClient(nodes)),
+            list_required_paths(steps),
+            FullQueuePoller(nodes, into),
+        )
         self.change = change
         self._cut = cut
         self._offset = self.reader.initialOffset()
@@ -114,7 +127,7 @@ class Loop:
         with ThreadPoolExecutor(max(1, len(parts))) as tasks:
             messages = list(tasks.map(self._task, parts))
         self.writer.commit(messages, len(self.batches))
-        self.batches.append(following[TAKEN] - self._offset[TAKEN])
+        self.batches.append(following[TAKEN_EVENTS] - self._offset[TAKEN_EVENTS])
         self._offset = following
         return True
 
@@ -139,7 +152,7 @@ class Pipe:
     ) -> None:
         settings = PipelineSettings(actions=actions)
         self.lanes = {MAIN: _main(url, settings, lane or LaneSettings())} | {
-            action.name: _lane(url, action) for action in settings.queued
+            action.name: _lane(url, action) for action in settings.queued_actions
         }
         self.errors: list[BaseException] = []
         self._stop = threading.Event()
@@ -168,17 +181,17 @@ class Pipe:
 
 
 def _main(url: str, settings: PipelineSettings, lane: LaneSettings) -> Loop:
-    steps = steps_of_main(settings)
-    into = [action.name for action in settings.queued]
-    if steps or not goes_by_place(settings):
+    steps = build_main_steps(settings)
+    into = [action.name for action in settings.queued_actions]
+    if steps or not can_copy_by_reference(settings):
         return Loop(url, MAIN, lane, steps, _router(settings.actions), into=into)
     copies = [action.name for action in settings.actions]
     return Loop(url, MAIN, lane, steps, _numberer(settings.actions), copies=copies, into=into)
 
 
 def _lane(url: str, action: ActionSettings) -> Loop:
-    steps, wanted = [step_of_lane(action)], wanted_by_tasks(action)
-    if wanted is None or not delivers_by_place(action):
+    steps, wanted = [build_lane_step(action)], find_task_columns(action)
+    if wanted is None or not can_deliver_by_reference(action):
         return Loop(url, action.name, action.lane, steps, with_payload)
     return Loop(url, action.name, action.lane, steps, lambda rows: rows, reads=wanted)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from turnlane.events import block_of, values_of
+from turnlane.events import block_of, get_values
 from turnlane.node.flight.server import FlightPlane
 from turnlane.node.node import Node
 from turnlane.queues.buffered import BufferedQueue
@@ -39,7 +39,7 @@ class Served:
         found: list[bytes] = []
         at = self.queue(queue).low
         while (piece := self.queue(queue).read(at, 1 << 20)) is not None:
-            found += values_of([piece[1]])
+            found += get_values([piece[1]])
             at = piece[0] + piece[1].num_rows
         return found
 

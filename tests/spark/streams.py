@@ -11,7 +11,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from tests.spark.loop import SCHEMA
 from tests.spark.nodes import Served
 from turnlane.spark.options import ReadOptions
-from turnlane.spark.stream_reader import StreamReader
+from turnlane.spark.stream_reader import QueueStreamReader
 
 
 def both(*nodes: Served) -> str:
@@ -54,7 +54,7 @@ def positions(offset: dict[str, Any]) -> dict[str, int]:
     return {node: at for node, at in offset.items() if node.isdecimal()}
 
 
-def reader(url: str, queue: str = "main", **options: str) -> StreamReader:
+def reader(url: str, queue: str = "main", **options: str) -> QueueStreamReader:
     """The reader of a streaming query, to be asked as Spark asks it."""
     given: dict[str, Any] = {"endpoint": url, "queue": queue, "pollTimeout": "10ms", **options}
-    return StreamReader(ReadOptions.of(given), SCHEMA)
+    return QueueStreamReader(ReadOptions.from_spark(given), SCHEMA)

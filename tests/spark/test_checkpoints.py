@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from turnlane.spark.checkpoints import Checkpoints, Retiring
+from turnlane.spark.checkpoints import CheckpointCleaner, Checkpoints
 
 A, B, C = ("a" * 12, "b" * 12, "c" * 12)
 
@@ -36,60 +36,60 @@ def names(checkpoint: Path) -> list[str]:
 
 
 def test_a_query_that_comes_again_goes_on(kept: Checkpoints) -> None:
-    first = committed(kept.take(A, stays=False))
-    assert kept.take(A, stays=False) == first
+    first = committed(kept.prepare(A, stays=False))
+    assert kept.prepare(A, stays=False) == first
     assert (first / "commits" / "0").exists()
 
 
 def test_one_that_has_done_no_batch_leaves_the_one_before_as_it_is(kept: Checkpoints) -> None:
     """It may fail for ever, and whoever brings the one before back loses nothing."""
-    first = committed(kept.take(A, stays=False))
-    retiring = Retiring(kept)
-    retiring.take(B, stays=False)
-    retiring(did(0))
-    retiring(did(5))  # told, but not noted by Spark
-    kept.take(A, stays=False)
+    first = committed(kept.prepare(A, stays=False))
+    cleaner = CheckpointCleaner(kept)
+    cleaner.prepare(B, stays=False)
+    cleaner.on_progress(did(0))
+    cleaner.on_progress(did(5))  # told, but not noted by Spark
+    kept.prepare(A, stays=False)
     assert (first / "commits" / "0").exists()
 
 
 def test_after_a_batch_those_of_other_queries_are_gone(kept: Checkpoints) -> None:
-    first = committed(kept.take(A, stays=False))
-    retiring = Retiring(kept)
-    second = committed(retiring.take(B, stays=False))
+    first = committed(kept.prepare(A, stays=False))
+    cleaner = CheckpointCleaner(kept)
+    second = committed(cleaner.prepare(B, stays=False))
     assert first.exists()
-    retiring(did(0))
+    cleaner.on_progress(did(0))
     assert first.exists()
-    retiring(did(5))
+    cleaner.on_progress(did(5))
     assert names(second) == [second.name]
 
 
 def test_a_lane_that_keeps_nothing_removes_what_one_before_it_kept(kept: Checkpoints) -> None:
-    first = committed(kept.take(A, stays=False))
-    Retiring(kept)(did(5))
+    first = committed(kept.prepare(A, stays=False))
+    CheckpointCleaner(kept).on_progress(did(5))
     assert not first.exists()
 
 
 def test_a_stale_one_is_not_used_if_a_kill_came_before_it_was_removed(kept: Checkpoints) -> None:
-    first = committed(kept.take(A, stays=False))
-    second = committed(kept.take(B, stays=False))
-    assert kept.take(A, stays=False) == first
+    first = committed(kept.prepare(A, stays=False))
+    second = committed(kept.prepare(B, stays=False))
+    assert kept.prepare(A, stays=False) == first
     assert not (first / "commits").exists(), "it begins anew"
     assert (second / "commits").exists(), "until that has done a batch"
     committed(first)
-    kept.take(B, stays=False)
+    kept.prepare(B, stays=False)
     assert not (second / "commits").exists()
 
 
 def test_a_kill_in_the_middle_leaves_no_half_of_one(
     kept: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    committed(kept.take(A, stays=False))
-    second = committed(kept.take(B, stays=False))
+    committed(kept.prepare(A, stays=False))
+    second = committed(kept.prepare(B, stays=False))
     with monkeypatch.context() as killed:
         killed.setattr(shutil, "rmtree", lambda *_, **__: None)
-        kept.retire(second)
+        kept.remove_unused(second)
     assert not (second.parent / f"sums-{A}").exists()
-    kept.retire(second)
+    kept.remove_unused(second)
     assert names(second) == [second.name], "what was left is swept up"
 
 
@@ -99,33 +99,33 @@ def test_one_that_cannot_be_removed_stops_no_lane(
     def refused(*_: Any) -> None:
         raise PermissionError("not yours")
 
-    committed(kept.take(A, stays=False))
-    retiring = Retiring(kept)
-    committed(retiring.take(B, stays=False))
+    committed(kept.prepare(A, stays=False))
+    cleaner = CheckpointCleaner(kept)
+    committed(cleaner.prepare(B, stays=False))
     monkeypatch.setattr(Path, "rename", refused)
-    retiring(did(5))
-    retiring(did(5))
+    cleaner.on_progress(did(5))
+    cleaner.on_progress(did(5))
     warned = [each.message for each in caplog.records if each.levelno >= logging.WARNING]
-    assert warned == ["checkpoints of earlier queries cannot be removed: not yours"]
+    assert warned == ['checkpoint.remove_failed error="PermissionError: not yours"']
     with pytest.raises(PermissionError):  # but a stale one is not used
-        kept.take(A, stays=False)
+        kept.prepare(A, stays=False)
 
 
 def test_those_of_files_stay_and_are_used_again(kept: Checkpoints) -> None:
     """Without it, Spark would pass over what comes to the same path."""
-    files = committed(kept.take(A, stays=True))
-    kept.retire(committed(kept.take(B, stays=False)))
-    assert kept.take(A, stays=True) == files
+    files = committed(kept.prepare(A, stays=True))
+    kept.remove_unused(committed(kept.prepare(B, stays=False)))
+    assert kept.prepare(A, stays=True) == files
     assert (files / "commits" / "0").exists()
 
 
 def test_those_of_other_actions_and_unknown_ones_stay(kept: Checkpoints) -> None:
-    used = committed(kept.take(A, stays=False))
+    used = committed(kept.prepare(A, stays=False))
     directory = used.parent
-    other = committed(Checkpoints(directory, "sums-more").take(A, stays=False))
+    other = committed(Checkpoints(directory, "sums-more").prepare(A, stays=False))
     unknown = directory / f"sums-{C}"
     others = [other, unknown, directory / "runs"]
     unknown.mkdir()
     (directory / "runs").mkdir()
-    kept.retire(used)
+    kept.remove_unused(used)
     assert all(each.exists() for each in [used, *others])

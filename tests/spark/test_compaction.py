@@ -20,7 +20,7 @@ from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSet
 from turnlane.queues.settings import QueueSettings
 from turnlane.spark.batch_planning import BatchWait
 from turnlane.spark.pipeline import Pipeline
-from turnlane.spark.sinks import AGE_OF_A_FILE, WORTH_A_FILE, patient
+from turnlane.spark.sinks import MAX_FILE_DELAY, MIN_EVENTS_PER_FILE, with_file_batching
 
 PATIENCE = 180.0
 AGE = 3.0
@@ -107,31 +107,31 @@ def publish(node: Served, first: int, moment: int) -> None:
 
 def test_a_day_of_little_makes_few_files_and_much_is_written_at_once(tmp_path: Path) -> None:
     """An event a second, and in the end as many at once as fill a file."""
-    lane = patient(action("a", LaneSettings(), parquet(tmp_path))).lane
+    lane = with_file_batching(action("a", LaneSettings(), parquet(tmp_path))).lane
     wait = BatchWait(lane.min_events, lane.max_age)
     files = waiting = 0
     for second in range(86_400):
         waiting += 1
-        if not wait.left(waiting, float(second)):
+        if not wait.compute_wait(waiting, float(second)):
             files, waiting = files + 1, 0
     assert 140 <= files <= 144
-    assert wait.left(waiting + WORTH_A_FILE, 86_400.0) == 0.0
+    assert wait.compute_wait(waiting + MIN_EVENTS_PER_FILE, 86_400.0) == 0.0
 
 
 def test_only_files_are_waited_for_and_only_if_nothing_is_said(tmp_path: Path) -> None:
     usual, quick = LaneSettings(), LaneSettings(min_events=1)
-    waiting = patient(action("a", usual, parquet(tmp_path))).lane
-    assert (waiting.min_events, waiting.max_age) == (WORTH_A_FILE, AGE_OF_A_FILE)
-    aged = patient(action("a", LaneSettings(max_age=60), parquet(tmp_path))).lane
-    assert (aged.min_events, aged.max_age) == (WORTH_A_FILE, 60)
-    assert patient(action("a", quick, parquet(tmp_path))).lane == quick
+    waiting = with_file_batching(action("a", usual, parquet(tmp_path))).lane
+    assert (waiting.min_events, waiting.max_age) == (MIN_EVENTS_PER_FILE, MAX_FILE_DELAY)
+    aged = with_file_batching(action("a", LaneSettings(max_age=60), parquet(tmp_path))).lane
+    assert (aged.min_events, aged.max_age) == (MIN_EVENTS_PER_FILE, 60)
+    assert with_file_batching(action("a", quick, parquet(tmp_path))).lane == quick
     small = LaneSettings(max_events=500)
-    assert patient(action("a", small, parquet(tmp_path))).lane.min_events == 500
+    assert with_file_batching(action("a", small, parquet(tmp_path))).lane.min_events == 500
     there = SparkSinkSettings(type="spark", format="csv", options={"path": "x"})
-    assert patient(action("a", usual, there)).lane.min_events == WORTH_A_FILE
+    assert with_file_batching(action("a", usual, there)).lane.min_events == MIN_EVENTS_PER_FILE
     for output in (
         SparkSinkSettings(type="spark", format="jdbc", options={"url": "jdbc:x"}),
         OutputSettings(type="discard"),
     ):
         unchanged = action("a", usual, output)
-        assert patient(unchanged) is unchanged
+        assert with_file_batching(unchanged) is unchanged

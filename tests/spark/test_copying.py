@@ -18,15 +18,20 @@ from tests.spark.nodes import Served, numbers, serving
 from turnlane.delivery.settings import ROUTES
 from turnlane.errors import RetryLater
 from turnlane.events import block_of
-from turnlane.intervals import GAP
+from turnlane.intervals import MAX_GAP
 from turnlane.node.commit_record import Commit
-from turnlane.spark.batch_planning import Share
-from turnlane.spark.lane_task import CopyTask
+from turnlane.spark.batch_planning import TaskSpans
+from turnlane.spark.batch_reader import read_task_spans
+from turnlane.spark.by_reference import (
+    SPAN_ROW_SCHEMA,
+    CopyTask,
+    decode_task_spans,
+    encode_task_spans,
+)
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.options import LaneWriteOptions
-from turnlane.spark.reader import SHARES, share_events, share_rows, shares_in
-from turnlane.spark.row_codec import RowMaker, event_schema
-from turnlane.spark.task import Staged
+from turnlane.spark.row_codec import RowBuilder, build_event_schema
+from turnlane.spark.task import TaskResult
 
 QUEUES = ("a", "b")
 
@@ -37,7 +42,7 @@ def node(tmp_path: Path) -> Iterator[Served]:
         yield node
 
 
-def copied(node: Served, routes: dict[int, int]) -> Staged:
+def copied(node: Served, routes: dict[int, int]) -> TaskResult:
     """Copy the events at some offsets, each by its bits; commits what was staged."""
     places = pa.record_batch(
         {
@@ -61,10 +66,10 @@ def test_every_queue_gets_what_its_bit_says(node: Served) -> None:
 
 
 def test_places_far_apart_are_found(node: Served) -> None:
-    count = 3 * GAP
+    count = 3 * MAX_GAP
     node.publish("main", numbers(0, count))
-    copied(node, {0: 1, GAP + 7: 1, count - 1: 1})
-    assert node.values("a") == [b"0", b"%d" % (GAP + 7), b"%d" % (count - 1)]
+    copied(node, {0: 1, MAX_GAP + 7: 1, count - 1: 1})
+    assert node.values("a") == [b"0", b"%d" % (MAX_GAP + 7), b"%d" % (count - 1)]
 
 
 def test_events_keep_all_their_columns_be_they_different_ones(node: Served) -> None:
@@ -95,13 +100,16 @@ def test_a_share_is_read_whole_or_not_at_all(
     """What its commit settles was read, or was settled before."""
     node.publish("main", numbers(0, 100))
     node.queue("main").settle(0, 50)
-    nodes = Nodes.of(LaneWriteOptions(endpoint=node.url))
-    share, maker = Share(0, ((20, 90),)), RowMaker(event_schema([*names, "offset"]), "main", 0)
-    (rows,) = share_events(nodes, "main", share, maker)
+    nodes = Nodes.from_options(LaneWriteOptions(endpoint=node.url))
+    share, maker = (
+        TaskSpans(0, ((20, 90),)),
+        RowBuilder(build_event_schema([*names, "offset"]), "main", 0),
+    )
+    (rows,) = read_task_spans(nodes, "main", share, maker)
     assert rows.column("offset").to_pylist() == list(range(50, 90))
     monkeypatch.setattr(nodes, "read", lambda *_: iter(()))
     with pytest.raises(RetryLater, match="an event at 50 that cannot be read"):
-        list(share_events(nodes, "main", share, maker))
+        list(read_task_spans(nodes, "main", share, maker))
 
 
 def test_nothing_to_copy_is_fine(node: Served) -> None:
@@ -110,7 +118,7 @@ def test_nothing_to_copy_is_fine(node: Served) -> None:
 
 @given(
     st.builds(
-        lambda node, cuts, part, parts: Share(
+        lambda node, cuts, part, parts: TaskSpans(
             node, tuple(zip(cuts[::2], cuts[1::2], strict=False)), part, parts
         ),
         st.integers(0, 9),
@@ -119,5 +127,7 @@ def test_nothing_to_copy_is_fine(node: Served) -> None:
         st.integers(1, 4),
     )
 )
-def test_a_share_is_the_same_after_its_way_through_spark(share: Share) -> None:
-    assert list(shares_in(share_rows(share, to_arrow_schema(SHARES)))) == [share]
+def test_a_share_is_the_same_after_its_way_through_spark(share: TaskSpans) -> None:
+    assert list(decode_task_spans(encode_task_spans(share, to_arrow_schema(SPAN_ROW_SCHEMA)))) == [
+        share
+    ]

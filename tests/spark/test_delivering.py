@@ -11,51 +11,51 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from turnlane.delivery.destination import LocalGate, Report
+from turnlane.delivery.destination import LocalDestinationState, SendReport
 from turnlane.delivery.engine import GRACE, Engine
 from turnlane.delivery.settings import DeliverySettings, FailoverSettings
 from turnlane.events import Block
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 from turnlane.spark import lane_task as delivering_module
-from turnlane.spark.lane_task import Delivery
-from turnlane.spark.steps import Step
+from turnlane.spark.lane_task import StepDelivery
+from turnlane.spark.steps import LaneStep
 
 AWAY = 3600.0
 
 
-class OpenGate(LocalGate, Closing):
-    """A gate of this process that a task opens and closes."""
+class OpenState(LocalDestinationState, Closeable):
+    """The state of a destination in this process, which a task opens and closes."""
 
     def close(self) -> None:
-        """Nobody counts tasks here."""
+        """Do nothing: no node counts the tasks here."""
 
 
-class Gates:
-    """The first output is away; ``open_for`` says for how long, each time that is asked."""
+class FakeBreakers:
+    """The first output is away; ``open_for`` says for how long, at each question."""
 
     def __init__(self, open_for: Iterator[float]) -> None:
         self._open_for = open_for
 
-    def gate(self, action: str, step: Step, *_: Any) -> OpenGate:
-        gate = OpenGate(step.delivery)
+    def open_destination(self, action: str, step: LaneStep, *_: Any) -> OpenState:
+        state = OpenState(step.delivery)
         if "." not in action:
-            gate.report(Report(failures=1, error="away"))
-        return gate
+            state.report(SendReport(failures=1, error="away"))
+        return state
 
-    def status(self, actions: Sequence[str]) -> dict[str, dict[str, float]]:
+    def get_states(self, actions: Sequence[str]) -> dict[str, dict[str, float]]:
         return {action: {"open_for": next(self._open_for)} for action in actions}
 
 
 @contextmanager
-def delivering(target: Path, open_for: Iterator[float], **knobs: Any) -> Iterator[Delivery]:
+def delivering(target: Path, open_for: Iterator[float], **knobs: Any) -> Iterator[StepDelivery]:
     """An action whose output is away, with a file to go to instead."""
     second = {"type": "file", "path": str(target), "format": "raw"}
     failover = FailoverSettings(output=second, after=60)
     delivery = DeliverySettings(breaker_failures=1, failover=failover, **knobs)
     first = {"type": "file", "path": str(target.with_suffix(".first"))}
-    step = Step(action="a", reads="a", output=first, delivery=delivery)
+    step = LaneStep(action="a", source_queue="a", output=first, delivery=delivery)
     with ExitStack() as opened:
-        yield Delivery(step, Gates(open_for), opened)  # type: ignore[arg-type]
+        yield StepDelivery(step, FakeBreakers(open_for), opened)  # type: ignore[arg-type]
 
 
 def block(*values: str) -> Block:
@@ -75,7 +75,7 @@ def ages(*seconds: float) -> Iterator[float]:
 def test_the_second_output_gets_what_the_first_cannot_take(tmp_path: Path) -> None:
     with delivering(tmp_path / "out", ages(AWAY)) as delivery:
         ((_, outcome),) = delivery.run([block("a1", "b1")])
-    assert (outcome.delivered, len(outcome.kept)) == (2, 0)
+    assert (outcome.delivered, len(outcome.deferred)) == (2, 0)
     assert (tmp_path / "out").read_text() == "a1\nb1\n"
 
 
@@ -87,7 +87,7 @@ def test_the_second_output_has_no_more_time_than_a_task_has(tmp_path: Path) -> N
 
     with delivering(tmp_path / "out", ages(AWAY, AWAY), max_time=0.1) as delivery:
         outcomes = [outcome for _, outcome in delivery.run(blocks())]
-    assert outcomes[1].kept.tolist() == [0], "it is left to the next batch"
+    assert outcomes[1].deferred.tolist() == [0], "it is left to the next batch"
 
 
 def test_a_send_may_take_the_time_that_its_output_allows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +102,8 @@ def test_a_send_may_take_the_time_that_its_output_allows(monkeypatch: pytest.Mon
     for timeout in ("10m", "1s"):
         output = {"type": "http", "url": "http://localhost:1", "timeout": timeout}
         with ExitStack() as opened:
-            step = Step(action="a", reads="a", output=output)
-            Delivery(step, Gates(ages()), opened)  # type: ignore[arg-type]
+            step = LaneStep(action="a", source_queue="a", output=output)
+            StepDelivery(step, FakeBreakers(ages()), opened)  # type: ignore[arg-type]
     assert graces == [610.0, GRACE]
 
 
@@ -115,6 +115,6 @@ def test_none_overtakes_those_that_were_kept_before(
     with delivering(tmp_path / "out", ages(59.9, 60.1), ordering=ordering) as delivery:
         results = list(delivery.run([block("a1"), block("a2", "b2")]))
     assert [outcome.delivered for _, outcome in results] == [0, written.count("\n")]
-    assert results[1][1].kept.tolist() == ([0, 1] if not written else [0])
+    assert results[1][1].deferred.tolist() == ([0, 1] if not written else [0])
     found = tmp_path / "out"
     assert (found.read_text() if found.exists() else "") == written

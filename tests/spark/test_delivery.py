@@ -24,8 +24,8 @@ from tests.spark.destinations import Destination, pid_behind
 from tests.spark.nodes import Served, serving
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.formats.parse_settings import ParseSettings
-from turnlane.outputs.file import FileSettings
-from turnlane.outputs.http import Form, HttpSettings
+from turnlane.outputs.file import FileOutputSettings
+from turnlane.outputs.http import BodyFormat, HttpOutputSettings
 from turnlane.pipeline.settings import ActionSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
 from turnlane.spark.lane import LaneState, LaneStatus
@@ -88,8 +88,11 @@ def world(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with ExitStack() as opened:
         node = opened.enter_context(serving(place / "data", {name: {} for name in names}))
         at = {name: Destination(opened.enter_context(served())) for name in ("plain", "direct")}
-        to = {name: HttpSettings(url=each.url, format=Form.RAW) for name, each in at.items()}
-        file = FileSettings(type="file", path=place / "steady", format="raw")
+        to = {
+            name: HttpOutputSettings(url=each.url, format=BodyFormat.RAW)
+            for name, each in at.items()
+        }
+        file = FileOutputSettings(type="file", path=place / "steady", format="raw")
         settings = PipelineSettings(
             parse=ParseSettings.model_validate("none"),
             actions=(

@@ -18,14 +18,14 @@ from tests.spark.nodes import Served, numbers, serving
 from turnlane.config import loads
 from turnlane.errors import ConfigError
 from turnlane.formats.parse_settings import ParseSettings
-from turnlane.outputs.file import FileSettings
+from turnlane.outputs.file import FileOutputSettings
 from turnlane.outputs.queue import QueueOutputSettings
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
 from turnlane.spark.lane import LaneState, LaneStatus
 from turnlane.spark.pipeline import Pipeline
-from turnlane.spark.stream_reader import Settling
+from turnlane.spark.stream_reader import QuerySettler
 from turnlane.testing import FaultyDisk
 
 PATIENCE = 180.0
@@ -67,8 +67,8 @@ def action(name: str, output: Any, **settings: Any) -> ActionSettings:
     return ActionSettings(name=name, queue=queue, output=output, **settings)
 
 
-def to_file(path: Path) -> FileSettings:
-    return FileSettings(type="file", path=path)
+def to_file(path: Path) -> FileOutputSettings:
+    return FileOutputSettings(type="file", path=path)
 
 
 def values(path: Path) -> list[bytes]:
@@ -320,7 +320,7 @@ def test_what_sql_writes_into_a_queue_is_there_once_if_its_batch_comes_again(
     taken = action("taken", output, sql="SELECT value, key FROM events")
     node.publish("main", numbers(0, 100))
     with monkeypatch.context() as dying:
-        dying.setattr(Settling, "settle", lambda *_: None)
+        dying.setattr(QuerySettler, "settle", lambda *_: None)
         pipeline = make(taken)
         pipeline.start()
         wait_until(lambda: node.queue("other").end == 100, "the batch", PATIENCE)

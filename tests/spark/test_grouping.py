@@ -9,8 +9,8 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlane.delivery.settings import PLACES, PRIORITY, ROUTES
-from turnlane.spark.row_codec import grouped, ungrouped
+from turnlane.delivery.settings import GROUP_OFFSETS, PRIORITY, ROUTES
+from turnlane.spark.by_reference import group_rows, ungroup_rows
 
 TYPES: dict[str, Any] = {
     "partition": pa.int32(),
@@ -20,7 +20,7 @@ TYPES: dict[str, Any] = {
     PRIORITY: pa.int16(),
 }
 SEEN = pa.schema(TYPES)
-GROUPED = SEEN.append(pa.field(PLACES, pa.binary()))
+GROUPED = SEEN.append(pa.field(GROUP_OFFSETS, pa.binary()))
 
 looks = st.tuples(
     st.none() | st.integers(0, 7),
@@ -61,12 +61,12 @@ def test_every_event_is_routed_as_if_it_were_a_row_of_its_own(
         block = block_of(some, start + number * 10_000)
         every = [(row["offset"], route_of(row)) for row in block.to_pylist()]
         expected += [each for each in every if each[1]]
-        parts.append(routed(grouped(block, GROUPED)))
+        parts.append(routed(group_rows(block, GROUPED)))
     joined: Any = pa.Table.from_batches(parts).combine_chunks().to_batches()
     found = [
         (offset, route)
         for rows in joined
-        for offsets, routes in ungrouped(rows)
+        for offsets, routes in ungroup_rows(rows)
         for offset, route in zip(offsets.tolist(), routes.tolist(), strict=True)
     ]
     assert found == expected
@@ -74,7 +74,7 @@ def test_every_event_is_routed_as_if_it_were_a_row_of_its_own(
 
 @given(events)
 def test_events_that_look_the_same_are_one_row(some: list[tuple[int, Any]]) -> None:
-    rows = grouped(block_of(some, 0), GROUPED)
+    rows = group_rows(block_of(some, 0), GROUPED)
     assert rows.num_rows == len({look for _, look in some})
 
 
@@ -88,6 +88,6 @@ def test_more_looks_than_fit_into_16_bits_are_told_apart() -> None:
         pa.array(sources),
         pa.nulls(count, pa.int16()),
     ]
-    rows = grouped(pa.RecordBatch.from_arrays(columns, schema=SEEN), GROUPED)
+    rows = group_rows(pa.RecordBatch.from_arrays(columns, schema=SEEN), GROUPED)
     assert rows.num_rows == count
     assert set(rows.column("source").to_pylist()) == set(sources)

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import SparkSession
 
-from turnlane.delivery.settings import HOLLOWS
-from turnlane.spark.row_codec import emptied, filled
+from turnlane.delivery.settings import NULL_BITS
+from turnlane.spark.row_codec import decode_nulls, encode_nulls
 
 SCHEMA = "value string, headers map<string,string>, tags array<string>, at int"
 ROWS = [
@@ -22,7 +22,7 @@ ROWS = [
 
 def blocks(spark: SparkSession, rows: Sequence[tuple[object, ...]]) -> tuple[pa.Table, pa.Table]:
     frame = spark.createDataFrame(rows, SCHEMA)
-    return frame.toArrow(), filled(frame).toArrow()
+    return frame.toArrow(), encode_nulls(frame).toArrow()
 
 
 def test_nulls_travel_as_empty_values_and_are_nulls_again(spark: SparkSession) -> None:
@@ -30,22 +30,22 @@ def test_nulls_travel_as_empty_values_and_are_nulls_again(spark: SparkSession) -
 
     assert travelling.column("headers").null_count == travelling.column("tags").null_count == 0
     (arrived,) = travelling.combine_chunks().to_batches()
-    assert emptied(arrived).to_pylist() == before.to_pylist()
-    assert emptied(arrived).schema.names == before.schema.names
+    assert decode_nulls(arrived).to_pylist() == before.to_pylist()
+    assert decode_nulls(arrived).schema.names == before.schema.names
 
 
 def test_a_column_that_is_null_all_over_is_so_again(spark: SparkSession) -> None:
     _, travelling = blocks(spark, [(each, None, None, None) for each in "abc"])
 
     (arrived,) = travelling.combine_chunks().to_batches()
-    assert pc.all(emptied(arrived).column("headers").is_null()).as_py()
-    assert emptied(arrived).column("headers").type == travelling.schema.field("headers").type
+    assert pc.all(decode_nulls(arrived).column("headers").is_null()).as_py()
+    assert decode_nulls(arrived).column("headers").type == travelling.schema.field("headers").type
 
 
 def test_rows_without_lists_and_maps_go_as_they_are(spark: SparkSession) -> None:
     frame = spark.createDataFrame([("a",)], "value string")
 
-    assert filled(frame) is frame
+    assert encode_nulls(frame) is frame
     (rows,) = frame.toArrow().to_batches()
-    assert HOLLOWS not in rows.schema.names
-    assert emptied(rows) is rows
+    assert NULL_BITS not in rows.schema.names
+    assert decode_nulls(rows) is rows

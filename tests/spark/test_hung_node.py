@@ -19,10 +19,10 @@ from turnlane.errors import LaneTaken, NoSuchQueue, TransportDown
 from turnlane.events import block_of
 from turnlane.spark import nodes
 from turnlane.spark import nodes as nodes_module
-from turnlane.spark.batch_planning import Place
-from turnlane.spark.nodes import Gates, LaneCommit, LaneNodes, Nodes
-from turnlane.spark.steps import Step
-from turnlane.spark.stream_reader import Settling
+from turnlane.spark.batch_planning import QueryPosition
+from turnlane.spark.nodes import BreakerClient, LaneCommit, LaneNodes, Nodes
+from turnlane.spark.steps import LaneStep
+from turnlane.spark.stream_reader import QuerySettler
 
 pytestmark = pytest.mark.timeout(20)  # less than a node is given to answer
 PATIENCE = 10.0
@@ -77,14 +77,14 @@ def test_lanes_may_find_at_once_that_a_node_is_back(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(nodes_module, "GRACE_SECONDS", 0.0)
     nodes, late = Nodes("turnlane://127.0.0.1:1,127.0.0.1:2", Credentials()), Late()
     with pytest.raises(TransportDown):
-        nodes.heard({0: late}, 0.0)
+        nodes.collect({0: late}, 0.0)
     answer: Future[int] = Future()
     answer.set_result(7)
     late.set_result(1)
-    late.look = partial(nodes.heard, {0: answer}, 0.0)
-    assert nodes.heard({0: answer}, 0.0) == {0: 7}
+    late.look = partial(nodes.collect, {0: answer}, 0.0)
+    assert nodes.collect({0: answer}, 0.0) == {0: 7}
     monkeypatch.setattr(nodes, "_away", Away({0}))
-    assert nodes.heard({0: answer}, 0.0) == {0: 7}
+    assert nodes.collect({0: answer}, 0.0) == {0: 7}
 
 
 def publish(nodes: Nodes, node: int, count: int) -> None:
@@ -99,7 +99,7 @@ def lane_of(nodes: Nodes) -> LaneNodes:
 
 
 def spans(nodes: Nodes) -> dict[int, list[tuple[int, int]]]:
-    return {node: each.spans for node, each in lane_of(nodes).waiting(100, 0, 0.0).items()}
+    return {node: each.spans for node, each in lane_of(nodes).find_pending(100, 0, 0.0).items()}
 
 
 def test_lanes_plan_and_commit_without_it_and_with_it_once_it_goes_on(
@@ -109,12 +109,12 @@ def test_lanes_plan_and_commit_without_it_and_with_it_once_it_goes_on(
     hung.freeze(frozen=True)
     for count in range(1, 20):  # more than there are threads to ask it with
         assert spans(both) == {1: [(10 * count - 10, 10 * count)]}
-        assert lane_of(both).plan(spans(both), count) == spans(both)
+        assert lane_of(both).plan_batch(spans(both), count) == spans(both)
         LaneCommit(both, "main", "r").commit({}, {}, {})
         publish(both, 1, 10)
     hung.freeze(frozen=False)
     wait_until(lambda: 0 in spans(both), "it to be back", PATIENCE)
-    lane_of(both).plan(spans(both), 20)
+    lane_of(both).plan_batch(spans(both), 20)
     wait_until(lambda: committed(both), "it to settle", PATIENCE)
     assert both[0].unsettled("main", 100).spans == []
 
@@ -126,7 +126,7 @@ def committed(nodes: Nodes) -> bool:
 
 def test_a_batch_of_nothing_is_committed(both: Nodes) -> None:
     """Spark makes one at first, whether something waits or not."""
-    assert lane_of(both).plan({}, 1) == {}
+    assert lane_of(both).plan_batch({}, 1) == {}
     LaneCommit(both, "main", "r").commit({}, {}, {})
     with pytest.raises(TransportDown, match="no node that answers knows this batch"):
         LaneCommit(both, "main", "r").commit({1: ["stage"]}, {}, {})
@@ -138,7 +138,7 @@ def test_what_it_has_heard_of_too_late_is_not_settled(
     """It hangs while a batch is planned: it is left out, and nobody reads what it has for that."""
     waiting = spans(both)
     hung.freeze(frozen=True)
-    assert lane_of(both).plan(waiting, 1) == {1: [(0, 10)]}
+    assert lane_of(both).plan_batch(waiting, 1) == {1: [(0, 10)]}
     hung.freeze(frozen=False)
     wait_until(lambda: heard(both), "it to hear of the batch", PATIENCE)
     LaneCommit(both, "main", "r").commit({}, {}, {})
@@ -157,24 +157,26 @@ def heard(nodes: Nodes) -> bool:
 def test_breakers_are_asked_of_another_one(hung: Victim, both: Nodes) -> None:
     hung.freeze(frozen=True)
     for _ in range(20):
-        assert Gates(both).status(["a"]) == {}
-    with Gates(both).gate("a", Step(action="a", reads="main"), lambda: (0, 0)) as gate:
-        gate.permit()
-    assert set(Gates(both).status(["a"])) == {"a"}
+        assert BreakerClient(both).get_states(["a"]) == {}
+    with BreakerClient(both).open_destination(
+        "a", LaneStep(action="a", source_queue="main"), lambda: (0, 0)
+    ) as gate:
+        gate.request_permit()
+    assert set(BreakerClient(both).get_states(["a"])) == {"a"}
 
 
 def test_settling_goes_on_elsewhere(hung: Victim, healthy: Served, both: Nodes) -> None:
     hung.freeze(frozen=True)
-    settling = Settling(both, "main")
+    settling = QuerySettler(both, "main")
     for end in range(1, 11):
-        settling.settle(Place({0: end, 1: end}))
+        settling.settle(QueryPosition({0: end, 1: end}))
     assert healthy.queue("main").low == 10
     hung.freeze(frozen=False)
     wait_until(lambda: has_settled(settling, both), "the other", PATIENCE)
 
 
-def has_settled(settling: Settling, nodes: Nodes) -> bool:
-    settling.settle(Place({0: 10, 1: 10}))
+def has_settled(settling: QuerySettler, nodes: Nodes) -> bool:
+    settling.settle(QueryPosition({0: 10, 1: 10}))
     return nodes[0].wait("main", -1, 0.0).low == 10
 
 
@@ -192,7 +194,7 @@ def test_a_stream_whose_next_step_takes_too_long_is_cancelled() -> None:
     cancelled = threading.Event()
 
     def step() -> None:
-        with node_client.Watch().step("here", cancelled.set, 0.1):
+        with node_client.StepWatchdog().step("here", cancelled.set, 0.1):
             assert cancelled.wait(PATIENCE)
             raise OSError("cancelled")
 
@@ -203,7 +205,9 @@ def test_a_stream_whose_next_step_takes_too_long_is_cancelled() -> None:
 def test_staging_ends_when_nothing_comes_of_it(
     hung: Victim, both: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_client, "within", partial(node_client.within, seconds=0.1))
+    monkeypatch.setattr(
+        node_client, "run_with_timeout", partial(node_client.run_with_timeout, seconds=0.1)
+    )
     block = block_of(numbers(0, 10))
     stage = both[0].stage("main", block.schema)
     stage.write(block)
@@ -215,6 +219,6 @@ def test_staging_ends_when_nothing_comes_of_it(
 def test_an_error_is_raised_once_and_the_question_asked_again(healthy: Served) -> None:
     nodes = Nodes(healthy.url, Credentials())
     with pytest.raises(NoSuchQueue):
-        nodes.wait("later", {0: -1}, 0.0)
+        nodes.wait_for_events("later", {0: -1}, 0.0)
     healthy.node.create("later")
-    assert nodes.wait("later", {0: -1}, 0.0)[0].end == 0
+    assert nodes.wait_for_events("later", {0: -1}, 0.0)[0].end == 0

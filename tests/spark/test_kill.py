@@ -33,7 +33,7 @@ from tests.spark.destinations import Destination
 from tests.spark.program import PATIENCE, Program
 from turnlane.client import Client
 from turnlane.errors import TransportDown
-from turnlane.events import block_of, values_of
+from turnlane.events import block_of, get_values
 
 KILLS = ("node", "node", "node", "driver", "both")
 """What is killed, in an order that the seed decides; a node is back far sooner than Spark."""
@@ -320,7 +320,7 @@ def in_and_out(ledger: dict[str, Any]) -> int:
 
 
 def contents(client: Client, queue: str) -> list[bytes]:
-    return values_of([block for _, block in client.read(queue)])
+    return get_values([block for _, block in client.read(queue)])
 
 
 def archived(place: Path) -> list[int]:

@@ -17,16 +17,16 @@ from tests.contract.harness import wait_until
 from turnlane.cli.supervise import _about, _said
 from turnlane.spark import lane
 from turnlane.spark import lane as lanes
-from turnlane.spark.batch_planning import TAKEN
+from turnlane.spark.batch_planning import TAKEN_EVENTS
 from turnlane.spark.lane import (
     PROCESSING,
     TIMED_OUT,
     Lane,
     LaneState,
     LaneStatus,
-    News,
-    Silence,
-    Watch,
+    ProgressHandler,
+    QueryEvent,
+    StallDetector,
 )
 from turnlane.spark.steps import Suspension
 
@@ -37,9 +37,9 @@ def progress(run: str, batch: int, events: int) -> StreamingQueryProgress:
     """What Spark says after a batch, the first of which begins at 0."""
     source = {
         "description": "",
-        "startOffset": {TAKEN: 0},
-        "endOffset": {TAKEN: events},
-        "latestOffset": {TAKEN: events},
+        "startOffset": {TAKEN_EVENTS: 0},
+        "endOffset": {TAKEN_EVENTS: events},
+        "latestOffset": {TAKEN_EVENTS: events},
         "numInputRows": events,
         "inputRowsPerSecond": 1.0,
         "processedRowsPerSecond": 1.0,
@@ -71,8 +71,8 @@ class Query:
         self.asked = threading.Event()
         self.lastProgress: StreamingQueryProgress | None = None
         self.error: Exception | None = None
-        self.tell: Callable[[News], None] = lambda _: None
-        self.late: list[News] = []
+        self.send_event: Callable[[QueryEvent], None] = lambda _: None
+        self.late: list[QueryEvent] = []
         """What is told only once it has ended."""
 
     @property
@@ -80,12 +80,12 @@ class Query:
         self.asked.set()
         return {"message": "Waiting for data" if self.batch_ended.is_set() else PROCESSING}
 
-    def news(self, batch: int, events: int) -> News:
-        return News(self.runId, progress(self.runId, batch, events))
+    def news(self, batch: int, events: int) -> QueryEvent:
+        return QueryEvent(self.runId, progress(self.runId, batch, events))
 
     def did(self, batch: int, events: int) -> None:
         """Say that a batch is done."""
-        self.tell(self.news(batch, events))
+        self.send_event(self.news(batch, events))
 
     def stop(self) -> None:
         self.was_at_a_batch = not self.batch_ended.is_set()
@@ -94,28 +94,34 @@ class Query:
     def end(self, *, is_told: bool = True) -> None:
         self.isActive = False
         for each in self.late:
-            self.tell(each)
+            self.send_event(each)
         if is_told:
-            self.tell(News(self.runId))
+            self.send_event(QueryEvent(self.runId))
 
     def exception(self) -> Exception | None:
         return self.error
 
 
-def made(*queries: Any, watch: Watch | None = None) -> Lane:
+def made(*queries: Any, watch: ProgressHandler | None = None) -> Lane:
     """A lane that runs these queries, one after another."""
     left = iter(queries)
-    lane = Lane("a", lambda _: next(left), watch)
+
+    def start(_: str) -> Any:
+        query = next(left)
+        query.lane = lane
+        return query
+
+    lane = Lane("a", start, watch)
     for query in queries:
-        query.tell = lane.tell
+        query.send_event = lane.on_event
     return lane
 
 
 def runs(lane: Lane, query: Any) -> None:
-    wait_until(lambda: lane._query is query)
+    wait_until(lambda: getattr(query, "lane", None) is lane)
 
 
-def started(query: Query, watch: Watch | None = None) -> Lane:
+def started(query: Query, watch: ProgressHandler | None = None) -> Lane:
     lane = made(query, watch=watch)
     lane.start()
     runs(lane, query)
@@ -134,7 +140,7 @@ def ended(lane: Lane, query: Query) -> LaneStatus:
 def only_news(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lanes that look at nothing by themselves."""
     monkeypatch.setattr(lanes, "START_SECONDS", NEVER)
-    monkeypatch.setattr(lanes, "LOOK_SECONDS", NEVER)
+    monkeypatch.setattr(lanes, "POLL_SECONDS", NEVER)
 
 
 @pytest.mark.usefixtures("only_news")
@@ -162,8 +168,8 @@ class TestNews:
     def test_that_of_another_run_is_nothing_to_it(self) -> None:
         query, other = Query(), Query()
         lane = started(query)
-        lane.tell(other.news(0, 100))
-        lane.tell(News(other.runId))
+        lane.on_event(other.news(0, 100))
+        lane.on_event(QueryEvent(other.runId))
         query.did(0, 1)
         wait_until(lambda: lane.status.batches == 1)
         assert query.isActive
@@ -181,7 +187,7 @@ class TestNews:
         first.end()
         runs(lane, second)
         assert lane.status.reason == "of the query"
-        lane.tell(first.news(1, 1000))
+        lane.on_event(first.news(1, 1000))
         second.did(0, 4)
         wait_until(lambda: lane.status.batches == 2)
         assert lane.status.reason is None
@@ -207,7 +213,7 @@ class TestWithoutNews:
     def test_a_query_with_nothing_to_do_is_seen_to_run(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(lanes, "LOOK_SECONDS", NEVER)
+        monkeypatch.setattr(lanes, "POLL_SECONDS", NEVER)
         seen: list[int] = []
         query = Query()
         query.lastProgress = progress(query.runId, 7, 0)
@@ -219,7 +225,7 @@ class TestWithoutNews:
     def test_the_watch_tries_again_what_it_could_not_do(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(lanes, "LOOK_SECONDS", 0.001)
+        monkeypatch.setattr(lanes, "POLL_SECONDS", 0.001)
         seen: list[int] = []
         query = Query()
         lane = started(query, lambda found: seen.append(found.batchId))
@@ -229,8 +235,8 @@ class TestWithoutNews:
         assert set(seen) == {3}
 
     def test_an_end_of_which_nobody_tells_is_seen(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(lanes, "LOOK_SECONDS", 0.001)
-        monkeypatch.setattr(lanes, "NEWS_SECONDS", 0.0)
+        monkeypatch.setattr(lanes, "POLL_SECONDS", 0.001)
+        monkeypatch.setattr(lanes, "EVENT_SECONDS", 0.0)
         query = Query()
         query.error = StreamingQueryException(message="unheard of")
         lane = started(query)
@@ -247,14 +253,14 @@ class TestSilence:
 
     @pytest.fixture(autouse=True)
     def _soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(lanes, "LOOK_SECONDS", 0.001)
-        monkeypatch.setattr(lane, "QUIET_SECONDS", 0.01)
+        monkeypatch.setattr(lanes, "POLL_SECONDS", 0.001)
+        monkeypatch.setattr(lane, "STALL_SECONDS", 0.01)
 
     def test_is_mentioned_first_after_a_while_and_then_when_it_is_twice_as_long(self) -> None:
-        quiet = lane.QUIET_SECONDS
-        found = Silence(100.0)
+        quiet = lane.STALL_SECONDS
+        found = StallDetector(100.0)
         moments = [0.5, 1.5, 1.6, 2.9, 3.1, 6.1, 6.3]
-        said = [found.lasted(100.0 + each * quiet) is not None for each in moments]
+        said = [found.check(100.0 + each * quiet) is not None for each in moments]
         assert said == [False, True, False, False, True, False, True]
 
     def test_of_a_query_at_a_batch_is_mentioned(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -266,7 +272,7 @@ class TestSilence:
         ended(lane, query)
         for each in caplog.messages:
             assert re.fullmatch(
-                r"lane a: no batch has ended for \d+ s \(Spark: Processing new data\)", each
+                r'lane\.stalled lane=a seconds=\d+ spark="Processing new data"', each
             )
 
     def test_of_one_that_waits_for_data_is_not(self, caplog: pytest.LogCaptureFixture) -> None:

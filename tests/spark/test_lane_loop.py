@@ -23,16 +23,17 @@ from turnlane.client.node_client import RemoteNode
 from turnlane.delivery.settings import DIRECT, DeliverySettings, FailoverSettings
 from turnlane.errors import LaneTaken
 from turnlane.node.flight.server import FlightPlane
-from turnlane.outputs.file import FileSettings
-from turnlane.outputs.http import Form, HttpSettings
+from turnlane.outputs.file import FileOutputSettings
+from turnlane.outputs.http import BodyFormat, HttpOutputSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
 from turnlane.serving.auth import Authority
 from turnlane.spark import lane
-from turnlane.spark.lane import GatesSeen, HeldUpHeldUp
-from turnlane.spark.nodes import Gates, Nodes
+from turnlane.spark.lane import BlockedReason, BreakerPoller
+from turnlane.spark.lane_shape import build_lane_step, build_main_steps
+from turnlane.spark.nodes import BreakerClient, Nodes
 from turnlane.spark.options import WriteOptions
-from turnlane.spark.steps import Way, step_of_lane, steps_of_main
+from turnlane.spark.steps import DeliveryPath
 
 PATIENCE = 60.0
 SOON = {"backoff": 0.05, "max_backoff": 0.2, "breaker_failures": 3, "breaker_reset": 0.3}
@@ -96,14 +97,14 @@ def http(name: str, at: Destination | Port, *, queued: bool = True, **more: Any)
     """An action that posts events with its name, or with the word given as filter."""
     delivery = DeliverySettings.model_validate(SOON | more.pop("delivery", {}))
     queue = QueueSettings.of(kind="disk", name=name, path=Path(name)) if queued else None
-    output = HttpSettings(url=at.url, format=Form.RAW, timeout=20.0)
+    output = HttpOutputSettings(url=at.url, format=BodyFormat.RAW, timeout=20.0)
     settings = {"filter": name, **more}
     return ActionSettings(name=name, queue=queue, delivery=delivery, output=output, **settings)
 
 
 def file(world: World, name: str, *, queued: bool = False, **more: Any) -> ActionSettings:
     queue = QueueSettings.of(kind="disk", name=name, path=Path(name)) if queued else None
-    output = FileSettings(type="file", path=world.place / name, format="raw")
+    output = FileOutputSettings(type="file", path=world.place / name, format="raw")
     settings = {"filter": name, **more}
     return ActionSettings(name=name, queue=queue, output=output, **settings)
 
@@ -198,9 +199,14 @@ def test_what_holds_lanes_up_is_asked_for_all_of_them_at_once(
     asked: list[tuple[str, dict[str, Any]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lane, "LOOK_SECONDS", 3600.0)
-    gates = GatesSeen(Gates(Nodes.of(WriteOptions.of({"endpoint": world.node.url}))))
-    lanes = [HeldUpHeldUp(gates, ways) for ways in ([[Way(action="a")]], [[Way(action="b")]], [])]
+    monkeypatch.setattr(lane, "POLL_SECONDS", 3600.0)
+    gates = BreakerPoller(
+        BreakerClient(Nodes.from_options(WriteOptions.from_spark({"endpoint": world.node.url})))
+    )
+    lanes = [
+        BlockedReason(gates, ways)
+        for ways in ([[DeliveryPath(action="a")]], [[DeliveryPath(action="b")]], [])
+    ]
     assert [lane() for lane in lanes] == [None] * 3
     assert asked == [("breakers", {"actions": ["a", "b"]})]
 
@@ -290,14 +296,14 @@ def test_order_is_kept_over_failures(world: World, ordering: str) -> None:
 def test_a_second_output_takes_over_until_the_first_is_back(world: World) -> None:
     first = world.destination()
     first.away()
-    second = FileSettings(type="file", path=world.place / "second", format="raw")
+    second = FileOutputSettings(type="file", path=world.place / "second", format="raw")
     failover = FailoverSettings(output=second, after=0.5)
     values = world.send("a", 200)
     with Pipe(world.node.url, http("a", first, delivery={"failover": failover, **BRIEFLY})):
         world.drained("a")
         assert sorted(world.file("second")) == sorted(values)
         first.back()
-        status = world.node.node.breakers.of("a").gate.status
+        status = world.node.node.breakers.of("a").gate.get_status
         more: list[bytes] = []
         while status().state != "closed":  # until one of these is the probe
             more += world.send("a", 1, start=1000 + len(more))
@@ -418,7 +424,7 @@ def test_rows_of_one_event_go_into_a_queue_once_however_often_another_of_them_wa
     blocking.away()
     world.node.publish("main", [b"x", b"y"])
     actions = (http("a", blocking, queued=False, delivery=BRIEFLY), file(world, "b", queued=True))
-    steps = steps_of_main(PipelineSettings(actions=actions))
+    steps = build_main_steps(PipelineSettings(actions=actions))
     change = thrice(queue=[["b"], [], ["b"]], **{DIRECT: [[], ["a"], []]})
     lane = Loop(world.node.url, "main", LaneSettings(), steps, change, into=["b"], cut=cut)
     wait_until(lambda: lane.turn() and len(lane.batches) >= 3, "several batches", PATIENCE)
@@ -443,7 +449,7 @@ def test_a_row_that_is_refused_for_ever_is_buried_once_however_often_another_one
 
     picky.refuse = refuse
     world.node.publish("a", [b"x"])
-    step = step_of_lane(http("a", picky, delivery={"batch_events": 1, **BRIEFLY}))
+    step = build_lane_step(http("a", picky, delivery={"batch_events": 1, **BRIEFLY}))
     lane = Loop(world.node.url, "a", LaneSettings(), [step], thrice(), cut=cut)
     wait_until(lambda: lane.turn() and len(lane.batches) >= 3, "several batches", PATIENCE)
     assert world.node.values("a.dead") == []
@@ -513,7 +519,7 @@ def test_a_run_that_is_superseded_settles_nothing_more(world: World) -> None:
         return rows
 
     late.change = meanwhile
-    with pytest.raises(LaneTaken, match="started anew"):
+    with pytest.raises(LaneTaken, match="was restarted"):
         late.turn()
     assert world.ledger("a").delivered == 1
     assert set(taken.taken) == {b"a 0"}, "to a destination it may come twice"

@@ -10,9 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlane.delivery.settings import DeliverySettings, FailoverSettings, Ordering
-from turnlane.intervals import Ranges, Span, count_of, hulls, inside, spans_of
-from turnlane.spark.batch_planning import BatchSize, Share, batch_of, shared
-from turnlane.spark.steps import Step, Suspension, Way, ordering_of, suspension, ways_of
+from turnlane.intervals import (
+    RangeSet,
+    Span,
+    convert_to_spans,
+    count_offsets,
+    find_inside,
+    merge_near_spans,
+)
+from turnlane.spark.batch_planning import BatchSize, TaskSpans, select_batch, split_into_tasks
+from turnlane.spark.steps import (
+    DeliveryPath,
+    LaneStep,
+    Suspension,
+    find_strictest_ordering,
+    find_suspension,
+    list_required_paths,
+)
 
 scattered = st.lists(
     st.tuples(st.integers(1, 5000), st.integers(1, 50)), min_size=1, max_size=30
@@ -39,7 +53,7 @@ class TestShares:
         st.integers(1, 200),
     )
     def test_are_the_batch(self, batch: dict[int, list[Span]], most: int, per: int) -> None:
-        shares = shared(batch, Ordering.NONE, at_most=most, per=per)
+        shares = split_into_tasks(batch, Ordering.NONE, at_most=most, per=per)
         for node, spans in batch.items():
             mine = [
                 offset for each in shares if each.node == node for offset in offsets(each.spans)
@@ -49,33 +63,33 @@ class TestShares:
 
     @given(scattered, st.integers(1, 8))
     def test_of_keys_have_all_offsets_each(self, spans: list[Span], most: int) -> None:
-        shares = shared({0: spans}, Ordering.KEY, at_most=most, per=10)
+        shares = split_into_tasks({0: spans}, Ordering.KEY, at_most=most, per=10)
         assert [each.part for each in shares] == list(range(shares[0].parts))
         assert all(each.spans == tuple(spans) for each in shares)
 
     def test_of_a_strict_order_are_one_for_each_node(self) -> None:
         batch = {0: [(0, 1000)], 1: [(5, 10)], 2: []}
-        expected = [Share(0, ((0, 1000),)), Share(1, ((5, 10),))]
-        assert shared(batch, Ordering.STRICT, at_most=8, per=1) == expected
+        expected = [TaskSpans(0, ((0, 1000),)), TaskSpans(1, ((5, 10),))]
+        assert split_into_tasks(batch, Ordering.STRICT, at_most=8, per=1) == expected
 
     def test_of_nothing_are_none(self) -> None:
-        assert shared({0: []}, Ordering.NONE, at_most=8, per=1) == []
+        assert split_into_tasks({0: []}, Ordering.NONE, at_most=8, per=1) == []
 
     @given(scattered)
     def test_are_read_in_few_ranges_and_nothing_else_comes_of_it(self, spans: list[Span]) -> None:
-        read = list(hulls(spans))
-        assert read == list(Ranges(read)), "in order, and apart"
+        read = list(merge_near_spans(spans))
+        assert read == list(RangeSet(read)), "in order, and apart"
         found = [
             first + int(at)
             for first, end in read
-            for at in np.flatnonzero(inside(spans, first, end - first))
+            for at in np.flatnonzero(find_inside(spans, first, end - first))
         ]
         assert found == offsets(spans)
 
     @given(st.lists(st.integers(0, 300)))
     def test_offsets_become_spans(self, places: list[int]) -> None:
-        spans = spans_of(np.array(places, dtype=np.int64))
-        assert spans == list(Ranges((place, place + 1) for place in places))
+        spans = convert_to_spans(np.array(places, dtype=np.int64))
+        assert spans == list(RangeSet((place, place + 1) for place in places))
 
 
 class TestBatch:
@@ -87,48 +101,48 @@ class TestBatch:
     def test_has_what_there_is_up_to_its_size(
         self, waiting: dict[int, list[Span]], events: int, newest: float
     ) -> None:
-        batch = batch_of(waiting, events, newest)
-        total = sum(map(count_of, waiting.values()))
-        assert sum(map(count_of, batch.values())) == min(events, total)
+        batch = select_batch(waiting, events, newest)
+        total = sum(map(count_offsets, waiting.values()))
+        assert sum(map(count_offsets, batch.values())) == min(events, total)
         for node, spans in batch.items():
             assert set(offsets(spans)) <= set(offsets(waiting[node]))
 
     def test_of_a_backlog_has_a_share_of_the_newest(self) -> None:
-        assert batch_of({0: [(0, 100)]}, 20, 0.1) == {0: [(0, 18), (98, 100)]}
-        assert batch_of({0: [(0, 100)]}, 20, 0.0) == {0: [(0, 20)]}
+        assert select_batch({0: [(0, 100)]}, 20, 0.1) == {0: [(0, 18), (98, 100)]}
+        assert select_batch({0: [(0, 100)]}, 20, 0.0) == {0: [(0, 20)]}
 
 
 class TestSize:
-    FIRST = BatchSize.at_first(1000, 1_000_000, 5.0)
+    FIRST = BatchSize.from_limits(1000, 1_000_000, 5.0)
 
     def test_is_the_most_at_first(self) -> None:
         assert self.FIRST.events == 1_000_000
 
     def test_is_what_can_be_sent_in_time(self) -> None:
-        slow = self.FIRST.after(1_000_000, 990_000, 2.5)
+        slow = self.FIRST.adjust(1_000_000, 990_000, 2.5)
         assert slow.events == 20_000
 
     def test_is_not_held_against_it_that_spark_takes_time(self) -> None:
-        size = self.FIRST.after(1_000_000, 990_000, 20.0)
+        size = self.FIRST.adjust(1_000_000, 990_000, 20.0)
         assert size.events == 10_000, "they were sent in the five seconds of a task"
-        assert size.after(10_000, 0, 20.0).events == 20_000
+        assert size.adjust(10_000, 0, 20.0).events == 20_000
 
     def test_grows_again_when_batches_are_quick(self) -> None:
-        slow = self.FIRST.after(1_000_000, 999_990, 10.0)
+        slow = self.FIRST.adjust(1_000_000, 999_990, 10.0)
         assert slow.events == 1000, "but one send is always possible"
         sizes = []
         for _ in range(6):
-            slow = slow.after(slow.events, 0, 0.5)
+            slow = slow.adjust(slow.events, 0, 0.5)
             sizes.append(slow.events)
         assert sizes == [4000, 16_000, 64_000, 256_000, 1_000_000, 1_000_000]
 
     def test_is_the_same_when_nothing_could_be_sent_or_it_is_the_most(self) -> None:
-        assert self.FIRST.after(100, 100, 1.0) is self.FIRST
-        assert self.FIRST.after(100, 0, 4.0) == self.FIRST
+        assert self.FIRST.adjust(100, 100, 1.0) is self.FIRST
+        assert self.FIRST.adjust(100, 0, 4.0) == self.FIRST
 
 
-def way(action: str, after: float = 0.0) -> Way:
-    return Way(action=action, after=after)
+def way(action: str, after: float = 0.0) -> DeliveryPath:
+    return DeliveryPath(action=action, after=after)
 
 
 def breaker(state: str = "closed", wait: float = 0.0, **more: Any) -> dict[str, Any]:
@@ -137,62 +151,64 @@ def breaker(state: str = "closed", wait: float = 0.0, **more: Any) -> dict[str, 
 
 class TestSuspension:
     def test_nothing_is_known_so_it_goes(self) -> None:
-        assert suspension([[way("a")]], {}) == Suspension(0.0)
-        assert suspension([], {}) == Suspension(0.0)
+        assert find_suspension([[way("a")]], {}) == Suspension(0.0)
+        assert find_suspension([], {}) == Suspension(0.0)
 
     def test_waits_for_the_backoff_without_being_called_suspended(self) -> None:
-        assert suspension([[way("a")]], {"a": breaker(wait=2.0)}) == Suspension(2.0)
+        assert find_suspension([[way("a")]], {"a": breaker(wait=2.0)}) == Suspension(2.0)
 
     def test_waits_while_the_breaker_is_open(self) -> None:
-        found = suspension([[way("a")], [way("b")]], {"a": breaker("open", 12.0), "b": breaker()})
+        found = find_suspension(
+            [[way("a")], [way("b")]], {"a": breaker("open", 12.0), "b": breaker()}
+        )
         assert found == Suspension(12.0, is_probe=False, why="a: refused")
 
     def test_goes_for_one_probe(self) -> None:
-        found = suspension([[way("a")]], {"a": breaker("half_open")})
+        found = find_suspension([[way("a")]], {"a": breaker("half_open")})
         assert found == Suspension(0.0, is_probe=True, why="a: refused")
 
     def test_reads_no_more_than_a_probe_while_failures_are_running(self) -> None:
         failing = {"a": breaker(failures=2), "b": breaker()}
-        assert suspension([[way("a")], [way("b")]], failing) == Suspension(0.0, is_probe=True)
-        assert suspension([[way("a"), way("b")]], failing) == Suspension(0.0), "b is free"
+        assert find_suspension([[way("a")], [way("b")]], failing) == Suspension(0.0, is_probe=True)
+        assert find_suspension([[way("a"), way("b")]], failing) == Suspension(0.0), "b is free"
 
     def test_goes_another_way_if_that_is_free(self) -> None:
         lane = [[way("a"), way("b")]]
         away = {"a": breaker("open", 12.0)}
-        assert suspension(lane, away) == Suspension(0.0)
+        assert find_suspension(lane, away) == Suspension(0.0)
         both = away | {"b": breaker("open", 3.0)}
-        assert suspension(lane, both) == Suspension(3.0, why="a: refused")
+        assert find_suspension(lane, both) == Suspension(3.0, why="a: refused")
 
     def test_goes_to_the_second_output_once_the_first_was_away_for_long(self) -> None:
         lane = [[way("a"), way("a.failover", after=60.0)]]
         early = {"a": breaker("open", 30.0, open_for=50.0)}
-        assert suspension(lane, early) == Suspension(10.0, why="a: refused")
+        assert find_suspension(lane, early) == Suspension(10.0, why="a: refused")
         late = {"a": breaker("open", 30.0, open_for=60.0)}
-        assert suspension(lane, late) == Suspension(0.0)
-        assert suspension(lane, {"a": breaker(wait=1.0)}) == Suspension(1.0)
+        assert find_suspension(lane, late) == Suspension(0.0)
+        assert find_suspension(lane, {"a": breaker(wait=1.0)}) == Suspension(1.0)
 
     def test_a_second_output_waits_for_its_own_first(self) -> None:
         lane = [[way("a"), way("b"), way("b.failover", after=60.0)]]
         away = {"a": breaker("open", 30.0, open_for=500.0)}
         early = away | {"b": breaker("open", 30.0, open_for=5.0)}
-        assert suspension(lane, early) == Suspension(30.0, why="a: refused")
+        assert find_suspension(lane, early) == Suspension(30.0, why="a: refused")
         late = away | {"b": breaker("open", 30.0, open_for=60.0)}
-        assert suspension(lane, late) == Suspension(0.0)
+        assert find_suspension(lane, late) == Suspension(0.0)
 
 
 class TestSteps:
     def test_ways_are_those_without_which_a_lane_cannot_go_on(self) -> None:
         second = DeliverySettings(failover=FailoverSettings(output={"type": "file"}, after=9))
         steps = [
-            Step(action="a", reads="main", output={}, delivery=second),
-            Step(action="b", reads="main", output={}, only_when_suspended=True),
-            Step(action="c", reads="main", output={}, queue="c"),
-            Step(action="d", reads="main", output={}),
-            Step(action="e", reads="main", queue="e", only_when_suspended=True),
-            Step(action="f", reads="main", output={}),
+            LaneStep(action="a", source_queue="main", output={}, delivery=second),
+            LaneStep(action="b", source_queue="main", output={}, only_when_suspended=True),
+            LaneStep(action="c", source_queue="main", output={}, queue="c"),
+            LaneStep(action="d", source_queue="main", output={}),
+            LaneStep(action="e", source_queue="main", queue="e", only_when_suspended=True),
+            LaneStep(action="f", source_queue="main", output={}),
         ]
         expected = [[way("a"), way("a.failover", 9.0), way("b")], [way("f")]]
-        assert ways_of(steps) == expected
+        assert list_required_paths(steps) == expected
 
     @pytest.mark.parametrize(
         ("orders", "expected"),
@@ -200,7 +216,9 @@ class TestSteps:
     )
     def test_the_strictest_order_counts(self, orders: list[str], expected: str) -> None:
         steps = [
-            Step(action=each, reads="main", delivery=DeliverySettings(ordering=Ordering(each)))
+            LaneStep(
+                action=each, source_queue="main", delivery=DeliverySettings(ordering=Ordering(each))
+            )
             for each in orders
         ]
-        assert ordering_of(steps) == expected
+        assert find_strictest_ordering(steps) == expected

@@ -9,7 +9,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from turnlane.spark.lane import Listener, News
+from turnlane.spark.lane import QueryEvent, QueryEventListener
 
 PATIENCE = 120.0
 FILES = 5
@@ -19,10 +19,10 @@ class Told:
     """What was told of the queries of one name."""
 
     def __init__(self) -> None:
-        self.news: list[News] = []
+        self.news: list[QueryEvent] = []
         self.ended = threading.Event()
 
-    def __call__(self, news: News) -> None:
+    def __call__(self, news: QueryEvent) -> None:
         self.news.append(news)
         if news.progress is None:
             self.ended.set()
@@ -52,7 +52,7 @@ def test_every_batch_is_told_once_and_then_the_end(
     spark: SparkSession, lines: DataFrame, tmp_path: Path
 ) -> None:
     mine, other = Told(), Told()
-    listener = Listener(spark, {"mine": mine, "other": other})
+    listener = QueryEventListener(spark, {"mine": mine, "other": other})
     listener.start()
     try:
         run(lines, "nobody", tmp_path / "nobody")
@@ -71,7 +71,7 @@ def test_every_batch_is_told_once_and_then_the_end(
 class Hard(Told):
     """Does not take the news of the first batches."""
 
-    def __call__(self, news: News) -> None:
+    def __call__(self, news: QueryEvent) -> None:
         if news.progress is not None and news.progress.batchId < 2:
             raise ValueError("cannot take it")
         super().__call__(news)
@@ -81,10 +81,10 @@ def test_news_that_cannot_be_handed_on_keep_nobody_from_the_next(
     spark: SparkSession, lines: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     hard = Hard()
-    listener = Listener(spark, {"hard": hard})
+    listener = QueryEventListener(spark, {"hard": hard})
     listener.start()
     try:
-        listener._said.add("no json")
+        listener._java_events.add("no json")
         run(lines, "hard", tmp_path / "hard")
         assert hard.ended.wait(PATIENCE)
     finally:
@@ -93,12 +93,12 @@ def test_news_that_cannot_be_handed_on_keep_nobody_from_the_next(
     assert told == [*range(2, FILES), None]
     errors = [str(each.exc_info[1]) for each in caplog.records if each.exc_info]
     assert errors.count("cannot take it") == 2
-    assert "cannot be handed on: no json" in caplog.text
+    assert 'query_events.dispatch_failed event_text="no json"' in caplog.text
 
 
 def test_a_run_that_fails_ends_too(spark: SparkSession, lines: DataFrame, tmp_path: Path) -> None:
     mine = Told()
-    listener = Listener(spark, {"mine": mine})
+    listener = QueryEventListener(spark, {"mine": mine})
     listener.start()
     try:
         with pytest.raises(Exception, match="as it must"):
@@ -113,7 +113,10 @@ def test_a_run_that_had_started_before_is_nobodys(
     spark: SparkSession, lines: DataFrame, tmp_path: Path
 ) -> None:
     early, late = Told(), Told()
-    listeners = Listener(spark, {"mine": early}), Listener(spark, {"mine": late})
+    listeners = (
+        QueryEventListener(spark, {"mine": early}),
+        QueryEventListener(spark, {"mine": late}),
+    )
     listeners[0].start()
     try:
         writer = lines.writeStream.format("noop").queryName("mine")
@@ -134,7 +137,7 @@ def test_runs_leave_no_threads_behind(
 ) -> None:
     """A lane that fails for ever is started again for ever."""
     mine = Told()
-    listener = Listener(spark, {"mine": mine})
+    listener = QueryEventListener(spark, {"mine": mine})
     listener.start()
     try:
         run(lines, "mine", tmp_path / "first")

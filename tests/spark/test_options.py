@@ -10,17 +10,17 @@ from pydantic.fields import FieldInfo
 from pyspark.sql.types import StructType
 
 from turnlane.errors import ConfigError
+from turnlane.spark.batch_reader import QueueBatchReader
 from turnlane.spark.options import (
     Options,
     ReadOptions,
     SourceOptions,
     WriteOptions,
-    read_options,
-    with_path,
-    write_options,
+    merge_path,
+    parse_read_options,
+    parse_write_options,
 )
-from turnlane.spark.reader import BatchReader
-from turnlane.spark.row_codec import read_schema
+from turnlane.spark.row_codec import get_read_schema
 from turnlane.spark.source import TurnlaneSource
 
 PAGE = Path(__file__).parents[2] / "docs" / "spark-source.md"
@@ -29,13 +29,15 @@ NODE = {"endpoint": "turnlane://127.0.0.1:1"}
 
 def test_names_may_be_in_any_case() -> None:
     given = {**NODE, "QUEUE": "main", "startingoffsets": "LATEST", "maxBytesPerTrigger": "1Mi"}
-    options = ReadOptions.of(given)
+    options = ReadOptions.from_spark(given)
     assert (options.queue, options.starting_offsets) == ("main", "latest")
     assert options.max_bytes_per_trigger == 1 << 20
 
 
 def test_offsets_by_node() -> None:
-    options = ReadOptions.of({**NODE, "queue": "main", "startingOffsets": '{"0": 23, "1": 7}'})
+    options = ReadOptions.from_spark(
+        {**NODE, "queue": "main", "startingOffsets": '{"0": 23, "1": 7}'}
+    )
     assert options.starting_offsets == {0: 23, 1: 7}
 
 
@@ -61,21 +63,21 @@ def test_offsets_by_node() -> None:
 )
 def test_wrong_ones_are_named(given: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ReadOptions.of({**NODE, "queue": "main", **given})
+        ReadOptions.from_spark({**NODE, "queue": "main", **given})
 
 
 def test_where_to_end_is_nothing_for_a_stream() -> None:
     source = TurnlaneSource({**NODE, "queue": "main", "endingOffsets": "latest"})
     with pytest.raises(ConfigError, match="endingOffsets: is for batch queries"):
         source.streamReader(StructType())
-    assert isinstance(source.reader(StructType()), BatchReader)
+    assert isinstance(source.reader(StructType()), QueueBatchReader)
 
 
 @pytest.mark.parametrize("option", ["queue", "QUEUE"])
 def test_a_path_is_the_queue_and_contradicts_no_other(option: str) -> None:
     schema = StructType().add("value", "binary")
-    assert with_path({"path": "main"}, "queue") == {"queue": "main"}
-    assert with_path({option: "main", "path": "main"}, "queue") == {option: "main"}
+    assert merge_path({"path": "main"}, "queue") == {"queue": "main"}
+    assert merge_path({option: "main", "path": "main"}, "queue") == {option: "main"}
     source = TurnlaneSource({**NODE, option: "main", "path": "other"})
     for ask in (source.reader, source.streamReader, partial(source.writer, overwrite=False)):
         with pytest.raises(ConfigError, match=r"^queue: is 'main', but 'other' is loaded or saved"):
@@ -85,36 +87,36 @@ def test_a_path_is_the_queue_and_contradicts_no_other(option: str) -> None:
 def test_what_is_required_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TURNLANE_URL", raising=False)
     with pytest.raises(ConfigError, match="queue: is required"):
-        ReadOptions.of(NODE)
+        ReadOptions.from_spark(NODE)
     with pytest.raises(
         ConfigError, match=r"endpoint: is required, as in turnlane://127\.0\.0\.1:8815"
     ):
-        ReadOptions.of({"queue": "main"})
+        ReadOptions.from_spark({"queue": "main"})
     monkeypatch.setenv("TURNLANE_URL", "turnlane://elsewhere:1")
-    assert ReadOptions.of({"queue": "main"}).endpoint == "turnlane://elsewhere:1"
+    assert ReadOptions.from_spark({"queue": "main"}).endpoint == "turnlane://elsewhere:1"
 
 
 def test_the_token_is_never_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    options = WriteOptions.of({**NODE, "token": "s3cret"})
+    options = WriteOptions.from_spark({**NODE, "token": "s3cret"})
     assert "s3cret" not in repr(options)
-    assert options.secret() == "s3cret"
+    assert options.read_token() == "s3cret"
     with pytest.raises(ConfigError, match="tokenEnv: the variable NOT_SET"):
-        WriteOptions.of({**NODE, "tokenEnv": "NOT_SET"}).secret()
+        WriteOptions.from_spark({**NODE, "tokenEnv": "NOT_SET"}).read_token()
     with pytest.raises(ConfigError, match=r"tokenFile: .*No such file"):
-        WriteOptions.of({**NODE, "tokenFile": "/nowhere/token"}).secret()
+        WriteOptions.from_spark({**NODE, "tokenFile": "/nowhere/token"}).read_token()
 
 
 def test_the_options_of_lanes_are_theirs_alone() -> None:
     for name in ("steps", "run", "ways", "probeEvents"):
         with pytest.raises(ConfigError, match="there is no such option") as error:
-            ReadOptions.of({**NODE, "queue": "main", name: "1"})
+            ReadOptions.from_spark({**NODE, "queue": "main", name: "1"})
         assert "did you mean" not in str(error.value)
     with pytest.raises(ConfigError, match="run: is required"):
-        read_options({**NODE, "queue": "main", "lane": "main"})
+        parse_read_options({**NODE, "queue": "main", "lane": "main"})
     with pytest.raises(ConfigError, match="run: goes with lane"):
-        write_options({**NODE, "LANE": "main"})
-    assert type(read_options({**NODE, "queue": "main"})) is ReadOptions
-    assert type(write_options(NODE)) is WriteOptions
+        parse_write_options({**NODE, "LANE": "main"})
+    assert type(parse_read_options({**NODE, "queue": "main"})) is ReadOptions
+    assert type(parse_write_options(NODE)) is WriteOptions
 
 
 @pytest.mark.parametrize("kind", [SourceOptions, ReadOptions, WriteOptions])
@@ -126,7 +128,7 @@ def test_every_option_is_in_the_documentation(kind: type[Options]) -> None:
 
 def test_every_column_is_in_the_documentation() -> None:
     page = PAGE.read_text()
-    for column in read_schema(include_headers=True).split(", "):
+    for column in get_read_schema(include_headers=True).split(", "):
         name, kind = column.split()
         assert f"| `{name}` | {kind} |" in page
 

@@ -24,7 +24,7 @@ from turnlane.errors import ConfigError
 from turnlane.formats.otlp import Signal
 from turnlane.formats.parse_settings import Format, ParseSettings
 from turnlane.formats.syslog import priorities
-from turnlane.spark.parsing import parsed
+from turnlane.spark.parsing import parse_events
 
 SCHEMA = (
     "key string, value binary, headers map<string,string>, timestamp timestamp, "
@@ -62,7 +62,7 @@ def settings_of(**knobs: Any) -> ParseSettings:
 def check_syslog(
     spark: SparkSession, values: Sequence[bytes | None], *, lenient: bool = False
 ) -> None:
-    found = rows_of(parsed(events(spark, values), SYSLOG))
+    found = rows_of(parse_events(events(spark, values), SYSLOG))
     assert len(found) == len(values)
     for value, row in zip(values, found, strict=True):
         assert row["value"] == value
@@ -112,13 +112,13 @@ def mutilated(choice: random.Random) -> str:
 
 def test_a_line_may_end_after_structured_data_that_is_nil(spark: SparkSession) -> None:
     check_syslog(spark, [b"<13>1 - h a p m -\n", b"<13>1 - h a p m -\nx", b"<13>1 - h a p m -x"])
-    (row,) = rows_of(parsed(events(spark, [b"<13>1 - h a p m -\n"]), SYSLOG))
+    (row,) = rows_of(parse_events(events(spark, [b"<13>1 - h a p m -\n"]), SYSLOG))
     assert (row["structured_data"], row["message"], row["parse_error"]) == (None, "", None)
 
 
 def test_syslog_severity_comes_from_the_message_if_it_has_one(spark: SparkSession) -> None:
     values = [b"<0>a: b", b"Oct 11 22:14:15 h a: b", b"nothing", b"<999>x"]
-    found = parsed(events(spark, values, severity=5), SYSLOG)
+    found = parse_events(events(spark, values, severity=5), SYSLOG)
     assert [row["severity"] for row in rows_of(found)] == [0, 5, 5, 5]
     assert dict(found.dtypes)["severity"] == "tinyint"
 
@@ -132,7 +132,9 @@ def test_syslog_times_without_a_zone_are_in_the_zone_of_the_settings(spark: Spar
     ]  # fmt: skip
     berlin = settings_of(format="syslog", time_zone="Europe/Berlin")
     zone = ZoneInfo("Europe/Berlin")
-    for value, row in zip(values, rows_of(parsed(events(spark, values), berlin)), strict=True):
+    for value, row in zip(
+        values, rows_of(parse_events(events(spark, values), berlin)), strict=True
+    ):
         assert row["time"].astimezone(UTC) == reference.parse(value, ARRIVAL, zone)["time"], value
 
 
@@ -151,7 +153,9 @@ def test_long_messages_do_not_exhaust_the_stack(spark: SparkSession) -> None:
 
 
 def test_a_filter_on_the_severity_does_not_take_messages_apart(spark: SparkSession) -> None:
-    found = parsed(events(spark, [b"<1>a: b"]), SYSLOG).filter("severity <= 3").select("value")
+    found = (
+        parse_events(events(spark, [b"<1>a: b"]), SYSLOG).filter("severity <= 3").select("value")
+    )
     plan = found._jdf.queryExecution().optimizedPlan().toString()
     assert "regexp" not in plan
     assert "split" not in plan
@@ -162,9 +166,9 @@ def test_the_priority_alone_is_what_it_is_with_all_the_rest(spark: SparkSession)
     odd = [b"<1\xff>", b"<1\xc3>x", b"<13\xc3\xa9>", b"<", b"<>", b"", b"<1 >", b"<+1>", b"<0001>"]
     values = [None, *odd, *(text.encode() for text in SAMPLES), *NO_UTF_8]
     source = events(spark, values, severity=5)
-    alone = parsed(source, SYSLOG, {"severity", "facility", "value"})
+    alone = parse_events(source, SYSLOG, {"severity", "facility", "value"})
     assert set(alone.columns) == {*source.columns, "facility"}
-    whole = parsed(source, SYSLOG).select(alone.columns)
+    whole = parse_events(source, SYSLOG).select(alone.columns)
     assert rows_of(alone) == rows_of(whole)
     for value, row in zip(values, rows_of(alone), strict=True):
         assert row["facility"] == reference.parse(value, ARRIVAL)["facility"], value
@@ -179,8 +183,8 @@ def test_the_priority_is_the_same_if_it_was_found_before(spark: SparkSession) ->
     rows = [(*row, number) for row, number in zip(source.collect(), numbers, strict=True)]
     schema = StructType([*source.schema.fields, StructField(PRIORITY, ShortType())])
     known = spark.createDataFrame(rows, schema)
-    by_column = parsed(known, SYSLOG, {"severity", "facility"})
-    by_spark = parsed(source, SYSLOG, {"severity", "facility"})
+    by_column = parse_events(known, SYSLOG, {"severity", "facility"})
+    by_spark = parse_events(source, SYSLOG, {"severity", "facility"})
     assert rows_of(by_column) == rows_of(by_spark.select(by_column.columns))
 
 
@@ -193,7 +197,7 @@ def test_regex_groups_become_columns(spark: SparkSession) -> None:
         b"10.0.0.1 ann [today] GET /", b"10.0.0.1 - [today]", b"no match", None, b"",
         b"10.0.0.1 ann [to\x1fday] GET\x1f/", b"\x1f\x1f\x1f\x1f\x1f", b"1 - [\xff]",
     ]  # fmt: skip
-    df = parsed(events(spark, values), settings_of(format="regex", pattern=pattern))
+    df = parse_events(events(spark, values), settings_of(format="regex", pattern=pattern))
     names = ("ip", "user_name", "day", "rest", "parse_error")
     assert [tuple(row[name] for name in names) for row in rows_of(df)] == [
         ("10.0.0.1", "ann", "today", " GET /", None),
@@ -209,7 +213,7 @@ def test_regex_groups_become_columns(spark: SparkSession) -> None:
 
 def test_a_regex_matches_anywhere_and_first(spark: SparkSession) -> None:
     pattern = r"(?<number>\d+)(?<unit>ms|s)\b|(?<word>never)"
-    df = parsed(
+    df = parse_events(
         events(spark, [b"took 12ms not 3s\n", b"a\nnever 5"]),
         settings_of(format="regex", pattern=pattern),
     )
@@ -219,14 +223,16 @@ def test_a_regex_matches_anywhere_and_first(spark: SparkSession) -> None:
 
 def test_a_regex_may_have_comments(spark: SparkSession) -> None:
     pattern = r"(?x) (?<number> \d+ ) # a number"
-    df = parsed(events(spark, [b"a 12 b", b"a"]), settings_of(format="regex", pattern=pattern))
+    df = parse_events(
+        events(spark, [b"a 12 b", b"a"]), settings_of(format="regex", pattern=pattern)
+    )
     assert [row["number"] for row in rows_of(df)] == ["12", None]
 
 
 def test_a_pattern_only_java_can_judge_is_refused_before_any_event(spark: SparkSession) -> None:
     settings = settings_of(format="regex", pattern=r"(?<a>x{2,1})")
     with pytest.raises(ConfigError, match=r"parse\.pattern: Java does not take"):
-        parsed(events(spark, [b"x"]), settings)
+        parse_events(events(spark, [b"x"]), settings)
 
 
 # ── json, otlp, none ────────────────────────────────────────────────────────────────────────────
@@ -238,7 +244,7 @@ def test_json_is_a_variant_with_columns_picked_from_it(spark: SparkSession) -> N
         b'{"http": {"status": "x"}}', b"[1]", b"null", b"", b"{", None, b'{"a": "\xff"}',
     ]  # fmt: skip
     picked = {"status": "http.status::int", "tag": "tags[1]", "odd": "['odd key']::bigint"}
-    df = parsed(events(spark, values), settings_of(format="json", columns=picked))
+    df = parse_events(events(spark, values), settings_of(format="json", columns=picked))
     assert dict(df.dtypes)["data"] == "variant"
     rows = rows_of(df.selectExpr("status", "tag", "odd", "parse_error", "to_json(data) AS data"))
     assert [(row["status"], row["tag"], row["odd"]) for row in rows[:3]] == [
@@ -256,7 +262,7 @@ def test_a_value_is_one_json_text_and_nothing_behind_it(spark: SparkSession) -> 
     good = [b'{"a":1}', b' {"a":1}\n', b'\xef\xbb\xbf{"a":1}', b"null", b"[1,2]", b'"x"', b"1"]
     bad = [b'{"a":1} trailing', b'{"a":1}\n{"a":2}', b'{"a":1},{"a":2}', b'{"a":1}}', b'{"a":1}]']
     bad += [b"1 2", b"[1],[2]", b"", b" ", b'{"a":1,"a":2}']
-    df = parsed(events(spark, [*good, *bad]), settings_of(format="json"))
+    df = parse_events(events(spark, [*good, *bad]), settings_of(format="json"))
     rows = rows_of(df.selectExpr("to_json(data) AS data", "data IS NULL AS gone", "parse_error"))
     whole = ['{"a":1}'] * 3 + ["null", "[1,2]", '"x"', "1"]
     assert [row["data"] for row in rows[: len(good)]] == whole
@@ -268,7 +274,9 @@ def test_a_value_is_one_json_text_and_nothing_behind_it(spark: SparkSession) -> 
 def test_otlp_columns_are_those_of_the_record(spark: SparkSession) -> None:
     values, signals = telemetry(9)
     headers: list[dict[str, str] | None] = [{"signal": signal} for signal in signals]
-    df = parsed(events(spark, [*values, b"\xff"], [*headers, None]), settings_of(format="otlp"))
+    df = parse_events(
+        events(spark, [*values, b"\xff"], [*headers, None]), settings_of(format="otlp")
+    )
     rows = rows_of(df)
     for value, signal, row in zip(values, signals, rows[:-1], strict=True):
         row["attributes"] = list(row["attributes"].items())
@@ -282,12 +290,12 @@ def test_otlp_columns_are_those_of_the_record(spark: SparkSession) -> None:
 
 def test_otlp_without_headers_says_what_to_set(spark: SparkSession) -> None:
     with pytest.raises(ConfigError, match="includeHeaders"):
-        parsed(events(spark, [b""]).drop("headers"), settings_of(format="otlp"))
+        parse_events(events(spark, [b""]).drop("headers"), settings_of(format="otlp"))
 
 
 def test_none_leaves_events_alone(spark: SparkSession) -> None:
     df = events(spark, [b"x"])
-    assert parsed(df, ParseSettings()).columns == df.columns
+    assert parse_events(df, ParseSettings()).columns == df.columns
 
 
 @pytest.mark.parametrize(
@@ -305,7 +313,7 @@ def test_streams_are_parsed_and_keep_the_columns_events_have(
 ) -> None:
     events(spark, [b"<1>a: b", None, b"{}"]).write.parquet(str(tmp_path / "in"))
     stream = spark.readStream.schema(SCHEMA).parquet(str(tmp_path / "in"))
-    df = parsed(stream, settings_of(**knobs))
+    df = parse_events(stream, settings_of(**knobs))
     types = dict(df.dtypes)
     assert {name: types[name] for name in stream.columns} == dict(stream.dtypes)
     assert types["parse_error"] == "string"

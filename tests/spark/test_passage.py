@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from turnlane.delivery.outcome import DeadLetter, Outcome
 
+from turnlane.delivery.results import BlockResult, DeadLetter
 from turnlane.events import Block
+from turnlane.spark.lane_task import StepResult, run_steps
 from turnlane.spark.row_codec import Mask
-from turnlane.spark.steps import Step
-from turnlane.spark.task import Passed, passed
+from turnlane.spark.steps import LaneStep
 
 ROWS = pa.RecordBatch.from_pydict({"number": list(range(6))})
 OF_THREE_EVENTS = pa.RecordBatch.from_pydict(
@@ -27,7 +27,7 @@ class Destinations:
         self._dead = dead
         self.asked: dict[str, list[int]] = {}
 
-    def deliver(self, step: Step, rows: Block) -> Outcome:
+    def deliver(self, step: LaneStep, rows: Block) -> BlockResult:
         numbers: list[Any] = rows.column("number").to_pylist()
         self.asked.setdefault(step.action, []).extend(numbers)
         away, dead = self._away.get(step.action, set()), self._dead.get(step.action, set())
@@ -35,15 +35,15 @@ class Destinations:
         gone = np.array([at for at, number in enumerate(numbers) if number in dead], dtype=np.int64)
         letters = [DeadLetter(rows.take(gone), gone, "Never", "no", 1)] if len(gone) else []
         delivered = len(numbers) - len(kept) - len(gone)
-        return Outcome(delivered, np.array(kept, dtype=np.int64), letters)
+        return BlockResult(delivered, np.array(kept, dtype=np.int64), letters)
 
 
 def step(
     name: str, *, output: bool = True, queue: str | None = None, instead: bool = False
-) -> Step:
-    return Step(
+) -> LaneStep:
+    return LaneStep(
         action=name,
-        reads="main",
+        source_queue="main",
         output={"type": "test"} if output else None,
         queue=queue,
         only_when_suspended=instead,
@@ -51,12 +51,12 @@ def step(
 
 
 def sent(
-    *steps: Step,
+    *steps: LaneStep,
     rows: Block = ROWS,
     routes: dict[str, set[int]] | None = None,
     away: dict[str, set[int]] | None = None,
     dead: dict[str, set[int]] | None = None,
-) -> tuple[Passed, dict[str, list[int]]]:
+) -> tuple[StepResult, dict[str, list[int]]]:
     """Send all rows through the steps; returns what became of them, and who was asked."""
     everything = set(range(rows.num_rows))
     masks = {
@@ -64,7 +64,7 @@ def sent(
         for each in steps
     }
     destinations = Destinations(away=away or {}, dead=dead or {})
-    return passed(rows, steps, masks, destinations.deliver), destinations.asked
+    return run_steps(rows, steps, masks, destinations.deliver), destinations.asked
 
 
 def where(mask: Mask) -> list[int]:
@@ -75,40 +75,40 @@ def where(mask: Mask) -> list[int]:
 def test_everybody_gets_what_is_routed_to_them() -> None:
     result, asked = sent(step("a"), step("b"), routes={"a": {0, 1}, "b": {1, 5}})
     assert asked == {"a": [0, 1], "b": [1, 5]}
-    assert not result.held.any()
+    assert not result.deferred.any()
 
 
 def test_an_event_that_one_action_cannot_deliver_comes_again_as_a_whole() -> None:
     """Later actions are not even asked; earlier ones had it."""
     result, asked = sent(step("a"), step("b"), step("c"), away={"b": {2}})
-    assert where(result.held) == [2]
+    assert where(result.deferred) == [2]
     assert asked == {"a": [0, 1, 2, 3, 4, 5], "b": [0, 1, 2, 3, 4, 5], "c": [0, 1, 3, 4, 5]}
 
 
 def test_what_is_tried_directly_goes_into_its_queue_instead() -> None:
     result, _ = sent(step("a", queue="a"), step("b"), away={"a": {1, 2}, "b": {2}})
-    assert where(result.held) == [2]
+    assert where(result.deferred) == [2]
     assert where(result.queued["a"]) == [1, 2], "which of these goes is known when all are through"
 
 
 def test_an_action_stands_in_for_the_one_before() -> None:
     result, asked = sent(step("a"), step("b", instead=True), away={"a": {1, 2, 3}, "b": {3}})
     assert asked["b"] == [1, 2, 3]
-    assert where(result.held) == [3]
+    assert where(result.deferred) == [3]
 
 
 def test_who_stands_in_takes_only_what_its_filter_says() -> None:
     routes = {"a": {0, 1, 2}, "b": {2, 3}}
     result, asked = sent(step("a"), step("b", instead=True), routes=routes, away={"a": {1, 2}})
     assert asked["b"] == [2]
-    assert where(result.held) == [1]
+    assert where(result.deferred) == [1]
 
 
 def test_a_queue_stands_in_too() -> None:
     steps = [step("a"), step("b", output=False, queue="b", instead=True)]
     result, asked = sent(*steps, away={"a": {4}})
     assert "b" not in asked
-    assert not result.held.any()
+    assert not result.deferred.any()
     assert where(result.queued["b"]) == [4]
 
 
@@ -116,15 +116,15 @@ def test_what_who_stands_in_leaves_goes_into_the_queue_of_the_first() -> None:
     steps = [step("a", queue="a"), step("b", instead=True)]
     result, _ = sent(*steps, away={"a": {1, 2}, "b": {2}})
     assert where(result.queued["a"]) == [2]
-    assert not result.held.any()
+    assert not result.deferred.any()
 
 
 def test_the_dead_are_known_by_their_rows_unless_they_come_again() -> None:
     routes = {"a": {1, 3, 5}}
     result, _ = sent(step("a"), step("b"), routes=routes, dead={"a": {3, 5}}, away={"b": {5}})
-    (buried,) = result.buried
-    assert buried.rows.tolist() == [3, 5]
-    assert where(result.dead) == [3]
+    (dead,) = result.dead
+    assert dead.numbers.tolist() == [3, 5]
+    assert where(result.dead_mask) == [3]
 
 
 def test_all_rows_of_an_event_wait_for_the_one_that_cannot_be_delivered_now() -> None:
@@ -133,9 +133,9 @@ def test_all_rows_of_an_event_wait_for_the_one_that_cannot_be_delivered_now() ->
     routes = {"a": {2, 4}, "b": {1, 3}, "c": {0, 2, 5}}
     away = {"a": {2, 4}, "b": {3}}
     result, asked = sent(*steps, rows=OF_THREE_EVENTS, routes=routes, away=away)
-    assert where(result.held) == [2, 3]
+    assert where(result.deferred) == [2, 3]
     assert asked["c"] == [0, 5]
-    assert where(result.queued["a"] & ~result.held) == [4]
+    assert where(result.queued["a"] & ~result.deferred) == [4]
 
 
 def test_a_dead_row_is_not_given_up_while_another_of_its_event_waits() -> None:
@@ -148,5 +148,5 @@ def test_a_dead_row_is_not_given_up_while_another_of_its_event_waits() -> None:
         dead={"a": {0, 2}},
         away={"b": {1}},
     )
-    assert where(result.held) == [0, 1]
-    assert where(result.dead) == [2]
+    assert where(result.deferred) == [0, 1]
+    assert where(result.dead_mask) == [2]

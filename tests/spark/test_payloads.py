@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from turnlane.spark.routing import with_payload
+from turnlane.spark.routing import add_payload
 
 NO_TEXT = [b"\xff\xfe\x00abc", b"\xc3", b"\xed\xa0\x80", b"\xc0\xaf", b"\xff" * 100]
 
@@ -21,7 +21,7 @@ def events(spark: SparkSession, *values: bytes | None) -> DataFrame:
 
 
 def payloads(rows: DataFrame) -> list[dict[str, Any]]:
-    return [json.loads(row.payload) for row in with_payload(rows, "json").collect()]
+    return [json.loads(row.payload) for row in add_payload(rows, "json").collect()]
 
 
 @pytest.mark.parametrize("value", [b"", b"plain", "Zoë €\x00🙂".encode(), b'{"a": "\\"\n"}'])
@@ -59,12 +59,12 @@ def test_a_name_that_is_taken_is_left_to_its_column(spark: SparkSession) -> None
 
 
 def test_raw_payloads_are_the_bytes(spark: SparkSession) -> None:
-    rows = with_payload(events(spark, *NO_TEXT), "raw").collect()
+    rows = add_payload(events(spark, *NO_TEXT), "raw").collect()
     assert [bytes(row.payload) for row in rows] == NO_TEXT
 
 
 def test_no_python_is_called_for_it(spark: SparkSession) -> None:
-    made = with_payload(spark.range(1).selectExpr("CAST(id AS string)::binary AS value"), "json")
+    made = add_payload(spark.range(1).selectExpr("CAST(id AS string)::binary AS value"), "json")
     plan = made._jdf.queryExecution().executedPlan().toString()
     assert "Python" not in plan
     assert "*(1) Project" in plan

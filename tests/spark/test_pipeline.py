@@ -19,14 +19,14 @@ from turnlane.errors import ConfigError
 from turnlane.formats.parse_settings import ParseSettings
 from turnlane.outputs import api
 from turnlane.outputs.api import OutputSettings
-from turnlane.outputs.file import FileOutput, FileSettings
+from turnlane.outputs.file import FileOutput, FileOutputSettings
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
-from turnlane.spark.checkpoints import located
+from turnlane.spark.checkpoints import to_spark_uri
 from turnlane.spark.lane import LaneState
 from turnlane.spark.pipeline import Pipeline
-from turnlane.spark.session import set_to
+from turnlane.spark.session import override_settings
 
 PATIENCE = 180.0
 LANES = ("main", "main.dead", "alerts", "archive", "counts", "broken")
@@ -77,8 +77,8 @@ def drained(node: Served, *queues: str) -> Callable[[], bool]:
     return lambda: all(node.queue(name).low == node.queue(name).end > 0 for name in queues)
 
 
-def to_file(path: Path) -> FileSettings:
-    return FileSettings(type="file", path=path)
+def to_file(path: Path) -> FileOutputSettings:
+    return FileOutputSettings(type="file", path=path)
 
 
 def test_every_action_gets_what_its_filter_says(
@@ -143,7 +143,7 @@ def test_outputs_that_take_values_get_them_by_any_filter(
 ) -> None:
     """Nothing but the filters reads what parsing makes: queues keep the events alone."""
     raw = {
-        name: FileSettings(type="file", path=tmp_path / name, format="raw")
+        name: FileOutputSettings(type="file", path=tmp_path / name, format="raw")
         for name in ("alerts", "archive", "direct")
     }
     by_name = "app_name = 'app' AND severity <= 5"
@@ -164,7 +164,7 @@ def test_outputs_that_take_values_get_them_by_any_filter(
     for name, most in (("alerts", 3), ("archive", 5), ("direct", 7)):
         lines = (tmp_path / name).read_bytes().splitlines()
         assert sorted(lines) == sorted(each for at, each in enumerate(sent) if at % 8 <= most)
-    assert "app_name" not in node.queue("archive").types
+    assert "app_name" not in node.queue("archive").columns()
 
 
 def test_bytes_that_are_no_text_are_whole_in_files_of_json(
@@ -230,8 +230,8 @@ def test_a_checkpoint_is_found_that_spark_was_given_as_a_path(
     """As it was before, and in a directory with a name that means something else in addresses."""
     odd = tmp_path / "checkpoints of ü#1?50%20"
     settings = make(archive(tmp_path / "archive"))._settings
-    for at, given in enumerate((str, located)):
-        monkeypatch.setattr("turnlane.spark.pipeline.located", given)
+    for at, given in enumerate((str, to_spark_uri)):
+        monkeypatch.setattr("turnlane.spark.pipeline.to_spark_uri", given)
         pipeline = Pipeline(settings, {"endpoint": node.url}, spark, odd)
         node.publish("main", messages(8 * at, 8 * at + 8))
         pipeline.start()
@@ -253,7 +253,7 @@ def test_checkpoints_are_files_here_whatever_file_system_is_hadoops_own(
 ) -> None:
     pipeline = make(archive(tmp_path / "archive"))
     node.publish("main", messages(0, 8))
-    with set_to(spark, {"fs.defaultFS": "nowhere://far/"}):
+    with override_settings(spark, {"fs.defaultFS": "nowhere://far/"}):
         pipeline.start()
         wait_until(drained(node, "main", "archive"), "all lanes", PATIENCE)
         pipeline.stop()
@@ -263,7 +263,7 @@ def test_checkpoints_are_files_here_whatever_file_system_is_hadoops_own(
 def test_what_does_not_parse_is_kept_apart_and_json_is_known_in_lanes(
     node: Served, make: Make, tmp_path: Path
 ) -> None:
-    raw = FileSettings(type="file", path=tmp_path / "raw", format="raw")
+    raw = FileOutputSettings(type="file", path=tmp_path / "raw", format="raw")
     pipeline = make(
         ActionSettings(name="raw", output=raw),
         ActionSettings(name="all", output=to_file(tmp_path / "all")),

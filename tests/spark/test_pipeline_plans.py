@@ -17,7 +17,7 @@ from tests.spark.nodes import Served, serving
 from turnlane.config import Config, loads
 from turnlane.errors import ConfigError
 from turnlane.formats.parse_settings import Format, ParseSettings
-from turnlane.spark.parsing import parsed
+from turnlane.spark.parsing import parse_events
 from turnlane.spark.pipeline import Pipeline
 
 PATIENCE = 180.0
@@ -85,7 +85,7 @@ def test_events_go_where_filters_say_if_spark_sees_only_what_these_read(
     node.publish("main", values, sources=sources)
     columns = "value binary, source string, offset bigint, severity tinyint, timestamp timestamp"
     rows = [(value, sources[at], at, None, None) for at, value in enumerate(values)]
-    seen = parsed(spark.createDataFrame(rows, columns), ParseSettings(format=Format.SYSLOG))
+    seen = parse_events(spark.createDataFrame(rows, columns), ParseSettings(format=Format.SYSLOG))
     seen = seen.withColumn("queue", lit("main"))
     pipeline.start()
     for at, each in enumerate(filters):

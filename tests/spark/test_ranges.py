@@ -15,8 +15,8 @@ from pyspark.sql.datasource import (
     LessThanOrEqual,
 )
 
-from turnlane.spark.batch_planning import Slice, admitted, sliced
-from turnlane.spark.reader import bounds_of
+from turnlane.spark.batch_planning import NodeRange, cut_into_ranges, limit_ends
+from turnlane.spark.batch_reader import extract_bounds
 
 extents = st.dictionaries(
     st.integers(0, 4), st.tuples(st.integers(0, 1000), st.integers(0, 10_000)), min_size=1
@@ -29,7 +29,7 @@ def test_a_limit_is_kept_and_used(
 ) -> None:
     start = {node: first for node, (first, _) in given_extents.items()}
     end = {node: first + count for node, (first, count) in given_extents.items()}
-    ends = admitted(start, end, limit)
+    ends = limit_ends(start, end, limit)
     taken = {node: ends[node] - start[node] for node in start}
     assert all(0 <= taken[node] <= end[node] - start[node] for node in start)
     backlog = sum(end.values()) - sum(start.values())
@@ -42,7 +42,7 @@ def test_slices_are_the_range(
 ) -> None:
     start = {node: first for node, (first, _) in given_extents.items()}
     end = {node: first + count for node, (first, count) in given_extents.items()}
-    slices = sliced(start, end, at_least=least, at_most=most, per=per)
+    slices = cut_into_ranges(start, end, at_least=least, at_most=most, per=per)
     for node, first in start.items():
         own = [each for each in slices if each.node == node]
         at = first
@@ -54,7 +54,7 @@ def test_slices_are_the_range(
 
 def test_as_many_tasks_as_the_backlog_asks_for() -> None:
     def tasks(events: int) -> int:
-        return len(sliced({0: 5}, {0: 5 + events}, at_least=1, at_most=4, per=100))
+        return len(cut_into_ranges({0: 5}, {0: 5 + events}, at_least=1, at_most=4, per=100))
 
     assert [tasks(n) for n in (0, 1, 100, 101, 300, 10_000)] == [0, 1, 1, 2, 3, 4]
 
@@ -66,12 +66,12 @@ def test_there_are_as_many_tasks_as_asked_for(
     start = {node: first for node, (first, _) in given_extents.items()}
     counts = {node: count for node, (_, count) in given_extents.items() if count}
     end = {node: first + given_extents[node][1] for node, first in start.items()}
-    tasks = len(sliced(start, end, at_least=asked, at_most=asked, per=per))
+    tasks = len(cut_into_ranges(start, end, at_least=asked, at_most=asked, per=per))
     assert tasks == max(min(asked, sum(counts.values())), len(counts))
 
 
 def test_nobody_starves() -> None:
-    assert admitted({0: 0, 1: 0}, {0: 1000, 1: 10}, 100) == {0: 90, 1: 10}
+    assert limit_ends({0: 0, 1: 0}, {0: 1000, 1: 10}, 100) == {0: 90, 1: 10}
 
 
 def test_filters_on_the_place_decide_what_is_read() -> None:
@@ -83,18 +83,18 @@ def test_filters_on_the_place_decide_what_is_read() -> None:
         LessThanOrEqual(("offset",), 29),
         In(("partition",), (0, 1)),
     ]
-    bounds, rest = bounds_of([*kept, *pushed])
+    bounds, rest = extract_bounds([*kept, *pushed])
     assert rest == kept
-    start, end = bounds.applied({0: 0, 1: 20, 2: 0}, {0: 100, 1: 25, 2: 100})
+    start, end = bounds.apply({0: 0, 1: 20, 2: 0}, {0: 100, 1: 25, 2: 100})
     assert (start, end) == ({0: 11, 1: 20}, {0: 30, 1: 25})
-    assert sliced(start, end, at_least=1, at_most=1, per=1000) == [
-        Slice(0, 11, 30),
-        Slice(1, 20, 25),
+    assert cut_into_ranges(start, end, at_least=1, at_most=1, per=1000) == [
+        NodeRange(0, 11, 30),
+        NodeRange(1, 20, 25),
     ]
 
 
 def test_a_list_of_offsets_bounds_what_is_read_and_is_left_to_spark() -> None:
     some: Filter = In(("offset",), (7, 30, 11))
-    bounds, rest = bounds_of([some])
+    bounds, rest = extract_bounds([some])
     assert rest == [some]
-    assert bounds.applied({0: 0}, {0: 100}) == ({0: 7}, {0: 31})
+    assert bounds.apply({0: 0}, {0: 100}) == ({0: 7}, {0: 31})

@@ -15,10 +15,10 @@ from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException, StreamingQueryException
 
 from turnlane.errors import TransportDown
-from turnlane.spark import errors
-from turnlane.spark.errors import LONGEST, reason_of
+from turnlane.spark import user_code
+from turnlane.spark.errors import MAX_REASON_LENGTH, describe_failure
 from turnlane.spark.lane import LaneState, LaneStatus
-from turnlane.spark.runner import Runner
+from turnlane.spark.runner import PipelineRunner
 
 QUERY = """\
 [STREAM_FAILED] Query [id = {id}, runId = {run}] terminated with exception: {cause} SQLSTATE: XXKST
@@ -123,7 +123,7 @@ def failed(cause: str) -> StreamingQueryException:
     ],
 )
 def test_of_a_function_that_raises_it_is_what_was_raised(raised: str, reason: str) -> None:
-    assert reason_of(failed(WORKER.format(raised=raised))) == reason
+    assert describe_failure(failed(WORKER.format(raised=raised))) == reason
 
 
 @pytest.mark.parametrize(
@@ -137,23 +137,23 @@ def test_of_a_function_that_raises_it_is_what_was_raised(raised: str, reason: st
     ],
 )
 def test_it_is_found_in_whatever_spark_puts_around_it(cause: str, reason: str) -> None:
-    assert reason_of(failed(cause)) == reason
+    assert describe_failure(failed(cause)) == reason
 
 
 def test_spark_need_not_have_run_a_query_for_it() -> None:
     text = WORKER.format(raised="BadOrder: order 17").replace(": Traceback", ":\nTraceback")
-    assert reason_of(PySparkException(message=text)) == "BadOrder: order 17"
+    assert describe_failure(PySparkException(message=text)) == "BadOrder: order 17"
     java = "An error occurred while calling o1.start.\n: java.io.IOException: no\n\tat java.lang"
-    assert reason_of(Py4JError(java)) == "java.io.IOException: no"
+    assert describe_failure(Py4JError(java)) == "java.io.IOException: no"
 
 
 def test_there_is_always_one_and_none_is_endless() -> None:
-    assert reason_of(PySparkException(message="")) == "PySparkException"
-    assert len(reason_of(PySparkException(message="x" * 10_000))) == LONGEST
+    assert describe_failure(PySparkException(message="")) == "PySparkException"
+    assert len(describe_failure(PySparkException(message="x" * 10_000))) == MAX_REASON_LENGTH
 
 
 def test_of_errors_of_our_own_it_is_what_they_say() -> None:
-    assert reason_of(TransportDown("a:1 is away")) == "a:1 is away"
+    assert describe_failure(TransportDown("a:1 is away")) == "a:1 is away"
 
 
 RULES = """\
@@ -172,8 +172,8 @@ def within(events):
 def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     (tmp_path / "shop_reasons.py").write_text(RULES)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(errors, "_seen", {})
-    yield errors.module_of("shop_reasons")
+    monkeypatch.setattr(user_code, "_versions", {})
+    yield user_code.import_user_module("shop_reasons")
     del sys.modules["shop_reasons"]
 
 
@@ -191,20 +191,20 @@ def test_of_all_others_it_is_what_and_where_in_the_users_own_module(
 ) -> None:
     with pytest.raises(Exception) as caught:
         call(rules)
-    assert reason_of(caught.value) == reason
+    assert describe_failure(caught.value) == reason
 
 
 @pytest.mark.parametrize("cause", [WORKER.format(raised="BadOrder"), TASK])
 def test_a_lane_that_fails_again_with_the_same_is_no_news(cause: str) -> None:
-    class Failing(Runner):
+    class Failing(PipelineRunner):
         def __init__(self) -> None:
-            self._known, self._stage = {}, 0
+            self._reported, self._stage = {}, 0
 
         def status(self) -> list[LaneStatus]:
             self._stage += 1
             text = cause.replace("{stage}", str(self._stage)).replace("{raised}", CRASHED)
-            why = reason_of(failed(text))
+            why = describe_failure(failed(text))
             return [LaneStatus("a", LaneState.WAITING, self._stage, why, 0, 0)]
 
     runner = Failing()
-    assert [len(list(runner.changes())) for _ in range(3)] == [1, 0, 0]
+    assert [len(list(runner.list_changes())) for _ in range(3)] == [1, 0, 0]

@@ -15,13 +15,13 @@ from tests.contract.harness import wait_until
 from tests.spark.nodes import Served, numbers, serving
 from turnlane.events import block_of
 from turnlane.formats.parse_settings import ParseSettings
-from turnlane.outputs.file import FileSettings
+from turnlane.outputs.file import FileOutputSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
 from turnlane.spark import pipeline as pipelines
-from turnlane.spark.checks import check
+from turnlane.spark.checks import check_pipeline
 from turnlane.spark.lane import LaneState
-from turnlane.spark.runner import LanesLeft, Plan, Runner
+from turnlane.spark.runner import LanesStillRunning, PipelinePlan, PipelineRunner
 from turnlane.testing import FaultyDisk
 
 PATIENCE = 180.0
@@ -73,30 +73,30 @@ def publisher(node: Served) -> Iterator[Publisher]:
 
 
 @pytest.fixture
-def runner(spark: SparkSession) -> Iterator[Runner]:
-    made = Runner(spark)
+def runner(spark: SparkSession) -> Iterator[PipelineRunner]:
+    made = PipelineRunner(spark)
     yield made
     made.stop()
 
 
-def plan(node: Served, place: Path, *names: str) -> Plan:
+def plan(node: Served, place: Path, *names: str) -> PipelinePlan:
     """Actions whose lanes wait for more than ever comes: their queues keep everything."""
     actions = [
         ActionSettings(
             name=name,
             queue=QueueSettings.of(kind="disk", name=name, path=Path(name)),
             lane=LaneSettings(min_events=10**9, max_age=86_400),
-            output=FileSettings(type="file", path=place / name),
+            output=FileOutputSettings(type="file", path=place / name),
         )
         for name in names
     ]
     settings = PipelineSettings(parse=ParseSettings(), actions=tuple(actions))
     queues: dict[str, dict[str, str]] = {name: {} for name in QUEUES}
-    return Plan(settings, queues, {"endpoint": node.url}, place / "checkpoints")
+    return PipelinePlan(settings, queues, {"endpoint": node.url}, place / "checkpoints")
 
 
 def test_events_that_come_throughout_a_reload_are_in_each_queue_once(
-    node: Served, publisher: Publisher, runner: Runner, tmp_path: Path
+    node: Served, publisher: Publisher, runner: PipelineRunner, tmp_path: Path
 ) -> None:
     runner.start(plan(node, tmp_path, "held"))
     wait_until(lambda: node.queue("held").end > 0, "the first lanes", PATIENCE)
@@ -114,7 +114,7 @@ def test_events_that_come_throughout_a_reload_are_in_each_queue_once(
 
 
 def test_a_plan_waits_for_lanes_that_cannot_end_and_says_what_they_wait_for(
-    node: Served, runner: Runner, disk: FaultyDisk, tmp_path: Path, caplog: Caplog
+    node: Served, runner: PipelineRunner, disk: FaultyDisk, tmp_path: Path, caplog: Caplog
 ) -> None:
     """The main lane is at a commit into a queue whose disk is full; nothing interrupts that."""
     runner.start(plan(node, tmp_path, "held"))
@@ -126,11 +126,11 @@ def test_a_plan_waits_for_lanes_that_cannot_end_and_says_what_they_wait_for(
     states = {each.name: each.state for each in runner.status()}
     assert states == {"main": LaneState.STOPPING, "held": LaneState.STOPPED}
     again = plan(node, tmp_path, "held", "more")
-    reason = "lane main of the configuration before has not ended yet; queue held cannot write"
-    with pytest.raises(LanesLeft, match=reason):
+    reason = "lane main of the earlier configuration has not ended yet; queue held cannot write"
+    with pytest.raises(LanesStillRunning, match=reason):
         runner.start(again)
     assert runner.plan is None
-    assert "lane main: its query is told to stop, and has not ended yet" in caplog.text
+    assert "lane.stop_delayed lane=main" in caplog.text
 
     node.queue("main").producer(ack="accepted").publish_block(block_of(numbers(100, 120)))
     disk.clear()
@@ -143,21 +143,21 @@ def test_a_plan_waits_for_lanes_that_cannot_end_and_says_what_they_wait_for(
 
 
 def test_a_plan_is_checked_once_and_while_the_one_before_it_runs(
-    node: Served, runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: Served, runner: PipelineRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To check it again would find nothing else, and what fails then leaves nothing running."""
     running: list[list[LaneState]] = []
 
     def noted(*given: Any) -> frozenset[str]:
         running.append([status.state for status in runner.status()])
-        return check(*given)
+        return check_pipeline(*given)
 
-    monkeypatch.setattr(pipelines, "check", noted)
+    monkeypatch.setattr(pipelines, "check_pipeline", noted)
     runner.start(plan(node, tmp_path, "held"))
     wait_until(lambda: _all_run(runner), "the first lanes", PATIENCE)
     runner.start(plan(node, tmp_path, "more"))
     assert running == [[], [LaneState.RUNNING] * 2]
 
 
-def _all_run(runner: Runner) -> bool:
+def _all_run(runner: PipelineRunner) -> bool:
     return all(status.state is LaneState.RUNNING for status in runner.status())

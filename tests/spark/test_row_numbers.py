@@ -6,10 +6,10 @@ import numpy as np
 import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
+from turnlane.outputs.event_ids import make_event_ids
 
 from turnlane.events import Block
-from turnlane.outputs.api import ids_of
-from turnlane.spark.row_codec import as_block, together, with_numbers
+from turnlane.spark.row_codec import group_rows_by_event, number_rows_of_events, to_block
 
 
 def rows(*offsets: int, partition: int = 0) -> Block:
@@ -25,8 +25,8 @@ def rows(*offsets: int, partition: int = 0) -> Block:
 
 def ids(*blocks: Block) -> list[str]:
     found = []
-    for block in together(iter(blocks)):
-        texts = ids_of(with_numbers(block))
+    for block in group_rows_by_event(iter(blocks)):
+        texts = make_event_ids(number_rows_of_events(block))
         assert texts is not None
         found += texts.to_pylist()
     return [str(text).removeprefix("orders/") for text in found]
@@ -49,18 +49,18 @@ def test_the_same_offset_on_another_node_is_another_event() -> None:
 
 def test_rows_that_are_events_stay_as_they_are() -> None:
     for block in (rows(5, 6), rows(9), rows(2, 3), rows(1, 0), rows()):
-        assert with_numbers(block) is block
+        assert number_rows_of_events(block) is block
 
 
 def test_rows_without_a_whole_place_stay_as_they_are() -> None:
     block = rows(1, 1)
     odd = block.set_column(3, "offset", pa.array([1, None], pa.int64()))
     for each in (block.drop_columns(["offset"]), odd):
-        assert with_numbers(each) is each
+        assert number_rows_of_events(each) is each
 
 
 def test_a_queue_does_not_store_the_numbers() -> None:
-    assert "turnlane_row" not in as_block(with_numbers(rows(1, 1))).schema.names
+    assert "turnlane_row" not in to_block(number_rows_of_events(rows(1, 1))).schema.names
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=30), st.sets(st.integers(1, 29)))

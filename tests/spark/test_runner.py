@@ -11,7 +11,7 @@ from tests.spark.nodes import serving
 from turnlane.errors import TransportDown
 from turnlane.pipeline.settings import PipelineSettings
 from turnlane.spark.lane import LaneState, LaneStatus
-from turnlane.spark.runner import Plan, Runner, make_queues
+from turnlane.spark.runner import PipelinePlan, PipelineRunner, create_missing_queues
 
 
 class Lanes:
@@ -36,12 +36,12 @@ def told(states: list[LaneStatus]) -> list[tuple[str, str | None]]:
     """What a runner tells of a lane that goes through these states."""
     lanes: Any = Lanes()
     nothing: Any = None
-    runner = Runner(nothing)
+    runner = PipelineRunner(nothing)
     runner._pipeline = lanes
     said = []
     for state in states:
         lanes.now = [state]
-        said += [(str(each.state), each.reason) for each in runner.changes()]
+        said += [(str(each.state), each.reason) for each in runner.list_changes()]
     return said
 
 
@@ -61,14 +61,16 @@ def test_a_lane_that_fails_again_and_again_is_told_of_once_for_each_reason() -> 
     ]
 
 
-def plan(endpoint: str, **queues: dict[str, Any]) -> Plan:
-    return Plan(PipelineSettings(), queues, {"endpoint": endpoint}, Path())
+def plan(endpoint: str, **queues: dict[str, Any]) -> PipelinePlan:
+    return PipelinePlan(PipelineSettings(), queues, {"endpoint": endpoint}, Path())
 
 
 def test_queues_that_are_missing_are_made_and_the_others_left_alone(tmp_path: Path) -> None:
     with serving(tmp_path, {"main": {"size": 7}}) as served:
         served.publish("main", [b"kept"])
-        make_queues(plan(served.url, main={}, small={"kind": "memory", "max_bytes": 2**20}))
+        create_missing_queues(
+            plan(served.url, main={}, small={"kind": "memory", "max_bytes": 2**20})
+        )
         assert served.queue("small").settings.max_bytes == 2**20
         assert served.queue("main").settings.size == 7
         assert served.values("main") == [b"kept"]
@@ -78,4 +80,4 @@ def test_a_node_that_is_away_is_told(tmp_path: Path) -> None:
     with serving(tmp_path, {}) as served:
         url = served.url
     with pytest.raises(TransportDown):
-        make_queues(plan(url, main={}))
+        create_missing_queues(plan(url, main={}))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from turnlane.spark.session import JavaMissing, find_java, set_to
+from turnlane.spark.session import JavaMissing, find_java, override_settings
 
 
 def test_workers_import_pyspark_from_where_it_is_installed(spark: SparkSession) -> None:
@@ -61,7 +61,7 @@ print(*jvm.java.lang.management.ManagementFactory.getRuntimeMXBean().getInputArg
 def test_settings_are_for_what_is_begun_meanwhile(spark: SparkSession) -> None:
     unset, known = "spark.sql.test.unset", "spark.sql.shuffle.partitions"
     before = spark.conf.get(known)
-    with set_to(spark, {unset: "a", known: "7"}):
+    with override_settings(spark, {unset: "a", known: "7"}):
         assert (spark.conf.get(unset), spark.conf.get(known)) == ("a", "7")
     assert spark.conf.get(unset, None) is None
     assert spark.conf.get(known) == before

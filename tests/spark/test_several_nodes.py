@@ -15,12 +15,12 @@ from tests.contract.harness import wait_until
 from tests.spark.nodes import Served, numbers, serving
 from turnlane.errors import StorageFailed
 from turnlane.formats.parse_settings import ParseSettings
-from turnlane.key_hash import node_of
-from turnlane.outputs.file import FileSettings
+from turnlane.key_hash import find_node
+from turnlane.outputs.file import FileOutputSettings
 from turnlane.pipeline.settings import ActionSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
-from turnlane.spark.nodes import by_content
-from turnlane.spark.runner import Plan, Runner
+from turnlane.spark.nodes import split_by_content
+from turnlane.spark.runner import PipelinePlan, PipelineRunner
 
 PATIENCE = 180.0
 pytestmark = pytest.mark.timeout(600)
@@ -42,16 +42,18 @@ def port(tmp_path: Path) -> int:
 @pytest.fixture
 def runner(
     spark: SparkSession, first: Served, port: int, tmp_path: Path
-) -> Iterator[Callable[[], Runner]]:
-    runner = Runner(spark)
+) -> Iterator[Callable[[], PipelineRunner]]:
+    runner = PipelineRunner(spark)
 
-    def start() -> Runner:
+    def start() -> PipelineRunner:
         wanted = QueueSettings.of(kind="disk", name="taken", path=Path("taken"))
-        output = FileSettings(type="file", path=tmp_path / "taken")
+        output = FileOutputSettings(type="file", path=tmp_path / "taken")
         action = ActionSettings(name="taken", queue=wanted, output=output)
         settings = PipelineSettings(parse=ParseSettings(), actions=(action,))
         access = {"endpoint": f"{first.url},127.0.0.1:{port}"}
-        runner.start(Plan(settings, {"main": {}, "taken": {}}, access, tmp_path / "checkpoints"))
+        runner.start(
+            PipelinePlan(settings, {"main": {}, "taken": {}}, access, tmp_path / "checkpoints")
+        )
         return runner
 
     yield start
@@ -66,7 +68,7 @@ def taken(place: Path) -> set[bytes]:
 
 
 def test_a_node_that_is_away_delays_only_its_own_events(
-    runner: Callable[[], Runner], first: Served, port: int, tmp_path: Path
+    runner: Callable[[], PipelineRunner], first: Served, port: int, tmp_path: Path
 ) -> None:
     """It is away when the lanes start, comes, goes while they run, and comes again."""
     first.publish("main", numbers(0, 100))
@@ -107,7 +109,7 @@ def test_rows_go_to_the_node_of_their_key_or_value_however_they_are_cut() -> Non
         return {
             value: node
             for batch in batches
-            for node, part in by_content(batch, 3)
+            for node, part in split_by_content(batch, 3)
             for value in part.column("value").to_pylist()
         }
 
@@ -115,12 +117,12 @@ def test_rows_go_to_the_node_of_their_key_or_value_however_they_are_cut() -> Non
     assert whole == places([rows.slice(at, 7) for at in range(0, 1000, 7)])
     assert {whole[value] for value in values} == {0, 1, 2}
     for value, key in zip(values, keys, strict=True):
-        assert whole[value] == node_of(value.decode() if key is None else key, 3)
+        assert whole[value] == find_node(value.decode() if key is None else key, 3)
 
 
 def test_rows_without_key_or_value_have_a_node_too() -> None:
     rows = pa.RecordBatch.from_arrays([pa.array([None, None], pa.binary())], names=["value"])
-    assert [(node, part.num_rows) for node, part in by_content(rows, 2)] == [(0, 2)]
+    assert [(node, part.num_rows) for node, part in split_by_content(rows, 2)] == [(0, 2)]
 
 
 def test_a_batch_that_is_written_again_is_known_on_every_node(

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlane.events import Block, join
-from turnlane.spark.row_codec import routes_of, together, with_siblings
+from turnlane.events import Block, join_blocks
+from turnlane.spark.row_codec import add_rows_of_same_event, get_route_masks, group_rows_by_event
 
 
 def rows(*offsets: int, partition: int = 0, first: int = 0) -> Block:
@@ -30,12 +30,12 @@ def rows(*offsets: int, partition: int = 0, first: int = 0) -> Block:
 
 def chosen(block: Block, *numbers: int) -> list[int]:
     mask = np.isin(np.arange(block.num_rows), numbers)
-    found: list[int] = np.flatnonzero(with_siblings(block, mask)).tolist()
+    found: list[int] = np.flatnonzero(add_rows_of_same_event(block, mask)).tolist()
     return found
 
 
 def cut(*blocks: Block) -> list[Any]:
-    return [block.column("offset").to_pylist() for block in together(iter(blocks))]
+    return [block.column("offset").to_pylist() for block in group_rows_by_event(iter(blocks))]
 
 
 def test_who_has_siblings_brings_them_wherever_they_are() -> None:
@@ -46,7 +46,7 @@ def test_who_has_siblings_brings_them_wherever_they_are() -> None:
 
 
 def test_the_same_offset_on_another_node_is_no_sibling() -> None:
-    block = join([rows(5, 5), rows(5, 5, partition=1)])
+    block = join_blocks([rows(5, 5), rows(5, 5, partition=1)])
     assert chosen(block, 0) == [0, 1]
     assert chosen(block, 3) == [2, 3]
     assert chosen(block, 0, 3) == [0, 1, 2, 3]
@@ -56,7 +56,7 @@ def test_the_same_offset_on_another_node_is_no_sibling() -> None:
 def test_rows_that_do_not_say_where_they_come_from_have_none(lost: str) -> None:
     block = rows(5, 5, 5).drop_columns([lost])
     assert chosen(block, 1) == [1]
-    assert [each.num_rows for each in together(iter([block, block]))] == [3, 3]
+    assert [each.num_rows for each in group_rows_by_event(iter([block, block]))] == [3, 3]
 
 
 def test_an_event_that_a_block_ends_with_gets_the_rest_from_the_next() -> None:
@@ -69,7 +69,7 @@ def test_an_event_that_a_block_ends_with_gets_the_rest_from_the_next() -> None:
 
 def test_events_of_one_row_are_not_copied() -> None:
     blocks = [rows(5, 6), rows(7, 8), rows(2)]
-    for block, found in zip(blocks, together(iter(blocks)), strict=True):
+    for block, found in zip(blocks, group_rows_by_event(iter(blocks)), strict=True):
         mine, given = (each.column("offset").buffers()[1] for each in (found, block))
         assert mine is not None
         assert given is not None
@@ -83,7 +83,7 @@ def test_each_event_is_in_one_block_and_each_row_is_there_once(
     offsets = np.repeat(np.arange(len(counts)), counts)
     edges = [0, *sorted(cuts & set(range(len(offsets)))), len(offsets)]
     blocks = [rows(*offsets[first:end].tolist(), first=first) for first, end in pairwise(edges)]
-    found = list(together(iter(blocks)))
+    found = list(group_rows_by_event(iter(blocks)))
     assert [n for each in found for n in each.column("number").to_pylist()] == list(
         range(len(offsets))
     )
@@ -91,4 +91,4 @@ def test_each_event_is_in_one_block_and_each_row_is_there_once(
     assert sum(map(len, events)) == len(counts)
     for each in found:
         odd = np.asarray(each.column("number")) % 2 == 1
-        assert (routes_of(each, "queue").get("a", np.zeros_like(odd)) == odd).all()
+        assert (get_route_masks(each, "queue").get("a", np.zeros_like(odd)) == odd).all()

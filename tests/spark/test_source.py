@@ -244,7 +244,7 @@ class TestLanes:
             wait_until(lambda e=end: node.queue("main").low == e, "either", PATIENCE)  # type: ignore[misc]
         assert new.isActive, "the later one stays"
         new.stop()
-        assert "started anew" in str(old.exception())
+        assert "was restarted" in str(old.exception())
         assert sorted(node.values("all")) == sorted(numbers(0, end)), "and nothing twice"
 
 

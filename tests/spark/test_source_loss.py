@@ -14,15 +14,15 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from tests.spark.loop import SCHEMA
 from tests.spark.nodes import Served, damage, numbers, serving
 from tests.spark.streams import both, positions, reader, rows_of, run, stream
-from turnlane.client.node_client import RemoteNode, Unsettled
+from turnlane.client.node_client import RemoteNode, UnsettledSpans
 from turnlane.errors import RetryLater
 from turnlane.events import block_of
 from turnlane.queues.buffered import MAX_SPANS
-from turnlane.spark.batch_planning import Extent, Place
+from turnlane.spark.batch_planning import QueryPosition, QueueExtent
+from turnlane.spark.batch_reader import DataLost, QueueBatchReader
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.options import ReadOptions
-from turnlane.spark.reader import BatchReader, DataLost
-from turnlane.spark.stream_reader import Settling, StreamReader
+from turnlane.spark.stream_reader import QuerySettler, QueueStreamReader
 
 QUEUES = {"main": {"durability": "always"}}
 
@@ -42,14 +42,14 @@ def second(tmp_path: Path) -> Iterator[Served]:
 Offset = dict[str, Any]
 
 
-def batch(query: StreamReader, start: Offset) -> tuple[Offset, int]:
+def batch(query: QueueStreamReader, start: Offset) -> tuple[Offset, int]:
     """The next batch: where it ends, and how many rows it has."""
     end = query.latestOffset(start, ReadAllAvailable())
     parts = query.partitions(start, end)
     return end, sum(rows.num_rows for part in parts for rows in query.read(part))
 
 
-def drained(query: StreamReader, start: Offset) -> tuple[Offset, int]:
+def drained(query: QueueStreamReader, start: Offset) -> tuple[Offset, int]:
     """Batches until there are no more: where the last ends, and how many rows there were."""
     total = 0
     while (found := batch(query, start))[0] != start:
@@ -58,7 +58,7 @@ def drained(query: StreamReader, start: Offset) -> tuple[Offset, int]:
     return start, total
 
 
-def values_in(query: StreamReader, parts: Sequence[InputPartition]) -> list[bytes]:
+def values_in(query: QueueStreamReader, parts: Sequence[InputPartition]) -> list[bytes]:
     """What tasks read."""
     rows = [each for part in parts for each in query.read(part)]
     return [value for each in rows for value in each.column("value").to_pylist()]
@@ -94,7 +94,7 @@ class TestSettling:
         # As after a restart: another process, which knows what the checkpoint says.
         reader(node.url, **start).commit(offset)
         assert node.queue("main").low == 0
-        assert node.queue("main").unsettled(100).spans == [(0, 10)]
+        assert node.queue("main").find_unsettled(100).spans == [(0, 10)]
 
     def test_from_the_earliest_it_settles_everything(self, node: Served) -> None:
         node.publish("main", numbers(0, 10))
@@ -197,7 +197,9 @@ class TestLoss:
 
     def test_a_batch_query_fails_too(self, node: Served) -> None:
         node.publish("main", numbers(0, 10))
-        query = BatchReader(ReadOptions.of({"endpoint": node.url, "queue": "main"}), SCHEMA)
+        query = QueueBatchReader(
+            ReadOptions.from_spark({"endpoint": node.url, "queue": "main"}), SCHEMA
+        )
         (part,) = query.partitions()
         node.queue("main").settle(0, 5)
         with pytest.raises(DataLost, match="0 to 4 are gone"):
@@ -273,7 +275,7 @@ class TestSkippingWhatIsSettled:
         asked = []
         ask = RemoteNode.unsettled
 
-        def counted(*args: Any, **more: Any) -> Unsettled:
+        def counted(*args: Any, **more: Any) -> UnsettledSpans:
             asked.append(args)
             return ask(*args, **more)
 
@@ -349,7 +351,7 @@ class TestOutgrown:
         made_anew(node, 0, 100)
         assert rows_of(run(stream(spark, node, "late"), tmp_path / "c")) == 100
         made_anew(node, 1000, 1150)
-        with pytest.raises(Exception, match=r"made it anew .*offset 100; .*failOnDataLoss"):
+        with pytest.raises(Exception, match=r"created it again .*offset 100; .*failOnDataLoss"):
             run(stream(spark, node, "late"), tmp_path / "c")
         assert node.values("late") == numbers(1000, 1150), "and nothing is settled"
         anew = stream(spark, node, "late", failOnDataLoss="false")
@@ -363,7 +365,7 @@ class TestOutgrown:
         offset = read_up(node)
         made_anew(node, 1000, 1150, kind=kind)
         query = reader(node.url, "late")
-        with pytest.raises(DataLost, match="made it anew since it was read up to offset 100"):
+        with pytest.raises(DataLost, match="created it again since it was read up to offset 100"):
             query.latestOffset(offset, ReadAllAvailable())
         query.commit(offset)
         assert node.queue("late").low == 0
@@ -403,7 +405,7 @@ class TestOutgrown:
         end = query.latestOffset(start, query.getDefaultReadLimit())
         assert [positions(each)["0"] for each in (start, end)] == [50, 100]
         made_anew(node, 1000, 1150)
-        with pytest.raises(DataLost, match="made it anew"):
+        with pytest.raises(DataLost, match="created it again"):
             reader(node.url, "late").partitions(start, end)
         query = reader(node.url, "late", failOnDataLoss="false")
         assert query.partitions(start, end) == []
@@ -441,7 +443,7 @@ class TestCheckpointsOfOld:
         offset, rows = drained(query, {"0": 100})
         assert (offset["queues"], rows) == ({"0": node.queue("late").queue_id}, 0)
         made_anew(node, 1000, 1150)
-        with pytest.raises(DataLost, match="made it anew"):
+        with pytest.raises(DataLost, match="created it again"):
             query.latestOffset(offset, ReadAllAvailable())
 
     def test_one_that_ends_before_them_is_another(self, node: Served) -> None:
@@ -453,13 +455,15 @@ class TestCheckpointsOfOld:
 def test_a_lane_does_not_settle_what_it_has_not_read(node: Served) -> None:
     """Lanes with a checkpoint settle by what Spark says of their progress."""
     made_anew(node, 0, 100)
-    settling = Settling(Nodes.of(ReadOptions.of({"endpoint": node.url, "queue": "late"})), "late")
-    before = Place.of(read_up(node, consume="false"))
+    settling = QuerySettler(
+        Nodes.from_options(ReadOptions.from_spark({"endpoint": node.url, "queue": "late"})), "late"
+    )
+    before = QueryPosition.from_offset(read_up(node, consume="false"))
     settling.settle(before)
     assert node.queue("late").low == 100
     made_anew(node, 1000, 1150)
-    settling.settle(before.moved({0: 120}))
+    settling.settle(before.advance_to({0: 120}))
     assert node.queue("late").low == 0
-    settling.settle(before.begin({0: 0}, {0: Extent(0, 150, node.queue("late").queue_id)}))
-    settling.settle(Place({0: 100}, {}, {0: node.queue("late").queue_id}))
+    settling.settle(before.start_at({0: 0}, {0: QueueExtent(0, 150, node.queue("late").queue_id)}))
+    settling.settle(QueryPosition({0: 100}, {}, {0: node.queue("late").queue_id}))
     assert node.queue("late").low == 100

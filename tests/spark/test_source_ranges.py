@@ -79,11 +79,15 @@ def test_a_time_is_found_around_what_cannot_be_read(tmp_path: Path) -> None:
             node.publish("main", numbers(*span), timestamps=stamps)
     damage(place, b"".join(numbers(40, 60)))
     with serving(place, QUEUES) as node:
-        nodes = Nodes.of(ReadOptions.of({"endpoint": node.url, "queue": "main"}))
-        found = [nodes.offset_at(0, "main", 1000 * second) for second in (0, 10, 39, 61, 99, 100)]
+        nodes = Nodes.from_options(ReadOptions.from_spark({"endpoint": node.url, "queue": "main"}))
+        found = [
+            nodes.find_offset_at(0, "main", 1000 * second) for second in (0, 10, 39, 61, 99, 100)
+        ]
         assert found == [0, 10, 39, 61, 99, 100]
         # What is not there may have been of that time: it is for the reader to say that it is lost.
-        assert [nodes.offset_at(0, "main", 1000 * second) for second in (40, 50, 60)] == [40] * 3
+        assert [nodes.find_offset_at(0, "main", 1000 * second) for second in (40, 50, 60)] == [
+            40
+        ] * 3
 
 
 def test_the_smaller_of_both_limits_is_kept(node: Served) -> None:

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 from tests.spark.nodes import Served, numbers, serving
 from tests.spark.streams import into, stream
-from turnlane.spark.options import writer_of
+from turnlane.spark.options import find_writer_id
 
 
 @pytest.fixture
@@ -55,11 +55,11 @@ def test_overwriting_is_refused(spark: SparkSession, node: Served) -> None:
 
 def test_a_writer_is_known_by_its_checkpoints_query(tmp_path: Path) -> None:
     place = tmp_path / "a b"
-    assert writer_of("w", str(place)) == "w"
-    assert writer_of(None, None) is None
-    assert writer_of(None, "hdfs://there/c") == "hdfs://there/c"
-    assert writer_of(None, str(place)) == str(place), "Spark may keep it elsewhere"
+    assert find_writer_id("w", str(place)) == "w"
+    assert find_writer_id(None, None) is None
+    assert find_writer_id(None, "hdfs://there/c") == "hdfs://there/c"
+    assert find_writer_id(None, str(place)) == str(place), "Spark may keep it elsewhere"
     place.mkdir()
     (place / "metadata").write_text('{"id": "q1"}')
-    assert writer_of(None, str(place)) == f"{place}#q1"
-    assert writer_of(None, f"file://{place}") == f"{place}#q1", "which is the same place"
+    assert find_writer_id(None, str(place)) == f"{place}#q1"
+    assert find_writer_id(None, f"file://{place}") == f"{place}#q1", "which is the same place"

@@ -21,14 +21,14 @@ from pyspark.sql.types import StructType
 from tests.databases import postgres_server
 from turnlane.errors import WriterAhead
 from turnlane.spark.table_source import (
-    PruningTableReader,
+    FilteringTableReader,
     TablePartition,
     TableStreamWriter,
     TableWriteOptions,
     TurnlaneTableSource,
 )
 from turnlane.table import Database, TableQueue, connect
-from turnlane.table.queue import Selection
+from turnlane.table.queue import EventSelection
 from turnlane.table.sharded import connect_shards
 
 COLUMNS = (
@@ -146,7 +146,7 @@ def test_partitions_and_filters_read_their_part(spark: SparkSession, shop: Shop)
     assert whole.rdd.getNumPartitions() == 4
     assert whole.select("event_id").distinct().count() == whole.count() == 100
     assert {row.keyspace_id for row in whole.select("keyspace_id").collect()} == {
-        row["keyspace_id"] for row in shop.queue.scan.events(Selection())
+        row["keyspace_id"] for row in shop.queue.scan.read_events(EventSelection())
     }
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
     try:
@@ -164,7 +164,7 @@ def test_pushed_filters_are_the_databases(shop: Shop) -> None:
     shop.enqueue([{"customer": n, "subject": f"s{n}"} for n in range(10)])
     source = TurnlaneTableSource({"url": shop.url, "path": "mails", "pushFilters": "true"})
     reader = source.reader(source.schema())
-    assert isinstance(reader, PruningTableReader)
+    assert isinstance(reader, FilteringTableReader)
     filters = [
         In(("customer",), (1, 2, 3)),
         EqualTo(("customer",), 2),
@@ -211,7 +211,7 @@ def test_a_stream_schedules_every_batch_once(
 
 def writer(shop: Shop, name: str = "w") -> TableStreamWriter:
     options = {"url": shop.url, "table": "mails", "writerId": name}
-    return TableStreamWriter(TableWriteOptions.of(options))
+    return TableStreamWriter(TableWriteOptions.from_spark(options))
 
 
 def test_what_was_cut_off_is_committed_once_or_not_at_all(shop: Shop) -> None:
@@ -241,7 +241,7 @@ def test_a_new_checkpoint_in_the_same_place_writes_anew(shop: Shop, tmp_path: Pa
     def commit(query: str, subject: str) -> None:
         (tmp_path / "metadata").write_text(json.dumps({"id": query}))
         options = {"url": shop.url, "table": "mails", "checkpointLocation": str(tmp_path)}
-        found = TableStreamWriter(TableWriteOptions.of(options))
+        found = TableStreamWriter(TableWriteOptions.from_spark(options))
         found.commit([found.write(rows(subject))], 0)
 
     commit("first", "a")
@@ -284,7 +284,8 @@ def test_shards_are_written_by_key_and_read_together(spark: SparkSession, tmp_pa
         options = {"shards": json.dumps(shards)}
         frame.write.format("turnlane_table").options(**options).mode("append").save("mails")
         queue = databases.queue("mails")
-        parts = [queue.queue(shard).scan.events(Selection()) for shard in queue.map.shards]
+        shards_read = [queue.queue(shard).scan for shard in queue.map.shards]
+        parts = [scan.read_events(EventSelection()) for scan in shards_read]
         ranges = [shard.key_range for shard in queue.map.shards]
         for key_range, part in zip(ranges, map(list, parts), strict=True):
             assert part

@@ -11,8 +11,12 @@ import pytest
 from pyspark.sql import SparkSession
 
 from turnlane.errors import ConfigError
-from turnlane.spark.errors import changed, module_of, renewed
-from turnlane.spark.transforms import called
+from turnlane.spark.transforms import call_transform
+from turnlane.spark.user_code import (
+    find_changed_modules,
+    import_user_module,
+    reload_changed_modules,
+)
 
 _numbers = itertools.count()
 
@@ -37,40 +41,42 @@ def test_a_module_is_imported_again_only_at_a_reload_and_if_it_has_changed(
     name: str, write: Write
 ) -> None:
     write("word = 'one'\n")
-    first = module_of(name)
-    with renewed():
-        assert module_of(name) is first
+    first = import_user_module(name)
+    with reload_changed_modules():
+        assert import_user_module(name) is first
     write("word = 'another'\n")
-    assert module_of(name) is first, "a lane that is started again has the code that it had"
-    assert changed() == [name]
-    with renewed():
-        assert module_of(name).word == "another"
-    assert changed() == []
-    assert module_of(name).word == "another"
+    assert import_user_module(name) is first, (
+        "a lane that is started again has the code that it had"
+    )
+    assert find_changed_modules() == [name]
+    with reload_changed_modules():
+        assert import_user_module(name).word == "another"
+    assert find_changed_modules() == []
+    assert import_user_module(name).word == "another"
 
 
 def test_a_reload_that_fails_leaves_the_module_as_it_was(name: str, write: Write) -> None:
     write("word = 'one'\n")
-    first = module_of(name)
+    first = import_user_module(name)
     write("word = \n")
-    with pytest.raises(SyntaxError), renewed():
-        module_of(name)
-    assert module_of(name) is first
-    assert changed() == [name], "so that the next reload looks again"
+    with pytest.raises(SyntaxError), reload_changed_modules():
+        import_user_module(name)
+    assert import_user_module(name) is first
+    assert find_changed_modules() == [name], "so that the next reload looks again"
 
 
 def test_a_module_that_is_gone_is_missed_only_if_somebody_asks_for_it(
     name: str, write: Write, tmp_path: Path
 ) -> None:
     write("word = 'one'\n")
-    first = module_of(name)
+    first = import_user_module(name)
     (tmp_path / f"{name}.py").unlink()
-    with pytest.raises(ModuleNotFoundError), renewed():
-        module_of(name)
-    assert module_of(name) is first
-    with renewed():
+    with pytest.raises(ModuleNotFoundError), reload_changed_modules():
+        import_user_module(name)
+    assert import_user_module(name) is first
+    with reload_changed_modules():
         pass
-    assert changed() == []
+    assert find_changed_modules() == []
 
 
 TRANSFORM = """\
@@ -90,20 +96,20 @@ def test_spark_runs_the_new_code_too(
     """Its processes, which stay, have imported the module as well."""
 
     def words(function: str) -> set[str]:
-        return {row[0] for row in called(f"{name}:{function}", spark.range(8)).collect()}
+        return {row[0] for row in call_transform(f"{name}:{function}", spark.range(8)).collect()}
 
     source = TRANSFORM.replace("FUNCTION", "first")
     write(source.replace("WORD", "'one'"))
     spark.sparkContext.addPyFile(str(tmp_path / f"{name}.py"))
     assert words("first") == {"one"}
     write(source.replace("WORD", "'another'"))
-    with renewed():
+    with reload_changed_modules():
         assert words("first") == {"another"}
     write(TRANSFORM.replace("FUNCTION", "second").replace("WORD", "helper()") + HELPER)
-    with renewed():
+    with reload_changed_modules():
         assert words("second") == {"help"}
     with pytest.raises(ConfigError, match="no attribute 'first'"):
-        called(f"{name}:first", spark.range(8))
+        call_transform(f"{name}:first", spark.range(8))
 
 
 HELPER = """

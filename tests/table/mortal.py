@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from turnlane.table.definition import Definition
 from turnlane.table.sql.dialect import Dialect
+
+from turnlane.table.definition import Definition
 from turnlane.table.store import TableStore
 
 OPERATIONS = (

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from turnlane.table.url import dialect_of
+
 from tests.table.site import COLUMNS, PATIENCE
 from turnlane import table
 from turnlane.errors import LeadLost
 from turnlane.runtime import Closing
 from turnlane.table.shard_directory import ShardDirectory
-from turnlane.table.url import dialect_of
 
 OPTIONS = "lease = 10s, backoff = 10ms, max_backoff = 50ms, window = 1s"
 

@@ -19,6 +19,11 @@ import psycopg
 import pymysql
 import pytest
 from psycopg.conninfo import make_conninfo
+from turnlane.table.sql import watch
+from turnlane.table.sql.dialect import Dialect, Failure, Verdict
+from turnlane.table.sql.postgres import Postgres
+from turnlane.table.sql.session import Session
+from turnlane.table.url import dialect_of
 
 from tests.table.mortal import OPERATIONS, Killed, MortalStore
 from tests.table.oracle import Oracle
@@ -30,12 +35,7 @@ from turnlane.errors import DatabaseDown, LeadLost
 from turnlane.table import dispatcher, id_gaps
 from turnlane.table.manager import Manager
 from turnlane.table.receiver import Receiver
-from turnlane.table.sql import watch
-from turnlane.table.sql.dialect import Dialect, Failure, Verdict
-from turnlane.table.sql.postgres import Postgres
-from turnlane.table.sql.session import Session
 from turnlane.table.store import TableStore
-from turnlane.table.url import dialect_of
 
 VICTIM = Path(__file__).with_name("victim.py")
 HOLDER = Path(__file__).with_name("holder.py")

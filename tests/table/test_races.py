@@ -10,6 +10,8 @@ from typing import Any
 
 import psycopg
 import pytest
+from turnlane.table.sql.dialect import Failure, Row
+from turnlane.table.sql.postgres import Postgres
 
 from tests.table.servers import PostgresServer
 from tests.table.site import PATIENCE, Site, eventually, payloads, settle, step_until, take
@@ -20,8 +22,6 @@ from turnlane.table.manager import Manager
 from turnlane.table.queue import EventSelection, TableQueue
 from turnlane.table.receiver import Receiver
 from turnlane.table.shards import KeyRange, keyspace_id
-from turnlane.table.sql.dialect import Failure, Row
-from turnlane.table.sql.postgres import Postgres
 from turnlane.table.store import TableStore
 
 SOON = 20.0

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from turnlane.table.url import dialect_of
 
 from tests.table.mortal import Killed
 from tests.table.shard_site import OPTIONS, ShardOracle, ShardSite, sqlite_site, sqlite_url
@@ -27,7 +28,6 @@ from turnlane.table.row_codec import TransferFilter
 from turnlane.table.shard_directory import ShardDirectory, ShardRouter
 from turnlane.table.shard_store import ShardStore
 from turnlane.table.shards import KeyRange, Shard, ShardMap, keyspace_id
-from turnlane.table.url import dialect_of
 
 RESHARDER = Path(__file__).with_name("resharder.py")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from turnlane.table.sql.session import Session
 
 from tests.table.site import Site
 from turnlane.table import KeyRange, TableQueue
 from turnlane.table.batch_commit import STAGE_PREFIX, STAGE_RETENTION, BatchStaging, get_job_id
 from turnlane.table.queue import EventSelection
-from turnlane.table.sql.session import Session
 
 ODD = "a %s {now} `b`"
 COLUMNS = f'user_id BIGINT, payload VARCHAR(256) NOT NULL, "{ODD}" INT'

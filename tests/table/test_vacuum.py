@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from turnlane.table.sql.postgres import Postgres
 
 from tests.table.servers import PostgresServer
 from tests.table.site import Site, eventually, settle, take
 from turnlane.table import leader
 from turnlane.table.definition import Definition
 from turnlane.table.leader import VACUUM_AFTER_EVENTS, VACUUM_REST_FACTOR, Vacuum
-from turnlane.table.sql.postgres import Postgres
 from turnlane.testing import ManualClock
 
 

@@ -71,7 +71,9 @@ def test_a_join_has_queues_of_the_node_and_of_actions_that_only_keep_events_for_
     pipeline = pipeline_of(
         config(JOIN % "plain, held", f"{{name: held, {HELD}}}", f"{{name: dropped, {HELD}}}")
     )
-    assert list(pipeline.lanes()) == ["main", "j", "dropped"], "the join reads held, no lane does"
-    assert pipeline.joined == {"plain", "held"}
-    assert [action.name for action in pipeline.queued] == ["j", "held", "dropped"]
-    assert [action.name for action in pipeline.with_lane] == ["j", "dropped"]
+    assert list(pipeline.lane_names()) == ["main", "j", "dropped"], (
+        "the join reads held, no lane does"
+    )
+    assert pipeline.joined_queues == {"plain", "held"}
+    assert [action.name for action in pipeline.queued_actions] == ["j", "held", "dropped"]
+    assert [action.name for action in pipeline.actions_with_lane] == ["j", "dropped"]

@@ -6,8 +6,9 @@ import pytest
 
 from turnlane.config import ConfigFaults, loads
 from turnlane.delivery.settings import Ordering
-from turnlane.outputs.file import FileSettings
-from turnlane.spark.steps import Step, step_of_lane, steps_of_main
+from turnlane.outputs.file import FileOutputSettings
+from turnlane.spark.lane_shape import build_lane_step, build_main_steps
+from turnlane.spark.steps import LaneStep
 
 FILE = "output: {type: file, path: out}"
 SINK = "{type: spark, format: csv}"
@@ -33,8 +34,8 @@ def test_settings_reach_the_action_with_the_second_output_checked() -> None:
     assert (action.delivery.backoff, action.delivery.batch_bytes) == (0.2, 65536)
     assert action.delivery.failover is not None
     assert action.delivery.failover.after == 300
-    assert isinstance(action.delivery.failover.output, FileSettings)
-    again = Step.model_validate_json(step_of_lane(action).model_dump_json())
+    assert isinstance(action.delivery.failover.output, FileOutputSettings)
+    again = LaneStep.model_validate_json(build_lane_step(action).model_dump_json())
     assert again.delivery.failover is not None
     assert again.delivery.failover.output["path"] == "second"
 
@@ -58,7 +59,7 @@ def test_a_file_takes_more_at_a_time_unless_something_else_is_said(
     more: str, batch: tuple[int, int, int]
 ) -> None:
     (action,) = loads(actions(f"{{name: a, queue: disk, {more}{FILE}}}")).actions
-    delivery = step_of_lane(action).delivery
+    delivery = build_lane_step(action).delivery
     assert (delivery.batch_events, delivery.batch_bytes, delivery.max_concurrency) == batch
 
 
@@ -75,7 +76,7 @@ def test_the_main_lane_has_steps_for_those_it_calls_itself() -> None:
     )
     pipeline = config.pipeline()
     assert pipeline is not None
-    steps = {step.action: step for step in steps_of_main(pipeline)}
+    steps = {step.action: step for step in build_main_steps(pipeline)}
     assert list(steps) == ["direct", "instead", "tried", "spare"]
     assert steps["direct"].rereads
     assert steps["tried"].queue == "tried"

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from turnlane.cli.app import app
 from turnlane.cli.pipeline_tools import topology_of
 from turnlane.config import loads
-from turnlane.pipeline.cases import Case, differences
-from turnlane.pipeline.graph import Topology, cut, svg, text_lines
+from turnlane.pipeline.cases import Case, find_differences
+from turnlane.pipeline.graph import Topology, render_svg, render_text, shorten
 
 CONFIG = """\
 node: {data: d}
@@ -45,7 +45,7 @@ def leading_to(**output: str) -> str:
 
 def test_the_text_shows_the_way_from_inputs_to_outputs() -> None:
     assert (
-        "\n".join(text_lines(topology()))
+        "\n".join(render_text(topology()))
         == """\
 inputs
   http    127.0.0.1:8080         ──▶ queue metrics (memory)
@@ -68,18 +68,18 @@ lanes: 1 + 2 = 3 (main, alerts, counts)"""
 
 def test_a_pipeline_without_inputs_says_so() -> None:
     only = "node: {data: d}\nactions: [{name: a, output: {type: discard}}]"
-    lines = list(text_lines(topology(only)))
+    lines = list(render_text(topology(only)))
     assert lines[1] == "  (none: events are published by clients)"
     assert lines[-1] == "lanes: 1 + 0 = 1 (main)"
 
 
 def test_a_narrow_terminal_cuts_filters() -> None:
-    lines = list(text_lines(topology(), 60))
+    lines = list(render_text(topology(), 60))
     assert any("severity <…" in line for line in lines)
 
 
 def test_the_picture_is_well_formed_and_has_everything() -> None:
-    root = ET.fromstring(svg(topology()))
+    root = ET.fromstring(render_svg(topology()))
     words = [text for element in root.iter() if (text := element.text)]
     for expected in ("noise", "alerts", "counts", "all", "main (disk)", "disk_assisted"):
         assert expected in words
@@ -116,16 +116,16 @@ def test_the_command_prints_or_draws(tmp_path: Path) -> None:
 )
 def test_neither_text_nor_picture_shows_a_secret_of_an_address(url: str, seen: str) -> None:
     found = topology(leading_to(type="http", url=url), HUSH="hunter2")
-    assert any(line.endswith(f"http {seen}") for line in text_lines(found, 200))
-    for drawn in (*text_lines(found, 200), svg(found)):
+    assert any(line.endswith(f"http {seen}") for line in render_text(found, 200))
+    for drawn in (*render_text(found, 200), render_svg(found)):
         assert "hunter2" not in drawn
 
 
 def test_a_filter_is_shown_as_it_is_written() -> None:
     actions = "[{name: a, filter: \"key = '${HUSH}'\", output: {type: discard}}]"
     found = topology(f"node: {{data: d}}\nactions: {actions}", HUSH="hunter2")
-    assert any("key = '${HUSH}'" in line for line in text_lines(found))
-    assert "hunter2" not in svg(found)
+    assert any("key = '${HUSH}'" in line for line in render_text(found))
+    assert "hunter2" not in render_svg(found)
 
 
 @pytest.mark.parametrize(
@@ -133,12 +133,12 @@ def test_a_filter_is_shown_as_it_is_written() -> None:
 )
 def test_a_place_without_secrets_is_shown_as_it_is(path: str) -> None:
     found = topology(leading_to(type="spark", format="parquet", path=path))
-    assert any(line.endswith(f"parquet {path}") for line in text_lines(found))
+    assert any(line.endswith(f"parquet {path}") for line in render_text(found))
 
 
 def test_what_is_too_long_is_cut() -> None:
-    assert cut("a  b\nc", 5) == "a b c"
-    assert cut("abcdef", 4) == "abc…"
+    assert shorten("a  b\nc", 5) == "a b c"
+    assert shorten("abcdef", 4) == "abc…"
 
 
 # ── differences of cases ─────────────────────────────────────────────────────────────────────────
@@ -146,7 +146,7 @@ def test_what_is_too_long_is_cut() -> None:
 
 def found(expect: object, **got: list[dict[str, object]]) -> list[str]:
     case = Case.model_validate({"name": "c", "events": [], "expect": expect})
-    return list(differences(case, got))
+    return list(find_differences(case, got))
 
 
 def test_rows_match_in_any_order_and_by_the_columns_given() -> None:
@@ -194,6 +194,8 @@ def test_a_queue_that_is_kept_for_a_join_leads_to_the_action_that_joins() -> Non
         "  - {name: j, queue: disk, sql: SELECT 1, with_queues: [kept],\n"
         "     output: {type: file, path: o}}\n"
     )
-    assert any("kept  every event ──▶ queue (disk) ══▶ joined by j" in x for x in text_lines(found))
-    assert "joined" in svg(found)
+    assert any(
+        "kept  every event ──▶ queue (disk) ══▶ joined by j" in x for x in render_text(found)
+    )
+    assert "joined" in render_svg(found)
     assert found.lanes == "lanes: 1 + 1 = 2 (main, j)"

@@ -10,7 +10,12 @@ pytest.importorskip("pyspark.sql")
 
 from turnlane.config import loads
 from turnlane.pipeline.settings import PipelineSettings
-from turnlane.spark.steps import delivers_by_place, goes_by_place, wanted_by_main, wanted_by_tasks
+from turnlane.spark.lane_shape import (
+    can_copy_by_reference,
+    can_deliver_by_reference,
+    find_filter_columns,
+    find_task_columns,
+)
 
 RAW = "{type: file, path: a, format: raw}"
 JSON = "{type: file, path: a}"
@@ -29,7 +34,7 @@ def pipeline_of(*actions: str, parse: str = "syslog", more: str = "") -> Pipelin
 
 
 def wanted(*actions: str, **knobs: Any) -> frozenset[str] | None:
-    return wanted_by_main(pipeline_of(*actions, **knobs))
+    return find_filter_columns(pipeline_of(*actions, **knobs))
 
 
 def test_outputs_that_take_values_leave_what_filters_name() -> None:
@@ -82,8 +87,8 @@ def test_whoever_may_read_them_gets_all(actions: list[str], knobs: dict[str, Any
     ],
 )
 def test_tasks_want_where_an_event_is_and_what_outputs_read(knobs: str, expected: set[str]) -> None:
-    (action,) = pipeline_of(f"queue: disk, {knobs}").queued
-    assert wanted_by_tasks(action) == frozenset(expected | {"partition", "offset"})
+    (action,) = pipeline_of(f"queue: disk, {knobs}").queued_actions
+    assert find_task_columns(action) == frozenset(expected | {"partition", "offset"})
 
 
 @pytest.mark.parametrize(
@@ -96,8 +101,8 @@ def test_tasks_want_where_an_event_is_and_what_outputs_read(knobs: str, expected
     ],
 )
 def test_tasks_want_all_if_an_output_may_read_anything(knobs: str) -> None:
-    (action,) = pipeline_of(f"queue: disk, {knobs}").queued
-    assert wanted_by_tasks(action) is None
+    (action,) = pipeline_of(f"queue: disk, {knobs}").queued_actions
+    assert find_task_columns(action) is None
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,7 @@ def test_tasks_want_all_if_an_output_may_read_anything(knobs: str) -> None:
 def test_places_are_enough_where_queues_get_events_as_they_came(
     actions: list[str], expected: bool
 ) -> None:
-    assert goes_by_place(pipeline_of(*actions)) == expected
+    assert can_copy_by_reference(pipeline_of(*actions)) == expected
 
 
 @pytest.mark.parametrize(
@@ -132,5 +137,5 @@ def test_places_are_enough_where_queues_get_events_as_they_came(
     ids=["raw", "key and failover", "http", "json", "one json", "transform", "sql", "parsed"],
 )
 def test_shares_are_enough_where_spark_makes_nothing_of_events(knobs: str, expected: bool) -> None:
-    (action,) = pipeline_of(f"queue: disk, {knobs}").queued
-    assert delivers_by_place(action) == expected
+    (action,) = pipeline_of(f"queue: disk, {knobs}").queued_actions
+    assert can_deliver_by_reference(action) == expected

@@ -163,12 +163,12 @@ class Lanes:
         self.left = ["main"]
 
     def start(self, plan: Any) -> None:
-        from turnlane.spark.runner import LanesLeft
+        from turnlane.spark.runner import LanesStillRunning
 
-        self.asked.append(list(plan.settings.lanes()))
+        self.asked.append(list(plan.settings.lane_names()))
         self.plan = None
         if self.left:
-            raise LanesLeft(self.left)
+            raise LanesStillRunning(self.left)
         self.plan = plan
 
     def stop(self) -> list[str]:
@@ -227,7 +227,7 @@ def test_a_reload_that_waits_for_lanes_to_end_is_tried_again(
     due(operation, signals)
     due(operation, signals)
     assert [event for event, _ in told] == ["waiting"] * 2
-    why = "lane main of the configuration before has not ended yet"
+    why = "lane main of the earlier configuration has not ended yet"
     assert told[0][1]["reason"] == why
     runner.left = []
     due(operation, signals)

@@ -19,7 +19,7 @@ from turnlane.config.document import dotted, parse, undotted
 from turnlane.config.settings import of_the_file
 from turnlane.errors import ConfigError
 from turnlane.formats.parse_settings import Format
-from turnlane.outputs.file import FileSettings
+from turnlane.outputs.file import FileOutputSettings
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.queues.settings import Kind
 from turnlane.service import check
@@ -74,7 +74,7 @@ def test_actions_bring_a_main_queue_and_their_own() -> None:
     }
     pipeline = config.pipeline()
     assert pipeline is not None
-    assert list(pipeline.lanes()) == ["main", "a", "b", "c"]
+    assert list(pipeline.lane_names()) == ["main", "a", "b", "c"]
 
 
 @pytest.mark.parametrize("given", ["main: {durability: always}", "queues: {main: {size: 9}}"])
@@ -127,7 +127,7 @@ def test_empty_sections_are_as_if_they_were_not_there() -> None:
 
 def test_an_output_has_the_settings_of_its_type() -> None:
     (action,) = loads(actions(f"{{name: a, {FILE}}}")).actions
-    assert isinstance(action.output, FileSettings)
+    assert isinstance(action.output, FileOutputSettings)
     assert action.output.path == Path("out")
 
 
@@ -428,7 +428,7 @@ def test_the_example_is_written_once_and_is_valid(tmp_path: Path) -> None:
     assert made.exit_code == 0, made.output
     pipeline = load(file).pipeline()
     assert pipeline is not None
-    assert list(pipeline.lanes()) == ["main", "alerts", "archive", "counts"]
+    assert list(pipeline.lane_names()) == ["main", "alerts", "archive", "counts"]
     checked = CliRunner().invoke(app, ["validate", str(file)])
     assert checked.stdout == f"{file}: ok, 0 queues, 2 inputs, 4 actions\n"
     file.write_text("mine")

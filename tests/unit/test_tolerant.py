@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnlane.spark.transforms import tolerant
+from turnlane.spark.transforms import use_try_casts
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from turnlane.spark.transforms import tolerant
     ],
 )
 def test_a_value_in_json_that_does_not_fit_is_null(written: str, made: str) -> None:
-    assert tolerant(written) == made
+    assert use_try_casts(written) == made
 
 
 @pytest.mark.parametrize(
@@ -41,4 +41,4 @@ def test_a_value_in_json_that_does_not_fit_is_null(written: str, made: str) -> N
     ],
 )
 def test_everything_else_stays_as_it_is(text: str) -> None:
-    assert tolerant(text) == text
+    assert use_try_casts(text) == text

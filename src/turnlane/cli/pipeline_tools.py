@@ -84,17 +84,19 @@ def _tried(
 
 def _found(spark: Session, pipeline: PipelineSettings, case: Case) -> list[str]:
     """What is not as the case expects; if it cannot be tried to its end, why."""
-    from turnlane.pipeline.cases import differences
-    from turnlane.spark.cases import Trial
-    from turnlane.spark.errors import reason_of
-    from turnlane.spark.session import is_alive
+    from turnlane.pipeline.cases import find_differences
+    from turnlane.spark.checks import CaseTrial
+    from turnlane.spark.errors import describe_failure
+    from turnlane.spark.session import is_jvm_alive
 
     try:
-        return list(differences(case, dict(Trial(spark, pipeline, case).results())))
+        return list(
+            find_differences(case, dict(CaseTrial(spark, pipeline, case).collect_results()))
+        )
     except Exception as error:
-        if not is_alive():
+        if not is_jvm_alive():
             raise SparkMissing("Spark's own process has ended") from error
-        return [reason_of(error)]
+        return [describe_failure(error)]
 
 
 def _tell(case: Case, found: list[str], *, as_json: bool) -> None:
@@ -119,12 +121,12 @@ def graph(
     ] = None,
 ) -> None:
     """Draw the topology: inputs, main queue, actions with their filters, queues, outputs."""
-    from turnlane.pipeline.graph import svg as drawn
-    from turnlane.pipeline.graph import text_lines
+    from turnlane.pipeline.graph import render_svg as drawn
+    from turnlane.pipeline.graph import render_text
 
     topology = topology_of(loaded(config))
     if svg is None:
-        for line in text_lines(topology, shutil.get_terminal_size((100, 24)).columns):
+        for line in render_text(topology, shutil.get_terminal_size((100, 24)).columns):
             console.say(line)
     elif str(svg) == "-":
         typer.echo(drawn(topology), nl=False)
@@ -136,12 +138,12 @@ def graph(
 def topology_of(config: Config) -> Topology:
     """What there is to be drawn. Raises ``ConfigError`` if that is no pipeline."""
     from turnlane.config import shown
-    from turnlane.pipeline.graph import Source, Topology
+    from turnlane.pipeline.graph import InputSummary, Topology
 
     pipeline = config.pipeline()
     if pipeline is None:
         raise config.placed(ConfigError("actions", "there are none, so there is nothing to draw"))
-    inputs = tuple(Source(each.label, _where(each), each.queue) for each in config.inputs)
+    inputs = tuple(InputSummary(each.label, _where(each), each.queue) for each in config.inputs)
     kinds = {name: str(knobs.get("kind", "disk")) for name, knobs in config.knobs().items()}
     actions = tuple(map(_as_shown, pipeline.actions, shown(config)["actions"]))
     return Topology(inputs, pipeline.model_copy(update={"actions": actions}), kinds)
@@ -149,9 +151,9 @@ def topology_of(config: Config) -> Topology:
 
 def _as_shown(action: ActionSettings, shown: dict[str, Any]) -> ActionSettings:
     """An action that says what ``turnlane validate --show`` does: no secrets, no variables."""
-    from turnlane.pipeline.graph import PLACES
+    from turnlane.pipeline.graph import LOCATION_SETTINGS
 
-    places = {name: shown["output"][name] for name in PLACES if name in shown["output"]}
+    places = {name: shown["output"][name] for name in LOCATION_SETTINGS if name in shown["output"]}
     output = action.output.model_copy(update=places)
     return action.model_copy(update={"filter": shown["filter"], "output": output})
 

@@ -34,10 +34,10 @@ def need_spark() -> None:
     """Raise, with what to install, if there is no Spark or no Java."""
     if importlib.util.find_spec("pyspark") is None:
         raise SparkMissing("Spark is not installed: pip install 'turnlane[spark]'")
-    from turnlane.spark.session import find_java, say_errors_once
+    from turnlane.spark.session import find_java, silence_pyspark_errors
 
     find_java()
-    say_errors_once()
+    silence_pyspark_errors()
 
 
 def session(
@@ -67,12 +67,12 @@ def session(
 
 def _logging(level: LogLevel) -> dict[str, str]:
     """Spark tells of very much: one level less of it than of our own."""
-    from turnlane.spark.session import DEFAULTS, JAVA_OPTIONS
+    from turnlane.spark.session import JAVA_OPTIONS, SPARK_DEFAULTS
 
     words, lanes = _SPARK_LEVELS[level]
     place = resources.files("turnlane.spark").joinpath("log4j2.properties")
     options = (
-        f"{DEFAULTS[JAVA_OPTIONS]} -Dlog4j2.configurationFile={place} "
+        f"{SPARK_DEFAULTS[JAVA_OPTIONS]} -Dlog4j2.configurationFile={place} "
         f"-Dturnlane.log.level={words} -Dturnlane.lane.level={lanes}"
     )
     return {JAVA_OPTIONS: options, "spark.log.level": words.upper()}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from turnlane.config import Config
     from turnlane.config.settings import NodesSettings
     from turnlane.spark.lane import LaneStatus
-    from turnlane.spark.runner import Plan, Runner
+    from turnlane.spark.runner import PipelinePlan, PipelineRunner
     from turnlane.spark.session import Session
 
 LOOK_SECONDS: Final = 0.25
@@ -82,7 +82,7 @@ class Operation:
         self._on_cluster = on_cluster
         self._reloads = reloads
         self._seen = seen
-        self._runner: Runner | None = None
+        self._runner: PipelineRunner | None = None
         self._again_at = 0.0
         self._begun = time.monotonic()
         self._was_ready = False
@@ -121,7 +121,7 @@ class Operation:
         return self._reload if wanted else None
 
     @property
-    def _running(self) -> Plan | None:
+    def _running(self) -> PipelinePlan | None:
         return None if self._runner is None else self._runner.plan
 
     def _look_after_node(self) -> None:
@@ -152,15 +152,15 @@ class Operation:
 
     # ── lanes ────────────────────────────────────────────────────────────────────────────────────
 
-    def _plan(self, config: Config) -> Plan | None:
+    def _plan(self, config: Config) -> PipelinePlan | None:
         """What a configuration wants to run; ``None`` as long as the node's address is unknown."""
-        from turnlane.spark.runner import Plan
+        from turnlane.spark.runner import PipelinePlan
 
         pipeline = config.pipeline()
         assert pipeline is not None
         if self._node is not None and self._node.ready is None:
             return None
-        return Plan(pipeline, config.knobs(), self._access(config), self._checkpoints)
+        return PipelinePlan(pipeline, config.knobs(), self._access(config), self._checkpoints)
 
     def _access(self, config: Config) -> dict[str, str]:
         """How the nodes are reached: with the token of the start, if executors have no other."""
@@ -179,15 +179,15 @@ class Operation:
         assert self._node.ready is not None
         return str(self._node.ready["flight"])
 
-    def _start_lanes(self, plan: Plan) -> None:
+    def _start_lanes(self, plan: PipelinePlan) -> None:
         from turnlane.config.settings import of_the_file
-        from turnlane.spark.runner import Runner
+        from turnlane.spark.runner import PipelineRunner
 
         session = self._opening.session()
         if self._stopping:  # meanwhile
             return
         if self._runner is None:
-            self._runner = Runner(session)
+            self._runner = PipelineRunner(session)
         try:
             self._runner.start(plan)
         except RetryLater as error:
@@ -196,14 +196,14 @@ class Operation:
         except ConfigError as error:
             raise self.config.placed(of_the_file(error)) from None
         else:
-            names = list(plan.settings.lanes())
+            names = list(plan.settings.lane_names())
             message = f"lanes: 1 + {len(names) - 1}: {', '.join(names)}"
             self._report("lanes", message, count=len(names), names=names)
             notify("READY=1")
 
     def _tell_changes(self) -> None:
         assert self._runner is not None
-        for each in self._runner.changes():
+        for each in self._runner.list_changes():
             self._report("lane", _said(each), **_about(each))
 
     # ── reloading ────────────────────────────────────────────────────────────────────────────────
@@ -240,7 +240,7 @@ class Operation:
 
     def _take(self, config: Config) -> None:
         from turnlane.config.settings import of_the_file
-        from turnlane.spark.errors import changed, renewed
+        from turnlane.spark.user_code import find_changed_modules, reload_changed_modules
 
         assert self._runner is not None
         if config.pipeline() is None:
@@ -250,8 +250,8 @@ class Operation:
             raise RetryLater("the node is not ready")
         try:
             config.nodes.token()
-            if plan != self._running or changed():
-                with renewed():
+            if plan != self._running or find_changed_modules():
+                with reload_changed_modules():
                     self._runner.start(plan)
         except ConfigError as error:
             raise config.placed(of_the_file(error)) from None
@@ -261,7 +261,7 @@ class Operation:
         self._made = {**config.knobs(), **self._made}
         gone = [name for name in self.config.knobs() if name not in config.knobs()]
         self.config = config
-        names = list(plan.settings.lanes())
+        names = list(plan.settings.lane_names())
         message = f"configuration reloaded; lanes: 1 + {len(names) - 1}: {', '.join(names)}"
         self._report("reload", message, accepted=True, names=names, needs_restart=late)
         if late:
@@ -313,9 +313,9 @@ class Opening:
         """Raise ``SparkMissing`` if Spark was there and has gone: no lane can run again."""
         if self._made is None:
             return
-        from turnlane.spark.session import is_alive
+        from turnlane.spark.session import is_jvm_alive
 
-        if not is_alive():
+        if not is_jvm_alive():
             raise SparkMissing("Spark's own process has ended; start turnlane again")
 
     def stop(self) -> None:

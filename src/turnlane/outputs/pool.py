@@ -1,4 +1,8 @@
-"""Connections that are used again: as many as there are senders at a time."""
+"""A pool of connections for the outputs that keep connections open: SQL, queue tables, syslog.
+
+There are as many connections as threads that send at the same time. The lock guards the two lists;
+no method connects, sends or waits while it holds the lock.
+"""
 
 from __future__ import annotations
 
@@ -8,89 +12,86 @@ from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from turnlane.errors import Never
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 
 
-class Connection(Protocol):
-    """What can be kept in a pool."""
+class PooledConnection(Protocol):
+    """A connection that a pool can keep."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the other side is still there, as far as can be known without sending."""
+        """Whether the other side has not closed it, as far as one can know without sending."""
 
     def cancel(self) -> None:
-        """Have the thread that uses it fail. Called by another one; returns at once."""
+        """Make the thread that uses it fail. Another thread calls this; it returns at once."""
 
     def close(self) -> None:
-        """Let go."""
+        """Close it."""
 
 
-Open = TypeVar("Open", bound=Connection)
+ConnectionT = TypeVar("ConnectionT", bound=PooledConnection)
 
 
-class Pool(Closing, Generic[Open]):
-    """Lends each connection to one thread at a time. The one used last comes first."""
+class Pool(Closeable, Generic[ConnectionT]):
+    """Lends each connection to one thread at a time, the most recently used one first."""
 
-    def __init__(self, connect: Callable[[], Open]) -> None:
+    def __init__(self, connect: Callable[[], ConnectionT]) -> None:
         self._connect = connect
-        self._idle: list[Open] = []
-        self._lent: list[Open] = []
+        self._idle: list[ConnectionT] = []
+        self._lent: list[ConnectionT] = []
         self._lock = threading.Lock()
         self._closed = False
 
     @contextmanager
-    def borrowed(self) -> Iterator[Open]:
-        """A connection, for as long as the block lasts.
+    def borrow(self) -> Iterator[ConnectionT]:
+        """Lend a connection to the ``with`` block.
 
-        One that failed is closed. ``Never`` is said of events: the connection is sound.
+        The pool closes it after an error, except after ``Never``: that error is about the events,
+        and the connection still works.
         """
-        connection = self._taken()
+        connection = self._take_idle() or self._connect()
         with self._lock:
             self._lent.append(connection)
         try:
             yield connection
         except Never:
-            self._give_back(connection)
+            self._take_back(connection, reusable=True)
             raise
         except BaseException:
-            self._forget(connection)
-            connection.close()
+            self._take_back(connection, reusable=False)
             raise
-        self._give_back(connection)
+        self._take_back(connection, reusable=True)
 
     def cancel(self) -> None:
-        """Have all fail that use a connection now; it is closed then."""
-        with self._lock:  # so that none of them is closed, and its descriptor another's, meanwhile
+        """Make all threads that use a connection fail; the connections are closed then."""
+        # Under the lock, no connection is closed before it is cancelled. (Another file could have
+        # its descriptor by then.)
+        with self._lock:
             for connection in self._lent:
                 connection.cancel()
 
-    def _taken(self) -> Open:
-        while (connection := self._idle_one()) is not None:
-            if connection.is_open:
-                return connection
-            connection.close()
-        return self._connect()
-
-    def _forget(self, connection: Open) -> None:
-        with self._lock:
-            self._lent = [each for each in self._lent if each is not connection]
-
-    def _idle_one(self) -> Open | None:
-        with self._lock:
-            return self._idle.pop() if self._idle else None
-
-    def _give_back(self, connection: Open) -> None:
-        self._forget(connection)
-        with self._lock:
-            if not self._closed:
-                self._idle.append(connection)
-                return
-        connection.close()
-
     def close(self) -> None:
-        """Close all of them; one that is lent is closed when it comes back."""
+        """Close all connections; a connection that is lent is closed when it comes back."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+
+    def _take_idle(self) -> ConnectionT | None:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+            connection.close()
+
+    def _take_back(self, connection: ConnectionT, *, reusable: bool) -> None:
+        with self._lock:
+            self._lent = [each for each in self._lent if each is not connection]
+            if reusable and not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()

@@ -2,65 +2,47 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, Self
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Final, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from turnlane.errors import RetryLater
+from turnlane.databases import (
+    ConnectOptions,
+    check_url_setting,
+    get_dialect_name,
+    load_dialect,
+)
+from turnlane.errors import Never, RetryLater
 from turnlane.events import Block
-from turnlane.outputs.api import OnceSettings, Output, OutputSettings
-from turnlane.outputs.http_connections import ClientTls
+from turnlane.outputs.api import ExactlyOnceSettings, Output, OutputSettings
+from turnlane.outputs.connections import ClientTls
 from turnlane.outputs.pool import Pool
-from turnlane.outputs.sql_database import Database, Target
-from turnlane.outputs.sql_rows import Rows, rows_of
-from turnlane.runtime import revealed
+from turnlane.outputs.sql_rows import TableRows, build_rows
+from turnlane.outputs.sql_writers import WRITERS, TableWriter, Target
+from turnlane.runtime import read_secret
 from turnlane.units import Duration
-from turnlane.validation import Contradiction, Problem
+from turnlane.validation import ConfigIssue, ContradictorySettings
 
-
-class _Driver(NamedTuple):
-    module: str
-    name: str
-    extra: str | None
-    """What to install it with."""
-
-
-_DRIVERS: Final = {
-    "postgresql": _Driver("turnlane.outputs.sql_postgres", "Postgres", "postgres"),
-    "mysql": _Driver("turnlane.outputs.sql_mysql", "MySql", "mysql"),
-    "sqlite": _Driver("turnlane.outputs.sql_sqlite", "Sqlite", None),
-}
-_SAME: Final = {"postgres": "postgresql", "mariadb": "mysql"}
 _EXAMPLES: Final = ["postgresql://user@host/db", "mysql://user@host/db", "sqlite:///file.db"]
 
 
-def _database(url: str) -> str:
-    scheme = urlsplit(url).scheme
-    return _SAME.get(scheme, scheme)
-
-
-def _checked_url(url: str) -> str:
-    if _database(url) not in _DRIVERS:
+def _check_url(url: str) -> str:
+    if get_dialect_name(url) is None:
         raise ValueError(f"is none of {', '.join(_EXAMPLES)}")
-    parts = urlsplit(url)
-    if parts.password:
-        raise ValueError("holds a password; name it with password_env or password_file")
-    if parts.scheme == "sqlite" and not url.startswith("sqlite:///"):
-        raise ValueError("sqlite:///file.db, and sqlite:////tmp/file.db from the root on")
-    return url
+    if get_dialect_name(url) == "sqlite" and not url.startswith("sqlite:///"):
+        raise ValueError("write sqlite:///file.db, or sqlite:////tmp/file.db for an absolute path")
+    return check_url_setting(url)
 
 
 Name = Annotated[str, Field(pattern=r"^\w[\w$ -]*$")]
 TableName = Annotated[str, Field(pattern=r"^\w[\w$ -]*(\.\w[\w$ -]*)?$")]
 
 
-class SqlSettings(OnceSettings, OutputSettings):
+class SqlSettings(ExactlyOnceSettings, OutputSettings):
     """The settings of an SQL output."""
 
-    url: Annotated[str, AfterValidator(_checked_url)] = Field(
+    url: Annotated[str, AfterValidator(_check_url)] = Field(
         description="The database, without a password.", examples=_EXAMPLES
     )
     password_env: str | None = Field(
@@ -90,15 +72,15 @@ class SqlSettings(OnceSettings, OutputSettings):
     @model_validator(mode="after")
     def _sensible(self) -> Self:
         problems = [
-            Problem("key", f"{name} is none of the columns")
+            ConfigIssue("key", f"{name} is none of the columns")
             for name in self.key
             if name not in self.columns
         ]
-        problems += self.once_problems()
-        if self.tls is not None and _database(self.url) == "sqlite":
-            problems.append(Problem("tls", "means nothing for a file"))
+        problems += self.find_exactly_once_issues()
+        if self.tls is not None and get_dialect_name(self.url) == "sqlite":
+            problems.append(ConfigIssue("tls", "means nothing for a file"))
         if problems:
-            raise Contradiction(problems)
+            raise ContradictorySettings(problems)
         return self
 
 
@@ -110,48 +92,46 @@ class SqlOutput(Output):
 
     def __init__(self, settings: SqlSettings) -> None:
         super().__init__(settings)
-        self._databases: Pool[Database] = Pool(self._connect)
+        self._writers: Pool[TableWriter] = Pool(self._connect)
 
     def prepare(self, block: Block) -> Any:  # noqa: ANN401
-        """The block's events as rows of the table."""
-        return rows_of(block, self.settings.columns, places=self.settings.exactly_once)
+        """Return the block's events as rows of the table."""
+        return build_rows(block, self.settings.columns, with_positions=self.settings.exactly_once)
 
     def send(self, prepared: Any) -> None:  # noqa: ANN401
-        rows: Rows = prepared
-        with self._databases.borrowed() as database:
-            database.write(rows)
+        rows: TableRows = prepared
+        with self._writers.borrow() as writer:
+            writer.write(rows)
 
     def check(self) -> None:
         """Connect, which looks at the table and its columns."""
-        with self._databases.borrowed():
+        with self._writers.borrow():
             pass
 
     def cancel(self) -> None:
-        self._databases.cancel()
+        self._writers.cancel()
 
     def close(self) -> None:
-        self._databases.close()
+        self._writers.close()
 
-    def _connect(self) -> Database:
+    def _connect(self) -> TableWriter:
         settings = self.settings
-        driver = _DRIVERS[_database(settings.url)]
-        try:
-            kind: type[Database] = getattr(importlib.import_module(driver.module), driver.name)
-        except ImportError as error:
-            hint = f"pip install 'turnlane[{driver.extra}]'"
-            raise RetryLater(f"{error}; install it: {hint}") from error
-        return kind(self._target())
-
-    def _target(self) -> Target:
-        settings = self.settings
-        return Target(
-            url=settings.url,
-            password=revealed("password", settings.password_env, settings.password_file),
+        options = ConnectOptions(
+            password=read_secret("password", settings.password_env, settings.password_file),
             tls=settings.tls,
+            connect_timeout=settings.connect_timeout,
+            timeout=settings.timeout,
+            sqlite_must_exist=True,
+        )
+        try:
+            dialect = load_dialect(settings.url, options)
+        except Never as error:  # of the URL or the driver, which a person can change
+            raise RetryLater(str(error)) from error
+        target = Target(
             table=settings.table,
             columns=tuple(settings.columns),
             key=settings.key,
-            delivered_as=settings.noted_as(settings.table),
-            connect_timeout=settings.connect_timeout,
+            delivered_as=settings.get_delivery_name(settings.table),
             timeout=settings.timeout,
         )
+        return WRITERS[dialect.name](dialect, target)

@@ -1,10 +1,23 @@
-"""Events as rows of a table: which column, or which part of one, becomes which."""
+"""Events as rows of a table, and the record of which events a table has got.
+
+`build_rows` turns a block of events into rows: it finds the source of each column of the table (a
+column of the events, a path into a map, a struct or JSON, or the id of the event).
+
+An output that delivers exactly once records the offsets of the events in a table of its own beside
+the rows, in the transaction that writes the rows. Events arrive in any order and some are delivered
+later, so one number for each stream is not enough: `DeliveredRanges` stores ranges of offsets, and
+`DeliveryRecord` selects the rows that no earlier transaction wrote. A transaction locks one row for
+each stream, so two connections never write rows of the same stream at the same time. They lock the
+streams in the same order, so they do not block each other.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -14,63 +27,72 @@ import pyarrow.compute as pc
 
 from turnlane.errors import Never, RetryLater
 from turnlane.events import Block
-from turnlane.outputs.api import PLACE, ROW, ids_of
+from turnlane.intervals import RangeSet
+from turnlane.logs import get_logger
+from turnlane.outputs.event_ids import POSITION_COLUMNS, ROW_NUMBER_COLUMN, make_event_ids
+from turnlane.table.notes import DELIVERED_TABLE
+
+log = get_logger(__name__)
 
 EVENT_ID: Final = "event_id"
-"""A source that is there without a column: which event it is."""
+"""A source that needs no column: the id of the event."""
 
 Offsets = npt.NDArray[np.int64]
 
 
-class Stream(NamedTuple):
-    """Where events come from: their offsets there are theirs alone."""
+class EventStream(NamedTuple):
+    """A sequence of events in which an offset belongs to one event."""
 
     queue: str
     partition: int
 
 
-class Rows(NamedTuple):
-    """What is to be written."""
+StreamPositions = Mapping[EventStream, tuple[Offsets, Offsets]]
+"""For each stream: the numbers of its rows, and their offsets in the stream."""
+
+
+class TableRows(NamedTuple):
+    """Rows to write into a table."""
 
     columns: pa.RecordBatch
-    """Named as the table's columns are."""
-    places: Mapping[Stream, tuple[Offsets, Offsets]]
-    """For each stream, which rows are of it, and their offsets there; empty if nobody asks."""
+    """The values, under the names of the table's columns."""
+    positions: StreamPositions
+    """Empty if the output does not deliver exactly once."""
 
 
-def rows_of(block: Block, columns: Mapping[str, str], *, places: bool) -> Rows:
-    """The rows, with their ``places`` if they are wanted.
+def build_rows(block: Block, columns: Mapping[str, str], *, with_positions: bool) -> TableRows:
+    """Return the events of a block as rows.
 
-    Raises ``RetryLater`` if there is no such column: a person has to put that right. Raises
-    ``Never`` if what should be JSON is none.
+    Raises ``RetryLater`` if a column has no source: a person has to change the settings. Raises
+    ``Never`` if a value has to be JSON and is not.
     """
-    arrays = [_plain(_source(block, source)) for source in columns.values()]
+    arrays = [_convert(_get_source(block, source)) for source in columns.values()]
     batch = pa.RecordBatch.from_arrays(arrays, names=list(columns))
-    return Rows(batch, _places(block) if places else {})
+    return TableRows(batch, _find_positions(block) if with_positions else {})
 
 
 def has_source(names: Collection[str], source: str) -> bool:
-    """Whether events with columns of these names have what a column is to come from."""
-    if source == EVENT_ID and set(PLACE) <= set(names):
+    """Whether events with columns of these names have the source of a table's column."""
+    if source == EVENT_ID and set(POSITION_COLUMNS) <= set(names):
         return True
     first, dot, _ = source.partition(".")
     return source in names or bool(dot and first in names)
 
 
-def _source(block: Block, source: str) -> Any:  # noqa: ANN401
+def _get_source(block: Block, source: str) -> Any:  # noqa: ANN401
     if source in block.schema.names:
         return block.column(source)
-    if source == EVENT_ID and (ids := ids_of(block)) is not None:
+    if source == EVENT_ID and (ids := make_event_ids(block)) is not None:
         return ids
     name, *path = source.split(".")
     if not path or name not in block.schema.names:
         there = ", ".join(block.schema.names)
         raise RetryLater(f"columns: the events have no {source!r}; they have {there}")
-    return _within(block.column(name), path)
+    return _get_nested(block.column(name), path)
 
 
-def _within(column: Any, path: Sequence[str]) -> Any:  # noqa: ANN401
-    """What is at a path in maps, structs, and texts that are JSON."""
+def _get_nested(column: Any, path: Sequence[str]) -> Any:  # noqa: ANN401
+    """Return the values at a path in maps, structs, and JSON texts."""
     for at, name in enumerate(path):
         if pa.types.is_map(column.type):
             column = pc.map_lookup(column, pa.scalar(name, column.type.key_type), "last")
@@ -79,20 +101,20 @@ def _within(column: Any, path: Sequence[str]) -> Any:  # noqa: ANN401
         elif pa.types.is_struct(column.type):
             return pa.nulls(len(column), pa.string())
         else:
-            return _picked(column, path[at:])
+            return _get_from_json(column, path[at:])
     return column
 
 
-def _picked(column: Any, path: Sequence[str]) -> Any:  # noqa: ANN401
-    """What is at a path in each of the texts; null where there is nothing."""
-    found = [None if text is None else _at(text, path) for text in column.to_pylist()]
+def _get_from_json(column: Any, path: Sequence[str]) -> Any:  # noqa: ANN401
+    """Return the value at a path in each text; null where there is none."""
+    found = [None if text is None else _parse_value(text, path) for text in column.to_pylist()]
     try:
         return pa.array(found)
-    except (pa.ArrowException, OverflowError, TypeError):  # of several kinds, or too large
-        return pa.array([_text(each) for each in found], pa.string())
+    except (pa.ArrowException, OverflowError, TypeError):  # mixed types, or too large
+        return pa.array([_format_text(each) for each in found], pa.string())
 
 
-def _at(text: str | bytes, path: Sequence[str]) -> Any:  # noqa: ANN401
+def _parse_value(text: str | bytes, path: Sequence[str]) -> Any:  # noqa: ANN401
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -103,44 +125,49 @@ def _at(text: str | bytes, path: Sequence[str]) -> Any:  # noqa: ANN401
     return json.dumps(value) if isinstance(value, dict | list) else value
 
 
-def _text(value: Any) -> str | None:  # noqa: ANN401
+def _format_text(value: Any) -> str | None:  # noqa: ANN401
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
-def _plain(column: Any) -> Any:  # noqa: ANN401
-    """A column of a type that databases have; lists, maps and structs are JSON."""
+def _convert(column: Any) -> Any:  # noqa: ANN401
+    """Return a column with a type that databases have; lists, maps and structs become JSON."""
     kind = column.type
     if pa.types.is_null(kind):
         return column.cast(pa.string())
     if pa.types.is_timestamp(kind):
         return column.cast(pa.timestamp("us", tz=kind.tz), safe=False)
     if pa.types.is_nested(kind):
-        texts = [None if each is None else _json(each, kind) for each in column.to_pylist()]
+        texts = [None if each is None else _dump_json(each, kind) for each in column.to_pylist()]
         return pa.array(texts, pa.string())
     return column
 
 
-def _json(value: Any, kind: pa.DataType) -> str:  # noqa: ANN401
-    return json.dumps(dict(value) if pa.types.is_map(kind) else value, default=_in_json)
+def _dump_json(value: Any, kind: pa.DataType) -> str:  # noqa: ANN401
+    return json.dumps(dict(value) if pa.types.is_map(kind) else value, default=_convert_for_json)
 
 
-def _in_json(value: Any) -> str:  # noqa: ANN401
-    """What JSON has no form for; bytes as in payloads."""
+def _convert_for_json(value: Any) -> str:  # noqa: ANN401
+    """Return a value that JSON has no form for; bytes become Base64, as in payloads."""
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
-def _places(block: Block) -> dict[Stream, tuple[Offsets, Offsets]]:
-    """The rows and offsets of each stream.
+def _find_positions(block: Block) -> StreamPositions:
+    """Return the rows and offsets of each stream.
 
-    Further rows that a transform has made of events are streams of their own, by their number:
-    each has an offset at most once. No queue has a ``#`` in its name.
+    If a transform makes several rows of an event, the second rows form a stream of their own, and
+    the third rows, and so on: in each stream an offset occurs at most once. The name of such a
+    stream ends with ``#`` and a number; no queue has a ``#`` in its name.
     """
     names = block.schema.names
     if not {"queue", "partition", "offset"} <= set(names):
         raise RetryLater("exactly_once: these events come from no queue; sql made them")
     offsets = block.column("offset").to_numpy().astype(np.int64)
     partitions = block.column("partition").to_numpy()
-    numbers = block.column(ROW).to_numpy() if ROW in names else np.zeros_like(offsets)
+    numbers = (
+        block.column(ROW_NUMBER_COLUMN).to_numpy()
+        if ROW_NUMBER_COLUMN in names
+        else np.zeros_like(offsets)
+    )
     queues: Any = block.column("queue").dictionary_encode()
     found = {}
     for at, queue in enumerate(queues.dictionary.to_pylist()):
@@ -150,5 +177,170 @@ def _places(block: Block) -> dict[Stream, tuple[Offsets, Offsets]]:
         ).T.tolist():
             rows = np.flatnonzero(of_queue & (partitions == partition) & (numbers == number))
             name = f"{queue}#{number}" if number else str(queue)
-            found[Stream(name, partition)] = (rows, offsets[rows])
+            found[EventStream(name, partition)] = (rows, offsets[rows])
     return found
+
+
+# ── the record of delivered events ───────────────────────────────────────────────────────────────
+
+_LOCK: Final = -1
+"""The ``first`` of a row that is no range: a transaction locks it to have the stream alone."""
+
+RunStatement = Callable[[str, Sequence[Any]], Sequence[Any]]
+"""Runs a statement, whose parameters are ``?``, and returns its rows."""
+
+
+def find_runs(offsets: Offsets) -> list[tuple[int, int]]:
+    """Return offsets, given in any order, as ranges ``[first, end)``."""
+    if not len(offsets):
+        return []
+    ordered = np.unique(offsets)
+    breaks = np.flatnonzero(np.diff(ordered) != 1)
+    firsts = ordered[np.concatenate(([0], breaks + 1))]
+    lasts = ordered[np.concatenate((breaks, [len(ordered) - 1]))]
+    return list(zip(firsts.tolist(), (lasts + 1).tolist(), strict=True))
+
+
+def select_outside(offsets: Offsets, known: RangeSet) -> npt.NDArray[np.bool_]:
+    """Return a mask of the offsets that are in none of the ranges."""
+    if not known:
+        return np.ones(len(offsets), dtype=bool)
+    firsts, ends = np.array(list(known), dtype=np.int64).T
+    at = np.searchsorted(firsts, offsets, side="right") - 1
+    fresh: npt.NDArray[np.bool_] = (at < 0) | (offsets >= ends[at])
+    return fresh
+
+
+class DeliveredRanges:
+    """The ranges of offsets that one target has got, as one connection reads and writes them."""
+
+    def __init__(self, target: str, quote: Callable[[str], str], execute: RunStatement) -> None:
+        self._target = target
+        self._execute = execute
+        self._names = [quote(name) for name in ("target", "queue", "partition", "first", "end")]
+        *key, self._first, self._end = self._names
+        self._stream = " AND ".join(f"{name} = ?" for name in key)
+
+    def has_table(self) -> bool:
+        """Return true if the table exists; raises the driver's error if it does not."""
+        self._execute(f"SELECT 1 FROM {DELIVERED_TABLE} WHERE 1 = 0", [])  # noqa: S608 - names are ours
+        return True
+
+    def create_table(self) -> None:
+        """Create the table, in a transaction of its own; fails if it exists."""
+        target, queue, partition, first, end = self._names
+        self._execute(
+            f"CREATE TABLE {DELIVERED_TABLE} ({target} VARCHAR(200) NOT NULL, "
+            f"{queue} VARCHAR(200) NOT NULL, {partition} INTEGER NOT NULL, "
+            f"{first} BIGINT NOT NULL, {end} BIGINT NOT NULL, "
+            f"PRIMARY KEY ({target}, {queue}, {partition}, {first}))",
+            [],
+        )
+
+    def has_lock_row(self, stream: EventStream) -> bool:
+        """Whether a stream has its row to lock."""
+        return bool(self._select(stream, f"{self._first} = ?", [_LOCK]))
+
+    def create_lock_row(self, stream: EventStream) -> None:
+        """Insert the row to lock, in a transaction of its own; fails if it exists."""
+        self._insert(stream, [(_LOCK, _LOCK)])
+
+    def lock(self, stream: EventStream, suffix: str) -> bool:
+        """Lock a stream until the transaction ends; false if its row is gone."""
+        return bool(self._select(stream, f"{self._first} = ?", [_LOCK], suffix))
+
+    def read_near(self, stream: EventStream, offsets: Offsets) -> RangeSet:
+        """Return the ranges that contain some of the offsets or are next to them."""
+        condition = f"{self._first} >= 0 AND {self._end} >= ? AND {self._first} <= ?"
+        bounds = [int(offsets.min()), int(offsets.max()) + 1]
+        return RangeSet(self._select(stream, condition, bounds))
+
+    def add(self, stream: EventStream, offsets: Offsets, known: RangeSet) -> None:
+        """Add offsets to the ranges that :meth:`read_near` returned; adjacent ranges become one."""
+        merged = known.copy()
+        for first, end in find_runs(offsets):
+            merged.add(first, end)
+        before, after = set(known), set(merged)
+        for first, _ in sorted(before - after):
+            self._execute(
+                f"DELETE FROM {DELIVERED_TABLE} WHERE {self._stream} AND {self._first} = ?",  # noqa: S608
+                [self._target, *stream, first],
+            )
+        self._insert(stream, sorted(after - before))
+
+    def _select(
+        self, stream: EventStream, condition: str, values: Sequence[Any], suffix: str = ""
+    ) -> Sequence[Any]:
+        return self._execute(
+            f"SELECT {self._first}, {self._end} FROM {DELIVERED_TABLE} "  # noqa: S608 - names are ours
+            f"WHERE {self._stream} AND {condition}{suffix}",
+            [self._target, *stream, *values],
+        )
+
+    def _insert(self, stream: EventStream, ranges: Sequence[tuple[int, int]]) -> None:
+        for first, end in ranges:
+            self._execute(
+                f"INSERT INTO {DELIVERED_TABLE} ({', '.join(self._names)}) VALUES (?, ?, ?, ?, ?)",  # noqa: S608
+                [self._target, *stream, first, end],
+            )
+
+
+class DeliveryRecord:
+    """Knows which rows one target has got. One thread uses it at a time."""
+
+    def __init__(
+        self,
+        ranges: DeliveredRanges,
+        transaction: Callable[[], AbstractContextManager[None]],
+        lock_suffix: str,
+    ) -> None:
+        self._ranges = ranges
+        self._transaction = transaction
+        self._lock_suffix = lock_suffix
+        self._has_table = False
+        self._prepared: set[EventStream] = set()
+
+    def prepare(self, streams: Iterable[EventStream]) -> None:
+        """Create the table, and a row to lock for each stream; not within a transaction."""
+        ranges = self._ranges
+        if not self._has_table:
+            self._ensure(ranges.has_table, ranges.create_table)
+            self._has_table = True
+        for stream in set(streams) - self._prepared:
+            has_lock_row = partial(ranges.has_lock_row, stream)
+            self._ensure(has_lock_row, partial(ranges.create_lock_row, stream))
+            self._prepared.add(stream)
+
+    def record(self, positions: StreamPositions) -> Offsets:
+        """Record rows as delivered; returns the numbers of the rows that were not, in order."""
+        new = [np.empty(0, dtype=np.int64)]
+        for stream, (numbers, offsets) in sorted(positions.items()):
+            if not self._ranges.lock(stream, self._lock_suffix):
+                self._prepared.clear()
+                raise RetryLater(
+                    f"the rows of {DELIVERED_TABLE} were deleted; they are created again"
+                )
+            known = self._ranges.read_near(stream, offsets)
+            new.append(numbers[select_outside(offsets, known)])
+            self._ranges.add(stream, offsets, known)
+        chosen: Offsets = np.sort(np.concatenate(new))
+        return chosen
+
+    def _ensure(self, exists: Callable[[], bool], create: Callable[[], None]) -> None:
+        """Create something that does not exist; another connection may do it at the same time."""
+        if self._check(exists):
+            return
+        try:
+            with self._transaction():
+                create()
+        except Exception:
+            if not self._check(exists):
+                raise
+
+    def _check(self, exists: Callable[[], bool]) -> bool:
+        try:
+            with self._transaction():
+                return exists()
+        except Exception as error:  # noqa: BLE001 - creating it fails too, if this is serious
+            log.debug("sql.delivery_record_missing", table=DELIVERED_TABLE, error=error)
+            return False

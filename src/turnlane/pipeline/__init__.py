@@ -1,1 +1,1 @@
-"""The pipeline as it is described: actions, their order, their lanes. What runs it is Spark's."""
+"""The description of a pipeline: settings, test cases and drawings. Nothing here runs it."""

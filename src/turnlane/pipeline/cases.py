@@ -1,6 +1,8 @@
-"""Cases that test a pipeline: events in, what each action is expected to get, and the difference.
+"""Test cases of a pipeline, for ``turnlane test``: input events and the expected result.
 
-No Spark in here: what the actions really got is handed in as plain rows.
+A case names, for each action, the events that it should get. ``turnlane.spark.checks`` runs the
+pipeline over the input events; :func:`find_differences` compares the rows with the case. This
+module does not import Spark.
 """
 
 from __future__ import annotations
@@ -12,118 +14,121 @@ from typing import Any, Final
 
 from pydantic import Field, NonNegativeInt, model_validator
 
-from turnlane.pipeline.settings import Part
-from turnlane.validation import did_you_mean
+from turnlane.pipeline.settings import PipelineSection
+from turnlane.validation import suggest
 
-Row = Mapping[str, Any]
-"""The columns of an event, as JSON has them."""
+CaseRow = Mapping[str, Any]
+"""The columns of an event as JSON values."""
 
 MOST_SHOWN: Final = 5
-"""Rows of an action that a difference shows."""
+"""The most rows of an action that a difference shows."""
 
 
-class CaseEvent(Part):
-    """An event as it comes in. A bare text is an event's value."""
+class CaseEvent(PipelineSection):
+    """An input event. A bare text stands for an event with that value."""
 
-    value: str | None = Field(default=None, description="Its contents.")
-    key: str | None = Field(default=None, description="Its key.")
-    headers: dict[str, str] = Field(default={}, description="Its headers.")
+    value: str | None = Field(default=None, description="The content of the event.")
+    key: str | None = Field(default=None, description="The key of the event.")
+    headers: dict[str, str] = Field(default={}, description="The headers of the event.")
     timestamp: datetime | None = Field(
-        default=None, description="When it came in. Default: the moment of the test."
+        default=None, description="When it arrived. Default: the time of the test."
     )
-    severity: int | None = Field(default=None, ge=0, le=7, description="How grave it is.")
-    source: str | None = Field(default=None, description="Where it comes from.")
+    severity: int | None = Field(
+        default=None, ge=0, le=7, description="Its severity, as in syslog: 0 is the worst."
+    )
+    source: str | None = Field(default=None, description="The source of the event.")
 
     @model_validator(mode="before")
     @classmethod
-    def _worded(cls, given: object) -> object:
+    def _accept_bare_to_json(cls, given: object) -> object:
         return {"value": given} if isinstance(given, str) else given
 
 
-class Case(Part):
-    """One case."""
+class Case(PipelineSection):
+    """A test case: events, and what actions should get of them."""
 
-    name: str = Field(description="What it is about.")
-    events: tuple[CaseEvent, ...] = Field(description="What comes in, in this order.")
+    name: str = Field(description="What the case tests.")
+    events: tuple[CaseEvent, ...] = Field(description="The input events, in this order.")
     expect: dict[str, NonNegativeInt | tuple[dict[str, Any], ...]] = Field(
-        description="By action, what it is to get: how many events, or in any order the events, "
-        "each by some of its columns. Actions that are not named may get anything."
+        description="What each action should get: the number of events, or the events in any "
+        "order, each described by some of its columns. Actions without an entry are not compared."
     )
 
 
-class Cases(Part):
-    """A file of cases."""
+class Cases(PipelineSection):
+    """A file with test cases."""
 
-    tests: tuple[Case, ...] = Field(description="The cases.")
+    tests: tuple[Case, ...] = Field(description="The test cases.")
 
 
-def differences(case: Case, got: Mapping[str, Sequence[Row]]) -> Iterator[str]:
-    """What is not as expected, line by line; nothing if everything is."""
+def find_differences(case: Case, got: Mapping[str, Sequence[CaseRow]]) -> Iterator[str]:
+    """Yield the differences between a case and the rows of its actions, as lines of text."""
     for action, wanted in case.expect.items():
         rows = got.get(action, ())
         if isinstance(wanted, int):
             if len(rows) != wanted:
-                yield f"{action}: expected {_events(wanted)}, got {len(rows)}"
-                yield from _shown("got", rows)
+                yield f"{action}: expected {_count_events(wanted)}, got {len(rows)}"
+                yield from _show("got", rows)
         else:
-            yield from _difference(action, wanted, rows)
+            yield from _compare_rows(action, wanted, rows)
 
 
-def _difference(action: str, wanted: Sequence[Row], rows: Sequence[Row]) -> Iterator[str]:
-    partners = _matched(wanted, rows)
+def _compare_rows(action: str, wanted: Sequence[CaseRow], rows: Sequence[CaseRow]) -> Iterator[str]:
+    partners = _match(wanted, rows)
     missing = [row for at, row in enumerate(wanted) if at not in partners]
     taken = set(partners.values())
     others = [row for at, row in enumerate(rows) if at not in taken]
     if not missing and not others:
         return
-    yield f"{action}: expected {_events(len(wanted))}, got {len(rows)}"
-    yield from _no_columns(wanted, rows)
+    yield f"{action}: expected {_count_events(len(wanted))}, got {len(rows)}"
+    yield from _find_unknown_columns(wanted, rows)
     for row in missing[:MOST_SHOWN]:
-        yield f"  - {_text(row)}"
-        close = _closest(row, others)
+        yield f"  - {_to_json(row)}"
+        close = _find_closest(row, others)
         if close is not None:
             others.remove(close)
-            yield f"  + {_text({name: close.get(name) for name in row})}"
-    yield from _more(missing)
+            yield f"  + {_to_json({name: close.get(name) for name in row})}"
+    yield from _show_rest(missing)
     names = list(dict.fromkeys(name for row in wanted for name in row))
-    yield from _shown("+", [{name: row.get(name) for name in names} or row for row in others])
+    yield from _show("+", [{name: row.get(name) for name in names} or row for row in others])
 
 
-def _no_columns(wanted: Sequence[Row], rows: Sequence[Row]) -> Iterator[str]:
+def _find_unknown_columns(wanted: Sequence[CaseRow], rows: Sequence[CaseRow]) -> Iterator[str]:
     known = {name for row in rows for name in row}
     for name in dict.fromkeys(name for row in wanted for name in row):
         if known and name not in known:
-            yield f"  there is no column {name!r}{did_you_mean(name, known)}"
+            yield f"  there is no column {name!r}{suggest(name, known)}"
 
 
-def _matched(wanted: Sequence[Row], rows: Sequence[Row]) -> dict[int, int]:
-    """Which row stands for which expectation: as many pairs as there can be.
+def _match(wanted: Sequence[CaseRow], rows: Sequence[CaseRow]) -> dict[int, int]:
+    """Match expectations with rows, as many pairs as possible.
 
-    Kuhn's algorithm: an expectation may take another one's row if that one finds a new one.
+    Kuhn's algorithm: an expectation may take the row of another expectation if that one finds
+    another row.
     """
-    fitting = [[at for at, row in enumerate(rows) if _is_subset(each, row)] for each in wanted]
+    candidates = [[at for at, row in enumerate(rows) if _is_subset(each, row)] for each in wanted]
     owners: dict[int, int] = {}
 
-    def finds(each: int, tried: set[int]) -> bool:
-        for at in fitting[each]:
+    def find_row(each: int, tried: set[int]) -> bool:
+        for at in candidates[each]:
             if at not in tried:
                 tried.add(at)
-                if at not in owners or finds(owners[at], tried):
+                if at not in owners or find_row(owners[at], tried):
                     owners[at] = each
                     return True
         return False
 
     for each in range(len(wanted)):
-        finds(each, set())
+        find_row(each, set())
     return {each: at for at, each in owners.items()}
 
 
-def _is_subset(wanted: Row, row: Row) -> bool:
-    return all(name in row and _same(value, row[name]) for name, value in wanted.items())
+def _is_subset(wanted: CaseRow, row: CaseRow) -> bool:
+    return all(name in row and _is_same(value, row[name]) for name, value in wanted.items())
 
 
-def _same(wanted: object, found: object) -> bool:
-    """Mappings are compared as far as they are given; 200 and 200.0 are one number."""
+def _is_same(wanted: object, found: object) -> bool:
+    """Whether values agree. A mapping needs only the expected keys; 200 equals 200.0."""
     if isinstance(wanted, Mapping) and isinstance(found, Mapping):
         return _is_subset(wanted, found)
     if isinstance(wanted, bool) or isinstance(found, bool):
@@ -131,30 +136,30 @@ def _same(wanted: object, found: object) -> bool:
     return wanted == found
 
 
-def _closest(row: Row, others: Sequence[Row]) -> Row | None:
-    """The row that agrees in most columns, if any does in one."""
+def _find_closest(row: CaseRow, others: Sequence[CaseRow]) -> CaseRow | None:
+    """Return the row that agrees in most columns, if any agrees in one."""
     scored = [
-        (sum(name in other and _same(value, other[name]) for name, value in row.items()), at)
+        (sum(name in other and _is_same(value, other[name]) for name, value in row.items()), at)
         for at, other in enumerate(others)
     ]
     score, at = max(scored, default=(0, 0), key=lambda each: (each[0], -each[1]))
     return others[at] if score or (len(others) == 1 and row) else None
 
 
-def _shown(mark: str, rows: Sequence[Row]) -> Iterator[str]:
+def _show(mark: str, rows: Sequence[CaseRow]) -> Iterator[str]:
     for row in rows[:MOST_SHOWN]:
-        yield f"  {mark} {_text(row)}"
-    yield from _more(rows)
+        yield f"  {mark} {_to_json(row)}"
+    yield from _show_rest(rows)
 
 
-def _more(rows: Sequence[Row]) -> Iterator[str]:
+def _show_rest(rows: Sequence[CaseRow]) -> Iterator[str]:
     if len(rows) > MOST_SHOWN:
         yield f"  … and {len(rows) - MOST_SHOWN} more"
 
 
-def _events(count: int) -> str:
+def _count_events(count: int) -> str:
     return "1 event" if count == 1 else f"{count} events"
 
 
-def _text(row: Row) -> str:
+def _to_json(row: CaseRow) -> str:
     return json.dumps(row, ensure_ascii=False, default=str)

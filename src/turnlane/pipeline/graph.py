@@ -1,4 +1,4 @@
-"""A pipeline's topology for people: as text for a terminal, and as an SVG picture."""
+"""Draws the topology of a pipeline: as text for a terminal, and as an SVG picture."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Final, NamedTuple
 
 from turnlane.pipeline.settings import MAIN, ActionSettings, PipelineSettings
 
-EVERY: Final = "every event"
-ENDS: Final = "discard: goes no further"
-PLACES: Final = ("path", "url", "address", "endpoint", "queue", "table")
-"""The settings of an output that may say where it leads to."""
+ANY_EVENT: Final = "every event"
+NO_FURTHER_ACTION: Final = "discard: goes no further"
+LOCATION_SETTINGS: Final = ("path", "url", "address", "endpoint", "queue", "table")
+"""The settings of an output that may name its destination; the first one found is shown."""
 
 
-class Source(NamedTuple):
-    """An input, as it is shown."""
+class InputSummary(NamedTuple):
+    """An input as the drawing shows it."""
 
     name: str
     where: str
@@ -25,17 +25,17 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """What there is to be drawn."""
+    """Inputs, queues and actions of a pipeline, for :func:`render_text` and :func:`render_svg`."""
 
-    inputs: tuple[Source, ...]
+    inputs: tuple[InputSummary, ...]
     pipeline: PipelineSettings
-    """With filters and places as they may be shown: all of them are."""
+    """The caller has removed secrets: filters and destinations are shown as they are."""
     queues: Mapping[str, str]
     """The kinds of all queues, by name."""
 
     @property
     def stages(self) -> list[str]:
-        """What the main lane does with every event."""
+        """The steps of the main lane before its actions."""
         parse = getattr(self.pipeline.parse, "format", None)
         found = [f"parse: {parse}"] if parse not in (None, "none") else []
         if self.pipeline.transform is not None:
@@ -44,23 +44,23 @@ class Topology:
 
     @property
     def lanes(self) -> str:
-        """The lanes, counted as rsyslog counts threads: one, and one for each queued action."""
-        names = list(self.pipeline.lanes())
+        """A line with the number of lanes: the main lane plus one for each queued action."""
+        names = list(self.pipeline.lane_names())
         return f"lanes: 1 + {len(names) - 1} = {len(names)} ({', '.join(names)})"
 
 
-def destination(action: ActionSettings, pipeline: PipelineSettings) -> str:
-    """Where an action leads to, in a few words."""
+def describe_destination(action: ActionSettings, pipeline: PipelineSettings) -> str:
+    """Return the type and the address of an action's output in a few words."""
     output = action.output
-    joiner = pipeline.joiner(action.name)
-    if joiner is not None:
-        return f"joined by {joiner}"
-    if action.discards:
-        return ENDS if action.is_direct else "discard"
+    joining = pipeline.find_joining_action(action.name)
+    if joining is not None:
+        return f"joined by {joining}"
+    if action.is_discard:
+        return NO_FURTHER_ACTION if action.is_direct else "discard"
     words = [str(output.type)]
     if output.type == "spark":
         words.append(str(output.format))
-    for name in PLACES:
+    for name in LOCATION_SETTINGS:
         value = getattr(output, name, None)
         if value is not None:
             words.append(str(value))
@@ -68,42 +68,42 @@ def destination(action: ActionSettings, pipeline: PipelineSettings) -> str:
     return " ".join(words)
 
 
-def lane_steps(action: ActionSettings) -> list[str]:
-    """What an action's lane does between queue and output."""
+def describe_lane_steps(action: ActionSettings) -> list[str]:
+    """Return what an action's lane does between queue and output."""
     steps = [] if action.transform is None else [f"transform {action.transform}"]
     return steps if action.sql is None else [*steps, "sql"]
 
 
-def cut(text: str, length: int) -> str:
-    """The text in one line, with an ellipsis if it is too long."""
+def shorten(text: str, length: int) -> str:
+    """Return the text in one line, with an ellipsis if it is longer than ``length``."""
     line = " ".join(text.split())
     return line if len(line) <= length else f"{line[: length - 1]}…"
 
 
-# ── text ─────────────────────────────────────────────────────────────────────────────────────────
+# ── text ──
 
 
-def text_lines(topology: Topology, width: int = 100) -> Iterator[str]:
-    """The topology, a line at a time."""
+def render_text(topology: Topology, width: int = 100) -> Iterator[str]:
+    """Yield the topology as lines of text, about ``width`` characters wide."""
     yield "inputs"
-    yield from _input_lines(topology, width)
+    yield from _render_inputs(topology, width)
     yield ""
     yield f"queue {MAIN} ({topology.queues.get(MAIN, 'disk')})"
     for stage in topology.stages:
-        yield f"  │ {cut(stage, width - 4)}"
+        yield f"  │ {shorten(stage, width - 4)}"
     yield "  │"
-    yield from _action_lines(topology, width)
+    yield from _render_actions(topology, width)
     yield ""
     yield topology.lanes
 
 
-def _input_lines(topology: Topology, width: int) -> Iterator[str]:
+def _render_inputs(topology: Topology, width: int) -> Iterator[str]:
     names = max((len(each.name) for each in topology.inputs), default=0)
     places = min(width // 2, max((len(each.where) for each in topology.inputs), default=0))
     mains = [each for each in topology.inputs if each.queue == MAIN]
     others = [each for each in topology.inputs if each.queue != MAIN]
     for each in [*others, *mains]:
-        head = f"  {each.name:<{names}}  {cut(each.where, places):<{places}} "
+        head = f"  {each.name:<{names}}  {shorten(each.where, places):<{places}} "
         if each in others:
             yield f"{head}──▶ queue {each.queue} ({topology.queues.get(each.queue, '?')})"
         elif each is mains[-1]:
@@ -114,23 +114,22 @@ def _input_lines(topology: Topology, width: int) -> Iterator[str]:
         yield "  (none: events are published by clients)"
 
 
-def _action_lines(topology: Topology, width: int) -> Iterator[str]:
+def _render_actions(topology: Topology, width: int) -> Iterator[str]:
     actions = topology.pipeline.actions
     names = max(len(action.name) for action in actions)
-    room = max(len(EVERY), width - names - 50)
-    filters = [cut(action.filter or EVERY, room) for action in actions]
+    room = max(len(ANY_EVENT), width - names - 50)
+    filters = [shorten(action.filter or ANY_EVENT, room) for action in actions]
     longest = max(map(len, filters))
     for at, (action, shown) in enumerate(zip(actions, filters, strict=True)):
         corner = "└─" if at == len(actions) - 1 else "├─"
-        way = [destination(action, topology.pipeline)]
+        way = [describe_destination(action, topology.pipeline)]
         if not action.is_direct:
             assert action.queue is not None
-            way = [f"queue ({action.queue.kind})", *lane_steps(action), *way]
+            way = [f"queue ({action.queue.kind})", *describe_lane_steps(action), *way]
         yield f"  {corner} {action.name:<{names}}  {shown:<{longest}} ──▶ {' ══▶ '.join(way)}"
 
 
-# ── picture ──
-# A pipeline's topology as an SVG picture, drawn without any library.
+# ── SVG, without a drawing library ──
 
 _ROW: Final = 74
 _HEIGHT: Final = 48
@@ -143,10 +142,10 @@ _COLUMNS: Final = {
     "queue": (964, 150),
     "output": (1174, 240),
 }
-"""Where boxes begin, and how wide they are."""
+"""The left edge and the width of each column of boxes."""
 _WIDTH: Final = 1174 + 240 + _MARGIN
 _LETTER: Final = 7.2
-"""How wide a letter is, about, at the size of the text."""
+"""The approximate width of a letter at the size of the text."""
 _TITLES: Final = {
     "input": "inputs",
     "main": "main queue and lane",
@@ -173,10 +172,12 @@ path.lane { stroke: #cb6e17; stroke-width: 2.5; }
 
 
 class _Box(NamedTuple):
+    """A box of the picture: in the column ``kind``, drawn in a CSS class ``style``."""
+
     kind: str
     style: str
     at: float
-    """The middle of its height."""
+    """The vertical position of its centre."""
     name: str
     about: str = ""
 
@@ -189,15 +190,15 @@ class _Box(NamedTuple):
         return self.left + _COLUMNS[self.kind][1]
 
 
-def svg(topology: Topology) -> str:
-    """The whole picture."""
+def render_svg(topology: Topology) -> str:
+    """Return the topology as an SVG document."""
     rows = max(len(topology.inputs), len(topology.pipeline.actions), 1)
     height = _TOP + rows * _ROW + 56
-    parts = [*_frame(topology, height), *_contents(topology, rows), "</svg>"]
+    parts = [*_draw_frame(topology, height), *_draw_contents(topology, rows), "</svg>"]
     return "\n".join(parts) + "\n"
 
 
-def _frame(topology: Topology, height: int) -> Iterator[str]:
+def _draw_frame(topology: Topology, height: int) -> Iterator[str]:
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
         f'width="{_WIDTH}" height="{height}" role="img">'
@@ -215,48 +216,48 @@ def _frame(topology: Topology, height: int) -> Iterator[str]:
     yield f'<text class="title" x="{_MARGIN}" y="{height - 22}">{escape(topology.lanes)}</text>'
 
 
-def _contents(topology: Topology, rows: int) -> Iterator[str]:
+def _draw_contents(topology: Topology, rows: int) -> Iterator[str]:
     middle = _TOP + rows * _ROW / 2
     kind = topology.queues.get(MAIN, "disk")
     main = _Box("main", "main", middle, f"{MAIN} ({kind})", " · ".join(topology.stages))
-    yield from _drawn(main)
+    yield from _draw_box(main)
     for at, each in enumerate(topology.inputs):
-        row = _row(at, len(topology.inputs), rows)
+        row = _compute_row(at, len(topology.inputs), rows)
         queue = "" if each.queue == MAIN else f" → queue {each.queue}"
         box = _Box("input", "input", row, f"{each.name}{queue}", each.where)
-        yield from _drawn(box)
+        yield from _draw_box(box)
         if each.queue == MAIN:
-            yield _arrow(box, main)
+            yield _draw_arrow(box, main)
     for at, action in enumerate(topology.pipeline.actions):
-        row = _row(at, len(topology.pipeline.actions), rows)
-        yield from _action(action, destination(action, topology.pipeline), main, row)
+        row = _compute_row(at, len(topology.pipeline.actions), rows)
+        yield from _draw_action(action, describe_destination(action, topology.pipeline), main, row)
 
 
-def _action(action: ActionSettings, where: str, main: _Box, row: float) -> Iterator[str]:
-    box = _Box("action", "action", row, action.name, action.filter or EVERY)
-    ends = action.discards and action.is_direct
+def _draw_action(action: ActionSettings, where: str, main: _Box, row: float) -> Iterator[str]:
+    box = _Box("action", "action", row, action.name, action.filter or ANY_EVENT)
+    ends = action.is_discard and action.is_direct
     name, _, about = where.partition(" ")
     output = _Box("output", "ends" if ends else "output", row, name.rstrip(":"), about)
-    yield from _drawn(box)
-    yield from _drawn(output)
-    yield _arrow(main, box)
+    yield from _draw_box(box)
+    yield from _draw_box(output)
+    yield _draw_arrow(main, box)
     if action.is_direct:
-        yield _arrow(box, output)
+        yield _draw_arrow(box, output)
         return
     assert action.queue is not None
-    steps = ", ".join(lane_steps(action))
+    steps = ", ".join(describe_lane_steps(action))
     queue = _Box("queue", "queue", row, str(action.queue.kind), steps)
-    yield from _drawn(queue)
-    yield _arrow(box, queue)
-    yield _arrow(queue, output, "lane")
+    yield from _draw_box(queue)
+    yield _draw_arrow(box, queue)
+    yield _draw_arrow(queue, output, "lane")
 
 
-def _row(at: int, count: int, rows: int) -> float:
-    """The middle of a row; fewer boxes than rows stand around the middle."""
+def _compute_row(at: int, count: int, rows: int) -> float:
+    """Return the centre of a row. If there are fewer boxes than rows, they are centred."""
     return _TOP + (rows - count) * _ROW / 2 + (at + 0.5) * _ROW
 
 
-def _drawn(box: _Box) -> Iterator[str]:
+def _draw_box(box: _Box) -> Iterator[str]:
     width = box.right - box.left
     room = int((width - 20) / _LETTER)
     top = box.at - _HEIGHT / 2
@@ -267,14 +268,15 @@ def _drawn(box: _Box) -> Iterator[str]:
         f'height="{_HEIGHT}" rx="6"/>'
     )
     y = box.at - 4 if box.about else box.at + 4
-    yield f'<text class="name" x="{box.left + 10}" y="{y:g}">{escape(cut(box.name, room))}</text>'
+    name = escape(shorten(box.name, room))
+    yield f'<text class="name" x="{box.left + 10}" y="{y:g}">{name}</text>'
     if box.about:
-        about = escape(cut(box.about, room))
+        about = escape(shorten(box.about, room))
         yield f'<text class="small" x="{box.left + 10}" y="{box.at + 14:g}">{about}</text>'
     yield "</g>"
 
 
-def _arrow(start: _Box, end: _Box, style: str = "way") -> str:
+def _draw_arrow(start: _Box, end: _Box, style: str = "way") -> str:
     bend = (end.left - start.right) / 2
     return (
         f'<path class="{style}" d="M{start.right},{start.at:g} '

@@ -1,4 +1,8 @@
-"""What a pipeline is made of: parse, transform, and actions in order. No Spark in here."""
+"""The settings of a pipeline: parse, transform, and an ordered list of actions.
+
+The configuration file is checked into these models. They do not import Spark, so the node, the
+command line and the outputs can read them.
+"""
 
 from __future__ import annotations
 
@@ -14,58 +18,60 @@ from turnlane.queues.settings import Kind, Name, QueueSettings
 from turnlane.units import Duration
 
 MAIN: Final = "main"
-"""The main queue's name, and the main lane's."""
+"""The name of the main queue and of the main lane."""
 DEAD_LETTERS: Final = "main.dead"
-"""The queue of events that could not be parsed, where `on_error` is `dead`."""
+"""The queue of events that cannot be parsed, if `on_error` is `dead`."""
 FAILOVER: Final = "failover"
-"""What the second output of an action is called: the action's name, a dot, and this."""
-EVENTS: Final = "events"
-"""What SQL calls the action's own events."""
+"""Suffix of an action's second output: its full name is `<action>.failover`."""
+EVENTS_VIEW: Final = "events"
+"""The view in which an action's SQL finds the action's own events."""
 DISCARD: Final = "discard"
-"""The output that ends an event's way."""
+"""The output type that ends the routing of an event."""
 SPARK: Final = "spark"
-"""The output that Spark itself writes."""
+"""The output type whose data Spark itself writes."""
 
 _FUNCTION: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-def _function(text: str) -> str:
+def _check_function_name(text: str) -> str:
     if not _FUNCTION.fullmatch(text):
         raise ValueError(f"is module:function, such as mypackage.clean:drop_tests, not {text!r}")
     return text
 
 
-FunctionName = Annotated[str, AfterValidator(_function)]
+FunctionName = Annotated[str, AfterValidator(_check_function_name)]
 
 
-class Part(BaseModel):
-    """A part of a pipeline's description."""
+class PipelineSection(BaseModel):
+    """Base of the models in a pipeline's configuration: frozen, and without unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
 
 
-class SparkSettings(Part):
-    """How Spark runs."""
+class SparkSettings(PipelineSection):
+    """Settings of the Spark session."""
 
     master: str = Field(
         default="local[*]", description="Where Spark runs.", examples=["spark://host:7077"]
     )
-    app_name: str = Field(default="turnlane", description="Its name in Spark's own pages.")
+    app_name: str = Field(
+        default="turnlane", description="The application name that Spark's own pages show."
+    )
     conf: dict[str, str] = Field(
-        default={}, repr=False, description="Spark's own settings, by name."
+        default={}, repr=False, description="Settings of Spark itself, by name."
     )
     checkpoints: Path | None = Field(
         default=None,
-        description="Where stateful lanes keep their state: a directory; on a cluster, one that "
-        "all of it reaches by the same path. Default: below the node's data.",
+        description="The directory in which stateful lanes keep their state. On a cluster, every "
+        "machine must reach it by the same path. Default: below the node's data.",
     )
 
     @field_validator("checkpoints", mode="before")
     @classmethod
-    def _in_a_directory(cls, place: object) -> object:
-        """Lanes look after what is in it themselves, with files: no other scheme will do."""
+    def _require_directory(cls, place: object) -> object:
+        """Refuse URLs other than ``file://``: lanes create and remove checkpoints as files."""
         text = str(place)
         if text.startswith("file://"):
             return text.removeprefix("file://")
@@ -77,37 +83,37 @@ class SparkSettings(Part):
         return place
 
 
-class LaneSettings(Part):
-    """How much a lane takes at a time."""
+class LaneSettings(PipelineSection):
+    """How many events a lane reads in one batch, and with how many tasks."""
 
     max_events: int = Field(default=4_000_000, ge=1, description="The most events of a batch.")
     min_events: int = Field(
         default=1,
         ge=1,
-        description="Wait for so many events, for `max_age` at most, before a batch.",
+        description="Wait for this many events before a batch, but no longer than `max_age`.",
     )
     max_age: Duration = Field(
         default=60.0,
-        description="See `min_events`. Lanes that write files wait for 100,000 events, for 10 "
-        "minutes at most, if neither is given.",
+        description="The longest wait for `min_events`. A lane that writes files waits for 100,000 "
+        "events, for 10 minutes at most, if neither setting is given.",
     )
     workers: int | None = Field(
         default=None,
         ge=1,
-        description="The most tasks of a batch. Default: what Spark has cores for.",
+        description="The most tasks of a batch. Default: one for each core of Spark.",
     )
     worker_minimum_events: int = Field(
-        default=100_000, ge=1, description="One more task for every so many events."
+        default=100_000, ge=1, description="A batch gets one more task for each this many events."
     )
     trigger: Duration = Field(default=0.0, description="The least time between two batches.")
 
 
-class ActionSettings(Part):
-    """Filter, queue and output: where some of the events go."""
+class ActionSettings(PipelineSection):
+    """An action: which events it takes, the queue in front of it, and its output."""
 
-    name: Name = Field(description="Its own name, and that of its queue and lane.")
+    name: Name = Field(description="The name of the action, of its queue and of its lane.")
     filter: str | None = Field(
-        default=None, description="Which events: a condition in Spark SQL. Default: all."
+        default=None, description="Which events it takes: a condition in Spark SQL. Default: all."
     )
     queue: QueueSettings | None = Field(
         default=None,
@@ -128,52 +134,52 @@ class ActionSettings(Part):
     with_queues: tuple[str, ...] = Field(
         default=(),
         description="Other queues that `sql` joins with, as views of the same names. The join "
-        "takes their events out, so nobody else may read them.",
+        "removes their events, so no other action may read them.",
     )
     output_mode: Literal["append", "update", "complete"] = Field(
-        default="append", description="What `sql` that aggregates gives out, as Spark has it."
+        default="append", description="Spark's output mode for `sql` that aggregates."
     )
     lane: LaneSettings = Field(
-        default_factory=LaneSettings, description="How much the lane takes at a time."
+        default_factory=LaneSettings, description="The size of the lane's batches."
     )
     delivery: DeliverySettings = Field(
-        default_factory=DeliverySettings, description="How the events are brought to the output."
+        default_factory=DeliverySettings, description="How the events are delivered to the output."
     )
     output: Any = Field(description="Where the events go.")
 
     @field_validator("delivery", mode="before")
     @classmethod
-    def _usual(cls, delivery: object) -> object:
+    def _use_defaults_for_none(cls, delivery: object) -> object:
         return {} if delivery is None else delivery
 
     @property
     def is_direct(self) -> bool:
-        """Whether the main lane itself calls the output."""
+        """Whether the main lane itself calls the output, without a queue in between."""
         return self.queue is None or self.queue.kind is Kind.DIRECT
 
     @property
-    def discards(self) -> bool:
-        """Whether the event's way ends here."""
+    def is_discard(self) -> bool:
+        """Whether the action discards its events."""
         return bool(self.output.type == DISCARD)
 
     @property
-    def tries_direct(self) -> bool:
-        """Whether the main lane calls the output, and only what that leaves goes to the queue."""
+    def is_try_direct(self) -> bool:
+        """Whether the main lane calls the output first, and queues what it cannot deliver now."""
         return not self.is_direct and self.delivery.mode == "try_direct"
 
     @property
     def is_called_by_main(self) -> bool:
-        """Whether the main lane calls the output, if only to try."""
-        return self.is_direct or self.tries_direct
+        """Whether the main lane calls the output, always or as a first try."""
+        return self.is_direct or self.is_try_direct
 
     @property
     def dead_letters(self) -> str | None:
-        """The queue of what can never be delivered; ``None`` where Spark itself writes."""
+        """The queue of undeliverable events; ``None`` if Spark itself writes the output."""
         return None if self.output.type in (DISCARD, SPARK) else f"{self.name}.dead"
 
 
-class PipelineSettings(Part):
-    """Everything between the main queue and the outputs."""
+class PipelineSettings(PipelineSection):
+    """The settings of everything between the main queue and the outputs."""
 
     parse: Any = None
     transform: FunctionName | None = None
@@ -183,36 +189,37 @@ class PipelineSettings(Part):
 
     @property
     def dead_letters(self) -> str | None:
-        """The queue of what could not be parsed, if that is to be kept apart."""
+        """The queue of events that cannot be parsed, if the settings ask for one."""
         return DEAD_LETTERS if self.parse is not None and self.parse.on_error == "dead" else None
 
     @property
     def dead_letter_queues(self) -> list[str]:
-        """The queues of what cannot be parsed, and of what cannot be delivered."""
+        """All dead letter queues: of events that cannot be parsed or cannot be delivered."""
         names = [self.dead_letters, *(action.dead_letters for action in self.actions)]
         return [name for name in names if name is not None]
 
     @property
-    def queued(self) -> tuple[ActionSettings, ...]:
+    def queued_actions(self) -> tuple[ActionSettings, ...]:
         """The actions that have a queue."""
         return tuple(action for action in self.actions if not action.is_direct)
 
     @property
-    def joined(self) -> frozenset[str]:
-        """The queues that the SQL of some action joins with, and that nobody else reads."""
+    def joined_queues(self) -> frozenset[str]:
+        """The queues that the SQL of an action joins with. No lane of their own reads them."""
         return frozenset(name for action in self.actions for name in action.with_queues)
 
-    def joiner(self, queue: str) -> str | None:
-        """The action whose SQL joins with a queue."""
+    def find_joining_action(self, queue: str) -> str | None:
+        """Return the name of the action whose SQL joins with a queue, if there is one."""
         return next((each.name for each in self.actions if queue in each.with_queues), None)
 
     @property
-    def with_lane(self) -> tuple[ActionSettings, ...]:
-        """The actions that have a lane of their own: those with a queue that no join reads."""
-        return tuple(action for action in self.queued if action.name not in self.joined)
+    def actions_with_lane(self) -> tuple[ActionSettings, ...]:
+        """The actions that have a lane of their own: a queue that no join reads."""
+        joined = self.joined_queues
+        return tuple(action for action in self.queued_actions if action.name not in joined)
 
-    def lanes(self) -> Iterator[str]:
-        """The names of all lanes: the main one, and one for every action that has its own."""
+    def lane_names(self) -> Iterator[str]:
+        """Yield the names of all lanes: the main lane first, then those of the actions."""
         yield MAIN
-        for action in self.with_lane:
+        for action in self.actions_with_lane:
             yield action.name

@@ -9,11 +9,13 @@ import math
 import zlib
 from collections.abc import AsyncIterator
 from http import HTTPStatus
-from typing import Any, Final, Protocol
+from typing import Annotated, Any, Final, NotRequired, Protocol
 
+from pydantic import ConfigDict, Field, with_config
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from turnlane.errors import (
     EventTooLarge,
@@ -165,6 +167,25 @@ def _inflated(body: bytes, most: int, window: int) -> bytes:
     return b"".join(pieces)
 
 
+@with_config(ConfigDict(extra="forbid"))
+class ProblemJson(TypedDict):
+    """An error (RFC 9457)."""
+
+    title: str
+    status: int
+    detail: Annotated[str, Field(description="The error, its place, and how to correct it.")]
+    error: Annotated[str, Field(description="The kind of error, as the Python client raises it.")]
+    expected: NotRequired[
+        Annotated[int, Field(description="The lowest number of the producer that is missing.")]
+    ]
+    missing: NotRequired[
+        Annotated[
+            list[list[int]],
+            Field(description="Missing numbers: the first and the last of each range."),
+        ]
+    ]
+
+
 def status_of(error: Exception) -> int:
     """The status that an error is answered with."""
     if isinstance(error, HTTPException):
@@ -180,7 +201,7 @@ def problem(error: Exception) -> Response:
     if status == 500:
         log.error("a request failed", exc_info=error)
     detail = "internal error, see the log" if status == 500 else _detail(error)
-    content: dict[str, Any] = {
+    content: ProblemJson = {
         "title": HTTPStatus(status).phrase,
         "status": status,
         "detail": detail,

@@ -1,4 +1,4 @@
-"""A web server in a thread of its own, with limits."""
+"""A web server in a thread of its own, with limits on connections, headers and bodies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp
 
 from turnlane.errors import ConfigError
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 from turnlane.serving.address import Address
 from turnlane.serving.auth import TlsSettings
 from turnlane.serving.connection import Connection
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 BACKLOG = 1024
 """Connections that the operating system holds before they are accepted."""
 
-_LAST_MOMENTS = 5.0
-"""How long a server that was told to stop at once may take to let go of everything."""
+_ABORT_SECONDS = 5.0
+"""Seconds in which a server that stops has to close its last connections."""
 
 
 class WebSettings(BaseModel):
-    """Where a web server listens, and what it puts up with."""
+    """The address and the limits of a web server."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
@@ -54,7 +54,7 @@ class WebSettings(BaseModel):
     )
 
 
-class WebServer(Closing):
+class WebServer(Closeable):
     """Serves an application on a thread with an event loop. Start and stop it once."""
 
     def __init__(self, app: ASGIApp, settings: WebSettings, name: str = "web") -> None:
@@ -67,7 +67,7 @@ class WebServer(Closing):
 
     @property
     def address(self) -> Address:
-        """Where it listens, the port as it really is once it was started."""
+        """The address it listens on, with the real port once it was started."""
         return self._address
 
     @property
@@ -77,11 +77,11 @@ class WebServer(Closing):
 
     @property
     def connections(self) -> int:
-        """How many connections are open."""
+        """The number of open connections."""
         return 0 if self._server is None else len(self._server.server_state.connections)
 
     def start(self) -> Self:
-        """Returns once it listens. Raises ``ConfigError`` or ``AddressTaken``."""
+        """Return once it listens. Raises ``ConfigError`` or ``AddressTaken``."""
         tls = None if self.settings.tls is None else self.settings.tls.context()
         bound = self.settings.listen.listen()
         self._address = self.settings.listen.with_port(bound.getsockname()[1])
@@ -99,14 +99,14 @@ class WebServer(Closing):
         return self
 
     def stop(self, timeout: float) -> None:
-        """Take no more requests; those under way have ``timeout`` seconds. Twice is harmless."""
+        """Take no more requests; those under way have ``timeout`` seconds. May be repeated."""
         if self._server is None or self._thread is None:
             return
-        self._server.give_up(timeout)
-        self._thread.join(timeout + _LAST_MOMENTS)
+        self._server.begin_stop(timeout)
+        self._thread.join(timeout + _ABORT_SECONDS)
         if self._thread.is_alive():
             log.warning(
-                "the web server on %s did not stop in time and is left alone", self._address
+                "web.stop_timeout address=%s (its thread ends with the process)", self._address
             )
 
     def close(self) -> None:
@@ -114,7 +114,10 @@ class WebServer(Closing):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server on a socket of ours, with connections of ours."""
+    """uvicorn's server on a given socket, with limited connections.
+
+    See ``connection.py`` for the parts of uvicorn that it overrides.
+    """
 
     def __init__(self, app: ASGIApp, settings: WebSettings, tls: ssl.SSLContext | None) -> None:
         config = uvicorn.Config(
@@ -134,25 +137,25 @@ class _Server(uvicorn.Server):
         self._settings = settings
         self._tls = tls
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._leave = asyncio.Event()
+        self._stop_event = asyncio.Event()
 
     def run_on(self, bound: socket.socket) -> None:
-        """Serve until told to stop. ``ready`` is set once it listens, or has failed."""
+        """Serve until :meth:`begin_stop`. Sets ``ready`` once it listens or has failed."""
         try:
             with bound:
                 self.run(sockets=[bound])
-        except Exception as error:  # noqa: BLE001 - handed to the thread that started this one
+        except Exception as error:  # noqa: BLE001 - `start` raises it
             self.failure = error
         finally:
             self.ready.set()
 
-    def give_up(self, timeout: float) -> None:
+    def begin_stop(self, timeout: float) -> None:
         """Begin to stop, from any thread."""
-        # Never 0: uvicorn would report even those as cut off who were not there.
+        # Not 0: uvicorn would then log an error even if no request is under way.
         self.config.timeout_graceful_shutdown = max(timeout, 0.01)  # type: ignore[assignment]
         self.should_exit = True
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._leave.set)
+            self._loop.call_soon_threadsafe(self._stop_event.set)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = loop = asyncio.get_running_loop()
@@ -167,7 +170,7 @@ class _Server(uvicorn.Server):
         limits: dict[str, Any] = {}
         if self._tls is not None:
             limits["ssl_handshake_timeout"] = self._settings.idle_timeout
-            limits["ssl_shutdown_timeout"] = min(self._settings.idle_timeout, _LAST_MOMENTS)
+            limits["ssl_shutdown_timeout"] = min(self._settings.idle_timeout, _ABORT_SECONDS)
         self.servers = [
             await loop.create_server(make, sock=each, ssl=self._tls, backlog=BACKLOG, **limits)
             for each in sockets or ()
@@ -176,23 +179,23 @@ class _Server(uvicorn.Server):
         self.ready.set()
 
     async def main_loop(self) -> None:
-        """Keep the clock of the date header, and the clients' deadlines, until told to stop."""
+        """Update the date header and check the deadlines of clients until :meth:`begin_stop`."""
         tick = min(0.5, self._settings.idle_timeout / 4)
         while not await self.on_tick(0):
             now = asyncio.get_running_loop().time()
             for connection in list(self.server_state.connections):
                 if isinstance(connection, Connection):
-                    connection.cut_if_late(now)
+                    connection.abort_if_late(now)
             try:
-                await asyncio.wait_for(self._leave.wait(), tick)
+                await asyncio.wait_for(self._stop_event.wait(), tick)
             except TimeoutError:
                 continue
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        # Whoever has not left by now is shown out; a transport left open would outlive its loop.
+        # Abort the connections that are still open: a transport must not outlive its loop.
         for connection in list(self.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
-        while self.server_state.connections:  # noqa: ASYNC110 - each leaves in the loop's next turn
+        while self.server_state.connections:  # noqa: ASYNC110 - the next turn of the loop removes them
             await asyncio.sleep(0)

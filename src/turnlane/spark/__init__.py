@@ -1,1 +1,1 @@
-"""turnlane on Spark: the data source, the lanes. The only folder that imports pyspark."""
+"""turnlane on Spark: the data sources and the lanes. The only package that imports pyspark."""

@@ -1,4 +1,14 @@
-"""Where a streaming query is, as its checkpoint keeps it. Pure."""
+"""Decides which offsets a batch has and how its tasks divide them. Pure: the caller gives the time.
+
+Two kinds of queries read queues:
+
+- A user's query (``stream_reader``) reads every offset in order. Its position is an offset for each
+  node, :class:`QueryPosition`, which Spark stores in the checkpoint. Its tasks read continuous
+  ranges, :class:`NodeRange`.
+- A lane (``lane_reader``) reads the events that are not settled yet. Events that earlier batches
+  could not deliver lie scattered, so its tasks get several spans, :class:`TaskSpans`. Its batches
+  get as large as the destination is fast, :class:`BatchSize`.
+"""
 
 from __future__ import annotations
 
@@ -8,50 +18,113 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Self
 
 from turnlane.delivery.settings import Ordering
-from turnlane.intervals import Span, count_of, newest_of, oldest_of
+from turnlane.intervals import Span, count_offsets, take_newest, take_oldest
 
-# ── batch_wait ──
-# How long a reader waits until there is enough for a batch. Pure: it is told the time.
+Positions = Mapping[int, int]
+"""An offset for each node, by the node's number."""
+
+Offset = dict[str, Any]
+"""A position in the form in which Spark stores it: JSON, compared as text."""
+
+TAKEN_EVENTS: Final = "taken"
+"""The field of a lane's offset that counts the events of all batches, repeated ones too. It changes
+with every batch, also if a batch has nothing but repeated events."""
+UNKNOWN_POSITION: Final = -1
+"""The position on a node that has not answered since the query was created."""
+START_FIELD: Final = "from"
+QUEUE_IDS_FIELD: Final = "queues"
+
+
+class QueueExtent(NamedTuple):
+    """The offsets that a queue has on one node: ``low`` to ``end - 1``."""
+
+    low: int
+    end: int
+    queue_id: str
+    """A queue that is created again under the same name gets another id."""
 
 
 class BatchWait:
-    """A wait for so many events, but no longer than so many seconds from the first of them."""
+    """Waits for ``events`` events, but no longer than ``seconds`` after the first of them."""
 
     def __init__(self, events: int, seconds: float) -> None:
         self._events = events
         self._seconds = seconds
         self._since: float | None = None
 
-    def left(self, events: int, now: float) -> float:
-        """The seconds that are left to wait for more; 0 if what there is makes a batch."""
+    def compute_wait(self, events: int, now: float) -> float:
+        """Return for how many seconds to wait for more events; 0 if a batch can start."""
         if not events or events >= self._events:
             self._since = None
             return 0.0
         if self._since is None:
             self._since = now
-        left = self._since + self._seconds - now
-        if left <= 0:
+        wait = self._since + self._seconds - now
+        if wait <= 0:
             self._since = None
-        return max(0.0, left)
+        return max(0.0, wait)
 
 
-# ── ranges ──
-# Which offsets a batch has, and how they are shared among tasks. Pure.
-
-Positions = Mapping[int, int]
-"""An offset for each node, by its number."""
+# ── queries with a checkpoint ──
 
 
-class Extent(NamedTuple):
-    """How far a queue goes on one node: ``low`` to ``end - 1``."""
+@dataclass(frozen=True)
+class QueryPosition:
+    """How far a query has read, by node. A node that is missing joined the endpoint later."""
 
-    low: int
-    end: int
-    queue_id: str
-    """Tells it from others of its name: one that is made anew has another."""
+    offsets: dict[int, int]
+    starts: dict[int, int] = field(default_factory=dict)
+    """Where the query began, on nodes that had older events then: it must not settle those."""
+    queue_ids: dict[int, str] = field(default_factory=dict)
+    """The ids of the queues that it reads; offsets of another queue mean other events. Checkpoints
+    of older versions have none."""
+
+    @classmethod
+    def from_offset(cls, offset: Mapping[str, Any]) -> QueryPosition:
+        """Decode an offset that Spark has stored."""
+        parts = dict(offset)
+        starts, queue_ids = parts.pop(START_FIELD, {}), parts.pop(QUEUE_IDS_FIELD, {})
+        return cls(*map(_number_keys, (parts, starts, queue_ids)))
+
+    def to_offset(self) -> Offset:
+        """Encode the position for Spark."""
+        offset = _text_keys(self.offsets)
+        if self.starts:
+            offset[START_FIELD] = _text_keys(self.starts)
+        if self.queue_ids:
+            offset[QUEUE_IDS_FIELD] = _text_keys(self.queue_ids)
+        return offset
+
+    def start_at(self, first: Positions, extents: Mapping[int, QueueExtent]) -> QueryPosition:
+        """Return the position after reading starts, or starts again, on some nodes."""
+        later = {node: at for node, at in first.items() if at > extents[node].low}
+        others = {node: at for node, at in self.starts.items() if node not in first}
+        queue_ids = {node: extents[node].queue_id for node in first}
+        return QueryPosition({**self.offsets, **first}, others | later, self.queue_ids | queue_ids)
+
+    def advance_to(self, offsets: Positions) -> QueryPosition:
+        """Return the position after reading up to these offsets."""
+        return replace(self, offsets={**self.offsets, **offsets})
+
+    def add_queue_ids(self, extents: Mapping[int, QueueExtent]) -> QueryPosition:
+        """Return the position with the ids of queues whose ids it does not have yet."""
+        found = {node: each.queue_id for node, each in extents.items() if node in self.offsets}
+        return replace(self, queue_ids={**self.queue_ids, **found, **self.queue_ids})
+
+    def is_other_queue(self, node: int, queue_id: str) -> bool:
+        """Whether the position is known to belong to another queue than the one with this id."""
+        return self.queue_ids.get(node, queue_id) != queue_id
 
 
-class Slice(NamedTuple):
+def _number_keys(part: Mapping[str, Any]) -> dict[int, Any]:
+    return {int(node): each for node, each in part.items()}
+
+
+def _text_keys(part: Mapping[int, Any]) -> dict[str, Any]:
+    return {str(node): each for node, each in part.items()}
+
+
+class NodeRange(NamedTuple):
     """Offsets ``first`` to ``end - 1`` of the queue on one node: the work of one task."""
 
     node: int
@@ -59,10 +132,10 @@ class Slice(NamedTuple):
     end: int
 
 
-def admitted(start: Positions, end: Positions, limit: int | None) -> dict[int, int]:
-    """How far to read, given how far one could: at most ``limit`` events, shared fairly.
+def limit_ends(start: Positions, end: Positions, limit: int | None) -> dict[int, int]:
+    """Return how far to read from ``start`` towards ``end``: at most ``limit`` events in total.
 
-    Every node gets the same share; what one does not need goes to the others.
+    Every node gets an equal part of the limit; a node with fewer events leaves the rest to others.
     """
     backlog = {node: max(0, end[node] - start[node]) for node in start}
     if limit is None or sum(backlog.values()) <= limit:
@@ -70,184 +143,113 @@ def admitted(start: Positions, end: Positions, limit: int | None) -> dict[int, i
     ends = {}
     left = limit
     for count, node in enumerate(sorted(backlog, key=backlog.__getitem__)):
-        share = min(backlog[node], left // (len(backlog) - count))
-        ends[node] = start[node] + share
-        left -= share
+        part = min(backlog[node], left // (len(backlog) - count))
+        ends[node] = start[node] + part
+        left -= part
     return ends
 
 
-def apportioned(pieces: int, events: Positions) -> dict[int, int]:
-    """So many pieces shared among nodes by their events: each has one, none more than events."""
-    shares = dict.fromkeys(events, 1)
-    for _ in range(min(pieces, sum(events.values())) - len(events)):
-        largest = max(shares, key=lambda node: events[node] / shares[node])
-        shares[largest] += 1
-    return shares
-
-
-def sliced(
+def cut_into_ranges(
     start: Positions, end: Positions, *, at_least: int, at_most: int, per: int
-) -> list[Slice]:
-    """Cut a batch into tasks: one more for every ``per`` events, none if there are none.
+) -> list[NodeRange]:
+    """Divide a batch among tasks: one more task for each ``per`` events, none without events.
 
-    No slice holds events of two nodes, so there may be more than ``at_most`` if there are more
-    nodes than that. None is empty, so there may be fewer than ``at_least``.
+    A range belongs to one node, so there may be more than ``at_most`` if there are more nodes. No
+    range is empty, so there may be fewer than ``at_least``.
     """
     events = {node: end[node] - start[node] for node in start if end[node] > start[node]}
     wanted = min(max(at_least, -(-sum(events.values()) // per)), max(at_most, at_least))
-    pieces_of = apportioned(wanted, events)
-    slices = []
+    tasks = divide_tasks(wanted, events)
+    ranges = []
     for node, count in sorted(events.items()):
-        pieces = pieces_of[node]
-        cuts = [start[node] + count * piece // pieces for piece in range(pieces + 1)]
-        slices += [Slice(node, *pair) for pair in itertools.pairwise(cuts)]
-    return slices
+        cuts = [start[node] + count * task // tasks[node] for task in range(tasks[node] + 1)]
+        ranges += [NodeRange(node, *pair) for pair in itertools.pairwise(cuts)]
+    return ranges
 
 
-Offset = dict[str, Any]
-"""As Spark has it: offsets by node, and beside them where reading began, and in which queues."""
-
-TAKEN: Final = "taken"
-"""The part of a lane's offset that counts events, those that come again too: it changes with each
-batch, also if there is nothing new and something left to do."""
-UNHEARD: Final = -1
-"""The position on a node that has been away since the query was made."""
-BEGUN: Final = "from"
-QUEUES: Final = "queues"
+def divide_tasks(tasks: int, events: Positions) -> dict[int, int]:
+    """Divide tasks among nodes by their number of events: at least 1, at most one per event."""
+    divided = dict.fromkeys(events, 1)
+    for _ in range(min(tasks, sum(events.values())) - len(events)):
+        busiest = max(divided, key=lambda node: events[node] / divided[node])
+        divided[busiest] += 1
+    return divided
 
 
-@dataclass(frozen=True)
-class Place:
-    """How far a query has come, by node; a node that is missing was added to the endpoint later."""
+# ── lanes ──
 
-    at: dict[int, int]
-    begun: dict[int, int] = field(default_factory=dict)
-    """Where it began, on nodes that had older events then: those are not the query's to settle."""
-    queues: dict[int, str] = field(default_factory=dict)
-    """The ids of the queues that it reads: offsets say nothing of others of their name. Checkpoints
-    of old have none."""
-
-    @classmethod
-    def of(cls, offset: Mapping[str, Any]) -> Place:
-        """What an offset of Spark's says."""
-        at = {node: each for node, each in offset.items() if node not in (BEGUN, QUEUES)}
-        begun, queues = offset.get(BEGUN, {}), offset.get(QUEUES, {})
-        return cls(_by_number(at), _by_number(begun), _by_number(queues))
-
-    def begin(self, first: Positions, extents: Mapping[int, Extent]) -> Place:
-        """The place once reading begins on some nodes, or begins anew."""
-        later = {node: at for node, at in first.items() if at > extents[node].low}
-        others = {node: at for node, at in self.begun.items() if node not in first}
-        queues = {node: extents[node].queue_id for node in first}
-        return Place({**self.at, **first}, others | later, self.queues | queues)
-
-    def knowing(self, extents: Mapping[int, Extent]) -> Place:
-        """The same, with the ids of queues whose ids it has not known yet."""
-        found = {node: each.queue_id for node, each in extents.items() if node in self.at}
-        return replace(self, queues={**self.queues, **found, **self.queues})
-
-    def is_other(self, node: int, queue_id: str) -> bool:
-        """Whether this is known not to be the queue whose offsets these are."""
-        return self.queues.get(node, queue_id) != queue_id
-
-    def moved(self, at: Positions) -> Place:
-        """The same, farther on."""
-        return replace(self, at={**self.at, **at})
-
-    def offset(self) -> Offset:
-        """The same for Spark, for which offsets are the same if their texts are."""
-        parts = {BEGUN: _by_text(self.begun), QUEUES: _by_text(self.queues)}
-        return _by_text(self.at) | {name: part for name, part in parts.items() if part}
+PendingSpans = Mapping[int, Sequence[Span]]
+"""By node, the offsets of events that are not settled."""
 
 
-def _by_number(part: Mapping[str, Any]) -> dict[int, Any]:
-    return {int(node): each for node, each in part.items()}
-
-
-def _by_text(part: Mapping[int, Any]) -> dict[str, Any]:
-    return {str(node): each for node, each in part.items()}
-
-
-# ── shares ──
-# Which offsets a lane's batch has, and how they are shared among its tasks. Pure.
-#
-# What is left over from earlier batches lies scattered, so that a task has spans of offsets
-# rather
-# than one range.
-
-Waiting = Mapping[int, Sequence[Span]]
-"""By node, the offsets of events that wait."""
-
-
-class Share(NamedTuple):
+class TaskSpans(NamedTuple):
     """The work of one task: offsets of the queue on one node."""
 
     node: int
     spans: tuple[Span, ...]
     part: int = 0
     parts: int = 1
-    """Of several tasks with the same offsets, each has the keys of one part."""
+    """If several tasks have the same offsets, each delivers the keys that hash to its part."""
 
 
-def batch_of(waiting: Waiting, events: int, newest: float) -> dict[int, list[Span]]:
-    """At most so many of the events that wait, fairly from all nodes.
+def select_batch(pending: PendingSpans, events: int, newest: float) -> dict[int, list[Span]]:
+    """Select at most ``events`` of the pending events, in equal parts from all nodes.
 
-    Where there are more, ``newest`` is the share of the newest ones.
+    If there are more, ``newest`` is the share of the newest events; the others are the oldest.
     """
-    backlog = {node: count_of(spans) for node, spans in waiting.items()}
-    allowed = admitted(dict.fromkeys(backlog, 0), backlog, events)
-    return {node: _cut(spans, allowed[node], newest) for node, spans in waiting.items()}
-
-
-def _cut(spans: Sequence[Span], events: int, newest: float) -> list[Span]:
-    if count_of(spans) <= events:
-        return list(spans)
-    fresh = int(events * newest)
-    return oldest_of(spans, events - fresh) + newest_of(spans, fresh)
-
-
-def shared(batch: Waiting, ordering: Ordering, *, at_most: int, per: int) -> list[Share]:
-    """Cut a batch into tasks: one more for every ``per`` events, none if there are none.
-
-    Events of one key are never in two tasks if that matters, and with a strict order each node has
-    one task.
-    """
-    counts = {node: count_of(spans) for node, spans in batch.items() if spans}
-    pieces_of = apportioned(min(-(-sum(counts.values()) // per), at_most), counts)
-    shares: list[Share] = []
-    for node, count in sorted(counts.items()):
-        spans, pieces = tuple(batch[node]), pieces_of[node]
-        if ordering is Ordering.STRICT:
-            shares.append(Share(node, spans))
-        elif ordering is Ordering.KEY:
-            shares += [Share(node, spans, part, pieces) for part in range(pieces)]
+    backlog = {node: count_offsets(spans) for node, spans in pending.items()}
+    allowed = limit_ends(dict.fromkeys(backlog, 0), backlog, events)
+    batch = {}
+    for node, spans in pending.items():
+        if backlog[node] <= allowed[node]:
+            batch[node] = list(spans)
         else:
-            shares += [Share(node, piece) for piece in _pieces(spans, count, pieces)]
-    return shares
+            fresh = int(allowed[node] * newest)
+            batch[node] = take_oldest(spans, allowed[node] - fresh) + take_newest(spans, fresh)
+    return batch
 
 
-def _pieces(spans: Sequence[Span], count: int, pieces: int) -> Iterator[tuple[Span, ...]]:
+def split_into_tasks(
+    batch: PendingSpans, ordering: Ordering, *, at_most: int, per: int
+) -> list[TaskSpans]:
+    """Divide a batch among tasks: one more task for each ``per`` events, none without events.
+
+    With ``Ordering.KEY`` a key never is in two tasks; with ``Ordering.STRICT`` a node has one task.
+    """
+    counts = {node: count_offsets(spans) for node, spans in batch.items() if spans}
+    tasks = divide_tasks(min(-(-sum(counts.values()) // per), at_most), counts)
+    found: list[TaskSpans] = []
+    for node, count in sorted(counts.items()):
+        spans = tuple(batch[node])
+        if ordering is Ordering.STRICT:
+            found.append(TaskSpans(node, spans))
+        elif ordering is Ordering.KEY:
+            found += [TaskSpans(node, spans, part, tasks[node]) for part in range(tasks[node])]
+        else:
+            found += [TaskSpans(node, piece) for piece in _cut_spans(spans, count, tasks[node])]
+    return found
+
+
+def _cut_spans(spans: Sequence[Span], count: int, pieces: int) -> Iterator[tuple[Span, ...]]:
     cuts = [count * piece // pieces for piece in range(pieces + 1)]
     for first, end in itertools.pairwise(cuts):
-        yield tuple(newest_of(oldest_of(spans, end), end - first))
+        yield tuple(take_newest(take_oldest(spans, end), end - first))
 
 
-# ── sizing ──
-# How large a lane's next batch is, by how the last one went. Pure.
-
-QUICK: Final = 0.5
+QUICK_SHARE: Final = 0.5
 """A batch that takes less than this share of its time could have been larger."""
 GROWTH: Final = 4
 SLOW_GROWTH: Final = 2
-"""Of one that took its time but left nothing over: it may have been Spark that took it."""
+"""Growth after a batch that took its time but left no events: Spark may have taken that time."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """The most events of the next batch.
+    """The most events of a lane's next batch.
 
-    A task stops after ``seconds`` and leaves the rest to the next batch; reading what is left over
-    again and again would cost more than sending it, so that a batch has what can be sent in time.
+    A task stops sending after ``seconds`` and leaves the rest to the next batch. To read the rest
+    again and again would cost more than to send it, so a batch has as many events as the
+    destination takes in that time.
     """
 
     events: int
@@ -256,19 +258,20 @@ class BatchSize:
     seconds: float
 
     @classmethod
-    def at_first(cls, least: int, most: int, seconds: float) -> Self:
-        """As long as nothing is known: the most."""
+    def from_limits(cls, least: int, most: int, seconds: float) -> Self:
+        """Create the size of the first batch: ``most``, because no rate is known."""
         return cls(most, min(least, most), most, seconds)
 
-    def after(self, planned: int, kept: int, took: float) -> Self:
-        """After a batch of so many events, of which some were kept, that took so long."""
+    def adjust(self, planned: int, kept: int, took: float) -> Self:
+        """Return the size after a batch of ``planned`` events that kept ``kept`` for later."""
         done = planned - kept
         if not done:
-            return self  # nothing could be sent: that says nothing of how fast it is
+            return self  # Nothing was sent, so the rate is still unknown.
         if not kept:
-            grown = self.events * (GROWTH if took < self.seconds * QUICK else SLOW_GROWTH)
+            quick = took < self.seconds * QUICK_SHARE
+            events = self.events * (GROWTH if quick else SLOW_GROWTH)
         else:
-            # Tasks were sending for no longer than that; the rest of the time was Spark's.
+            # Tasks sent for at most `seconds`; Spark used the rest of the time.
             sending = min(max(took, 0.001), self.seconds)
-            grown = int(done / sending * self.seconds)
-        return replace(self, events=max(self.least, min(grown, self.most)))
+            events = int(done / sending * self.seconds)
+        return replace(self, events=max(self.least, min(events, self.most)))

@@ -1,14 +1,23 @@
-"""Having Spark look at a pipeline before it runs: every expression, and where rows go."""
+"""Checks a pipeline before it runs, and tries its test cases, with Spark but without nodes.
+
+:func:`check_pipeline` has Spark analyse every expression and plan of a configuration. It collects
+all errors, each with the place in the configuration. :class:`CaseTrial` runs the plan of the lanes
+over the events of one test case.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
-from turnlane.delivery.settings import OURS, PAYLOAD
+from turnlane.delivery.settings import DIRECT, OWN_PREFIX, PAYLOAD
 from turnlane.errors import ConfigError, SchemaMismatch
 from turnlane.outputs.api import OutputSettings
 from turnlane.outputs.queue import QueueOutputSettings
@@ -16,181 +25,263 @@ from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.outputs.sql import SqlSettings
 from turnlane.outputs.sql_rows import has_source
 from turnlane.outputs.table import TableOutputSettings
-from turnlane.pipeline.settings import ActionSettings, PipelineSettings
-from turnlane.spark import transforms
-from turnlane.spark.errors import reason_of
-from turnlane.spark.parsing import parsed
-from turnlane.spark.row_codec import check_writable
-from turnlane.spark.sinks import check_files_take, chosen, streams_into
+from turnlane.pipeline.cases import Case, CaseEvent, CaseRow
+from turnlane.pipeline.settings import MAIN, ActionSettings, PipelineSettings
+from turnlane.spark.errors import describe_failure
+from turnlane.spark.parsing import parse_events
+from turnlane.spark.routing import add_payload, add_routes
+from turnlane.spark.row_codec import QUEUE_COLUMN, check_writable, get_read_schema
+from turnlane.spark.sinks import can_stream_into, check_file_columns, select_sink_columns
 from turnlane.spark.transforms import (
-    answer,
-    called,
-    check_runs,
-    check_together,
-    remembered,
-    stream_of,
-    tolerant,
+    apply_action,
+    apply_transform,
+    call_transform,
+    check_streaming_plan,
+    drop_variants,
+    find_stateful_operation,
+    get_queue_schema,
+    has_repartition,
+    make_no_events,
+    make_stream,
+    parse_and_transform,
+    restore_from_queue,
+    use_try_casts,
 )
-from turnlane.validation import Findings, message_of
+from turnlane.validation import IssueCollector, get_message
 
 
-def check(session: SparkSession, settings: PipelineSettings) -> frozenset[str]:
-    """Check it all; returns the actions whose queries have to remember things between batches.
+def check_pipeline(session: SparkSession, settings: PipelineSettings) -> frozenset[str]:
+    """Check a pipeline; returns the actions whose queries keep state between batches.
 
-    Raises ``ConfigProblems``, which names actions and settings: all that is wrong, but for what
-    only shows once something before it is right.
+    Raises ``ConfigProblems`` with all errors, except errors that are hidden by others.
     """
-    findings = Findings()
-    remembering: set[str] = set()
-    with findings.noted():
-        # In a session of its own: views made here are no business of the lanes that run.
-        remembering |= _check_all(session.newSession(), settings, findings)
-    findings.tell()
-    return frozenset(remembering)
+    issues = IssueCollector()
+    stateful: set[str] = set()
+    with issues.noted():
+        # In a session of its own: its views must not replace the views of running lanes.
+        stateful |= _check_all(session.newSession(), settings, issues)
+    issues.tell()
+    return frozenset(stateful)
 
 
 def _check_all(
-    spark: SparkSession, settings: PipelineSettings, findings: Findings
+    spark: SparkSession, settings: PipelineSettings, issues: IssueCollector
 ) -> AbstractSet[str]:
-    base = stream_of(spark, transforms.nothing(spark).schema)
-    plain = _checked("parse", lambda: parsed(base, settings.parse))
-    events = _checked("transform", lambda: transforms.transformed(plain, settings))
-    with findings.noted():
-        _refuse_ours("transform", events)
-        _refuse_memory("transform", events)
-    queued = stream_of(spark, transforms.stored_schema(spark, settings))
-    queued = transforms.restored(queued, settings)
-    own = {action.name for action in settings.queued}
-    remembering: set[str] = set()
+    base = make_stream(spark, make_no_events(spark).schema)
+    parsed = _check_plan("parse", lambda: parse_events(base, settings.parse))
+    events = _check_plan("transform", lambda: apply_transform(parsed, settings))
+    with issues.noted():
+        _refuse_own_columns("transform", events)
+        _refuse_state("transform", events)
+    queued = make_stream(spark, get_queue_schema(spark, settings))
+    queued = restore_from_queue(queued, settings)
+    own_queues = {action.name for action in settings.queued_actions}
+    stateful: set[str] = set()
     for at, action in enumerate(settings.actions):
         where = f"actions[{at}]"
         if action.filter is not None:
-            with findings.noted():
-                _checked(f"{where}.filter", partial(events.where, tolerant(action.filter)))
+            with issues.noted():
+                _check_plan(f"{where}.filter", partial(events.where, use_try_casts(action.filter)))
         if action.is_direct:
-            _check_tables(action, where, events, findings)
+            _check_tables(action, where, events, issues)
             continue
-        with findings.noted():
-            rows = _made(action, where, queued, lambda name: queued if name in own else base)
-            remembering |= {action.name} if remembered(rows) else set()
-            _check_output(action, where, rows, findings)
-    return remembering
+        with issues.noted():
+            rows = _check_action(
+                action, where, queued, lambda name: queued if name in own_queues else base
+            )
+            stateful |= {action.name} if find_stateful_operation(rows) else set()
+            _check_output(action, where, rows, issues)
+    return stateful
 
 
-def _made(
-    action: ActionSettings, where: str, events: DataFrame, source_of: Callable[[str], DataFrame]
+def _check_action(
+    action: ActionSettings, where: str, events: DataFrame, read_queue: Callable[[str], DataFrame]
 ) -> DataFrame:
-    """What an action's lane makes of events."""
+    """Check an action's transform and SQL; returns their rows."""
     rows = events
     if action.transform is not None:
-        mode = "append" if action.sql is None else None  # else what SQL makes of it has to run
-        rows = _checked(f"{where}.transform", partial(called, action.transform, events), mode)
-        check_together(action, rows, where)
+        mode = "append" if action.sql is None else None  # With SQL, only its result has to run.
+        call = partial(call_transform, action.transform, events)
+        rows = _check_plan(f"{where}.transform", call, mode)
+        _check_rows_stay_together(action, rows, where)
     if action.sql is not None:
-        make = partial(answer, action, events, source_of)
-        rows = _checked(f"{where}.sql", make, action.output_mode)
+        apply = partial(apply_action, action, events, read_queue)
+        rows = _check_plan(f"{where}.sql", apply, action.output_mode)
     return rows
 
 
-def _check_output(action: ActionSettings, where: str, rows: DataFrame, findings: Findings) -> None:
-    """Check that an action's output takes what its lane has made."""
-    steps = [name for name in ("sql", "transform") if getattr(action, name) is not None]
-    last = ".".join([where, *steps[:1]])
+def _check_rows_stay_together(action: ActionSettings, rows: DataFrame, where: str) -> None:
+    """Refuse a transform that moves rows if the output knows its rows by their numbers.
+
+    A task numbers the rows of an event. In two tasks, two rows would have the same number, and one
+    would be skipped as a repeat.
+    """
+    output = action.output
+    if not (getattr(output, "exactly_once", False) or getattr(output, "producer", None)):
+        return
+    if has_repartition(rows) or find_stateful_operation(rows):
+        why = "spreads rows over tasks, so that several of one event could not be told apart"
+        raise ConfigError(f"{where}.transform", why)
+
+
+def _check_output(
+    action: ActionSettings, where: str, rows: DataFrame, issues: IssueCollector
+) -> None:
+    """Check that an action's output takes its rows."""
     if isinstance(action.output, SparkSinkSettings):
-        _check_sink(action.output, f"{where}.output", rows, findings)
+        _check_sink(action.output, f"{where}.output", rows, issues)
         return
-    with findings.noted():
-        _refuse_ours(last, rows)
+    last = where
+    if action.sql is not None or action.transform is not None:
+        last = f"{where}.{'transform' if action.sql is None else 'sql'}"
+    with issues.noted():
+        _refuse_own_columns(last, rows)
     if isinstance(action.output, QueueOutputSettings):
-        with findings.noted():
-            _check_events(last, rows)
-    _check_tables(action, where, rows, findings)
+        with issues.noted():
+            try:
+                check_writable(rows.schema, needs_route=False)
+            except SchemaMismatch as error:
+                raise ConfigError(last, f"a queue does not take this: {error}") from error
+    _check_tables(action, where, rows, issues)
 
 
-def _check_tables(action: ActionSettings, where: str, rows: DataFrame, findings: Findings) -> None:
-    _check_sources(f"{where}.output", action.output, rows, findings)
-    failover = action.delivery.failover
-    if failover is not None:
-        _check_sources(f"{where}.delivery.failover.output", failover.output, rows, findings)
-
-
-def _check_events(place: str, rows: DataFrame) -> None:
-    """Check that a queue takes the rows."""
-    try:
-        check_writable(rows.schema, needs_route=False)
-    except SchemaMismatch as error:
-        raise ConfigError(place, f"a queue does not take this: {error}") from error
-
-
-def _check_sink(sink: SparkSinkSettings, where: str, rows: DataFrame, findings: Findings) -> None:
-    with findings.noted():
-        _check_format(f"{where}.format", rows.sparkSession, sink)
-    written = _checked(f"{where}.columns", partial(chosen, rows, sink))
-    there = {name.lower() for name in written.columns}
+def _check_sink(
+    sink: SparkSinkSettings, where: str, rows: DataFrame, issues: IssueCollector
+) -> None:
+    with issues.noted():
+        try:
+            can_stream_into(rows.sparkSession, sink.format)
+        except ConfigError as error:
+            raise _replace_place(error, f"{where}.format") from error
+    written = _check_plan(f"{where}.columns", partial(select_sink_columns, rows, sink))
+    columns = {name.lower() for name in written.columns}
     for name in sink.partition_by:
-        if name.lower() not in there:
+        if name.lower() not in columns:
             why = f"there is no column {name!r} among those that are written"
-            findings.add(f"{where}.partition_by", why)
-    _check_files(f"{where}.{'columns' if sink.columns else 'format'}", written, sink)
-
-
-def _check_format(place: str, spark: SparkSession, sink: SparkSinkSettings) -> None:
+            issues.add(f"{where}.partition_by", why)
     try:
-        streams_into(spark, sink.format)
-    except ConfigError as error:
-        raise _placed(error, place) from error
-
-
-def _check_files(place: str, rows: DataFrame, sink: SparkSinkSettings) -> None:
-    """Check that files of the format can have these columns, and so many of them."""
-    try:
-        check_files_take(rows, sink)
+        check_file_columns(written, sink)
     except ConfigError:
-        return  # there is no such format, which was found before
+        return  # There is no such format: `can_stream_into` has reported it.
     except Exception as error:
+        place = f"{where}.{'columns' if sink.columns else 'format'}"
         advice = "say in `columns` what is written, as in CAST(value AS string) AS value"
-        raise ConfigError(place, f"{reason_of(error)}; {advice}") from error
+        raise ConfigError(place, f"{describe_failure(error)}; {advice}") from error
 
 
-def _check_sources(place: str, output: OutputSettings, rows: DataFrame, findings: Findings) -> None:
-    """Check that an output which fills columns of a table has what to fill them with."""
-    if not isinstance(output, SqlSettings | TableOutputSettings):
-        return
-    there = [*transforms.storable(rows).columns, PAYLOAD]
-    for name, source in output.columns.items():
-        if not has_source(there, source):
-            message = f"the events have no {source!r}; they have {', '.join(there)}"
-            findings.add(f"{place}.columns.{name}", message)
+def _check_tables(
+    action: ActionSettings, where: str, rows: DataFrame, issues: IssueCollector
+) -> None:
+    """Check that outputs which fill columns of a table find them in the rows."""
+    outputs: dict[str, OutputSettings] = {f"{where}.output": action.output}
+    if action.delivery.failover is not None:
+        outputs[f"{where}.delivery.failover.output"] = action.delivery.failover.output
+    for place, output in outputs.items():
+        if not isinstance(output, SqlSettings | TableOutputSettings):
+            continue
+        columns = [*drop_variants(rows).columns, PAYLOAD]
+        for name, source in output.columns.items():
+            if not has_source(columns, source):
+                message = f"the events have no {source!r}; they have {', '.join(columns)}"
+                issues.add(f"{place}.columns.{name}", message)
 
 
-def _refuse_ours(place: str, rows: DataFrame) -> None:
-    """Columns that would be replaced in silence by those of the same name that lanes add."""
+def _refuse_own_columns(place: str, rows: DataFrame) -> None:
+    """Refuse columns that lanes would replace with their own of the same name."""
     for name in rows.columns:
-        if name.lower() == PAYLOAD or name.lower().startswith(OURS):
-            raise ConfigError(place, f"makes a column {name!r}, which lanes use; call it otherwise")
+        if name.lower() == PAYLOAD or name.lower().startswith(OWN_PREFIX):
+            raise ConfigError(
+                place, f"makes a column {name!r}, which lanes use; give it another name"
+            )
 
 
-def _refuse_memory(place: str, rows: DataFrame) -> None:
-    """The main lane keeps its place in the node, and nothing else from batch to batch."""
-    what = remembered(rows)
-    if what is not None:
-        why = f"{what} has to remember events, which only the lane of an action does"
+def _refuse_state(place: str, rows: DataFrame) -> None:
+    """Refuse state in the main lane, which has only its cursor in the node."""
+    operation = find_stateful_operation(rows)
+    if operation is not None:
+        why = f"{operation} has to remember events, which only the lane of an action does"
         raise ConfigError(place, f"{why}: do it in the transform, or sql, of one with a queue")
 
 
-def _checked(place: str, make: Callable[[], DataFrame], mode: str | None = "append") -> DataFrame:
-    """What is made, if Spark could run it in an output mode, or could plan it without one."""
+def _check_plan(
+    place: str, make: Callable[[], DataFrame], mode: str | None = "append"
+) -> DataFrame:
+    """Return the rows if Spark can run them in an output mode, or can plan them without one."""
     try:
-        made = make()
-        made.schema  # noqa: B018 - analyses the plan
+        rows = make()
+        rows.schema  # noqa: B018 - analyses the plan
         if mode is not None:
-            check_runs(made, mode)
-    except ConfigError as error:  # it knows what is wrong, not where
-        raise _placed(error, place) from error
+            check_streaming_plan(rows, mode)
+    except ConfigError as error:
+        raise _replace_place(error, place) from error
     except Exception as error:
-        raise ConfigError(place, reason_of(error)) from error
-    return made
+        raise ConfigError(place, describe_failure(error)) from error
+    return rows
 
 
-def _placed(error: ConfigError, place: str) -> ConfigError:
-    return ConfigError(place, message_of(error))
+def _replace_place(error: ConfigError, place: str) -> ConfigError:
+    return ConfigError(place, get_message(error))
+
+
+# ── test cases ──
+
+
+class CaseTrial:
+    """Runs the plan of a pipeline's lanes over the events of one test case."""
+
+    def __init__(self, spark: SparkSession, settings: PipelineSettings, case: Case) -> None:
+        # In a session of its own, for the views of SQL.
+        self._spark = spark.newSession()
+        self._settings = settings
+        self._case = case
+        self._source = self._make_table(case.events)
+        events = parse_and_transform(self._source, settings)
+        routed = add_routes(events, settings.actions, settings.dead_letters, settings.joined_queues)
+        self._routed = routed.cache()
+
+    def collect_results(self) -> Iterator[tuple[str, list[CaseRow]]]:
+        """Yield the rows of each action that the case expects something of."""
+        try:
+            for action in self._settings.actions:
+                if action.name in self._case.expect:
+                    rows = apply_action(action, self._select_routed(action), self._read_queue)
+                    yield action.name, _collect_rows(rows)
+        finally:
+            self._routed.unpersist()
+
+    def _make_table(self, events: Sequence[CaseEvent]) -> DataFrame:
+        now = datetime.now(UTC)
+        rows = [_make_row(event, now, at) for at, event in enumerate(events)]
+        return self._spark.createDataFrame(rows, get_read_schema(include_headers=True))
+
+    def _select_routed(self, action: ActionSettings) -> DataFrame:
+        """Return the events that are routed to an action, as its lane would read them."""
+        column = DIRECT if action.is_called_by_main else QUEUE_COLUMN
+        return (
+            self._routed.where(F.array_contains(column, action.name))
+            .drop(DIRECT)
+            .withColumn(QUEUE_COLUMN, F.lit(action.name))
+        )
+
+    def _read_queue(self, name: str) -> DataFrame:
+        """Return the events of a queue after the case; a queue without an action is empty."""
+        for action in self._settings.queued_actions:
+            if action.name == name:
+                return self._select_routed(action)
+        return self._source.limit(0)
+
+
+def _make_row(event: CaseEvent, now: datetime, offset: int) -> tuple[Any, ...]:
+    """Return an event in the order of ``get_read_schema``."""
+    value = None if event.value is None else bytearray(event.value.encode())
+    time = event.timestamp or now
+    time = time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+    position = (MAIN, 0, offset)
+    return (event.key, value, time, event.severity, event.source, *position, event.headers)
+
+
+def _collect_rows(events: DataFrame) -> list[CaseRow]:
+    """Return rows as outputs get them, in JSON; columns that JSON leaves out are null."""
+    columns = [name for name in events.columns if name not in (QUEUE_COLUMN, DIRECT)]
+    payloads = add_payload(events, "json").select(F.col(PAYLOAD).cast("string")).collect()
+    return [{**dict.fromkeys(columns), **json.loads(row[0])} for row in payloads]

@@ -1,8 +1,8 @@
-"""What Spark's Python processes are forked from: what all of them need is imported already.
+"""The process from which Spark forks its Python processes, with turnlane imported already.
 
-Spark's own daemon imports next to nothing, so each of its children imports everything anew, about
-a second of computing before the first row. Nothing here may start a thread that a child would
-miss: modules are imported, and none is used.
+Spark's own daemon imports almost nothing, so each of its children would import everything again:
+about a second of computing before the first row. Threads do not survive a fork, so nothing here may
+start one: modules are imported, but not used.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Final
 
 from pyspark.daemon import manager
 
-from turnlane.runtime import keep_freed
+from turnlane.runtime import keep_freed_memory
 
 SHARED: Final = ("turnlane.spark.source",)
-"""The modules of ours that each of them needs, whatever it does."""
+"""The modules that every process needs."""
 
 
 def main() -> None:
-    """Be ``pyspark.daemon``, whose argument is the module that children run."""
-    keep_freed()
+    """Run as ``pyspark.daemon``, whose argument is the module that children run."""
+    keep_freed_memory()
     for module in (*sys.argv[1:2], *SHARED):
         importlib.import_module(module)
-    # Left out of searches for garbage, which would write to, and so copy, what children share.
+    # The garbage collector writes to objects, which would copy memory that children share.
     gc.collect()
     gc.freeze()
     manager()

@@ -1,9 +1,17 @@
-"""A lane: a streaming query that is started again, with patience, whenever it fails."""
+"""A lane: a streaming query on a thread of its own, started again whenever it fails.
+
+Threads: each :class:`Lane` has a thread, which starts the query, waits for events of it, and starts
+it again after a failure, with a pause that doubles. :class:`QueryEventListener` has one thread for
+all lanes of a pipeline, which receives Spark's events and puts them into the queues of the lanes.
+``status`` and ``stop`` may be called from any thread.
+
+A lane's status also says what keeps the lane from sending, although its query runs: an open breaker
+or a full queue (:class:`BlockedReason`).
+"""
 
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 import uuid
@@ -20,239 +28,36 @@ from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
 
 from turnlane.errors import RetryLater
+from turnlane.logs import get_logger
 from turnlane.retry import doubled
-from turnlane.spark.batch_planning import TAKEN
-from turnlane.spark.errors import reason_of
-from turnlane.spark.nodes import Gates, Nodes
-from turnlane.spark.steps import Breakers, Suspension, Ways, suspension
+from turnlane.spark.batch_planning import TAKEN_EVENTS
+from turnlane.spark.errors import describe_failure
+from turnlane.spark.nodes import BreakerClient, Nodes
+from turnlane.spark.steps import BreakerStates, DeliveryPaths, Suspension, find_suspension
 
-# ── held_up ──
-# What keeps lanes from going on, for people: asked for once in a while, beside the lanes' work.
-
-log = logging.getLogger(__name__)
-
-LOOK_SECONDS: Final = 1.0
-"""How often to ask."""
-
-
-class GatesSeen:
-    """The breakers of all lanes of a pipeline, asked for in one question once in a while.
-
-    Safe from any thread; whoever comes while another one asks gets what was known before.
-    """
-
-    def __init__(self, gates: Gates) -> None:
-        self._gates = gates
-        self._actions: set[str] = set()
-        self._asking = threading.Lock()
-        self._asked = -LOOK_SECONDS
-        self._known: Breakers = {}
-
-    def include(self, actions: Iterable[str]) -> None:
-        """Ask for the breakers of these, too."""
-        self._actions |= set(actions)
-
-    def status(self) -> Breakers:
-        """How the breakers are, or were a moment ago."""
-        if self._asking.acquire(blocking=False):
-            try:
-                self._look()
-            finally:
-                self._asking.release()
-        return self._known
-
-    def _look(self) -> None:
-        if time.monotonic() - self._asked < LOOK_SECONDS:
-            return
-        try:
-            self._known = self._gates.status(sorted(self._actions))
-        except RetryLater as error:
-            log.info("no word of breakers: %s", error)
-        self._asked = time.monotonic()
-
-
-class Rooms:
-    """Which of the queues that a lane fills is full, asked for once in a while. For one thread."""
-
-    def __init__(self, nodes: Nodes, queues: Sequence[str]) -> None:
-        self._nodes = nodes
-        self._queues = queues
-        self._asked = -LOOK_SECONDS
-        self._full: str | None = None
-
-    def full(self) -> str | None:
-        """The first of them, on any node, or what it was a moment ago."""
-        if self._queues and time.monotonic() - self._asked >= LOOK_SECONDS:
-            try:
-                self._full = self._look()
-            except RetryLater as error:
-                log.info("no word of room in queues: %s", error)
-            self._asked = time.monotonic()
-        return self._full
-
-    def _look(self) -> str | None:
-        nodes = range(self._nodes.count)
-        questions = {node: partial(self._nodes[node].full, self._queues) for node in nodes}
-        found = self._nodes.answers("room", questions, 0.0)
-        return min((queue for full in found.values() for queue in full), default=None)
-
-
-class HeldUpHeldUp:
-    """What keeps a lane from going on, for people."""
-
-    def __init__(self, gates: GatesSeen, lane: Sequence[Ways], rooms: Rooms | None = None) -> None:
-        self._gates = gates
-        self._lane = lane
-        self._rooms = rooms
-        gates.include(way.action for ways in lane for way in ways)
-
-    def __call__(self) -> Suspension | None:
-        """What is known."""
-        if self._lane:
-            found = suspension(self._lane, self._gates.status())
-            if found.why is not None:
-                return found
-        full = self._rooms.full() if self._rooms is not None else None
-        return None if full is None else Suspension(0.0, why=f"queue {full!r} is full")
-
-
-# ── news ──
-# What Spark tells of streaming queries, handed to the lanes that run them.
-
-
-OVER: Final = ""
-"""What the listener tells itself when it is to end."""
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """What has happened to one run of a query."""
-
-    run: str
-    progress: StreamingQueryProgress | None = None
-    """How a batch went; ``None`` if the run has ended."""
-
-
-Tell = Callable[[News], None]
-"""Called on the listener's thread, where all others wait for it."""
-
-
-class Listener:
-    """Hears of all queries of a session, and tells those who run them; ``told`` by query name.
-
-    Of each run it tells of every batch once, in their order, and then of its end. The first news
-    may come before the query's ``start()`` has returned. A run is somebody's if it starts while
-    this one listens: what comes late of a pipeline before it is nobody's.
-
-    Java keeps what it has to say in a queue, and a thread waits for it here. Were Python called, as
-    pyspark's listeners are, each run of a query would leave a thread and a connection behind, and
-    each progress would take a hundred calls to be read.
-    """
-
-    def __init__(self, spark: SparkSession, told: Mapping[str, Tell]) -> None:
-        jvm: Any = spark._jvm  # noqa: SLF001 - pyspark's listeners are called
-        self._queries: Any = spark.streams._jsqm  # noqa: SLF001
-        self._said: Any = jvm.java.util.concurrent.LinkedBlockingQueue()
-        streaming = jvm.org.apache.spark.sql.streaming
-        kind = jvm.java.lang.Class.forName(
-            "org.apache.spark.sql.streaming.PythonStreamingQueryListener"
-        )
-        # Whatever it is called with: ``said.add(event.json())``.
-        keeping = jvm.java.beans.EventHandler.create(kind, self._said, "add", "json")
-        self._keeper: Any = streaming.PythonStreamingQueryListenerWrapper(keeping)
-        self._told = told
-        self._runs: dict[str, Tell] = {}
-        """Those under way. Spark tells of the start of a run before anything else of it."""
-        self._thread = threading.Thread(target=self._run, name="lane-news", daemon=True)
-
-    def start(self) -> None:
-        """Begin, before the queries do."""
-        self._queries.addListener(self._keeper)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End; what has been said until now is still told."""
-        self._queries.removeListener(self._keeper)
-        self._said.add(OVER)
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while (said := self._said.take()) != OVER:
-                self._take(said)
-        except (Py4JError, OSError) as error:
-            log.warning("Spark tells nothing any more: %s", error)
-
-    def _take(self, said: str) -> None:
-        """Hand it on. Whatever is wrong with it, lanes wait for what comes after it."""
-        try:
-            self._hand_on(json.loads(said))
-        except Exception:
-            log.exception("news of a query that cannot be handed on: %.300s", said)
-
-    def _hand_on(self, event: Mapping[str, Any]) -> None:
-        if "progress" in event:
-            self._progress(StreamingQueryProgress.fromJson(event["progress"]))
-        elif "name" in event:
-            self._started(event["runId"], event["name"])
-        elif "timestamp" not in event:  # that would be a query with nothing to do
-            self._ended(event["runId"])
-
-    def _started(self, run: str, name: str | None) -> None:
-        tell = self._told.get(name or "")
-        if tell is not None:
-            self._runs[run] = tell
-
-    def _progress(self, progress: StreamingQueryProgress) -> None:
-        run = str(progress.runId)
-        tell = self._runs.get(run)
-        if tell is not None:
-            tell(News(run, progress))
-
-    def _ended(self, run: str) -> None:
-        tell = self._runs.pop(run, None)
-        if tell is not None:
-            tell(News(run))
-
-
-# ── silence ──
-# How long a lane has ended no batch, and when to mention it. Pure: it is told the time.
-
-QUIET_SECONDS: Final = 300.0
-"""So long a silence is mentioned first, and again each time that it is twice as long."""
-
-
-class Silence:
-    """The time since a query began or was heard of last."""
-
-    def __init__(self, now: float) -> None:
-        self._since = now
-        self._mention_after = QUIET_SECONDS
-
-    def lasted(self, now: float) -> float | None:
-        """Its seconds, if it is time to mention them."""
-        seconds = now - self._since
-        if seconds < self._mention_after:
-            return None
-        self._mention_after = 2 * seconds
-        return seconds
-
+log = get_logger(__name__)
 
 FIRST_PAUSE: Final = 1.0
 LAST_PAUSE: Final = 60.0
 """Seconds between attempts, doubling from one to the other."""
 START_SECONDS: Final = 0.2
-"""How often to look whether a query runs by now: if it has nothing to do, Spark tells nobody."""
-NEWS_SECONDS: Final = 5.0
-"""How late the news may be that a query has ended; Spark drops news that it cannot get rid of."""
+"""How often to check whether a query runs: Spark sends no event if the query has nothing to do."""
+POLL_SECONDS: Final = 1.0
+"""How often to ask for breakers and full queues, and to check a query without events."""
+EVENT_SECONDS: Final = 5.0
+"""How late the event of a query's end may be; Spark drops events if its event queue is full."""
 BATCH_SECONDS: Final = 10.0
-"""How long a batch may go on once the lane is to stop: a task stops sending after half of that."""
+"""How long a batch may continue after the lane was stopped: a task stops sending after half."""
 HURRY_SECONDS: Final = 1.0
-"""How long a lane may take to end its query once it is to wait for no batch."""
+"""How long a lane may take to end its query if it must not wait for a batch."""
+STALL_SECONDS: Final = 300.0
+"""After this time without a batch a warning is logged, and again each time that it has doubled."""
 PROCESSING: Final = "Processing new data"
-"""What Spark says of a query that is at a batch."""
+"""Spark's status message of a query that processes a batch."""
 TIMED_OUT: Final = "java.util.concurrent.TimeoutException"
-"""What Spark raises if a query has not stopped in time."""
+"""The exception of Spark if a query has not stopped in time."""
+END_OF_EVENTS: Final = ""
+"""The text by which the listener ends its own thread."""
 
 
 class LaneState(StrEnum):
@@ -263,94 +68,120 @@ class LaneState(StrEnum):
     WAITING = "waiting"
     """It failed, and will be started again."""
     STOPPING = "stopping"
-    """It is to end, and has not ended yet."""
+    """It was stopped, and has not ended yet."""
     STOPPED = "stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class LaneStatus:
-    """A lane at this moment."""
+    """The state of a lane at one moment."""
 
     name: str
     state: LaneState
     restarts: int
     reason: str | None
-    """Why it failed last; ``None`` if it has recovered, or never did."""
+    """Why it failed last; ``None`` if it has recovered, or never failed."""
     batches: int
     rows: int
     suspension: Suspension | None = None
-    """What its destination says while it is not to be sent anything; the query itself runs."""
+    """Why nothing is sent, although the query runs."""
 
     @property
     def suspended(self) -> str | None:
-        """Why nothing is sent; ``None`` if things are."""
+        """Why nothing is sent; ``None`` if events are sent."""
         return None if self.suspension is None else self.suspension.why
 
 
-Start = Callable[[str], StreamingQuery]
-"""Starts the query; the argument tells this run of the lane from all others."""
-Watch = Callable[[StreamingQueryProgress], None]
+@dataclass(frozen=True, slots=True)
+class QueryEvent:
+    """An event of one run of a query."""
+
+    run: str
+    progress: StreamingQueryProgress | None = None
+    """The progress after a batch; ``None`` if the run has ended."""
+
+
+EventHandler = Callable[[QueryEvent], None]
+"""Called on the listener's thread; all other events wait for it."""
+StartQuery = Callable[[str], StreamingQuery]
+"""Starts the query; the argument is the id of this run of the lane."""
+ProgressHandler = Callable[[StreamingQueryProgress], None]
 """Called with every progress of the query, and now and then again with the last one."""
-HeldUp = Callable[[], Suspension | None]
-"""Says what keeps the lane from sending, if anything does."""
+GetSuspension = Callable[[], Suspension | None]
+"""Returns what keeps the lane from sending, if anything does."""
+
+
+class StallDetector:
+    """Measures the time since a query started or sent its last event. Pure."""
+
+    def __init__(self, now: float) -> None:
+        self._since = now
+        self._report_after = STALL_SECONDS
+
+    def check(self, now: float) -> float | None:
+        """Return the seconds without an event, if it is time to report them."""
+        seconds = now - self._since
+        if seconds < self._report_after:
+            return None
+        self._report_after = 2 * seconds
+        return seconds
 
 
 class Lane:
     """Runs a query on a thread of its own until it is stopped.
 
-    What happens to the query it learns by :meth:`tell`: each batch is counted, however quick.
+    It learns what happens to the query by :meth:`on_event`, so every batch is counted.
     """
 
     def __init__(
         self,
         name: str,
-        start: Start,
-        watch: Watch | None = None,
-        held_up: HeldUp = lambda: None,
+        start_query: StartQuery,
+        on_progress: ProgressHandler | None = None,
+        get_suspension: GetSuspension = lambda: None,
     ) -> None:
         self.name = name
-        self._start = start
-        self._watch = watch or (lambda _: None)
-        self._held_up = held_up
+        self._start_query = start_query
+        self._on_progress = on_progress or (lambda _: None)
+        self._get_suspension = get_suspension
         self._suspension: Suspension | None = None
         self._stop = threading.Event()
         self._hurry = threading.Event()
-        """Set when the batch that is under way is to be waited for no longer."""
-        self._news: SimpleQueue[News | None] = SimpleQueue()
-        """What is not heard yet; ``None`` says that the lane is to stop."""
-        self._query: StreamingQuery | None = None
+        """Set when the lane must no longer wait for the batch in progress."""
+        self._events: SimpleQueue[QueryEvent | None] = SimpleQueue()
+        """Events to process; ``None`` wakes the thread up because the lane was stopped."""
         self._state = LaneState.STARTING
         self._reason: str | None = None
         self._restarts = 0
         self._batches = 0
         self._rows = 0
-        self._progress: StreamingQueryProgress | None = None
-        """The last one of this run."""
-        self._silence = Silence(time.monotonic())
+        self._last_progress: StreamingQueryProgress | None = None
+        """The last progress of this run."""
+        self._stall = StallDetector(time.monotonic())
         self._thread = threading.Thread(target=self._run, name=f"lane-{name}", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
-    def tell(self, news: News) -> None:
-        """Say what has happened to a query of its name. Does not wait."""
-        self._news.put(news)
+    def on_event(self, event: QueryEvent) -> None:
+        """Receive an event of a query with the lane's name. Does not wait."""
+        self._events.put(event)
 
     def ask_to_stop(self) -> None:
-        """Have the query end after the batch that is under way. Does not wait."""
+        """Have the query end after the batch in progress. Does not wait."""
         self._stop.set()
-        self._news.put(None)
+        self._events.put(None)
 
     def stop(self, timeout: float = 30.0) -> bool:
-        """End the query, and wait so long for it; returns whether the lane has ended.
+        """End the query, waiting at most ``timeout`` seconds; returns whether the lane has ended.
 
-        After that a batch is no longer waited for. What is not committed stays in its queue. A lane
-        that has not ended does so as soon as it can: until then its query has its name and its
-        checkpoint, and no other may have them.
+        After the timeout it no longer waits for the batch in progress. Uncommitted events stay in
+        the queue. A lane that has not ended does so as soon as it can: until then no other query
+        may have its name and its checkpoint.
         """
         self.ask_to_stop()
-        if self._thread.ident is None:  # it was never started
+        if self._thread.ident is None:  # It was never started.
             return True
         self._thread.join(timeout)
         self._hurry.set()
@@ -359,11 +190,11 @@ class Lane:
 
     @property
     def status(self) -> LaneStatus:
-        """How it is."""
-        ends = self._stop.is_set() and self._state is not LaneState.STOPPED
+        """The state of the lane now."""
+        is_stopping = self._stop.is_set() and self._state is not LaneState.STOPPED
         return LaneStatus(
             self.name,
-            LaneState.STOPPING if ends else self._state,
+            LaneState.STOPPING if is_stopping else self._state,
             self._restarts,
             self._reason,
             self._batches,
@@ -371,18 +202,20 @@ class Lane:
             self._suspension,
         )
 
+    # ── on the lane's thread ──
+
     def _run(self) -> None:
         failures = 0
         while not self._stop.is_set():
             batches = self._batches
             try:
                 self._run_once()
-            except Exception as error:  # noqa: BLE001 - whatever it is, other lanes run on
-                self._reason = reason_of(error)
-                log.warning("lane %s failed: %s", self.name, self._reason)
+            except Exception as error:  # noqa: BLE001 - other lanes continue in any case
+                self._reason = describe_failure(error)
+                log.warning("lane.failed", lane=self.name, reason=self._reason)
             if self._stop.is_set():
                 break
-            # It had recovered if there was a batch: one that fails for ever is the first.
+            # After a batch the lane had recovered, so this is the first failure of a new series.
             failures = 1 if self._batches > batches else failures + 1
             self._state = LaneState.WAITING
             self._stop.wait(doubled(FIRST_PAUSE, LAST_PAUSE, failures))
@@ -390,28 +223,90 @@ class Lane:
         self._state = LaneState.STOPPED
 
     def _run_once(self) -> None:
-        self._state, self._progress = LaneState.STARTING, None
-        query = self._query = self._start(uuid.uuid4().hex)
+        self._state, self._last_progress = LaneState.STARTING, None
+        query = self._start_query(uuid.uuid4().hex)
         run = str(query.runId)
-        self._silence = Silence(time.monotonic())
+        self._stall = StallDetector(time.monotonic())
         try:
             has_ended = self._follow(query, run)
-            self._let_batch_end(query)
+            self._wait_for_batch(query)
         finally:
             self._suspension = None
             if query.isActive:
-                self._end(query)
+                self._stop_query(query)
         if not has_ended:
-            self._hear_out(run)
+            self._process_last_events(run)
         error = query.exception()
         if error is not None:
             raise error
 
-    def _end(self, query: StreamingQuery) -> None:
-        """Stop a query, however long that takes: it may be at what nothing interrupts.
+    def _follow(self, query: StreamingQuery, run: str) -> bool:
+        """Process events until the query ends or must end; returns whether its end was an event."""
+        while not self._stop.is_set():
+            is_starting = self._state is LaneState.STARTING
+            event = self._get_event(START_SECONDS if is_starting else POLL_SECONDS)
+            if event is None:
+                if self._stop.is_set() or not query.isActive:
+                    break
+                self._report_stall(query)
+                progress = self._last_progress or query.lastProgress
+                if progress is not None:
+                    self._set_progress(progress)
+            elif self._process_event(event, run):
+                return True
+            self._suspension = self._get_suspension()
+        return False
+
+    def _get_event(self, timeout: float) -> QueryEvent | None:
+        try:
+            return self._events.get(timeout=timeout)
+        except Empty:
+            return None
+
+    def _process_event(self, event: QueryEvent, run: str) -> bool:
+        """Process an event, unless it is of another run; returns whether it was the last."""
+        if event.run != run:
+            return False
+        if event.progress is None:
+            return True
+        self._stall = StallDetector(time.monotonic())
+        if event.progress.numInputRows:
+            self._batches += 1
+            self._rows += _count_events(event.progress)
+        self._set_progress(event.progress)
+        return False
+
+    def _set_progress(self, progress: StreamingQueryProgress) -> None:
+        self._state, self._reason = LaneState.RUNNING, None
+        self._last_progress = progress
+        self._on_progress(progress)
+
+    def _report_stall(self, query: StreamingQuery) -> None:
+        """Log a warning if a query that has something to do has finished no batch for long."""
+        seconds = self._stall.check(time.monotonic())
+        if seconds is None:
+            return
+        message = query.status["message"]
+        if message == PROCESSING or self._state is LaneState.STARTING:
+            log.warning("lane.stalled", lane=self.name, seconds=round(seconds), spark=message)
+
+    def _wait_for_batch(self, query: StreamingQuery) -> None:
+        """Wait for the batch in progress: if it is committed, it is not sent again."""
+        deadline = time.monotonic() + BATCH_SECONDS
+        while query.isActive and query.status["message"] == PROCESSING:
+            if time.monotonic() > deadline:
+                log.warning(
+                    "lane.batch_interrupted", lane=self.name, hint="the batch will be repeated"
+                )
+                return
+            if self._hurry.wait(0.01):
+                return
+
+    def _stop_query(self, query: StreamingQuery) -> None:
+        """Stop a query, however long that takes: some calls in it cannot be interrupted.
 
         Spark gives up after ``spark.sql.streaming.stopTimeout``, and calls the query inactive as
-        soon as it is told to stop, though it runs on.
+        soon as it was told to stop, although it still runs.
         """
         while True:
             try:
@@ -419,91 +314,188 @@ class Lane:
             except Py4JJavaError as error:
                 if error.java_exception.getClass().getName() != TIMED_OUT:
                     raise
-                log.warning("lane %s: its query is told to stop, and has not ended yet", self.name)
+                log.warning("lane.stop_delayed", lane=self.name)
 
-    def _follow(self, query: StreamingQuery, run: str) -> bool:
-        """Go on until the query has ended, or is to end; returns whether its end was told."""
-        while not self._stop.is_set():
-            starts = self._state is LaneState.STARTING
-            news = self._next(START_SECONDS if starts else LOOK_SECONDS)
-            if news is None:
-                if self._stop.is_set() or not query.isActive:
-                    break
-                self._look(query)
-            elif self._is_end(news, run):
-                return True
-            self._suspension = self._held_up()
-        return False
-
-    def _hear_out(self, run: str) -> None:
-        """Hear what Spark has still to tell of a run that is over."""
-        deadline = time.monotonic() + NEWS_SECONDS
+    def _process_last_events(self, run: str) -> None:
+        """Process the events that Spark has still to send of a run that has ended."""
+        deadline = time.monotonic() + EVENT_SECONDS
         while (left := deadline - time.monotonic()) > 0:
-            news = self._next(left)
-            if news is not None and self._is_end(news, run):
+            event = self._get_event(left)
+            if event is not None and self._process_event(event, run):
                 return
-        log.warning("lane %s: Spark has not told of all its batches", self.name)
-
-    def _next(self, timeout: float) -> News | None:
-        try:
-            return self._news.get(timeout=timeout)
-        except Empty:
-            return None
-
-    def _is_end(self, news: News, run: str) -> bool:
-        """Take news in, unless it is of another run; returns whether it was the last."""
-        if news.run != run:
-            return False
-        if news.progress is None:
-            return True
-        self._silence = Silence(time.monotonic())
-        if news.progress.numInputRows:
-            self._batches += 1
-            self._rows += _events(news.progress)
-        self._reached(news.progress)
-        return False
-
-    def _let_batch_end(self, query: StreamingQuery) -> None:
-        """What is being sent need not be sent again if it may end, and be committed."""
-        deadline = time.monotonic() + BATCH_SECONDS
-        while query.isActive and query.status["message"] == PROCESSING:
-            if time.monotonic() > deadline:
-                log.warning("lane %s: a batch takes too long and comes again", self.name)
-                return
-            if self._hurry.wait(0.01):
-                return
-
-    def _look(self, query: StreamingQuery) -> None:
-        """What is to be done while there is no news."""
-        self._mention_silence(query)
-        progress = self._progress or query.lastProgress
-        if progress is not None:
-            self._reached(progress)
-
-    def _mention_silence(self, query: StreamingQuery) -> None:
-        """Say so if a query that has something to do has done nothing for long: it may hang."""
-        seconds = self._silence.lasted(time.monotonic())
-        if seconds is None:
-            return
-        doing = query.status["message"]
-        if doing == PROCESSING or self._state is LaneState.STARTING:
-            text = "lane %s: no batch has ended for %.0f s (Spark: %s)"
-            log.warning(text, self.name, seconds, doing)
-
-    def _reached(self, progress: StreamingQueryProgress) -> None:
-        """The query has come so far."""
-        self._state, self._reason = LaneState.RUNNING, None
-        self._progress = progress
-        self._watch(progress)
+        log.warning("lane.events_missing", lane=self.name, hint="some batches may not be counted")
 
 
-def _events(progress: StreamingQueryProgress) -> int:
-    """The events of a batch. Where Spark sees only their places, its rows are not as many."""
+def _count_events(progress: StreamingQueryProgress) -> int:
+    """Return the events of a batch: more than its rows if a row stands for several events."""
     (source, *_) = progress.sources
-    start, end = map(_offset, (source.startOffset, source.endOffset))
-    return end[TAKEN] - start.get(TAKEN, 0) if TAKEN in end else progress.numInputRows
+    start, end = map(_parse_offset, (source.startOffset, source.endOffset))
+    if TAKEN_EVENTS not in end:
+        return progress.numInputRows
+    return end[TAKEN_EVENTS] - start.get(TAKEN_EVENTS, 0)
 
 
-def _offset(text: str) -> dict[str, int]:
-    """An offset as Spark tells of it; there is none before the first batch."""
+def _parse_offset(text: str) -> dict[str, int]:
+    """Parse an offset of Spark; before the first batch there is none."""
     return json.loads(text) if text.startswith("{") else {}
+
+
+# ── events of Spark ──
+
+
+class QueryEventListener:
+    """Receives the events of all queries of a session and passes them to handlers by query name.
+
+    For each run, the handler gets one event for each batch, in order, and then one for the end. The
+    first event may arrive before the query's ``start()`` has returned. A run belongs to a handler
+    only if it starts while this object listens: late events of an earlier pipeline are dropped.
+
+    Java puts its events into a Java queue, and a thread here takes them out. With pyspark's own
+    listeners, Java would call Python: each run of a query would leave a thread and a connection
+    behind, and reading a progress would take a hundred calls.
+    """
+
+    def __init__(self, spark: SparkSession, handlers: Mapping[str, EventHandler]) -> None:
+        jvm: Any = spark._jvm  # noqa: SLF001 - pyspark has no other way
+        self._queries: Any = spark.streams._jsqm  # noqa: SLF001
+        self._java_events: Any = jvm.java.util.concurrent.LinkedBlockingQueue()
+        streaming = jvm.org.apache.spark.sql.streaming
+        interface = jvm.java.lang.Class.forName(
+            "org.apache.spark.sql.streaming.PythonStreamingQueryListener"
+        )
+        # Each method of the interface calls `java_events.add(event.json())`.
+        adder = jvm.java.beans.EventHandler.create(interface, self._java_events, "add", "json")
+        self._java_listener: Any = streaming.PythonStreamingQueryListenerWrapper(adder)
+        self._handlers = handlers
+        self._runs: dict[str, EventHandler] = {}
+        """The runs in progress. Spark sends the start of a run before its other events."""
+        self._thread = threading.Thread(target=self._run, name="lane-news", daemon=True)
+
+    def start(self) -> None:
+        """Start to listen; call it before the queries start."""
+        self._queries.addListener(self._java_listener)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop to listen, after the events that Spark has sent until now are passed on."""
+        self._queries.removeListener(self._java_listener)
+        self._java_events.add(END_OF_EVENTS)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (text := self._java_events.take()) != END_OF_EVENTS:
+                try:
+                    self._dispatch(json.loads(text))
+                except Exception:  # A bad event must not stop the events after it.
+                    log.exception("query_events.dispatch_failed", event_text=text[:300])
+        except (Py4JError, OSError) as error:
+            log.warning("query_events.ended", error=error)
+
+    def _dispatch(self, event: Mapping[str, Any]) -> None:
+        if "progress" in event:
+            progress = StreamingQueryProgress.fromJson(event["progress"])
+            run = str(progress.runId)
+            if run in self._runs:
+                self._runs[run](QueryEvent(run, progress))
+        elif "name" in event:  # The run has started.
+            handler = self._handlers.get(event["name"] or "")
+            if handler is not None:
+                self._runs[event["runId"]] = handler
+        elif "timestamp" not in event:  # The run has ended; with a timestamp it is only idle.
+            handler = self._runs.pop(event["runId"], None)
+            if handler is not None:
+                handler(QueryEvent(event["runId"]))
+
+
+# ── reasons why a lane does not send ──
+
+
+class BreakerPoller:
+    """Asks for the breakers of all lanes of a pipeline in one call, at most once a second.
+
+    Safe to use from any thread. While one thread asks, the others get the last answer.
+    """
+
+    def __init__(self, breakers: BreakerClient) -> None:
+        self._breakers = breakers
+        self._actions: set[str] = set()
+        self._lock = threading.Lock()
+        """Held by the thread that asks."""
+        self._asked_at = -POLL_SECONDS
+        self._states: BreakerStates = {}
+
+    def add_actions(self, actions: Iterable[str]) -> None:
+        """Ask for the breakers of these actions, too."""
+        self._actions |= set(actions)
+
+    def get_states(self) -> BreakerStates:
+        """Return the states of the breakers, at most about a second old."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._poll()
+            finally:
+                self._lock.release()
+        return self._states
+
+    def _poll(self) -> None:
+        if time.monotonic() - self._asked_at < POLL_SECONDS:
+            return
+        try:
+            self._states = self._breakers.get_states(sorted(self._actions))
+        except RetryLater as error:
+            log.info("lane.breakers_unknown", error=error)
+        self._asked_at = time.monotonic()
+
+
+class FullQueuePoller:
+    """Asks which of the queues that a lane writes to is full, at most once a second.
+
+    Not safe to use from several threads.
+    """
+
+    def __init__(self, nodes: Nodes, queues: Sequence[str]) -> None:
+        self._nodes = nodes
+        self._queues = queues
+        self._asked_at = -POLL_SECONDS
+        self._full_queue: str | None = None
+
+    def find_full_queue(self) -> str | None:
+        """Return the first full queue, on any node; at most about a second old."""
+        if self._queues and time.monotonic() - self._asked_at >= POLL_SECONDS:
+            try:
+                self._full_queue = self._poll()
+            except RetryLater as error:
+                log.info("lane.full_queues_unknown", error=error)
+            self._asked_at = time.monotonic()
+        return self._full_queue
+
+    def _poll(self) -> str | None:
+        nodes = range(self._nodes.count)
+        calls = {node: partial(self._nodes[node].full, self._queues) for node in nodes}
+        found = self._nodes.ask_all("room", calls, 0.0)
+        return min((queue for full in found.values() for queue in full), default=None)
+
+
+class BlockedReason:
+    """Finds out what keeps a lane from sending, for people."""
+
+    def __init__(
+        self,
+        breakers: BreakerPoller,
+        paths: Sequence[DeliveryPaths],
+        full_queues: FullQueuePoller | None = None,
+    ) -> None:
+        self._breakers = breakers
+        self._paths = paths
+        self._full_queues = full_queues
+        breakers.add_actions(path.action for each in paths for path in each)
+
+    def __call__(self) -> Suspension | None:
+        """Return an open breaker or a full queue, if there is one."""
+        if self._paths:
+            found = find_suspension(self._paths, self._breakers.get_states())
+            if found.why is not None:
+                return found
+        full = None if self._full_queues is None else self._full_queues.find_full_queue()
+        return None if full is None else Suspension(0.0, why=f"queue {full!r} is full")

@@ -1,7 +1,10 @@
-"""Reading for a lane: what the node says is not settled, batch by batch.
+"""Reads a queue for a lane: the events that are not settled, batch by batch.
 
-Spark's own offsets are a clock for it, no more: they change when there is something to do. What a
-batch has is agreed with the nodes, and events of which a task could make nothing come again.
+The truth about a lane's progress is in the nodes: each event is settled or not. Spark's offsets
+only tell Spark that there is something to do; they change with every batch. When Spark asks for
+the latest offset, the reader selects the events of a batch, and when Spark asks for partitions, it
+agrees on them with the nodes (``nodes.LaneNodes.plan_batch``). Events that a task could not deliver
+are not settled and come again in a later batch.
 """
 
 from __future__ import annotations
@@ -15,159 +18,166 @@ from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit
 from pyspark.sql.types import StructType
 
-from turnlane.client.node_client import Unsettled
-from turnlane.delivery.settings import PLACES
-from turnlane.intervals import Span, count_of
-from turnlane.spark.batch_planning import TAKEN, BatchSize, BatchWait, Share, batch_of, shared
-from turnlane.spark.nodes import Gates, LaneNodes
+from turnlane.client.node_client import UnsettledSpans
+from turnlane.delivery.settings import GROUP_OFFSETS
+from turnlane.intervals import Span, count_offsets
+from turnlane.spark.batch_planning import (
+    TAKEN_EVENTS,
+    BatchSize,
+    BatchWait,
+    TaskSpans,
+    select_batch,
+    split_into_tasks,
+)
+from turnlane.spark.batch_reader import QueueScan, read_task_spans
+from turnlane.spark.by_reference import encode_task_spans, group_rows
+from turnlane.spark.nodes import BreakerClient, LaneNodes
 from turnlane.spark.options import LaneReadOptions
-from turnlane.spark.reader import QueueReading, share_events, share_rows
-from turnlane.spark.row_codec import RowMaker, grouped
-from turnlane.spark.session import lasting
-from turnlane.spark.steps import Suspension, suspension
+from turnlane.spark.row_codec import RowBuilder
+from turnlane.spark.session import freeze_gc_after
+from turnlane.spark.steps import Suspension, find_suspension
 
-LARGEST: Final = 10_000_000
-"""The most events of a batch where nobody says how many."""
+MAX_BATCH_EVENTS: Final = 10_000_000
+"""The most events of a batch if no option says how many."""
 
-Offset = dict[str, int]
-
-
-class SharePartition(InputPartition):
-    """A share, as Spark carries it to a task."""
-
-    def __init__(self, share: Share) -> None:
-        super().__init__(tuple(share))
-        self.share = share
+LaneOffset = dict[str, int]
 
 
-class LaneReader(QueueReading, DataSourceStreamReader):
-    """A queue as a lane reads it. The driver has one, and each task one for its share."""
+class TaskSpansPartition(InputPartition):
+    """The work of a task, in the form in which Spark sends it."""
 
-    _options: LaneReadOptions
+    def __init__(self, task: TaskSpans) -> None:
+        super().__init__(tuple(task))
+        self.task = task
+
+
+class LaneReader(DataSourceStreamReader):
+    """Reads a queue for a lane. The driver has one reader, and each task a copy of it."""
 
     def __init__(self, options: LaneReadOptions, schema: StructType) -> None:
-        super().__init__(options, schema)
-        self._size = BatchSize.at_first(
-            options.probe_events, options.max_offsets_per_trigger or LARGEST, options.batch_seconds
-        )
+        self._options = options
+        self._scan = QueueScan(options, schema)
+        most = options.max_offsets_per_trigger or MAX_BATCH_EVENTS
+        self._size = BatchSize.from_limits(options.probe_events, most, options.batch_seconds)
         self._batch: dict[int, list[Span]] = {}
-        self._count = 0
-        self._begun: float | None = None
-        """When the last batch was planned, until it is known how it went."""
+        self._batch_number = 0
+        self._batch_started: float | None = None
+        """When the last batch was planned; ``None`` after its result was used."""
         self._wait = BatchWait(options.min_offsets_per_trigger, options.max_trigger_delay)
-        self._seen: Offset = {}
-        self._held_up = Suspension(0.0)
-        """As it was when something waited last."""
+        self._latest_ends: LaneOffset = {}
+        self._suspension = Suspension(0.0)
+        """As it was when events were waiting last."""
 
+    @property
     def _lane(self) -> LaneNodes:
         options = self._options
-        return LaneNodes(self._nodes(), options.lane, options.run, options.queue, options.into)
+        return LaneNodes(self._scan.nodes, options.lane, options.run, options.queue, options.into)
 
-    # ── in the driver ────────────────────────────────────────────────────────────────────────────
+    # ── in the driver ──
 
-    def initialOffset(self) -> Offset:  # noqa: N802
-        return {TAKEN: 0}
+    def initialOffset(self) -> LaneOffset:  # noqa: N802
+        return {TAKEN_EVENTS: 0}
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         return ReadAllAvailable()
 
-    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
-        """Another one than ``start`` if there is a batch to be had; waits a while for one."""
-        del limit  # it is the size of the batch, which is found out
+    def latestOffset(self, start: LaneOffset, limit: ReadLimit) -> LaneOffset:  # noqa: N802
+        """Return an offset after ``start`` if a batch can start; waits a while for events."""
+        del limit  # The reader computes the size of the batch itself.
         options = self._options
-        events, fresh = self._wanted()
-        found = self._lane().waiting(events, int(events * fresh), options.poll_timeout)
+        events, newest = self._get_batch_limits()
+        found = self._lane.find_pending(events, int(events * newest), options.poll_timeout)
         pending = sum(each.pending for each in found.values())
-        if pending:  # without, there is nothing to hold up: a lane that is idle asks but one thing
-            self._held_up = self._suspension()
-            if self._held_up.wait > 0:
-                time.sleep(min(self._held_up.wait, options.poll_timeout))
+        if pending:  # A lane without events does not ask for breakers.
+            self._suspension = self._find_suspension()
+            if self._suspension.wait > 0:
+                time.sleep(min(self._suspension.wait, options.poll_timeout))
                 return start
-        self._learn(found)
-        if not self._enough(pending):
+        self._adjust_size(found)
+        if not self._has_enough(pending):
             return start
-        waiting = {node: each.spans for node, each in found.items()}
-        self._batch = batch_of(waiting, *self._wanted())
-        self._seen = {str(node): each.end for node, each in found.items()}
-        return self._next(start, found)
-
-    def _suspension(self) -> Suspension:
-        """What holds the lane up."""
-        ways = self._options.ways
-        actions = [way.action for each in ways for way in each]
-        found = suspension(ways, Gates(self._nodes()).status(actions))
-        if found.wait > 0 or found.is_probe:
-            self._begun = None  # of a batch that failed there is nothing to learn about the rate
-        return found
-
-    def _wanted(self) -> tuple[int, float]:
-        """The most events of a batch, and the share of the newest of them."""
-        if self._held_up.wait > 0 or self._held_up.is_probe:
-            return self._options.probe_events, 0.0
-        return self._size.events, self._options.fresh_share
-
-    def _learn(self, found: dict[int, Unsettled]) -> None:
-        """How the last batch went, now that it is through."""
-        if self._begun is None:
-            return
-        took = time.monotonic() - self._begun
-        planned = sum(map(count_of, self._batch.values()))
-        kept = sum(each.kept for each in found.values())
-        self._size = self._size.after(planned, min(kept, planned), took)
-        self._begun = None
-
-    def _enough(self, pending: int) -> bool:
-        left = self._wait.left(pending, time.monotonic())
-        if left:
-            # Spark asks again at once: not to burn a core while there is too little.
-            time.sleep(min(self._options.poll_timeout, left))
-        return bool(pending) and not left
-
-    def _next(self, start: Offset, found: dict[int, Unsettled]) -> Offset:
-        """The offset of the batch: how far it goes, and how much it has."""
+        spans = {node: each.spans for node, each in found.items()}
+        self._batch = select_batch(spans, *self._get_batch_limits())
+        self._latest_ends = {str(node): each.end for node, each in found.items()}
         ends = {
             str(node): max(start.get(str(node), 0), self._batch[node][-1][1])
             for node in found
             if self._batch[node]
         }
-        count = sum(map(count_of, self._batch.values()))
-        return start | ends | {TAKEN: start[TAKEN] + count}
+        return start | ends | {TAKEN_EVENTS: start[TAKEN_EVENTS] + self._count_batch()}
 
-    def reportLatestOffset(self) -> Offset | None:  # noqa: N802
-        """How far the queue goes: Spark shows the lag."""
-        return self._seen or None
+    def _get_batch_limits(self) -> tuple[int, float]:
+        """Return the most events of a batch, and the share of the newest events in it."""
+        if self._suspension.wait > 0 or self._suspension.is_probe:
+            return self._options.probe_events, 0.0
+        return self._size.events, self._options.fresh_share
 
-    def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
-        del start, end  # what they stand for was agreed on when the offset was made
+    def _find_suspension(self) -> Suspension:
+        paths = self._options.ways
+        actions = [path.action for each in paths for path in each]
+        found = find_suspension(paths, BreakerClient(self._scan.nodes).get_states(actions))
+        if found.wait > 0 or found.is_probe:
+            self._batch_started = None  # A batch that failed says nothing about the rate.
+        return found
+
+    def _adjust_size(self, found: dict[int, UnsettledSpans]) -> None:
+        """Use the result of the last batch for the size of the next."""
+        if self._batch_started is None:
+            return
+        took = time.monotonic() - self._batch_started
+        planned = self._count_batch()
+        kept = sum(each.kept for each in found.values())
+        self._size = self._size.adjust(planned, min(kept, planned), took)
+        self._batch_started = None
+
+    def _has_enough(self, pending: int) -> bool:
+        wait = self._wait.compute_wait(pending, time.monotonic())
+        if wait:
+            # Spark asks again at once: without a sleep it would keep a core busy.
+            time.sleep(min(self._options.poll_timeout, wait))
+        return bool(pending) and not wait
+
+    def _count_batch(self) -> int:
+        return sum(map(count_offsets, self._batch.values()))
+
+    def reportLatestOffset(self) -> LaneOffset | None:  # noqa: N802
+        """Return how far the queue goes: Spark shows the lag."""
+        return self._latest_ends or None
+
+    def partitions(self, start: LaneOffset, end: LaneOffset) -> Sequence[InputPartition]:
+        del start, end  # `latestOffset` has selected the events.
         options = self._options
-        self._count += 1
-        self._begun = time.monotonic()
-        self._batch = self._lane().plan(self._batch, self._count)
-        shares = shared(
+        self._batch_number += 1
+        self._batch_started = time.monotonic()
+        self._batch = self._lane.plan_batch(self._batch, self._batch_number)
+        tasks = split_into_tasks(
             self._batch,
             options.ordering,
             at_most=options.workers or max(2, options.min_partitions),
             per=options.worker_minimum_events,
         )
-        return [SharePartition(share) for share in shares]
+        return [TaskSpansPartition(task) for task in tasks]
 
-    def commit(self, end: Offset) -> None:
-        """Nothing: the sink has settled it."""
+    def commit(self, end: LaneOffset) -> None:
+        """Do nothing: the sink has settled the batch."""
 
-    # ── in tasks ─────────────────────────────────────────────────────────────────────────────────
+    # ── in tasks ──
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
-        assert isinstance(partition, SharePartition)
-        with lasting("read"):
-            yield from self._rows_of(partition.share)
+        assert isinstance(partition, TaskSpansPartition)
+        with freeze_gc_after("read"):
+            yield from self._read(partition.task)
 
-    def _rows_of(self, share: Share) -> Iterator[pa.RecordBatch]:
-        options, schema = self._options, self._arrow_schema()
+    def _read(self, task: TaskSpans) -> Iterator[pa.RecordBatch]:
+        options, schema = self._options, self._scan.arrow_schema
         if options.by_place:
-            return iter([share_rows(share, schema)])
-        seen = schema.remove(schema.get_field_index(PLACES)) if options.grouped else schema
-        maker = RowMaker(seen, options.queue, share.node)
-        rows = share_events(self._nodes(), options.queue, share, maker, options.rows_per_batch)
+            return iter([encode_task_spans(task, schema)])
+        read = schema
+        if options.grouped:
+            read = schema.remove(schema.get_field_index(GROUP_OFFSETS))
+        builder = RowBuilder(read, options.queue, task.node)
+        nodes, queue = self._scan.nodes, options.queue
+        rows = read_task_spans(nodes, queue, task, builder, options.rows_per_batch)
         if not options.grouped:
             return rows
-        return (grouped(each, schema) for each in rows if each.num_rows)
+        return (group_rows(each, schema) for each in rows if each.num_rows)

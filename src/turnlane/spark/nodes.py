@@ -1,12 +1,20 @@
-"""The nodes behind a query, by number: the same in the driver, in tasks and in sinks.
+"""The nodes of an endpoint, as Spark's processes use them: numbered, asked all at once.
 
-Spark runs each of these in a Python process of its own and uses the processes again, so the
-connections are kept for as long as the process lives.
+Driver, tasks and sinks run in Python processes of their own, which Spark uses again and again. So
+connections live as long as the process: :meth:`Nodes.from_options` returns the same object for the
+same endpoint.
+
+A node that does not answer must not stop the others. Calls to several nodes run in threads, a pool
+for each node (:meth:`Nodes.ask_all`). A node that has not answered in time is left out, is not
+asked the same again, and is not waited for until it has answered. Only if no node answers, a call
+raises ``TransportDown``.
+
+:class:`LaneNodes` plans the batches of a lane, :class:`LaneCommit` commits them: together they make
+sure that a node settles exactly what the batch had of it. :class:`BreakerClient` reads breakers.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,158 +25,174 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from turnlane.client.address import Url
-from turnlane.client.destination import Doing, RemoteGate
-from turnlane.client.node_client import Credentials, Ends, RemoteNode, Spans, Unsettled
+from turnlane.client.address import NodeUrl
+from turnlane.client.destination import Doing, RemoteDestinationState
+from turnlane.client.node_client import Credentials, QueueEnds, RemoteNode, Spans, UnsettledSpans
 from turnlane.errors import LaneTaken, TransportDown, WriterAhead
 from turnlane.events import Block
 from turnlane.intervals import Span
-from turnlane.key_hash import nodes_of
-from turnlane.spark.batch_planning import Extent, Positions, Waiting
+from turnlane.key_hash import find_nodes
+from turnlane.logs import get_logger
+from turnlane.spark.batch_planning import PendingSpans, Positions, QueueExtent
 from turnlane.spark.options import SourceOptions
-from turnlane.spark.steps import Breakers, Step
+from turnlane.spark.steps import BreakerStates, LaneStep
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 Answer = TypeVar("Answer")
 
 GRACE_SECONDS: Final = 2.0
-"""How much longer than it was asked to wait a node may take before the others go on without it."""
-MOST_QUESTIONS: Final = 8
-"""So many may be open to one node; one that hangs has no part in those to the others."""
+"""How much longer than the requested timeout a node may take before the others go on without it."""
+MAX_OPEN_CALLS: Final = 8
+"""The threads for calls to one node."""
+PLAN_SECONDS: Final = 5.0
+"""How long a node may take to plan or to settle a batch; then the batch goes on without it."""
+COMMIT_SECONDS: Final = 60.0
+"""How long the commit of a batch may take on one of several nodes."""
+SINGLE_COMMIT_SECONDS: Final = 300.0
+"""The same if there is only one node: nothing can go on without it."""
 
 
 class Nodes:
-    """All nodes of an endpoint. Raises what they raise, and ``TransportDown``."""
+    """All nodes of an endpoint, by their numbers. Safe to use from several threads.
+
+    Methods raise the errors of the nodes, and ``TransportDown``.
+    """
 
     def __init__(self, endpoint: str, credentials: Credentials) -> None:
-        url = Url.parse(endpoint)
+        url = NodeUrl.parse(endpoint)
         self._nodes = [
             RemoteNode(place, location, credentials)
             for place, location in zip(url.places, url.locations(), strict=True)
         ]
-        self._asking = [ThreadPoolExecutor(MOST_QUESTIONS, "turnlane-ask") for _ in self._nodes]
-        self._asked: dict[tuple[int, str], Future[Any]] = {}
-        """Questions that are not answered yet: a node that hangs is not asked again meanwhile."""
+        self._pools = [ThreadPoolExecutor(MAX_OPEN_CALLS, "turnlane-ask") for _ in self._nodes]
+        self._open_calls: dict[tuple[int, str], Future[Any]] = {}
+        """By node and topic, calls without an answer: a node that hangs is not asked again."""
         self._late: dict[int, Future[Any]] = {}
-        """By node, a question not answered in time: nobody waits for others until it is."""
+        """By node, a call that was not answered in time: until it is, no caller waits for it."""
         self._away: set[int] = set()
+        """Nodes whose absence was logged."""
 
     @classmethod
-    def of(cls, options: SourceOptions) -> Nodes:
-        """The nodes that options name; the same object for the same options."""
+    def from_options(cls, options: SourceOptions) -> Nodes:
+        """Return the nodes that options name; the same object for the same options."""
         credentials = Credentials(
-            options.secret(), options.tls_ca, options.tls_cert, options.tls_key
+            options.read_token(), options.tls_ca, options.tls_cert, options.tls_key
         )
-        return _nodes(options.endpoint, credentials)
+        return _get_nodes(options.endpoint, credentials)
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of nodes."""
         return len(self._nodes)
 
     def __getitem__(self, number: int) -> RemoteNode:
         return self._nodes[number]
 
-    # ── reading ──────────────────────────────────────────────────────────────────────────────────
+    # ── calls to several nodes ──
 
-    def extents(self, queue: str) -> dict[int, Extent]:
-        """How far the queue goes, on every node."""
-        ends = [node.wait(queue, -1, 0.0) for node in self._nodes]
-        return {number: _extent(each) for number, each in enumerate(ends)}
-
-    def wait(self, queue: str, beyond: Positions, timeout: float) -> dict[int, Extent]:
-        """Wait until a node has more than it had; those that are away are left out.
-
-        One that answers at once does not keep the others waiting: they are asked again next time.
-        Raises ``TransportDown`` if all are away.
-        """
-        extents = self._extents(queue, beyond, 0.0)
-        if any(extent.end > beyond[node] for node, extent in extents.items()) or not timeout:
-            return extents
-        return self._extents(queue, beyond, timeout)
-
-    def _extents(self, queue: str, beyond: Positions, timeout: float) -> dict[int, Extent]:
-        questions = {
-            node: partial(self._nodes[node].wait, queue, offset, timeout)
-            for node, offset in beyond.items()
-            if node < self.count
-        }
-        ends = self.answers(f"wait {queue}", questions, timeout)
-        return {node: _extent(each) for node, each in ends.items()}
-
-    def answers(
-        self, about: str, questions: Mapping[int, Callable[[], Answer]], timeout: float
+    def ask_all(
+        self, topic: str, calls: Mapping[int, Callable[[], Answer]], timeout: float
     ) -> dict[int, Answer]:
-        """Ask several nodes at once; those that are away are left out.
+        """Call several nodes at once; leaves out nodes that do not answer in time.
 
-        A node that has not answered the last question ``about`` something is not asked again: its
-        answer, once it comes, is to the question of then. Raises ``TransportDown`` if all are away.
+        A node that has not answered an earlier call with the same ``topic`` is not called again:
+        its answer, when it arrives, is to the earlier call. Raises ``TransportDown`` if no node
+        answers.
         """
         asked = {
-            node: self._asked.get((node, about)) or self.ask(node, question)
-            for node, question in questions.items()
+            node: self._open_calls.get((node, topic)) or self.submit(node, call)
+            for node, call in calls.items()
         }
-        self._asked |= {(node, about): answer for node, answer in asked.items()}
+        self._open_calls |= {(node, topic): answer for node, answer in asked.items()}
         try:
-            return self.heard(asked, timeout)
+            return self.collect(asked, timeout)
         finally:
             for node, answer in asked.items():
                 if answer.done():
-                    self._asked.pop((node, about), None)
+                    self._open_calls.pop((node, topic), None)
 
-    def ask(self, node: int, question: Callable[[], Answer]) -> Future[Answer]:
-        """Ask a node something, whatever it was asked before. Does not wait."""
-        return self._asking[node].submit(question)
+    def submit(self, node: int, call: Callable[[], Answer]) -> Future[Answer]:
+        """Call a node, also if it has not answered earlier calls. Does not wait."""
+        return self._pools[node].submit(call)
 
-    def heard(self, asked: Mapping[int, Future[Answer]], timeout: float) -> dict[int, Answer]:
-        """What nodes answer in time; those that are away are left out.
+    def collect(self, asked: Mapping[int, Future[Answer]], timeout: float) -> dict[int, Answer]:
+        """Return the answers that arrive in time; leaves out nodes that are away.
 
-        Raises ``TransportDown`` if all are away, and what else a node raises.
+        Raises ``TransportDown`` if all nodes are away, and any other error of a node.
         """
-        awaited = [answer for node, answer in asked.items() if not self._hangs(node)]
+        awaited = [answer for node, answer in asked.items() if not self._is_hanging(node)]
         wait(awaited or asked.values(), None if self.count == 1 else timeout + GRACE_SECONDS)
         found: dict[int, Answer] = {}
-        trouble = TransportDown("no node answers")
+        failure = TransportDown("no node answers")
         for node, answer in asked.items():
             if not answer.done():
                 self._late.setdefault(node, answer)
-                self._is_away(node, "it does not answer")
+                self._log_away(node, "it does not answer")
                 continue
             try:
                 found[node] = answer.result()
             except TransportDown as error:
-                self._is_away(node, trouble := error)
+                self._log_away(node, failure := error)
             else:
-                self._is_back(node)
+                self._log_back(node)
         if asked and not found:
-            raise trouble
+            raise failure
         return found
 
-    def _hangs(self, node: int) -> bool:
+    def _is_hanging(self, node: int) -> bool:
         late = self._late.get(node)
         if late is None or not late.done():
             return late is not None
-        self._late.pop(node, None)  # another lane may have seen it, too
+        self._late.pop(node, None)  # Another lane may have removed it.
         return False
 
-    def _is_away(self, node: int, why: object) -> None:
+    def _log_away(self, node: int, error: object) -> None:
         if node not in self._away:
             self._away.add(node)
-            log.warning("going on without node %d: %s", node, why)
+            log.warning("node.away", node=node, error=error, hint="other nodes are used without it")
 
-    def _is_back(self, node: int) -> None:
+    def _log_back(self, node: int) -> None:
         if node in self._away:
-            self._away.discard(node)  # another lane may have seen it, too
-            log.warning("node %d is back", node)
+            self._away.discard(node)  # Another lane may have removed it.
+            log.warning("node.back", node=node)
 
-    def bytes_per_event(self, queue: str) -> float:
-        """The average size of an event that waits, at least 1, where it is largest.
+    # ── reading ──
 
-        Nodes that are away are left out.
+    def get_extents(self, queue: str) -> dict[int, QueueExtent]:
+        """Return how far the queue goes on every node."""
+        ends = [node.wait(queue, -1, 0.0) for node in self._nodes]
+        return {number: _to_extent(each) for number, each in enumerate(ends)}
+
+    def wait_for_events(
+        self, queue: str, beyond: Positions, timeout: float
+    ) -> dict[int, QueueExtent]:
+        """Wait until a node has events beyond a position; leaves out nodes that are away.
+
+        If one node has events already, the others are not waited for: they are asked again next
+        time.
         """
-        questions = {n: partial(node.stats, queue) for n, node in enumerate(self._nodes)}
-        found = self.answers(f"stats {queue}", questions, 0.0).values()
+        extents = self._ask_extents(queue, beyond, 0.0)
+        if any(extent.end > beyond[node] for node, extent in extents.items()) or not timeout:
+            return extents
+        return self._ask_extents(queue, beyond, timeout)
+
+    def _ask_extents(self, queue: str, beyond: Positions, timeout: float) -> dict[int, QueueExtent]:
+        calls = {
+            node: partial(self._nodes[node].wait, queue, offset, timeout)
+            for node, offset in beyond.items()
+            if node < self.count
+        }
+        ends = self.ask_all(f"wait {queue}", calls, timeout)
+        return {node: _to_extent(each) for node, each in ends.items()}
+
+    def estimate_event_bytes(self, queue: str) -> float:
+        """Return the average size of an event in the queue, at least 1: the largest of all nodes.
+
+        Leaves out nodes that are away.
+        """
+        calls = {n: partial(node.stats, queue) for n, node in enumerate(self._nodes)}
+        found = self.ask_all(f"stats {queue}", calls, 0.0).values()
         stats = [each[queue] for each in found]
         sizes: list[float] = [each["bytes"] / max(1, each["size"]) for each in stats]
         return max(1.0, *sizes)
@@ -176,11 +200,11 @@ class Nodes:
     def read(
         self, node: int, queue: str, first: int, end: int, columns: Collection[str] | None = None
     ) -> Iterator[tuple[int, Block]]:
-        """Blocks of a range, with their first offsets; of these columns, by default of all."""
+        """Yield the blocks of a range with their first offsets; by default with all columns."""
         return self._nodes[node].read(queue, first, end, columns)
 
-    def unsettled(self, node: int, queue: str, first: int, end: int) -> list[Span]:
-        """What of a range is not settled; one question, unless that lies widely scattered."""
+    def find_unsettled(self, node: int, queue: str, first: int, end: int) -> list[Span]:
+        """Return the spans of a range that are not settled: one call, unless they are many."""
         spans: list[Span] = []
         while first < end:
             found = self._nodes[node].unsettled(queue, end - first, first=first).spans
@@ -190,20 +214,21 @@ class Nodes:
             first = found[-1][1]
         return spans
 
-    def offset_at(self, node: int, queue: str, milliseconds: int) -> int:
-        """On a node, the offset of the first event of a time or later.
+    def find_offset_at(self, node: int, queue: str, milliseconds: int) -> int:
+        """Return the offset of the first event of a time or later, on one node.
 
-        By bisection, for which events are taken to have come in the order of their timestamps. What
-        cannot be read in front of it may be of that time, too: then it is the first of that.
+        A binary search, which assumes that events arrived in the order of their timestamps. If
+        events in front of the result cannot be read, they may be as late: then the result is the
+        first of them.
         """
         remote, microseconds = self._nodes[node], milliseconds * 1000
         ends = remote.wait(queue, -1, 0.0)
         low, high = ends.low, ends.end
         while low < high:
             middle = (low + high) // 2
-            found = _stamped(remote, queue, middle, middle + 1)
-            # In a hole, such as events that were settled leave, the next one says where to look.
-            found = found or _stamped(remote, queue, middle + 1, high)
+            # Settled events leave holes: then the next event says where to search.
+            found = _find_timestamp(remote, queue, middle, middle + 1)
+            found = found or _find_timestamp(remote, queue, middle + 1, high)
             if found is None or found[1] >= microseconds:
                 high = middle
             else:
@@ -213,20 +238,23 @@ class Nodes:
     def settle(
         self, node: int, queue: str, first: int, end: int, queue_id: str | None = None
     ) -> None:
-        """The offsets ``first`` to ``end - 1`` are done with.
+        """Settle the offsets ``first`` to ``end - 1``.
 
-        Not if the queue has another id, or does not go as far: then they were read from another
-        one of its name.
+        Does nothing if the queue has another id or ends before ``end``: then the offsets were read
+        from an earlier queue of the same name.
         """
         if self._nodes[node].wait(queue, -1, 0.0).end >= end:
             self._nodes[node].settle(queue, first, end, queue_id)
 
-    # ── writing ──────────────────────────────────────────────────────────────────────────────────
+    # ── writing ──
 
     def commit(
         self, node: int, stages: Sequence[str], *, writer: str | None = None, epoch: int = 0
     ) -> None:
-        """Publish stages; a repeat of a writer's epoch does nothing. Raises ``WriterAhead``."""
+        """Publish stages. Does nothing if the writer has committed this epoch already.
+
+        Raises ``WriterAhead`` if the writer has committed a later epoch.
+        """
         if self._nodes[node].commit(stages, writer=writer, epoch=epoch) or writer is None:
             return
         last = self._nodes[node].epoch(writer)
@@ -234,48 +262,48 @@ class Nodes:
             raise WriterAhead.of(writer, last, epoch)
 
     def abort(self, node: int, stages: Sequence[str]) -> None:
-        """Give stages up. One that cannot be reached gives them up by itself, in time."""
+        """Remove stages. A node that cannot be reached removes them by itself later."""
         try:
             self._nodes[node].abort(stages)
         except TransportDown as error:
-            log.warning("node %d keeps %d stages for now: %s", node, len(stages), error)
+            log.warning("stages.abort_failed", node=node, stages=len(stages), error=error)
 
 
-def _extent(ends: Ends) -> Extent:
-    return Extent(ends.low, ends.end, ends.queue_id)
+def _to_extent(ends: QueueEnds) -> QueueExtent:
+    return QueueExtent(ends.low, ends.end, ends.queue_id)
 
 
 @cache
-def _nodes(endpoint: str, credentials: Credentials) -> Nodes:
+def _get_nodes(endpoint: str, credentials: Credentials) -> Nodes:
     return Nodes(endpoint, credentials)
 
 
-def _stamped(remote: RemoteNode, queue: str, first: int, end: int) -> tuple[int, int] | None:
-    """The offset and the timestamp of the first event of a range that can be read."""
+def _find_timestamp(remote: RemoteNode, queue: str, first: int, end: int) -> tuple[int, int] | None:
+    """Return the offset and the timestamp of the first event of a range that can be read."""
     for offset, block in remote.read(queue, first, end, {"timestamp"}):
-        stamps = block.column("timestamp").cast(pa.int64())
-        return offset, int(np.asarray(stamps)[0])
+        timestamps = block.column("timestamp").cast(pa.int64())
+        return offset, int(np.asarray(timestamps)[0])
     return None
 
 
-def by_partition(rows: pa.RecordBatch) -> list[tuple[int, pa.RecordBatch]]:
-    """Rows by the node that they came from."""
-    return _by_number(rows, np.asarray(rows.column("partition")))
+def split_by_node(rows: pa.RecordBatch) -> list[tuple[int, pa.RecordBatch]]:
+    """Split rows by the node of their events."""
+    return _split(rows, np.asarray(rows.column("partition")))
 
 
-def by_content(rows: pa.RecordBatch, nodes: int) -> list[tuple[int, pa.RecordBatch]]:
-    """Rows by the node that they belong to: by key, as with every producer, else by value.
+def split_by_content(rows: pa.RecordBatch, nodes: int) -> list[tuple[int, pa.RecordBatch]]:
+    """Split rows by key, as every producer does, or by value if there is no key.
 
-    So a batch that is written again goes where it went, and is known there.
+    So a batch that is written again goes to the same nodes, which recognise it.
     """
-    numbers = nodes_of(rows.column("value"), nodes)
+    numbers = find_nodes(rows.column("value"), nodes)
     if "key" in rows.schema.names:
-        keyed = nodes_of(rows.column("key"), nodes)
-        numbers = np.where(keyed < 0, numbers, keyed)
-    return _by_number(rows, np.maximum(numbers, 0))
+        by_key = find_nodes(rows.column("key"), nodes)
+        numbers = np.where(by_key < 0, numbers, by_key)
+    return _split(rows, np.maximum(numbers, 0))
 
 
-def _by_number(
+def _split(
     rows: pa.RecordBatch, numbers: npt.NDArray[np.integer]
 ) -> list[tuple[int, pa.RecordBatch]]:
     found = np.unique(numbers)
@@ -284,20 +312,11 @@ def _by_number(
     return [(int(each), rows.take(np.flatnonzero(numbers == each))) for each in found]
 
 
-# ── lane_nodes ──
-# The nodes as a lane uses them: what waits there, what it works on, and what it has done.
-
-
-BATCH_SECONDS: Final = 5.0
-"""How long nodes may take over a batch, which would have to come again without their answers."""
-ALONE_SECONDS: Final = 300.0
-"""How long the commit of a batch may take where there is one node, for which all has to wait."""
-COMMIT_SECONDS: Final = 60.0
-"""The same where there are others, whose events go on without it."""
+# ── lanes ──
 
 
 class LaneNodes:
-    """All nodes, for one run of a lane. Raises what they raise, and ``TransportDown``."""
+    """All nodes, for the reader of one run of a lane: finds pending events and plans batches."""
 
     def __init__(
         self, nodes: Nodes, lane: str, run: str, queue: str, into: Sequence[str] = ()
@@ -308,16 +327,16 @@ class LaneNodes:
         self._queue = queue
         self._into = into
 
-    def waiting(self, events: int, newest: int, timeout: float) -> dict[int, Unsettled]:
-        """What waits, on every node that answers; waits until there is something."""
-        if self._nodes.count > 1:  # one that has nothing is not to hold up the others
-            found = self._waiting(events, newest, 0.0)
+    def find_pending(self, events: int, newest: int, timeout: float) -> dict[int, UnsettledSpans]:
+        """Return the pending events of every node that answers; waits until there are some."""
+        if self._nodes.count > 1:  # A node without events must not delay the others.
+            found = self._ask_pending(events, newest, 0.0)
             if any(each.pending for each in found.values()):
                 return found
-        return self._waiting(events, newest, timeout)
+        return self._ask_pending(events, newest, timeout)
 
-    def _waiting(self, events: int, newest: int, timeout: float) -> dict[int, Unsettled]:
-        questions = {
+    def _ask_pending(self, events: int, newest: int, timeout: float) -> dict[int, UnsettledSpans]:
+        calls = {
             number: partial(
                 self._nodes[number].unsettled,
                 self._queue,
@@ -329,35 +348,35 @@ class LaneNodes:
             )
             for number in range(self._nodes.count)
         }
-        return self._nodes.answers(f"lane {self._lane}", questions, timeout)
+        return self._nodes.ask_all(f"lane {self._lane}", calls, timeout)
 
-    def plan(self, batch: Waiting, count: int) -> dict[int, list[tuple[int, int]]]:
-        """Tell the nodes what the lane works on; returns what of it there is to do.
+    def plan_batch(self, batch: PendingSpans, number: int) -> dict[int, list[Span]]:
+        """Tell the nodes the events of a batch; returns the events that it has now.
 
-        One that has gone away meanwhile is left out. It may have heard of the batch all the same,
-        and must not settle by its commit what nobody reads: so all that have answered are told once
-        more, and by the number of that the commit knows them. ``count`` is another one for every
-        batch.
+        A node that does not answer is left out, but it may have received the plan. It must not
+        settle events by the commit of a batch that does not have them. So the nodes that have
+        answered get the plan a second time with a higher number, and the commit goes to nodes with
+        that number. ``number`` differs for every batch.
         """
         if self._nodes.count == 1:
-            return {0: self._plan(0, batch.get(0, ()), count)}
-        planned = self._planned(batch, 2 * count)
-        self._planned(planned, 2 * count + 1)
+            return {0: self._plan(0, batch.get(0, ()), number)}
+        planned = self._plan_on_all(batch, 2 * number)
+        self._plan_on_all(planned, 2 * number + 1)
         return planned
 
-    def _planned(self, batch: Waiting, number: int) -> dict[int, list[Span]]:
+    def _plan_on_all(self, batch: PendingSpans, number: int) -> dict[int, list[Span]]:
         asked = {
-            node: self._nodes.ask(node, partial(self._plan, node, spans, number))
+            node: self._nodes.submit(node, partial(self._plan, node, spans, number))
             for node, spans in batch.items()
         }
-        return self._nodes.heard(asked, BATCH_SECONDS)
+        return self._nodes.collect(asked, PLAN_SECONDS)
 
     def _plan(self, node: int, spans: Spans, number: int) -> list[Span]:
         return self._nodes[node].plan(self._lane, self._run, self._queue, spans, number)
 
 
 class LaneCommit:
-    """What a batch of a lane has come to, on all nodes."""
+    """All nodes, for the sink of one run of a lane: commits batches."""
 
     def __init__(self, nodes: Nodes, lane: str, run: str) -> None:
         self._nodes = nodes
@@ -367,108 +386,101 @@ class LaneCommit:
     def commit(
         self, stages: Mapping[int, list[str]], kept: Mapping[int, Spans], dead: Mapping[int, Spans]
     ) -> None:
-        """Publish stages and settle what was planned, but for what is kept; on each node at once.
+        """Publish stages and settle the planned events except ``kept``, at once on each node.
 
-        Also on one that got nothing: its cursor moves all the same. If it does not hear of that,
-        what it had comes again.
+        Also on a node without stages, because its cursor has to move. If it does not receive the
+        commit, its events come again.
         """
-        commit = partial(self._commit, stages, kept, dead)
+
+        def commit(node: int, *, batch: int | None, timeout: float) -> bool:
+            return self._nodes[node].commit(
+                stages.get(node, ()),
+                lane=self._lane,
+                run=self._run,
+                kept=kept.get(node, ()),
+                dead=dead.get(node, ()),
+                batch=batch,
+                timeout=timeout,
+            )
+
         if self._nodes.count == 1:
-            commit(0, batch=None, timeout=ALONE_SECONDS)
+            commit(0, batch=None, timeout=SINGLE_COMMIT_SECONDS)
         else:
-            self._commit_on_each(stages.keys(), commit)
+            self._commit_on_all(stages.keys(), commit)
 
-    def _commit(
-        self,
-        stages: Mapping[int, list[str]],
-        kept: Mapping[int, Spans],
-        dead: Mapping[int, Spans],
-        node: int,
-        *,
-        batch: int | None,
-        timeout: float,
-    ) -> bool:
-        """The part of one node."""
-        return self._nodes[node].commit(
-            stages.get(node, ()),
-            lane=self._lane,
-            run=self._run,
-            kept=kept.get(node, ()),
-            dead=dead.get(node, ()),
-            batch=batch,
-            timeout=timeout,
-        )
-
-    def _commit_on_each(self, stages: AbstractSet[int], commit: Callable[..., bool]) -> None:
-        """On those that have stages, which have to answer, and on those told of the batch."""
-        heard = self._heard()
-        batch = max(heard.values())
+    def _commit_on_all(self, with_stages: AbstractSet[int], commit: Callable[..., bool]) -> None:
+        """Commit on nodes with stages, which must answer, and on nodes that know the batch."""
+        planned = self._get_planned_numbers()
+        batch = max(planned.values())
         if batch < 0:
-            if stages:
+            if with_stages:
                 raise TransportDown(f"no node that answers knows this batch of {self._lane!r}")
-            return  # Spark's first batch is empty where nothing waits: nobody was told of it
-        told = {node for node, number in heard.items() if number == batch} | stages
+            return  # Spark's first batch is empty if there are no events: no node has planned it.
+        members = {node for node, number in planned.items() if number == batch} | with_stages
         asked = {
-            node: self._nodes.ask(node, partial(commit, node, batch=batch, timeout=COMMIT_SECONDS))
-            for node in told
+            node: self._nodes.submit(
+                node, partial(commit, node, batch=batch, timeout=COMMIT_SECONDS)
+            )
+            for node in members
         }
-        self._let_settle({node: each for node, each in asked.items() if node not in stages})
-        for node in stages:
+        try:  # Give nodes without stages time to settle.
+            without_stages = {n: each for n, each in asked.items() if n not in with_stages}
+            self._nodes.collect(without_stages, PLAN_SECONDS)
+        except (TransportDown, LaneTaken) as error:
+            log.warning("lane.commit_incomplete", lane=self._lane, error=error)
+        for node in with_stages:
             asked[node].result()
 
-    def _let_settle(self, asked: Mapping[int, Future[bool]]) -> None:
-        """Give nodes without stages the time to settle."""
-        try:
-            self._nodes.heard(asked, BATCH_SECONDS)
-        except (TransportDown, LaneTaken) as error:
-            log.warning("a node did not hear of lane %s: %s", self._lane, error)
+    def _get_planned_numbers(self) -> dict[int, int]:
+        """Return the number of the batch that each node has planned last; -1 for none."""
+        calls = {node: partial(self._get_planned, node) for node in range(self._nodes.count)}
+        return self._nodes.ask_all(f"batch {self._lane}", calls, PLAN_SECONDS)
 
-    def _heard(self) -> dict[int, int]:
-        """Of which batch nodes have heard last: some only of earlier ones, or of none."""
-        numbers = range(self._nodes.count)
-        questions = {number: partial(self._number, number) for number in numbers}
-        return self._nodes.answers(f"batch {self._lane}", questions, BATCH_SECONDS)
-
-    def _number(self, node: int) -> int:
-        """The batch that a node has been told of twice: see ``LaneNodes.plan``."""
+    def _get_planned(self, node: int) -> int:
+        """Return the number of a batch that the node has planned twice: see ``plan_batch``."""
         try:
-            planned = self._nodes[node].planned(self._lane, self._run)
+            number = self._nodes[node].planned(self._lane, self._run)
         except LaneTaken:
             return -1
-        return planned if planned % 2 else -1
+        return number if number % 2 else -1
 
 
-class Gates:
-    """The breakers of actions, kept by the first node that answers."""
+class BreakerClient:
+    """The breakers of actions. The first node that answers keeps them."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
 
-    def status(self, actions: Sequence[str]) -> Breakers:
-        """How the breakers of these actions are."""
+    def get_states(self, actions: Sequence[str]) -> BreakerStates:
+        """Return the states of the breakers of these actions."""
         if not actions:
             return {}
-        about = f"breakers {' '.join(actions)}"
-        return self._first(about, lambda node: node.breakers(actions))
+        topic = f"breakers {' '.join(actions)}"
+        return self._ask_first(topic, lambda node: node.breakers(actions))
 
-    def gate(self, action: str, step: Step, doing: Doing) -> RemoteGate:
-        """A task's way to the breaker of its action, or of that action's second output."""
-        node = self._first("ping", _answering)
-        return RemoteGate(node, action, step.reads, step.delivery, doing, workers=step.workers)
+    def open_destination(self, action: str, step: LaneStep, doing: Doing) -> RemoteDestinationState:
+        """Open a task's connection to the state of an action's destination.
 
-    def _first(self, about: str, call: Callable[[RemoteNode], Answer]) -> Answer:
-        """The answer of the first node that gives one."""
+        ``action`` may be the name of the step's second output.
+        """
+        node = self._ask_first("ping", _ping)
+        return RemoteDestinationState(
+            node, action, step.source_queue, step.delivery, doing, workers=step.workers
+        )
+
+    def _ask_first(self, topic: str, call: Callable[[RemoteNode], Answer]) -> Answer:
+        """Return the answer of the first node that gives one."""
         nodes = range(self._nodes.count)
-        questions = {node: partial(call, self._nodes[node]) for node in nodes}
-        found = self._nodes.answers(about, questions, 0.0)
+        calls = {node: partial(call, self._nodes[node]) for node in nodes}
+        found = self._nodes.ask_all(topic, calls, 0.0)
         return found[min(found)]
 
 
-def _answering(node: RemoteNode) -> RemoteNode:
+def _ping(node: RemoteNode) -> RemoteNode:
     node.ping()
     return node
 
 
-def open_for(breakers: Mapping[str, Any], action: str) -> float:
-    """For how long the breaker of an action has been open, in seconds."""
+def get_open_seconds(breakers: BreakerStates, action: str) -> float:
+    """Return for how many seconds the breaker of an action has been open."""
     return float(breakers.get(action, {}).get("open_for") or 0.0)

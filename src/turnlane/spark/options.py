@@ -1,6 +1,9 @@
 """The options of ``format("turnlane")``, checked before anything is read or written.
 
-Named as the Kafka source names them where the meaning is the same.
+Options have the names of Spark's Kafka source where the meaning is the same. Spark passes options
+as texts, with names in any case. :class:`ReadOptions` and :class:`WriteOptions` are public. Their
+subclasses for lanes are internal: with them the pipeline tells the reader and the sink of a lane
+what to do.
 """
 
 from __future__ import annotations
@@ -24,37 +27,47 @@ from pydantic import (
 from pydantic.alias_generators import to_camel
 from pydantic_core import to_jsonable_python
 
-from turnlane.client.address import DEFAULT_PORT, Url
+from turnlane.client.address import DEFAULT_PORT, NodeUrl
 from turnlane.delivery.settings import Ordering
 from turnlane.errors import ConfigError
 from turnlane.pipeline.settings import MAIN, LaneSettings
-from turnlane.spark.steps import Step, Way, ordering_of, ways_of
+from turnlane.spark.steps import (
+    DeliveryPath,
+    LaneStep,
+    find_strictest_ordering,
+    list_required_paths,
+)
 from turnlane.units import Duration, Size
-from turnlane.validation import Contradiction, Problem, config_error, did_you_mean, message_of
+from turnlane.validation import (
+    ConfigIssue,
+    ContradictorySettings,
+    convert_validation_error,
+    get_message,
+    suggest,
+)
 
 EARLIEST: Final = "earliest"
 LATEST: Final = "latest"
-ROWS_PER_BATCH: Final = 65_536
-"""By default, of a block that is read."""
 FROM_EARLIEST: Final = -2
 FROM_LATEST: Final = -1
-"""The same for one node, as the Kafka source has it."""
+"""Earliest and latest on one node, with the numbers of the Kafka source."""
+ROWS_PER_BATCH: Final = 65_536
 
-_ALLOWED: Final = 'is earliest, latest, or JSON such as {"0": 42}'
+_ALLOWED_OFFSETS: Final = 'is earliest, latest, or JSON such as {"0": 42}'
 
 Offsets = Literal["earliest", "latest"] | dict[int, int]
-"""Where to begin or end: everywhere the same, or an offset for each node by its number."""
+"""Where to begin or end: the same on every node, or an offset for each node by its number."""
 
 
-def _offsets(value: object) -> object:
+def _parse_offsets(value: object) -> object:
     if not isinstance(value, str) or value.lower() in (EARLIEST, LATEST):
         return value.lower() if isinstance(value, str) else value
     try:
         found = json.loads(value)
     except ValueError as error:
-        raise ValueError(f"{_ALLOWED}, not {value!r}: {error}") from None
+        raise ValueError(f"{_ALLOWED_OFFSETS}, not {value!r}: {error}") from None
     if not isinstance(found, dict) or not all(map(_is_offset, found.items())):
-        raise ValueError(f"{_ALLOWED}, not {value!r}")
+        raise ValueError(f"{_ALLOWED_OFFSETS}, not {value!r}")
     return found
 
 
@@ -63,28 +76,30 @@ def _is_offset(part: tuple[str, object]) -> bool:
     return node.isdecimal() and isinstance(offset, int) and not isinstance(offset, bool)
 
 
-def _known(offsets: Offsets) -> Offsets:
+def _check_offsets(offsets: Offsets) -> Offsets:
     for node, offset in offsets.items() if isinstance(offsets, dict) else ():
         if offset < FROM_EARLIEST:
             raise ValueError(f"an offset, -1 (latest) or -2 (earliest), not {offset} for {node}")
     return offsets
 
 
-def _end(offsets: Offsets) -> Offsets:
+def _check_ending_offsets(offsets: Offsets) -> Offsets:
     named = offsets.values() if isinstance(offsets, dict) else [offsets]
     if EARLIEST in named or FROM_EARLIEST in named:
-        raise ValueError("there is nothing before the earliest event to read")
+        raise ValueError("cannot be earliest: there is nothing before the earliest event")
     return offsets
 
 
-Beginning = Annotated[Offsets, BeforeValidator(_offsets), AfterValidator(_known)]
-Ending = Annotated[Beginning, AfterValidator(_end)]
+StartingOffsets = Annotated[
+    Offsets, BeforeValidator(_parse_offsets), AfterValidator(_check_offsets)
+]
+EndingOffsets = Annotated[StartingOffsets, AfterValidator(_check_ending_offsets)]
 
 
-def with_path(options: Mapping[str, str], name: str) -> dict[str, str]:
-    """Options in which the path, as in ``load("orders")`` or ``save("orders")``, is ``name``.
+def merge_path(options: Mapping[str, str], name: str) -> dict[str, str]:
+    """Return options in which the path of ``load("orders")`` or ``save("orders")`` is ``name``.
 
-    Raises ``ConfigError`` if the option ``name`` is given as well, and says something else.
+    Raises ``ConfigError`` if the option ``name`` is given too, with another value.
     """
     given = dict(options)
     path = given.pop("path", None)
@@ -98,21 +113,21 @@ def with_path(options: Mapping[str, str], name: str) -> dict[str, str]:
 
 
 class Options(BaseModel):
-    """Options as Spark has them: texts, their names in camel case."""
+    """Options that Spark passes as texts, with names in camel case."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True
     )
 
     @classmethod
-    def of(cls, options: Mapping[str, str]) -> Self:
-        """Options as Spark has them, whose names may be in any case. Raises ``ConfigError``."""
-        names = {name.lower(): name for name in cls.names()}
+    def from_spark(cls, options: Mapping[str, str]) -> Self:
+        """Check options of Spark, whose names may be in any case. Raises ``ConfigError``."""
+        names = {name.lower(): name for name in cls.list_names()}
         known: dict[str, Any] = {}
         for given, value in options.items():
             name = names.get(given.lower())
             if name is None:
-                hint = did_you_mean(given.lower(), names)
+                hint = suggest(given.lower(), names)
                 for lower, proper in names.items():
                     hint = hint.replace(lower, proper)
                 raise ConfigError(given, f"there is no such option{hint}")
@@ -120,16 +135,16 @@ class Options(BaseModel):
         try:
             return cls.model_validate(known)
         except ValidationError as error:
-            raise config_error(error, cls.names()) from None
+            raise convert_validation_error(error, cls.list_names()) from None
 
     @classmethod
-    def names(cls) -> list[str]:
-        """The options' names, as they are documented."""
+    def list_names(cls) -> list[str]:
+        """Return the names of the options as the documentation has them."""
         return [field.alias or name for name, field in cls.model_fields.items()]
 
 
 class SourceOptions(Options):
-    """What reading and writing have in common."""
+    """The options of reading and writing: how to reach the nodes."""
 
     endpoint: str = Field(
         default_factory=lambda: os.environ.get("TURNLANE_URL", ""),
@@ -137,28 +152,30 @@ class SourceOptions(Options):
         "TLS. Default: the environment variable `TURNLANE_URL`.",
     )
     token: str | None = Field(default=None, repr=False, description="The bearer token.")
-    token_env: str | None = Field(default=None, description="The environment variable that has it.")
-    token_file: Path | None = Field(default=None, description="The file that has it.")
+    token_env: str | None = Field(
+        default=None, description="The environment variable with the token."
+    )
+    token_file: Path | None = Field(default=None, description="The file with the token.")
     tls_ca: Path | None = Field(default=None, description="The certificates to trust.")
     tls_cert: Path | None = Field(default=None, description="The client's own certificate.")
-    tls_key: Path | None = Field(default=None, description="Its key.")
+    tls_key: Path | None = Field(default=None, description="The key of that certificate.")
 
     @model_validator(mode="after")
-    def _can_be_reached(self) -> Self:
+    def _check_endpoint(self) -> Self:
         if not self.endpoint:
             example = f"turnlane://127.0.0.1:{DEFAULT_PORT}"
-            raise Contradiction([Problem("endpoint", f"is required, as in {example}")])
+            raise ContradictorySettings([ConfigIssue("endpoint", f"is required, as in {example}")])
         try:
-            Url.parse(self.endpoint)
+            NodeUrl.parse(self.endpoint)
         except ConfigError as error:
-            raise Contradiction([Problem("endpoint", message_of(error))]) from None
+            raise ContradictorySettings([ConfigIssue("endpoint", get_message(error))]) from None
         if (self.tls_cert is None) != (self.tls_key is None):
-            problem = Problem("tlsCert", "and tlsKey belong together: give both or neither")
-            raise Contradiction([problem])
+            problem = ConfigIssue("tlsCert", "and tlsKey belong together: give both or neither")
+            raise ContradictorySettings([problem])
         return self
 
-    def secret(self) -> str | None:
-        """The token, wherever it is kept. Raises ``ConfigError``."""
+    def read_token(self) -> str | None:
+        """Return the token from the option, a variable or a file. Raises ``ConfigError``."""
         if self.token_env is not None:
             found = os.environ.get(self.token_env)
             if not found:
@@ -173,40 +190,44 @@ class SourceOptions(Options):
 
 
 class ReadOptions(SourceOptions):
-    """The options of reading."""
+    """The options of a reader."""
 
     queue: str = Field(description="The queue to read.")
-    starting_offsets: Beginning = Field(
+    starting_offsets: StartingOffsets = Field(
         default=EARLIEST,
         description="Where a new query begins: `earliest` (the oldest event that is not settled), "
         '`latest`, or offsets by node, as in `{"0": 42}`, where -2 is earliest and -1 latest.',
     )
-    ending_offsets: Ending = Field(
+    ending_offsets: EndingOffsets = Field(
         default=LATEST,
         description="Where a batch query ends: `latest`, or offsets by node; -1 is latest.",
     )
     starting_timestamp: int | None = Field(
         default=None,
         description="Begin at the first event of this time or later, in milliseconds since the "
-        "epoch; before `startingOffsets`. It is looked for as if events had come in the order of "
-        "their timestamps: where they have not, older ones may be read, and newer ones left out.",
+        "epoch; takes precedence over `startingOffsets`. The search assumes that events arrived in "
+        "the order of their timestamps; otherwise it may include older and miss newer events.",
     )
     max_offsets_per_trigger: int | None = Field(
-        default=None, ge=1, description="The most events a batch."
+        default=None, ge=1, description="The most events of a batch."
     )
     max_bytes_per_trigger: Size | None = Field(
         default=None,
         ge=1,
-        description="The most bytes a batch, by the average size of events.",
+        description="The most bytes of a batch, by the average size of events.",
     )
     min_offsets_per_trigger: int = Field(
-        default=1, ge=1, description="Wait for so many events, `maxTriggerDelay` at most."
+        default=1,
+        ge=1,
+        description="Wait for this many events, but no longer than `maxTriggerDelay`.",
     )
-    max_trigger_delay: Duration = Field(default=900.0, description="See `minOffsetsPerTrigger`.")
+    max_trigger_delay: Duration = Field(
+        default=900.0, description="The longest wait for `minOffsetsPerTrigger`."
+    )
     min_partitions: int = Field(
         default=1,
         ge=1,
-        description="The fewest partitions of a batch, if it has so many events.",
+        description="The fewest partitions of a batch, if it has that many events.",
     )
     workers: int | None = Field(
         default=None,
@@ -215,60 +236,63 @@ class ReadOptions(SourceOptions):
         "Default: 2, or `minPartitions` if that is more.",
     )
     worker_minimum_events: int = Field(
-        default=100_000, ge=1, description="One more partition for every so many events."
+        default=100_000,
+        ge=1,
+        description="A batch gets one more partition for each this many events.",
     )
     rows_per_batch: int = Field(
-        default=ROWS_PER_BATCH, ge=1, description="Rows of an Arrow batch given to Spark."
+        default=ROWS_PER_BATCH, ge=1, description="Rows of an Arrow batch for Spark."
     )
     fail_on_data_loss: bool = Field(
         default=True,
-        description="Fail if events that were to be read are gone, settled by somebody else, "
-        "damaged, or with a queue that was made anew; else warn, and go on with what there is.",
+        description="Fail if events are gone that the query has still to read: settled by another "
+        "client, damaged, or of a queue that was dropped and created again. Otherwise log a "
+        "warning and continue with the events that are left.",
     )
     skip_settled: bool = Field(
         default=False,
-        description="Leave out events that are settled, also those that lie between others that "
-        "are not. What somebody else settles is then no loss, nor what the node gives up because "
-        "it is damaged.",
+        description="Leave out settled events, also between events that are not settled. Events "
+        "that another client settles, or that the node gives up as damaged, are then no loss.",
     )
     include_headers: bool = Field(
         default=False,
-        description="Whether there is a column `headers`.",
+        description="Add a column `headers`.",
     )
     consume: bool = Field(
         default=True,
-        description="Whether a streaming query settles what it has read and committed, so that the "
-        "queue can let go of it. A batch query never does.",
+        description="A streaming query settles the events that it has committed, so that the queue "
+        "can remove them. A batch query never does.",
     )
     push_filters: bool = Field(
         default=False,
         description="Let filters on `offset` and `partition` decide what a batch query reads. "
         "Needs Spark's `spark.sql.python.filterPushdown.enabled`.",
     )
-    poll_timeout: Duration = Field(default=1.0, description="How long a node is asked to wait.")
+    poll_timeout: Duration = Field(
+        default=1.0, description="How long a node waits for events before it answers."
+    )
 
 
 class WriteOptions(SourceOptions):
-    """The options of writing."""
+    """The options of a sink."""
 
     queue: str | None = Field(
         default=None,
-        description="The queue to write to. Default: the column `queue` says, row by row.",
+        description="The queue to write to. Default: the column `queue` names it, row by row.",
     )
     writer_id: str | None = Field(
         default=None,
         description="Makes a streaming write exactly once: a batch that was committed under this "
-        "id is not written again. Default: by the query to which `checkpointLocation` belongs.",
+        "id is not written again. Default: the id of the query of `checkpointLocation`.",
     )
-    checkpoint_location: str | None = Field(default=None, description="Spark's own.")
-    query_name: str | None = Field(default=None, description="Spark's own.")
+    checkpoint_location: str | None = Field(default=None, description="Set by Spark.")
+    query_name: str | None = Field(default=None, description="Set by Spark.")
 
 
-# ── lane_options ──
-# The options by which a lane's reader and sink are told what the lane is. Pure.
+# ── lanes ──
 
 
-def _json(value: object) -> object:
+def _parse_json(value: object) -> object:
     return json.loads(value) if isinstance(value, str) else value
 
 
@@ -276,139 +300,140 @@ class LaneReadOptions(ReadOptions):
     """The options of a lane's reader."""
 
     lane: str = Field(description="The lane whose cursor the sink moves.")
-    run: str = Field(description="Tells this start of a lane from earlier ones.")
-    ways: Annotated[tuple[tuple[Way, ...], ...], BeforeValidator(_json)] = Field(
-        default=(), description="What must be free for a batch, as JSON; see `suspension.py`."
+    run: str = Field(description="The id of this run of the lane.")
+    ways: Annotated[tuple[tuple[DeliveryPath, ...], ...], BeforeValidator(_parse_json)] = Field(
+        default=(), description="The paths that must be open for a batch, as JSON; see `steps.py`."
     )
-    ordering: Ordering = Field(default=Ordering.NONE, description="What waits for what.")
+    ordering: Ordering = Field(
+        default=Ordering.NONE, description="Which events must stay in order."
+    )
     fresh_share: float = Field(
-        default=0.0, ge=0, le=1, description="The share of the newest of a backlog."
+        default=0.0,
+        ge=0,
+        le=1,
+        description="The share of the newest events in a batch of a backlog.",
     )
     probe_events: int = Field(
         default=1000, ge=1, description="The events of a batch that is a probe."
     )
-    batch_seconds: Duration = Field(default=5.0, gt=0, description="How long tasks go on sending.")
+    batch_seconds: Duration = Field(default=5.0, gt=0, description="How long tasks send.")
     by_place: bool = Field(
-        default=False, description="Whether rows are shares of the queue, for the sink to read."
+        default=False, description="Give Spark spans of offsets; the sink reads the events."
     )
-    into: Annotated[tuple[str, ...], BeforeValidator(_json)] = Field(
+    into: Annotated[tuple[str, ...], BeforeValidator(_parse_json)] = Field(
         default=(), description="The queues that need room for a batch, as JSON."
     )
     grouped: bool = Field(
-        default=False, description="Whether events that look the same are one row."
+        default=False, description="Give Spark one row for all events that look the same."
     )
 
 
 class LaneWriteOptions(WriteOptions):
-    """The options of a lane's sink, and of one that delivers a batch for a lane."""
+    """The options of a lane's sink, and of the sink that delivers one batch of a lane."""
 
     lane: str | None = Field(default=None, description="The lane whose cursor a commit moves.")
-    run: str | None = Field(
-        default=None, description="Tells this start of a lane from earlier ones."
-    )
-    steps: Annotated[tuple[Step, ...], BeforeValidator(_json)] = Field(
+    run: str | None = Field(default=None, description="The id of this run of the lane.")
+    steps: Annotated[tuple[LaneStep, ...], BeforeValidator(_parse_json)] = Field(
         default=(), description="What tasks do for each action, as JSON; see `steps.py`."
     )
     routed: bool = Field(
         default=False,
-        description="Beside `steps`: whether the column `queue` sends rows on to queues, too.",
+        description="With `steps`: the column `queue` names queues for rows as well.",
     )
-    copies: Annotated[tuple[str, ...] | None, BeforeValidator(_json)] = Field(
+    copies: Annotated[tuple[str, ...] | None, BeforeValidator(_parse_json)] = Field(
         default=None,
-        description="Rows are places in the lane's queue: copy its events into these queues, as "
-        "JSON, by the bits of a row's routes. There may be none, if all events are discarded.",
+        description="Rows are offsets in the lane's queue: copy these events into queues by the "
+        "bits of a row's routes. The names of the queues as JSON; none if every event is "
+        "discarded.",
     )
-    reads: Annotated[tuple[str, ...], BeforeValidator(_json)] = Field(
+    reads: Annotated[tuple[str, ...], BeforeValidator(_parse_json)] = Field(
         default=(),
-        description="Rows are shares of the lane's queue: read these columns of it, as JSON.",
+        description="Rows are spans of offsets in the lane's queue: read these columns, as JSON.",
     )
 
     @property
-    def has_own_rows(self) -> bool:
-        """Whether rows are no events to be stored, but what the lane's tasks make something of."""
+    def has_lane_rows(self) -> bool:
+        """Whether rows are in the form of a lane, so that the columns of events are not checked."""
         return bool(self.steps) or self.copies is not None
 
     @model_validator(mode="after")
-    def _run_given(self) -> Self:
+    def _check_run(self) -> Self:
         if (self.lane is None) != (self.run is None):
-            raise Contradiction([Problem("run", "goes with lane")])
+            raise ContradictorySettings([ConfigIssue("run", "goes with lane")])
         return self
 
 
-def read_options(given: Mapping[str, str]) -> ReadOptions:
-    """The options of a lane's reader if they name one, else anyone's. Raises ``ConfigError``."""
-    return (LaneReadOptions if _named(given) & {"lane"} else ReadOptions).of(given)
+def parse_read_options(given: Mapping[str, str]) -> ReadOptions:
+    """Check the options of a reader, of a lane if they name one. Raises ``ConfigError``."""
+    is_lane = "lane" in {name.lower() for name in given}
+    return (LaneReadOptions if is_lane else ReadOptions).from_spark(given)
 
 
-def write_options(given: Mapping[str, str]) -> WriteOptions:
-    """The same of sinks."""
-    return (LaneWriteOptions if _named(given) & {"lane", "steps"} else WriteOptions).of(given)
+def parse_write_options(given: Mapping[str, str]) -> WriteOptions:
+    """Check the options of a sink, of a lane if they name one. Raises ``ConfigError``."""
+    is_lane = {"lane", "steps"} & {name.lower() for name in given}
+    return (LaneWriteOptions if is_lane else WriteOptions).from_spark(given)
 
 
-def _named(given: Mapping[str, str]) -> set[str]:
-    return {name.lower() for name in given}
-
-
-def reading(
-    lane: str, run: str, settings: LaneSettings, steps: Sequence[Step], into: Sequence[str] = ()
+def build_lane_read_options(
+    lane: str, run: str, settings: LaneSettings, steps: Sequence[LaneStep], into: Sequence[str] = ()
 ) -> dict[str, str]:
-    """For the reader of a lane's queue, whose sink settles what it has read and fills ``into``."""
-    mine = [step.delivery for step in steps if step.output is not None]
-    ordering = ordering_of(steps)
-    fresh = min((each.fresh_share for each in mine), default=0.0)
+    """Build the options of a lane's reader; its sink writes to the queues ``into``."""
+    deliveries = [step.delivery for step in steps if step.output is not None]
+    ordering = find_strictest_ordering(steps)
+    fresh = min((each.fresh_share for each in deliveries), default=0.0)
     options = {
         "lane": lane,
         "run": run,
-        "ways": in_json(ways_of(steps)),
-        "into": in_json(into),
+        "ways": to_json(list_required_paths(steps)),
+        "into": to_json(into),
         "ordering": str(ordering),
         "freshShare": str(fresh if ordering is Ordering.NONE else 0.0),
-        "probeEvents": str(min((each.batch_events for each in mine), default=1000)),
-        "batchSeconds": f"{min((each.max_time for each in mine), default=5.0)}s",
+        "probeEvents": str(min((each.batch_events for each in deliveries), default=1000)),
+        "batchSeconds": f"{min((each.max_time for each in deliveries), default=5.0)}s",
     }
-    age = max((each.batch_age for each in mine), default=0.0)
+    age = max((each.batch_age for each in deliveries), default=0.0)
     if age and settings.min_events == 1:
-        full = max(each.batch_events for each in mine)
+        full = max(each.batch_events for each in deliveries)
         options |= {"minOffsetsPerTrigger": str(full), "maxTriggerDelay": f"{age}s"}
     return options
 
 
-def writing(lane: str, run: str, steps: Sequence[Step]) -> dict[str, str]:
-    """For a lane's sink."""
+def build_lane_write_options(lane: str, run: str, steps: Sequence[LaneStep]) -> dict[str, str]:
+    """Build the options of a lane's sink."""
     routed = str(lane == MAIN).lower()
-    return {"lane": lane, "run": run, "steps": in_json(steps), "routed": routed}
+    return {"lane": lane, "run": run, "steps": to_json(steps), "routed": routed}
 
 
-def in_json(parts: Sequence[Any]) -> str:
-    """Steps, or ways, as the source's options have them."""
+def to_json(parts: Sequence[Any]) -> str:
+    """Encode settings as JSON, for options that have JSON."""
     return json.dumps(to_jsonable_python(parts))
 
 
-# ── writers ──
-# Who writes: the name by which nodes and databases know the batches of a streaming query.
+# ── writer ids ──
 
 _LOCAL: Final = re.compile(r"^file:(?://[^/]*)?(?=/)")
-"""What may stand before a path that is here. Nothing in the path is escaped: Hadoop says so."""
+"""The scheme of a local path. Hadoop escapes nothing in the path that follows."""
 _SCHEME: Final = re.compile(r"[A-Za-z][\w+.-]*:")
 
 
-def writer_of(writer_id: str | None, checkpoint: str | None) -> str | None:
-    """The name, if the query has one: as it was given, or that of its checkpoint.
+def find_writer_id(writer_id: str | None, checkpoint: str | None) -> str | None:
+    """Return the id by which nodes and databases know the batches of a streaming query, if any.
 
-    A new checkpoint in the place of an old one is another writer: its batches begin at 0 again, and
-    are no repeats.
+    By default it is the path of the checkpoint with the id that Spark gave the query. A new
+    checkpoint at the same path is another writer: its batches start at 0 again and are no repeats.
     """
     if writer_id is not None or checkpoint is None:
         return writer_id
-    place = _LOCAL.sub("", checkpoint)  # the same writer, however the place is written
-    query = None if _SCHEME.match(place) else _query_of(Path(place))
+    place = _LOCAL.sub("", checkpoint)  # The same writer in every spelling of the path.
+    query = None if _SCHEME.match(place) else _read_query_id(Path(place))
     return place if query is None else f"{place}#{query}"
 
 
-def _query_of(checkpoint: Path) -> str | None:
-    """The id that Spark has given to a query, or nothing if it is kept on another file system."""
+def _read_query_id(checkpoint: Path) -> str | None:
+    """Return the id that Spark gave a query; ``None`` if it is on another file system."""
     try:
         found = json.loads((checkpoint / "metadata").read_bytes())
-    except FileNotFoundError:  # a path without a scheme may mean Hadoop's own file system
+    except FileNotFoundError:  # A path without a scheme may be on Hadoop's file system.
         return None
     return str(found["id"])

@@ -1,4 +1,14 @@
-"""The pipeline: the main lane, a lane for every action with a queue, and what they do."""
+"""The pipeline: starts the main lane and a lane for every action with a queue.
+
+``lane_shape`` decides how each lane runs; this module builds the Spark queries. In all shapes, a
+query reads with ``format("turnlane")`` and options for lanes, and most write with it, too:
+
+- Lanes **without a checkpoint** of their own. Their cursor in the node is the truth. Spark insists
+  on a checkpoint, so each run gets a new one, which is removed with the run.
+- Lanes **with a checkpoint**: the queue is settled after Spark has committed a batch.
+
+Lanes start one at a time, because Spark's search for data sources and its views are shared.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +17,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,46 +29,68 @@ from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamReader, DataStreamWriter
 from pyspark.sql.types import BinaryType, ShortType, StructType
 
-from turnlane.delivery.settings import PAYLOAD, PLACES, PRIORITY, ROUTES
+from turnlane.delivery.settings import GROUP_OFFSETS, PAYLOAD, PRIORITY, ROUTES
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import MAIN, ActionSettings, LaneSettings, PipelineSettings
-from turnlane.spark import transforms
-from turnlane.spark.checkpoints import Checkpoints, Retiring, located
-from turnlane.spark.checks import check
-from turnlane.spark.lane import GatesSeen, HeldUpHeldUp, Lane, LaneStatus, Listener, Rooms, Start
-from turnlane.spark.nodes import Gates, Nodes
-from turnlane.spark.options import WriteOptions, in_json, reading, writing
-from turnlane.spark.parsing import looked_at
-from turnlane.spark.reader import SHARES
-from turnlane.spark.routing import Routes, is_deterministic, numbered, routed, with_payload
-from turnlane.spark.row_codec import FEW_VALUES, filled
-from turnlane.spark.session import UNMEASURED, set_to
-from turnlane.spark.sinks import check_sink, patient, to_queue, to_sink, writes_once
-from turnlane.spark.steps import (
-    PLACE,
-    Step,
-    delivers_by_place,
-    goes_by_place,
-    payload_form,
-    step_of_lane,
-    steps_of_main,
-    wanted_by_main,
-    wanted_by_tasks,
-    ways_of,
+from turnlane.spark.by_reference import SPAN_ROW_SCHEMA
+from turnlane.spark.checkpoints import CheckpointCleaner, Checkpoints, to_spark_uri
+from turnlane.spark.checks import check_pipeline
+from turnlane.spark.lane import (
+    BlockedReason,
+    BreakerPoller,
+    FullQueuePoller,
+    Lane,
+    LaneStatus,
+    QueryEventListener,
+    StartQuery,
 )
-from turnlane.spark.stream_reader import Settling
-from turnlane.spark.transforms import answer
+from turnlane.spark.lane_shape import (
+    EVENT_REF_COLUMNS,
+    LaneShape,
+    build_lane_step,
+    build_main_steps,
+    choose_action_shape,
+    choose_main_shape,
+    find_columns_for_filters,
+    find_filter_columns,
+    find_task_columns,
+    get_payload_format,
+    has_own_query,
+)
+from turnlane.spark.nodes import BreakerClient, Nodes
+from turnlane.spark.options import (
+    WriteOptions,
+    build_lane_read_options,
+    build_lane_write_options,
+    to_json,
+)
+from turnlane.spark.routing import RouteConditions, add_payload, add_route_bits, add_routes
+from turnlane.spark.row_codec import encode_nulls
+from turnlane.spark.session import NO_ARROW_BYTE_LIMIT, override_settings
+from turnlane.spark.sinks import check_sink, with_file_batching, write_to_queue, write_to_sink
+from turnlane.spark.steps import LaneStep, list_required_paths
+from turnlane.spark.stream_reader import QuerySettler
+from turnlane.spark.transforms import (
+    apply_action,
+    drop_variants,
+    get_queue_schema,
+    is_deterministic,
+    make_no_events,
+    parse_and_transform,
+    restore_from_queue,
+    select_queue_columns,
+)
 
-QUERY: Final = {"transform", "sql", "watermark", "with_queues", "output_mode"}
+QUERY_SETTINGS: Final = {"transform", "sql", "watermark", "with_queues", "output_mode"}
 """The settings of an action on which the state of its query depends."""
 
 
 class Pipeline:
-    """Lanes over the queues of one endpoint.
+    """The lanes over the queues of one endpoint.
 
     ``access`` are the options by which ``format("turnlane")`` reaches the nodes: the endpoint, and
-    token and TLS where they are needed. ``prepare`` is called before a lane is started, or started
-    again: a node that was away may lack what the lane needs.
+    token and TLS if needed. ``prepare`` is called before a lane starts or restarts: a node that was
+    away may lack queues that the lane needs.
     """
 
     def __init__(
@@ -74,43 +106,40 @@ class Pipeline:
         self._access = dict(access)
         self._spark = spark
         self._checkpoints = checkpoints
-        self._remembering: frozenset[str] = frozenset()
-        """The actions whose queries have to remember things between batches."""
+        self._stateful_actions: frozenset[str] = frozenset()
         self._lanes: list[Lane] = []
-        self._listener: Listener | None = None
-        self._starting = threading.Lock()
-        """One lane at a time: Spark's search for data sources and its views are everybody's."""
+        self._listener: QueryEventListener | None = None
+        self._start_lock = threading.Lock()
+        """Held while a lane starts its query."""
 
-    def start(self, remembering: frozenset[str] | None = None) -> None:
+    def check(self) -> frozenset[str]:
+        """Have Spark check every expression; returns the actions whose queries keep state.
+
+        Raises ``ConfigError``, which names the action.
+        """
+        return check_pipeline(self._spark, self._settings)
+
+    def start(self, stateful_actions: frozenset[str] | None = None) -> None:
         """Start every lane. Raises ``ConfigError`` if one of them could never run.
 
-        ``remembering`` is what :meth:`check` has returned, if it was called before: to have Spark
-        look at everything takes a while, and by now nothing else may run.
+        ``stateful_actions`` is the result of :meth:`check`, if the caller has checked before: the
+        check takes a while, and a reload has stopped the lanes before by now.
         """
-        self._remembering = self.check() if remembering is None else remembering
-        self._lanes = [Lane(MAIN, self._one_by_one(self._start_main), held_up=self._main_held_up())]
-        self._lanes += [self._lane(action) for action in self._settings.with_lane]
-        self._listener = Listener(self._spark, {lane.name: lane.tell for lane in self._lanes})
+        self._stateful_actions = self.check() if stateful_actions is None else stateful_actions
+        self._lanes = [self._create_main_lane()]
+        self._lanes += [self._create_lane(action) for action in self._settings.actions_with_lane]
+        self._listener = QueryEventListener(
+            self._spark, {lane.name: lane.on_event for lane in self._lanes}
+        )
         self._listener.start()
         for lane in self._lanes:
             lane.start()
 
-    def _one_by_one(self, start: Start) -> Start:
-        def started(run: str) -> StreamingQuery:
-            with self._starting:
-                self._prepare()
-                # Makes the session this thread's active one, in which alone Spark looks for
-                # data sources written in Python.
-                self._spark.createDataFrame([], "nothing string")
-                return start(run)
-
-        return started
-
     def stop(self, timeout: float = 30.0) -> list[str]:
-        """Stop every lane; returns those that have not ended in time: they end when they can.
+        """Stop every lane; returns the lanes that have not ended in time: they end when they can.
 
-        What is not committed stays in its queue. Nothing else may run in the place of this
-        pipeline before another call has returned none.
+        Uncommitted events stay in their queues. No other pipeline may run instead of this one
+        before a call has returned an empty list.
         """
         for lane in self._lanes:
             lane.ask_to_stop()
@@ -126,212 +155,213 @@ class Pipeline:
         return left
 
     def status(self) -> list[LaneStatus]:
-        """How the lanes are."""
+        """Return the states of the lanes."""
         return [lane.status for lane in self._lanes]
 
-    def check(self) -> frozenset[str]:
-        """Have Spark look at every expression; returns the actions that have to remember things.
+    def _start_alone(self, start: StartQuery) -> StartQuery:
+        """Return a function that starts a query while no other lane starts one."""
 
-        Raises ``ConfigError``, which names the action.
-        """
-        return check(self._spark, self._settings)
+        def start_query(run: str) -> StreamingQuery:
+            with self._start_lock:
+                self._prepare()
+                # Makes the session active in this thread: Spark looks for data sources written in
+                # Python only in the active session.
+                self._spark.createDataFrame([], "nothing string")
+                return start(run)
 
-    # ── the main lane ────────────────────────────────────────────────────────────────────────────
-
-    def routed(self, source: DataFrame, wanted: Collection[str] | None = None) -> DataFrame:
-        """Events with their routes."""
-        settings = self._settings
-        events = transforms.seen(source, settings, wanted)
-        return routed(events, settings.actions, settings.dead_letters, settings.joined)
-
-    def _start_main(self, run: str) -> StreamingQuery:
-        steps = steps_of_main(self._settings)
-        reader = self._read_lane(MAIN, run, self._settings.lane, steps, self._filled)
-        wanted = wanted_by_main(self._settings)
-        if wanted is not None and not steps and goes_by_place(self._settings):
-            return self._start_copying(reader, wanted, run)
-        rows = self.routed(reader.load(), wanted)
-        if any(step.output is not None for step in steps):
-            rows = with_payload(rows, "json" if wanted is None else "raw")
-        return self._lane_query(
-            transforms.stored(rows, self._settings), MAIN, run, self._settings.lane, steps
-        )
-
-    def _start_copying(
-        self, reader: DataStreamReader, wanted: frozenset[str], run: str
-    ) -> StreamingQuery:
-        """Only what filters read goes through Spark, and out of it where each event is to go.
-
-        Where that is the same for events that look the same, one row is enough for them.
-        """
-        settings = self._settings
-        looks = looked_at(settings.parse, wanted) | (wanted & {"queue"})
-        routes = Routes.of(settings.actions, joined=settings.joined).queued
-        may_group = looks <= FEW_VALUES and "offset" not in wanted
-        rows = self._numbered(reader, looks, grouped=may_group)
-        if may_group and not is_deterministic(rows):
-            rows = self._numbered(reader, looks, grouped=False)
-        copies = in_json(list(routes))
-        with set_to(self._spark, UNMEASURED):
-            return self._lane_query(rows, MAIN, run, settings.lane, (), copies=copies)
-
-    def _numbered(
-        self, reader: DataStreamReader, looks: AbstractSet[str], *, grouped: bool
-    ) -> DataFrame:
-        """The places of events, or of groups of them, with their routes as bits."""
-        kept = [*sorted(PLACE), PLACES] if grouped else sorted(PLACE)
-        every = transforms.nothing(self._spark).schema
-        every = every.add(PRIORITY, ShortType()).add(PLACES, BinaryType())
-        source = reader.option("grouped", grouped).schema(_columns(every, {*looks, *kept}))
-        settings = self._settings
-        events = transforms.seen(source.load(), settings, wanted_by_main(settings))
-        return numbered(events, settings.actions, settings.joined).select(*kept, ROUTES)
-
-    @property
-    def _filled(self) -> list[str]:
-        """The queues that it fills."""
-        return [action.name for action in self._settings.queued]
-
-    def _main_held_up(self) -> HeldUpHeldUp:
-        nodes = Nodes.of(WriteOptions.of(self._access))
-        rooms = Rooms(nodes, self._filled)
-        return HeldUpHeldUp(self._gates, ways_of(steps_of_main(self._settings)), rooms)
-
-    # ── the others ───────────────────────────────────────────────────────────────────────────────
-
-    def _lane(self, action: ActionSettings) -> Lane:
-        if isinstance(action.output, SparkSinkSettings) or self._keeps_query(action):
-            return self._durable_lane(action)
-        start = self._one_by_one(partial(self._start_stateless, action))
-        retiring = Retiring(Checkpoints(self._checkpoints, action.name))
-        return Lane(action.name, start, retiring, self._held_up([step_of_lane(action)]))
-
-    def _durable_lane(self, action: ActionSettings) -> Lane:
-        settling = Settling(Nodes.of(WriteOptions.of(self._access)), action.name)
-        retiring = Retiring(Checkpoints(self._checkpoints, action.name))
-        start = self._one_by_one(partial(self._start_durable, patient(action), retiring))
-
-        def watch(progress: StreamingQueryProgress) -> None:
-            # With several queues Spark does not say which is which: their readers settle, later.
-            if not action.with_queues:
-                settling(progress)
-            retiring(progress)
-
-        return Lane(action.name, start, watch)
-
-    def _keeps_query(self, action: ActionSettings) -> bool:
-        """Whether a checkpoint is of this query and no other.
-
-        That of SQL is even if it remembers nothing: its rows do not say of which events they are.
-        """
-        return action.sql is not None or action.name in self._remembering
+        return start_query
 
     @cached_property
-    def _gates(self) -> GatesSeen:
-        """For all lanes. A pipeline that is only looked at has no nodes to ask."""
-        return GatesSeen(Gates(Nodes.of(WriteOptions.of(self._access))))
+    def _nodes(self) -> Nodes:
+        return Nodes.from_options(WriteOptions.from_spark(self._access))
 
-    def _held_up(self, steps: Sequence[Step]) -> HeldUpHeldUp:
-        return HeldUpHeldUp(self._gates, ways_of(steps))
+    @cached_property
+    def _breakers(self) -> BreakerPoller:
+        """Shared by all lanes. Created late: a pipeline that is only checked has no nodes."""
+        return BreakerPoller(BreakerClient(self._nodes))
 
-    def _start_stateless(self, action: ActionSettings, run: str) -> StreamingQuery:
-        """Its cursor in the node is the truth: the checkpoint is thrown away with the run."""
-        steps = [step_of_lane(action)]
-        reader = self._read_lane(action.name, run, action.lane, steps)
-        wanted, form = wanted_by_tasks(action), payload_form(action)
-        if wanted is not None and delivers_by_place(action):
-            shares = reader.schema(SHARES).option("byPlace", value=True).load()
-            reads = in_json(sorted(wanted))
-            return self._lane_query(shares, action.name, run, action.lane, steps, reads=reads)
-        reads_all = form != "raw" or action.transform is not None
-        read = None if wanted is None or reads_all else wanted | {"value"}
-        events = self._action_events(action, reader, read)
-        rows = _only(transforms.storable(with_payload(events, form)), wanted)
-        return self._lane_query(rows, action.name, run, action.lane, steps)
+    # ── the main lane ──
 
-    def _start_durable(
-        self, action: ActionSettings, retiring: Retiring, run: str
+    def _create_main_lane(self) -> Lane:
+        paths = list_required_paths(build_main_steps(self._settings))
+        full_queues = FullQueuePoller(self._nodes, self._list_queues())
+        blocked = BlockedReason(self._breakers, paths, full_queues)
+        return Lane(MAIN, self._start_alone(self._start_main), get_suspension=blocked)
+
+    def _start_main(self, run: str) -> StreamingQuery:
+        settings, steps = self._settings, build_main_steps(self._settings)
+        reader = self._read_lane(MAIN, run, settings.lane, steps, self._list_queues())
+        shape = choose_main_shape(settings)
+        if shape is not LaneShape.ROUTE_ROWS:
+            return self._start_copying(reader, run, grouped=shape is LaneShape.COPY_GROUPS)
+        columns = find_filter_columns(settings)
+        events = parse_and_transform(reader.load(), settings, columns)
+        rows = add_routes(events, settings.actions, settings.dead_letters, settings.joined_queues)
+        if any(step.output is not None for step in steps):
+            rows = add_payload(rows, "json" if columns is None else "raw")
+        rows = select_queue_columns(rows, settings)
+        return self._start_lane_query(rows, MAIN, run, settings.lane, steps)
+
+    def _start_copying(
+        self, reader: DataStreamReader, run: str, *, grouped: bool
     ) -> StreamingQuery:
-        """Its checkpoint holds state, or makes the sink exactly once: it stays."""
-        del run  # it goes on where the one before has ended
-        reader = self._read_durable(action.name, action.lane, consume=bool(action.with_queues))
-        rows = self._action_events(action, reader)
-        writes_files = isinstance(action.output, SparkSinkSettings) and bool(action.output.place)
-        checkpoint = retiring.take(self._fingerprint(action), stays=writes_files)
-        if isinstance(action.output, SparkSinkSettings):
-            check_sink(self._spark, action.output, checkpoint)
-            writer = to_sink(rows, action)
-        elif writes_once(action):
-            writer = to_queue(rows, action.output)
+        """Start the main lane by reference: see ``by_reference``."""
+        settings = self._settings
+        rows = self._select_route_bits(reader, grouped=grouped)
+        if grouped and not is_deterministic(rows):
+            rows = self._select_route_bits(reader, grouped=False)
+        routes = RouteConditions.from_actions(settings.actions, joined=settings.joined_queues)
+        copies = to_json(list(routes.queued))
+        with override_settings(self._spark, NO_ARROW_BYTE_LIMIT):
+            return self._start_lane_query(rows, MAIN, run, settings.lane, (), copies=copies)
+
+    def _select_route_bits(self, reader: DataStreamReader, *, grouped: bool) -> DataFrame:
+        """Return the offsets of events, or of groups of them, with their routes as bits."""
+        settings = self._settings
+        columns = sorted(EVENT_REF_COLUMNS) + ([GROUP_OFFSETS] if grouped else [])
+        schema = make_no_events(self._spark).schema
+        schema = schema.add(PRIORITY, ShortType()).add(GROUP_OFFSETS, BinaryType())
+        schema = _select_fields(schema, {*find_columns_for_filters(settings), *columns})
+        source = reader.option("grouped", grouped).schema(schema).load()
+        events = parse_and_transform(source, settings, find_filter_columns(settings))
+        routed = add_route_bits(events, settings.actions, settings.joined_queues)
+        return routed.select(*columns, ROUTES)
+
+    def _list_queues(self) -> list[str]:
+        """Return the queues that the main lane writes to."""
+        return [action.name for action in self._settings.queued_actions]
+
+    # ── the lanes of actions ──
+
+    def _create_lane(self, action: ActionSettings) -> Lane:
+        is_stateful = action.name in self._stateful_actions
+        shape = choose_action_shape(action, is_stateful=is_stateful)
+        cleaner = CheckpointCleaner(Checkpoints(self._checkpoints, action.name))
+        if not shape.has_checkpoint:
+            start = self._start_alone(partial(self._start_delivering, action, shape))
+            blocked = BlockedReason(self._breakers, list_required_paths([build_lane_step(action)]))
+            return Lane(action.name, start, cleaner.on_progress, blocked)
+        settler = QuerySettler(self._nodes, action.name)
+
+        def on_progress(progress: StreamingQueryProgress) -> None:
+            # Spark does not say which of several queues a progress is of: their readers settle
+            # them, a batch later.
+            if not action.with_queues:
+                settler.on_progress(progress)
+            cleaner.on_progress(progress)
+
+        start = partial(self._start_with_checkpoint, with_file_batching(action), shape, cleaner)
+        return Lane(action.name, self._start_alone(start), on_progress)
+
+    def _start_delivering(
+        self, action: ActionSettings, shape: LaneShape, run: str
+    ) -> StreamingQuery:
+        """Start a lane whose cursor in the node is the truth."""
+        steps = [build_lane_step(action)]
+        reader = self._read_lane(action.name, run, action.lane, steps)
+        columns, payload_format = find_task_columns(action), get_payload_format(action)
+        if shape is LaneShape.DELIVER_BY_REFERENCE:
+            assert columns is not None
+            spans = reader.schema(SPAN_ROW_SCHEMA).option("byPlace", value=True).load()
+            reads = to_json(sorted(columns))
+            return self._start_lane_query(spans, action.name, run, action.lane, steps, reads=reads)
+        reads_all = columns is None or payload_format != "raw" or action.transform is not None
+        events = self._apply_action(
+            action, reader, None if columns is None or reads_all else columns | {"value"}
+        )
+        rows = drop_variants(add_payload(events, payload_format))
+        if columns is not None and columns <= set(rows.columns):
+            # If a column is missing, the task reports it.
+            rows = rows.select(PAYLOAD, *sorted(columns))
+        return self._start_lane_query(rows, action.name, run, action.lane, steps)
+
+    def _start_with_checkpoint(
+        self, action: ActionSettings, shape: LaneShape, cleaner: CheckpointCleaner, run: str
+    ) -> StreamingQuery:
+        """Start a lane whose checkpoint is the truth: it continues where the last run ended."""
+        del run
+        reader = self._read_with_checkpoint(
+            action.name, action.lane, consume=bool(action.with_queues)
+        )
+        rows = self._apply_action(action, reader)
+        sink = action.output if isinstance(action.output, SparkSinkSettings) else None
+        writes_files = sink is not None and bool(sink.place)
+        checkpoint = cleaner.prepare(self._compute_fingerprint(action), stays=writes_files)
+        if sink is not None:
+            check_sink(self._spark, sink, checkpoint)
+            writer = write_to_sink(rows, action)
+        elif shape is LaneShape.QUEUE_SINK:
+            writer = write_to_queue(rows, action.output)
         else:
-            # Spark's own sinks for Python take no updates: each batch is written as one.
-            writer = rows.writeStream.foreachBatch(partial(self._deliver, action))
+            writer = rows.writeStream.foreachBatch(partial(self._deliver_batch, action))
         writer = writer.outputMode(action.output_mode if action.sql else "append")
-        return self._started(writer, action.name, action.lane, checkpoint)
+        return self._start_query(writer, action.name, action.lane, checkpoint)
 
-    def _deliver(self, action: ActionSettings, rows: DataFrame, batch: int) -> None:
+    def _deliver_batch(self, action: ActionSettings, rows: DataFrame, batch: int) -> None:
         del batch
-        # Its rows are not to be read from the queue again: they may be of events of long ago.
-        step = step_of_lane(action).model_copy(update={"rereads": False})
-        options = {**self._access, "steps": in_json([step])}
-        payloads = with_payload(rows, payload_form(action))
-        filled(payloads).write.format("turnlane").options(**options).mode("append").save()
+        # Dead letters are not read from the queue again: the rows may be of events of long ago.
+        step = build_lane_step(action).model_copy(update={"rereads": False})
+        options = {**self._access, "steps": to_json([step])}
+        payloads = add_payload(rows, get_payload_format(action))
+        encode_nulls(payloads).write.format("turnlane").options(**options).mode("append").save()
 
-    def _action_events(
+    def _apply_action(
         self,
         action: ActionSettings,
         reader: DataStreamReader,
-        wanted: AbstractSet[str] | None = None,
+        columns: AbstractSet[str] | None = None,
     ) -> DataFrame:
-        schema = transforms.stored_schema(self._spark, self._settings)
-        if wanted is not None and wanted <= set(schema.names):
-            schema = _columns(schema, wanted)
-        events = transforms.restored(reader.schema(schema).load(), self._settings)
-        return answer(action, events, partial(self._joined, action))
+        """Return the rows of an action's lane, made of all columns of its queue or of some."""
+        schema = get_queue_schema(self._spark, self._settings)
+        if columns is not None and columns <= set(schema.names):
+            schema = _select_fields(schema, columns)
+        events = restore_from_queue(reader.schema(schema).load(), self._settings)
+        return apply_action(action, events, partial(self._read_joined_queue, action))
 
-    def _joined(self, action: ActionSettings, name: str) -> DataFrame:
-        """A queue that an action's SQL joins with. Nobody else reads it: it is settled here."""
-        reader = self._read_durable(name, action.lane, consume=True)
-        if all(name != each.name for each in self._settings.queued):
+    def _read_joined_queue(self, action: ActionSettings, name: str) -> DataFrame:
+        """Read a queue that an action's SQL joins with. Only this reader settles it."""
+        reader = self._read_with_checkpoint(name, action.lane, consume=True)
+        if name not in self._list_queues():
             return reader.load()
-        schema = transforms.stored_schema(self._spark, self._settings)
-        return transforms.restored(reader.schema(schema).load(), self._settings)
+        schema = get_queue_schema(self._spark, self._settings)
+        return restore_from_queue(reader.schema(schema).load(), self._settings)
 
-    def _fingerprint(self, action: ActionSettings) -> str:
-        """What a checkpoint belongs to; another one begins anew at the queue's cursor.
+    def _compute_fingerprint(self, action: ActionSettings) -> str:
+        """Return the name of an action's checkpoint: another name starts at the queue's cursor.
 
-        A query that remembers things: another query has other state. And the files of a sink, which
-        know their batches by the checkpoint's numbers, so nothing else may give them new ones.
+        It depends on the query if the query has state or SQL, and on the place of a sink's files,
+        which know their batches by the numbers of the checkpoint.
         """
         parts: list[Any] = []
         if isinstance(action.output, SparkSinkSettings):
             parts += [action.output.format, action.output.place]
-        if self._keeps_query(action):
+        if has_own_query(action, is_stateful=action.name in self._stateful_actions):
             parse = self._settings.parse
             parts += [parse and parse.model_dump_json(), self._settings.transform]
-            parts.append(action.model_dump_json(include=QUERY))
+            parts.append(action.model_dump_json(include=QUERY_SETTINGS))
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
-    # ── reading and writing ──────────────────────────────────────────────────────────────────────
+    # ── reading and writing ──
 
     def _read_lane(
         self,
         lane: str,
         run: str,
         settings: LaneSettings,
-        steps: Sequence[Step],
+        steps: Sequence[LaneStep],
         into: Sequence[str] = (),
     ) -> DataStreamReader:
-        return self._read(lane, settings).options(**reading(lane, run, settings, steps, into))
+        options = build_lane_read_options(lane, run, settings, steps, into)
+        return self._read(lane, settings).options(**options)
 
-    def _read_durable(
+    def _read_with_checkpoint(
         self, queue: str, settings: LaneSettings, *, consume: bool
     ) -> DataStreamReader:
-        # A stateless lane that was here before has settled out of order, and nothing that is
-        # settled may come back. A batch that is done again, after the driver died in the middle of
-        # it, has the same rows all the same, as state and sinks need it: it is settled only once
-        # Spark has noted that it is done, and nobody else settles events of a lane's queue, but to
-        # be rid of them.
+        # `skipSettled`, because a lane without a checkpoint may have read this queue before: it
+        # settles out of order, and settled events must not come back. Still, a batch that is
+        # repeated after the driver died has the same rows, as state and sinks require: it is
+        # settled only after Spark has noted that it is done, and no other client settles events of
+        # a lane's queue, except to remove them.
         return self._read(queue, settings).options(skipSettled=True, consume=consume)
 
     def _read(self, queue: str, settings: LaneSettings) -> DataStreamReader:
@@ -340,56 +370,49 @@ class Pipeline:
             "queue": queue,
             "includeHeaders": "true",
             "consume": "false",
-            # Whoever has settled or purged events meanwhile has meant it: a lane goes on behind.
+            # Events that people have settled or purged are no loss: the lane continues after them.
             "failOnDataLoss": "false",
             "maxOffsetsPerTrigger": str(settings.max_events),
             "minOffsetsPerTrigger": str(settings.min_events),
             "maxTriggerDelay": f"{settings.max_age}s",
-            "workers": str(self._workers(settings)),
+            "workers": str(self._get_workers(settings)),
             "workerMinimumEvents": str(settings.worker_minimum_events),
         }
         return self._spark.readStream.format("turnlane").options(**options)
 
-    def _workers(self, settings: LaneSettings) -> int:
-        """How many tasks a lane may have at a time."""
+    def _get_workers(self, settings: LaneSettings) -> int:
+        """Return how many tasks a lane may have at a time."""
         return settings.workers or self._spark.sparkContext.defaultParallelism
 
-    def _lane_query(
+    def _start_lane_query(
         self,
         rows: DataFrame,
         lane: str,
         run: str,
         settings: LaneSettings,
-        steps: Sequence[Step],
+        steps: Sequence[LaneStep],
         **more: str,
     ) -> StreamingQuery:
-        workers = self._workers(settings)
-        told = [step.model_copy(update={"workers": workers}) for step in steps]
-        options = {**self._access, **writing(lane, run, told), **more}
-        writer = filled(rows).writeStream.format("turnlane").options(**options)
+        """Start the query of a lane without a checkpoint of its own."""
+        workers = self._get_workers(settings)
+        steps = [step.model_copy(update={"workers": workers}) for step in steps]
+        options = {**self._access, **build_lane_write_options(lane, run, steps), **more}
+        writer = encode_nulls(rows).writeStream.format("turnlane").options(**options)
         runs = self._checkpoints / "runs" / lane
         shutil.rmtree(runs, ignore_errors=True)
-        return self._started(writer, lane, settings, runs / run)
+        return self._start_query(writer, lane, settings, runs / run)
 
-    def _started(
+    def _start_query(
         self, writer: DataStreamWriter, name: str, settings: LaneSettings, checkpoint: Path
     ) -> StreamingQuery:
         self._spark.sparkContext.setLocalProperty("spark.scheduler.pool", name)
-        trigger = f"{settings.trigger} seconds"
         return (
             writer.queryName(name)
-            .option("checkpointLocation", located(checkpoint))
-            .trigger(processingTime=trigger)
+            .option("checkpointLocation", to_spark_uri(checkpoint))
+            .trigger(processingTime=f"{settings.trigger} seconds")
             .start()
         )
 
 
-def _columns(schema: StructType, names: AbstractSet[str]) -> StructType:
+def _select_fields(schema: StructType, names: AbstractSet[str]) -> StructType:
     return StructType([field for field in schema.fields if field.name in names])
-
-
-def _only(rows: DataFrame, wanted: AbstractSet[str] | None) -> DataFrame:
-    """Rows with the columns that tasks want; one that is not there is for a task to complain of."""
-    if wanted is None or not wanted <= set(rows.columns):
-        return rows
-    return rows.select(PAYLOAD, *sorted(wanted))

@@ -1,4 +1,9 @@
-"""Routing: which actions an event goes to, decided for all of them in one pass."""
+"""Routing: which actions get an event, decided for all actions in one pass; and their payloads.
+
+A row gets its routes as two lists of names (:func:`add_routes`), the queues that it goes into and
+the outputs that the main lane calls, or as a number with a bit for each queue
+(:func:`add_route_bits`, for the by-reference path).
+"""
 
 from __future__ import annotations
 
@@ -7,59 +12,59 @@ from functools import reduce
 from typing import NamedTuple, Self
 
 from pyspark.sql import Column, DataFrame
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from turnlane.delivery.settings import DIRECT, DISCARDED, PAYLOAD, ROUTES
 from turnlane.formats.parse_settings import PARSE_ERROR
 from turnlane.pipeline.settings import ActionSettings
-from turnlane.spark.transforms import tolerant
-
-QUEUE = "queue"
-"""The column that says into which queues a row goes; ``DIRECT`` has the outputs that are called."""
+from turnlane.spark.row_codec import QUEUE_COLUMN
+from turnlane.spark.transforms import use_try_casts
 
 
-class Routes(NamedTuple):
-    """Which actions an event goes to: the condition of each, ``None`` if it gets all."""
+class RouteConditions(NamedTuple):
+    """The condition by which each action gets an event; ``None`` if it gets all events."""
 
     queued: dict[str, Column | None]
     direct: dict[str, Column | None]
 
     @classmethod
-    def of(
+    def from_actions(
         cls,
         actions: Sequence[ActionSettings],
         dead_letters: str | None = None,
         joined: Collection[str] = (),
     ) -> Self:
-        """The routes of some actions.
+        """Return the conditions of some actions.
 
-        As in rsyslog, a direct ``discard`` ends the event's way: later actions do not see it.
-        Behind a queue it takes nothing, unless the queue is ``joined``. What could not be parsed
-        goes to ``dead_letters``, if there is such a queue, and nowhere else.
+        As in rsyslog, a direct ``discard`` takes an event from all later actions. A ``discard``
+        with a queue takes nothing, unless its queue is ``joined``. Events that cannot be parsed go
+        only to ``dead_letters``, if there is such a queue.
         """
         queued: dict[str, Column | None] = {}
         direct: dict[str, Column | None] = {}
-        going: Column | None = None
+        remaining: Column | None = None
         if dead_letters is not None:
             queued[dead_letters] = F.col(PARSE_ERROR).isNotNull()
-            going = F.col(PARSE_ERROR).isNull()
+            remaining = F.col(PARSE_ERROR).isNull()
         for action in actions:
-            condition = _condition(action)
-            if action.discards and action.name not in joined:
+            condition = _build_condition(action)
+            if action.is_discard and action.name not in joined:
                 if action.is_direct:
-                    going = F.expr("false") if condition is None else _all_of(going, ~condition)
+                    remaining = (
+                        F.expr("false") if condition is None else _and(remaining, ~condition)
+                    )
                 continue
-            (direct if action.is_called_by_main else queued)[action.name] = _all_of(
-                going, condition
-            )
+            routes = direct if action.is_called_by_main else queued
+            routes[action.name] = _and(remaining, condition)
         return cls(queued, direct)
 
 
-class Drawn(NamedTuple):
-    """Events of which chance has decided what discards take: once, for all actions after them.
+class DiscardDecisions(NamedTuple):
+    """Events with the decisions of random discards in columns.
 
-    The condition of a discard is a part of each of theirs. One that is left to chance would be
-    tossed for anew in each: it is in a column of its own instead, which is all that they read.
+    The condition of a discard is a part of the conditions of all actions after it. A random
+    condition would be evaluated again for each of them, with different results. So it is evaluated
+    once, into a column that the others read.
     """
 
     events: DataFrame
@@ -67,93 +72,87 @@ class Drawn(NamedTuple):
     columns: Sequence[str] = ()
 
     @classmethod
-    def of(cls, events: DataFrame, actions: Sequence[ActionSettings]) -> Self:
-        """The same events and actions if nothing is left to chance."""
+    def from_actions(cls, events: DataFrame, actions: Sequence[ActionSettings]) -> Self:
+        """Add the columns; without random discards, events and actions are returned as they are."""
         names = {f"{DISCARDED}{at}": action for at, action in enumerate(actions)}
-        discards = {
+        conditions = {
             name: condition
             for name, action in names.items()
-            if action.discards and action.is_direct
-            if (condition := _condition(action)) is not None
+            if action.is_discard and action.is_direct
+            if (condition := _build_condition(action)) is not None
         }
-        columns = _by_chance(events, discards)
-        reading = [
+        columns = _find_random(events, conditions)
+        changed = [
             action.model_copy(update={"filter": name}) if name in columns else action
             for name, action in names.items()
         ]
-        return cls(events.withColumns(columns) if columns else events, reading, list(columns))
+        return cls(events.withColumns(columns) if columns else events, changed, list(columns))
 
-    def without(self, routed: DataFrame) -> DataFrame:
-        """The events with their routes: how those came about is of no more use."""
+    def drop_columns(self, routed: DataFrame) -> DataFrame:
+        """Return routed events without the columns."""
         return routed.drop(*self.columns) if self.columns else routed
 
 
-def routed(
+def add_routes(
     events: DataFrame,
     actions: Sequence[ActionSettings],
     dead_letters: str | None = None,
     joined: Collection[str] = (),
 ) -> DataFrame:
-    """Events with the names of their routes, those that go nowhere left out."""
-    drawn = Drawn.of(events, actions)
-    routes = Routes.of(drawn.actions, dead_letters, joined)
-    columns = {QUEUE: _present(routes.queued), DIRECT: _present(routes.direct)}
-    going = drawn.without(drawn.events.withColumns(columns))
-    return going.where((F.size(QUEUE) > 0) | (F.size(DIRECT) > 0))
+    """Return events with the names of their routes; leaves out events without a route."""
+    decided = DiscardDecisions.from_actions(events, actions)
+    routes = RouteConditions.from_actions(decided.actions, dead_letters, joined)
+    columns = {QUEUE_COLUMN: _list_names(routes.queued), DIRECT: _list_names(routes.direct)}
+    routed = decided.drop_columns(decided.events.withColumns(columns))
+    return routed.where((F.size(QUEUE_COLUMN) > 0) | (F.size(DIRECT) > 0))
 
 
-def numbered(
+def add_route_bits(
     events: DataFrame, actions: Sequence[ActionSettings], joined: Collection[str] = ()
 ) -> DataFrame:
-    """Events with their routes as a number in which each queue has a bit, in the order of actions.
+    """Return events with their routes as a number: a bit for each queue, in the order of actions.
 
-    Of actions that all have a queue, but for those that discard.
+    All actions have a queue, except discards. Leaves out events without a route.
     """
-    drawn = Drawn.of(events, actions)
-    routes = Routes.of(drawn.actions, joined=joined).queued
+    decided = DiscardDecisions.from_actions(events, actions)
+    routes = RouteConditions.from_actions(decided.actions, joined=joined).queued
     bits = [
         F.lit(1 << at) if matches is None else F.when(matches, F.lit(1 << at)).otherwise(F.lit(0))
         for at, matches in enumerate(routes.values())
     ]
-    none = F.lit(0).cast("bigint")
-    number = reduce(Column.bitwiseOR, bits, none)
-    going = drawn.without(drawn.events.withColumn(ROUTES, number))
-    return going.where(F.col(ROUTES) != 0)
+    number = reduce(Column.bitwiseOR, bits, F.lit(0).cast("bigint"))
+    routed = decided.drop_columns(decided.events.withColumn(ROUTES, number))
+    return routed.where(F.col(ROUTES) != 0)
 
 
-def is_deterministic(rows: DataFrame) -> bool:
-    """Whether all that is made of equal rows is equal. ``rand() < 0.1`` is not."""
-    plan = rows._jdf.queryExecution().analyzed()  # noqa: SLF001 - nothing else tells
-    return bool(plan.deterministic())
-
-
-def _by_chance(events: DataFrame, conditions: Mapping[str, Column]) -> dict[str, Column]:
-    """Those that may come out differently for equal events, however the events were made."""
+def _find_random(events: DataFrame, conditions: Mapping[str, Column]) -> dict[str, Column]:
+    """Return the conditions that may have different results for equal events."""
     if not conditions:
         return {}
     plan = events.select(*conditions.values())._jdf.queryExecution().analyzed()  # noqa: SLF001
-    made = plan.expressions()
+    expressions = plan.expressions()
     return {
         name: condition
         for at, (name, condition) in enumerate(conditions.items())
-        if not made.apply(at).deterministic()
+        if not expressions.apply(at).deterministic()
     }
 
 
-def _condition(action: ActionSettings) -> Column | None:
-    """The filter; what is neither true nor false does not pass."""
+def _build_condition(action: ActionSettings) -> Column | None:
+    """Return the filter as a condition in which null is false."""
     if action.filter is None:
         return None
-    return F.coalesce(F.expr(tolerant(action.filter)), F.expr("false"))
+    return F.coalesce(F.expr(use_try_casts(action.filter)), F.expr("false"))
 
 
-def _all_of(one: Column | None, other: Column | None) -> Column | None:
+def _and(one: Column | None, other: Column | None) -> Column | None:
     if one is None or other is None:
         return other if one is None else one
     return one & other
 
 
-def _present(routes: Mapping[str, Column | None]) -> Column:
+def _list_names(routes: Mapping[str, Column | None]) -> Column:
+    """Return a list of the names whose conditions are true."""
     if not routes:
         return F.array().cast("array<string>")
     names = [
@@ -164,37 +163,31 @@ def _present(routes: Mapping[str, Column | None]) -> Column:
 
 
 # ── payloads ──
-# What an output is handed: each event as one piece of text or bytes, made by Spark itself.
-
-_PLACE = ("partition", "offset")
 
 
-def with_payload(events: DataFrame, form: str) -> DataFrame:
-    """Events with a column ``payload``: ``json`` of all that is known, or ``raw``, the value."""
-    return events.withColumn(PAYLOAD, _raw(events) if form == "raw" else _json(events))
+def add_payload(events: DataFrame, payload_format: str) -> DataFrame:
+    """Return events with a column ``payload``: ``json`` of all columns, or ``raw``, the value."""
+    is_raw = payload_format == "raw" and "value" in events.columns
+    return events.withColumn(PAYLOAD, F.col("value") if is_raw else _build_json(events))
 
 
-def _raw(events: DataFrame) -> Column:
-    return F.col("value") if "value" in events.columns else _json(events)
-
-
-def _json(events: DataFrame) -> Column:
-    """A JSON object with every column."""
+def _build_json(events: DataFrame) -> Column:
+    """Return a JSON object of all columns except routes and offsets."""
     columns: list[Column] = []
     for field in events.schema.fields:
-        if field.name in (PAYLOAD, QUEUE, DIRECT, *_PLACE):
+        if field.name in (PAYLOAD, QUEUE_COLUMN, DIRECT, "partition", "offset"):
             continue
         if field.dataType.typeName() == "binary":
-            columns += _bytes(field.name, events.columns)
+            columns += _build_text_columns(field.name, events.columns)
         else:
             columns.append(F.col(f"`{field.name}`"))
     return F.to_json(F.struct(*columns)).cast("binary")
 
 
-def _bytes(name: str, taken: Sequence[str]) -> tuple[Column, Column]:
-    """Bytes as the text that they nearly always are; under another name where they are none.
+def _build_text_columns(name: str, taken: Sequence[str]) -> tuple[Column, Column]:
+    """Return bytes as a text column, and as a column ``<name>_base64`` if they are no UTF-8.
 
-    One of the two is null, and left out. Bytes within others, and these, are base64 in JSON.
+    One of the two is null, and JSON leaves it out. Bytes within other types are always base64.
     """
     column = F.col(f"`{name}`")
     text = column.cast("string")

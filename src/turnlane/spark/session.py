@@ -1,4 +1,8 @@
-"""A Spark session as turnlane needs it."""
+"""The Spark session of turnlane, and Spark's processes: Java, and Python processes of tasks.
+
+In the driver, :func:`open_session` starts Spark with turnlane's defaults. In Spark's Python
+processes, :func:`freeze_gc_after` keeps the garbage collector from taking more time than the work.
+"""
 
 from __future__ import annotations
 
@@ -21,44 +25,43 @@ from pyspark.sql import SparkSession
 
 from turnlane.errors import Never
 from turnlane.pipeline.settings import SparkSettings
-from turnlane.runtime import scratch
+from turnlane.runtime import create_scratch_directory
 
 JAVA_OPTIONS: Final = "spark.driver.defaultJavaOptions"
-"""Spark puts ``extraJavaOptions`` behind them; of two that contradict each other Java takes the
-last."""
-_COMPILING: Final = (
+"""Spark puts ``extraJavaOptions`` behind them, and Java uses the last of two that contradict."""
+_COMPILER_OPTIONS: Final = (
     "-XX:Tier4InvocationThreshold=50000",
     "-XX:Tier4MinInvocationThreshold=6000",
     "-XX:Tier4CompileThreshold=150000",
     "-XX:Tier4BackEdgeThreshold=400000",
 )
-"""Ten times what Java has by itself. Planning batches is a lot of code that runs a little: to
-compile it with all skill took more computing than all else in Java, for minutes. Loops over rows
-get there soon enough."""
+"""Ten times Java's defaults. Planning batches is much code that runs rarely: to optimise it took
+more computing than everything else in Java, for minutes. Loops over rows still get optimised soon
+enough."""
 
-DEFAULTS = {
-    JAVA_OPTIONS: " ".join(_COMPILING),
-    # Lanes share the cores fairly: a long batch of one does not keep the others waiting.
+SPARK_DEFAULTS = {
+    JAVA_OPTIONS: " ".join(_COMPILER_OPTIONS),
+    # Lanes share the cores: a long batch of one lane does not delay the others.
     "spark.scheduler.mode": "FAIR",
-    # What does not fit is null, and passes no filter; else one such event stops a lane for good.
+    # A value that does not fit is null and passes no filter; an error would stop the lane.
     "spark.sql.ansi.enabled": "false",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
     "spark.sql.python.filterPushdown.enabled": "true",
-    # Its children need not import turnlane again.
+    # Children of this daemon need not import turnlane again.
     "spark.python.daemon.module": "turnlane.spark.daemon",
     # Half the time per batch on a local file system.
     "spark.sql.streaming.checkpointFileManagerClass": (
         "org.apache.spark.sql.execution.streaming.checkpointing."
         "FileSystemBasedCheckpointFileManager"
     ),
-    # A machine under load takes its time to start a Python process.
+    # A busy machine takes long to start a Python process.
     "spark.python.authenticate.socketTimeout": "60s",
     "spark.sql.shuffle.partitions": "4",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.streaming.minBatchesToRetain": "10",
-    # Then a lane says that its query has not ended, and interrupts it again.
+    # After this time a lane logs that its query has not ended, and interrupts it again.
     "spark.sql.streaming.stopTimeout": "15s",
-    # Spark's own, and the variables that executors get.
+    # Spark's default, and the environment variables of executors.
     "spark.redaction.regex": "(?i)secret|password|token|access[.]?key|executorEnv",
     "spark.log.level": "WARN",
     "spark.ui.enabled": "false",
@@ -66,11 +69,9 @@ DEFAULTS = {
 }
 
 
-UNMEASURED: Final = {"spark.sql.execution.arrow.maxBytesPerBatch": str((1 << 31) - 1)}
-"""For queries whose rows are small. Spark asks before each row how large the batch has become,
-which takes longer than to write it, unless there is no limit but the number of rows."""
-
-
+NO_ARROW_BYTE_LIMIT: Final = {"spark.sql.execution.arrow.maxBytesPerBatch": str((1 << 31) - 1)}
+"""For queries with small rows. Before each row, Spark computes the size of the batch, which takes
+longer than to write the row. Without a limit of bytes it does not."""
 OLDEST_JAVA: Final = 17
 _INSTALL: Final = (
     "On Debian or Ubuntu: apt install openjdk-17-jre-headless, or openjdk-21-jre-headless where "
@@ -80,24 +81,24 @@ _INSTALL: Final = (
 
 
 class JavaMissing(Never):
-    """Spark runs on Java, and there is none that would do."""
+    """There is no Java, or an old one that Spark does not run on."""
 
 
 def find_java() -> Path:
-    """The ``java`` that Spark will use. Raises ``JavaMissing``, which says what to install."""
+    """Return the ``java`` that Spark will use. Raises ``JavaMissing`` with what to install."""
     home = os.environ.get("JAVA_HOME")
     found = shutil.which("java", path=str(Path(home) / "bin") if home else None)
     if found is None:
         where = f"JAVA_HOME is {home}, but there is no bin/java in it" if home else "none on PATH"
         raise JavaMissing(f"Spark needs Java 17 or 21: {where}. {_INSTALL}")
-    version = _version_of(found)
+    version = _get_java_version(found)
     if version is not None and version < OLDEST_JAVA:
         raise JavaMissing(f"Spark needs Java 17 or 21, and {found} is Java {version}. {_INSTALL}")
     return Path(found)
 
 
-def _version_of(java: str) -> int | None:
-    """The first number of a Java's version, ``None`` if it does not say: ``1.8`` is 8."""
+def _get_java_version(java: str) -> int | None:
+    """Return the major version of a Java, ``None`` if it prints none. ``1.8`` is 8."""
     try:
         said = subprocess.run(  # noqa: S603 - the program that Spark is about to run
             [java, "-version"], capture_output=True, text=True, timeout=30, check=False
@@ -111,13 +112,13 @@ def _version_of(java: str) -> int | None:
 def open_session(
     settings: SparkSettings, *, modules: Sequence[Path] = (), variables: Sequence[str] = ()
 ) -> SparkSession:
-    """A session with the settings, or the one that there is already.
+    """Return a session with the settings, or the session that exists already.
 
-    On a cluster executors get these files, to import them, and these variables of this process, in
-    which tokens are: their machines have neither.
+    On a cluster, the executors get the files ``modules``, to import them, and the environment
+    variables ``variables``, which contain tokens: their machines have neither.
     """
     find_java()
-    # Without it, workers in a virtual environment do not connect back.
+    # Without it, Python processes outside the virtual environment would be started.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     if settings.master.startswith("local"):
         use_installed_pyspark()
@@ -125,7 +126,7 @@ def open_session(
     environment = {
         f"spark.executorEnv.{name}": os.environ[name] for name in variables if name in os.environ
     }
-    for name, value in {**DEFAULTS, **environment, **settings.conf}.items():
+    for name, value in {**SPARK_DEFAULTS, **environment, **settings.conf}.items():
         builder = builder.config(name, value)
     session = builder.getOrCreate()
     if not settings.master.startswith("local"):
@@ -135,24 +136,24 @@ def open_session(
 
 
 def use_installed_pyspark() -> None:
-    """Have Spark's Python processes import pyspark from where it is installed.
+    """Have Spark's Python processes import the installed pyspark.
 
-    Before that Spark lets them look into a zip of the same modules, below its home, which Python
-    compiles anew in every process: nearly a second each time. So Spark gets a home without that
-    zip, unless somebody has given it one. To be called before Java is started.
+    By default, they import the same modules from a zip file below Spark's home, which Python
+    compiles again in every process: nearly a second each time. So Spark gets a home without that
+    zip file, unless ``SPARK_HOME`` is set. Call it before Java starts.
     """
     installed = Path(pyspark.__file__).parent
     if "SPARK_HOME" in os.environ or not (installed / "jars").is_dir():
         return
-    home = scratch("turnlane-spark-")
+    home = create_scratch_directory("turnlane-spark-")
     for name in ("bin", "jars"):
         (home / name).symlink_to(installed / name)
     os.environ["SPARK_HOME"] = str(home)
 
 
 @contextmanager
-def set_to(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
-    """Settings for a query that is started meanwhile, and for no other: it keeps what it found."""
+def override_settings(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
+    """Set Spark settings for queries that start in the body; a query keeps its settings."""
     before = {name: spark.conf.get(name, None) for name in settings}
     for name, value in settings.items():
         spark.conf.set(name, value)
@@ -166,51 +167,47 @@ def set_to(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
                 spark.conf.set(name, known)
 
 
-# ── lasting ──
-# What a Python process of Spark holds from call to call.
+# ── Spark's processes ──
 
 DAEMONS: Final = {"pyspark.daemon", "turnlane.spark.daemon"}
-"""The modules that Spark's Python processes run, those that are used again and again."""
+"""The modules that Spark's Python processes run if Spark uses them for many calls."""
 
-_done: set[str] = set()
-"""The kinds of calls that this process has had."""
+_frozen_kinds: set[str] = set()
+"""The kinds of calls after which this process has frozen its objects."""
 
 
 @contextmanager
-def lasting(kind: str) -> Iterator[None]:
-    """A call of some kind. What there is after the first one, modules mostly, is there to stay.
+def freeze_gc_after(kind: str) -> Iterator[None]:
+    """Freeze the garbage collector's objects after the first call of each kind.
 
-    Spark has its Python processes look for garbage after every call, among all that they hold,
-    which with so many modules takes longer than most calls themselves. What is known to stay is
-    left out of that.
+    Spark runs a full collection after every call, over all objects of the process. With the modules
+    of turnlane that takes longer than most calls. The objects that exist after the first call,
+    mostly modules, stay: frozen objects are not visited.
     """
     yield
-    if kind not in _done and _is_sparks():
-        _done.add(kind)
+    if kind not in _frozen_kinds and _is_spark_process():
+        _frozen_kinds.add(kind)
         gc.collect()
         gc.freeze()
 
 
-def _is_sparks() -> bool:
-    """Whether this process is one of those, and nobody's own."""
+def _is_spark_process() -> bool:
+    """Whether Spark started this process, so that nothing else runs in it."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec is not None and spec.name in DAEMONS
 
 
-# ── process ──
-# Spark as a process beside this one: whether it lives, and what it says.
-
 Session = SparkSession
-"""For those who hold a session and do nothing else with Spark."""
+"""For modules that pass a session on and use nothing else of Spark."""
 
 
-def is_alive() -> bool:
-    """Whether the Java process that this one has started still runs."""
-    process = getattr(SparkContext._gateway, "proc", None)  # noqa: SLF001 - nothing else tells
+def is_jvm_alive() -> bool:
+    """Whether the Java process that this process has started still runs."""
+    process = getattr(SparkContext._gateway, "proc", None)  # noqa: SLF001 - pyspark has no other way
     return process is None or process.poll() is None
 
 
-def say_errors_once() -> None:
-    """Pyspark logs what it raises, with its stack; what is raised, we say ourselves, in a line."""
+def silence_pyspark_errors() -> None:
+    """Stop pyspark from logging the errors that it raises: turnlane logs each in one line."""
     for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
         PySparkLogger.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,4 +1,9 @@
-"""``format("turnlane_table")``: a queue table, to be read as it is, and to schedule events in."""
+"""``format("turnlane_table")``: reads a queue table as it is now, and schedules events in it.
+
+Reading has a partition for each shard and key range; filters that the database can apply are passed
+to it. Writing works as with queues: tasks stage rows in the databases, and the driver commits them,
+so a batch is written as a whole or not at all in each database.
+"""
 
 from __future__ import annotations
 
@@ -35,33 +40,32 @@ from pyspark.sql.datasource import (
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
 
+from turnlane.databases import Dialect, add_password
 from turnlane.errors import ConfigError
-from turnlane.runtime import revealed
-from turnlane.spark.options import Options, with_path, writer_of
-from turnlane.spark.session import lasting
-from turnlane.table.batch_commit import Staging, job_of
+from turnlane.runtime import read_secret
+from turnlane.spark.options import Options, find_writer_id, merge_path
+from turnlane.spark.session import freeze_gc_after
+from turnlane.table.batch_commit import BatchStaging, get_job_id
 from turnlane.table.definition import Definition
 from turnlane.table.grammar import parse_definition
-from turnlane.table.queue import Scan, Selection, nanoseconds
-from turnlane.table.row_codec import (
-    NANOSECONDS,
-    block_of,
+from turnlane.table.queue import EventSelection, TableScan, convert_to_nanoseconds
+from turnlane.table.queue_sql import load_queue_dialect
+from turnlane.table.rows import (
+    NANOSECONDS_PER_MICROSECOND,
+    build_block,
+    cast_batch,
     check_columns,
-    fitted,
-    rows_of,
-    schema_of,
+    convert_to_rows,
+    get_schema,
 )
-from turnlane.table.shard_directory import Spread, with_password
-from turnlane.table.shards import EVERYTHING, SPACE, KeyRange, Shard, ShardMap
-from turnlane.table.sql.dialect import Dialect
-from turnlane.table.url import dialect_of
-from turnlane.validation import Contradiction, Problem
+from turnlane.table.shard_directory import ShardRouter
+from turnlane.table.shards import KEYSPACE_SIZE, WHOLE_KEYSPACE, KeyRange, Shard, ShardMap
+from turnlane.validation import ConfigIssue, ContradictorySettings
 
-# ── table_options ──
-# The options of ``format("turnlane_table")``, checked before anything is read or written.
+# ── options ──
 
 
-def _shards(value: object) -> object:
+def _parse_shards(value: object) -> object:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -69,15 +73,15 @@ def _shards(value: object) -> object:
 
 
 class TableOptions(Options):
-    """What reading and writing a queue table have in common."""
+    """The options of reading and writing: the table and its databases."""
 
-    table: str = Field(description="The queue table; `load()` and `save()` name it, too.")
+    table: str = Field(description="The queue table; `load()` and `save()` may name it instead.")
     url: str | None = Field(
         default_factory=lambda: os.environ.get("TURNLANE_TABLE_URL"),
         description="The database, such as `postgresql://user@host/db`. Default: the environment "
         "variable `TURNLANE_TABLE_URL`.",
     )
-    shards: Annotated[dict[str, str], BeforeValidator(_shards)] = Field(
+    shards: Annotated[dict[str, str], BeforeValidator(_parse_shards)] = Field(
         default_factory=dict,
         description="Instead of `url`: the databases by key range, as in "
         '`{"-80": "postgresql://…", "80-": "postgresql://…"}`.',
@@ -86,47 +90,49 @@ class TableOptions(Options):
         default=None, repr=False, description="The password, if the addresses have none."
     )
     password_env: str | None = Field(
-        default=None, description="The environment variable that has it."
+        default=None, description="The environment variable with the password."
     )
-    password_file: Path | None = Field(default=None, description="The file that has it.")
+    password_file: Path | None = Field(default=None, description="The file with the password.")
 
     @model_validator(mode="after")
-    def _databases_given(self) -> Self:
+    def _check_databases(self) -> Self:
         if not self.url and not self.shards:
-            raise Contradiction([Problem("url", "is required, as in sqlite:////data/queue.db")])
+            raise ContradictorySettings(
+                [ConfigIssue("url", "is required, as in sqlite:////data/queue.db")]
+            )
         if self.shards:
             try:
-                ShardMap.of((url, key_range) for key_range, url in self.shards.items())
+                ShardMap.from_shards((url, key_range) for key_range, url in self.shards.items())
             except ConfigError as error:
-                raise Contradiction([Problem("shards", str(error))]) from None
+                raise ContradictorySettings([ConfigIssue("shards", str(error))]) from None
         return self
 
-    def opened(self) -> Spread:
-        """The queue's tables. Raises ``NoSuchQueue``, ``DatabaseDown``, ``ConfigError``."""
-        return Spread(self._given(), self.table)
+    def open_tables(self) -> ShardRouter:
+        """Open the queue's tables. Raises ``NoSuchQueue``, ``DatabaseDown``, ``ConfigError``."""
+        return ShardRouter(self._list_shards(), self.table)
 
-    def dialect(self, address: str) -> Dialect:
-        """How a shard's database is reached, whose address has no password."""
-        known = {shard.address: shard.url for shard in self._given()}
-        return dialect_of(known.get(address) or self._with_password(address))
+    def get_dialect(self, address: str) -> Dialect:
+        """Return the dialect for a shard's database, whose address has no password."""
+        known = {shard.address: shard.url for shard in self._list_shards()}
+        return load_queue_dialect(known.get(address) or self._add_password(address))
 
-    def _given(self) -> list[Shard]:
-        given = self.shards or {"-": self.url or ""}
-        return [Shard.of((self._with_password(url), key_range)) for key_range, url in given.items()]
+    def _list_shards(self) -> list[Shard]:
+        given = (self.shards or {"-": self.url or ""}).items()
+        return [Shard.from_spec((self._add_password(url), key_range)) for key_range, url in given]
 
-    def _with_password(self, url: str) -> str:
-        password = revealed("password", self.password_env, self.password_file) or self.password
-        return with_password(url, password)
+    def _add_password(self, url: str) -> str:
+        password = read_secret("password", self.password_env, self.password_file) or self.password
+        return add_password(url, password)
 
 
 class TableReadOptions(TableOptions):
-    """The options of reading."""
+    """The options of a reader."""
 
     num_partitions: int = Field(
-        default=1, ge=1, description="Partitions of each shard, by key range."
+        default=1, ge=1, description="The partitions of each shard, by key range."
     )
     rows_per_batch: int = Field(
-        default=10_000, ge=1, description="Rows of an Arrow batch given to Spark."
+        default=10_000, ge=1, description="Rows of an Arrow batch for Spark."
     )
     push_filters: bool = Field(
         default=False,
@@ -136,56 +142,56 @@ class TableReadOptions(TableOptions):
 
 
 class TableWriteOptions(TableOptions):
-    """The options of writing."""
+    """The options of a sink."""
 
     writer_id: str | None = Field(
         default=None,
         description="Makes a streaming write exactly once: the batch that was committed last under "
-        "this id is not written again. Default: by the query to which `checkpointLocation` "
-        "belongs.",
+        "this id is not written again. Default: the id of the query of `checkpointLocation`.",
     )
-    checkpoint_location: str | None = Field(default=None, description="Spark's own.")
-    query_name: str | None = Field(default=None, description="Spark's own.")
+    checkpoint_location: str | None = Field(default=None, description="Set by Spark.")
+    query_name: str | None = Field(default=None, description="Set by Spark.")
 
 
-# ── table_pruning ──
-# Filters that the database applies: those on state, fire time, id, name and key. Pure.
+# ── filters ──
 
 _FIELDS = {"state": "states", "event_name": "names", "event_id": "ids"}
 
 
-def selection_of(filters: Iterable[Filter], key: str | None) -> Selection:
-    """What filters leave of a table whose key is the column ``key``, and perhaps more.
+def build_selection(filters: Iterable[Filter], key: str | None) -> EventSelection:
+    """Return the rows that filters leave, or more, of a table whose key is the column ``key``.
 
-    Spark applies all of them once more: of the table's nanoseconds it knows only microseconds.
+    Spark applies all filters again: the table has nanoseconds, but Spark only microseconds.
     """
-    selection = Selection()
+    selection = EventSelection()
     for each in filters:
-        selection = _narrowed(selection, each, key)
+        selection = _apply_filter(selection, each, key)
     return selection
 
 
-def _narrowed(selection: Selection, each: Filter, key: str | None) -> Selection:
-    narrowed = selection
+def _apply_filter(selection: EventSelection, each: Filter, key: str | None) -> EventSelection:
+    result = selection
     match each:
         case EqualTo(("fire_at",), datetime() as at):
-            narrowed = _until(_since(selection, at, 0), at, 1)
+            result = _limit_until(_limit_from(selection, at, 0), at, 1)
         case GreaterThan(("fire_at",), datetime() as at):
-            narrowed = _since(selection, at, 1)
+            result = _limit_from(selection, at, 1)
         case GreaterThanOrEqual(("fire_at",), datetime() as at):
-            narrowed = _since(selection, at, 0)
+            result = _limit_from(selection, at, 0)
         case LessThan(("fire_at",), datetime() as at):
-            narrowed = _until(selection, at, 0)
+            result = _limit_until(selection, at, 0)
         case LessThanOrEqual(("fire_at",), datetime() as at):
-            narrowed = _until(selection, at, 1)
+            result = _limit_until(selection, at, 1)
         case EqualTo((name,), value):
-            narrowed = _among(selection, name, (value,), key)
+            result = _limit_values(selection, name, (value,), key)
         case In((name,), tuple(values)):
-            narrowed = _among(selection, name, values, key)
-    return narrowed
+            result = _limit_values(selection, name, values, key)
+    return result
 
 
-def _among(selection: Selection, name: str, values: tuple[Any, ...], key: str | None) -> Selection:
+def _limit_values(
+    selection: EventSelection, name: str, values: tuple[Any, ...], key: str | None
+) -> EventSelection:
     field = "keys" if name == key else _FIELDS.get(name)
     if field is None or any(value is None for value in values):
         return selection
@@ -195,41 +201,40 @@ def _among(selection: Selection, name: str, values: tuple[Any, ...], key: str | 
     return replace(selection, **changed)
 
 
-def _since(selection: Selection, at: datetime, more: int) -> Selection:
-    """Due at a microsecond, or at the one after it, or later."""
-    bound = nanoseconds(at) + more * NANOSECONDS
+def _limit_from(selection: EventSelection, at: datetime, more: int) -> EventSelection:
+    """Limit the selection to rows due at a microsecond plus ``more``, or later."""
+    bound = convert_to_nanoseconds(at) + more * NANOSECONDS_PER_MICROSECOND
     known = selection.fire_from
     return replace(selection, fire_from=bound if known is None else max(known, bound))
 
 
-def _until(selection: Selection, at: datetime, more: int) -> Selection:
-    bound = nanoseconds(at) + more * NANOSECONDS
+def _limit_until(selection: EventSelection, at: datetime, more: int) -> EventSelection:
+    bound = convert_to_nanoseconds(at) + more * NANOSECONDS_PER_MICROSECOND
     known = selection.fire_until
     return replace(selection, fire_until=bound if known is None else min(known, bound))
 
 
-# ── table_reading ──
-# Reading a queue table with Spark: a partition for each shard and key range.
+# ── reading ──
 
 
-class Part(NamedTuple):
-    """What a task reads."""
+class TableScanPart(NamedTuple):
+    """The part of a shard that a task reads."""
 
     address: str
-    """The database's, without the password."""
+    """The address of the database, without the password."""
     key_range: KeyRange
 
 
 class TablePartition(InputPartition):
-    """A part, as Spark carries it to a task."""
+    """A part, in the form in which Spark sends it to a task."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: TableScanPart) -> None:
         super().__init__((part.address, str(part.key_range)))
         self.part = part
 
 
 class TableReader(DataSourceReader):
-    """A queue table as it is now; each partition at one moment of its own."""
+    """Reads a queue table as it is now; each partition at a moment of its own."""
 
     def __init__(
         self, options: TableReadOptions, schema: StructType, definition: Definition
@@ -237,209 +242,210 @@ class TableReader(DataSourceReader):
         self._options = options
         self._schema = schema
         self._definition = str(definition)
-        self._selection = Selection()
+        self._selection = EventSelection()
 
     def partitions(self) -> Sequence[InputPartition]:
-        with self._options.opened() as spread:
+        with self._options.open_tables() as spread:
             shards = spread.map.shards
-        # One key is on one page: there is nothing to divide.
+        # A selection of keys is small, so it is not divided.
         count = 1 if self._selection.keys is not None else self._options.num_partitions
-        return [TablePartition(part) for shard in shards for part in parts_of(shard, count)]
+        return [TablePartition(part) for shard in shards for part in split_shard(shard, count)]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         if not isinstance(partition, TablePartition):
-            return  # where there are none, Spark makes up one that is empty
+            return  # Spark passes an empty partition if a query has none.
         part = partition.part
-        dialect = self._options.dialect(part.address)
+        dialect = self._options.get_dialect(part.address)
         schema = to_arrow_schema(self._schema, timezone="UTC")
-        scan = Scan(dialect, parse_definition(self._definition))
+        scan = TableScan(dialect, parse_definition(self._definition))
         wanted = replace(self._selection, key_range=part.key_range)
-        for rows in scan.pages(wanted, schema.names, size=self._options.rows_per_batch):
-            yield block_of(rows, schema)
+        for rows in scan.read_pages(wanted, schema.names, size=self._options.rows_per_batch):
+            yield build_block(rows, schema)
 
 
-class PruningTableReader(TableReader):
-    """The same, with filters for the database. Spark refuses it unless told to push them."""
+class FilteringTableReader(TableReader):
+    """Reads only rows that the database selects by filters.
+
+    A class of its own: Spark refuses a reader with ``pushFilters`` unless its setting
+    ``spark.sql.python.filterPushdown.enabled`` is on.
+    """
 
     def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:  # noqa: N802
-        """The database applies what it can; Spark applies all of them, which costs little."""
+        """Have the database apply filters that it can apply; Spark applies all again."""
         key = parse_definition(self._definition).shard_by
-        self._selection = selection_of(filters, key)
+        self._selection = build_selection(filters, key)
         yield from filters
 
 
-def parts_of(shard: Shard, count: int) -> list[Part]:
-    """A shard in so many parts, by key.
+def split_shard(shard: Shard, count: int) -> list[TableScanPart]:
+    """Split a shard into ``count`` parts by key.
 
-    The outer ones go on beyond the shard: somebody may have inserted what is not its own.
+    The outer parts extend beyond the shard: it may contain rows of other shards.
     """
     if count == 1:
-        return [Part(shard.address, EVERYTHING)]
+        return [TableScanPart(shard.address, WHOLE_KEYSPACE)]
     ranges = shard.key_range.split(count)
     ranges[0] = replace(ranges[0], start=0)
-    ranges[-1] = replace(ranges[-1], end=SPACE)
-    return [Part(shard.address, each) for each in ranges]
+    ranges[-1] = replace(ranges[-1], end=KEYSPACE_SIZE)
+    return [TableScanPart(shard.address, each) for each in ranges]
 
 
-# ── table_writing ──
-# Writing to a queue table with Spark: tasks stage rows, the driver commits them.
-#
-# A batch is all or nothing in each database, and in each it is committed once.
+# ── writing ──
 
 
 @dataclass
 class StagedRows(WriterCommitMessage):
-    """The stage that a task has filled, and in which databases: by their addresses."""
+    """The stage of a task, and the addresses of the databases that have rows of it."""
 
     stage: str
     addresses: set[str] = field(default_factory=set)
 
 
 class TableTask:
-    """One task's way of writing."""
+    """A writing task: stages rows in the databases of their shards."""
 
-    def __init__(self, spread: Spread, job: str, opened: ExitStack) -> None:
+    def __init__(self, spread: ShardRouter, job: str, opened: ExitStack) -> None:
         self._spread = spread
         self._opened = opened
         self._staged = StagedRows(f"{job}/{uuid.uuid4().hex}")
-        self._stagings: dict[Shard, Staging] = {}
+        self._stagings: dict[Shard, BatchStaging] = {}
         self._count = 0
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> StagedRows:
-        """Stage everything."""
+        """Stage all rows."""
         for batch in batches:
             if batch.num_rows:
-                self._stage(fitted(batch, self._spread.definition))
+                self._stage(cast_batch(batch, self._spread.definition))
         return self._staged
 
     def _stage(self, batch: pa.RecordBatch) -> None:
-        for shard, part in self._sorted(batch):
-            staging = self._staging(shard)
-            staging.add(self._staged.stage, self._count, rows_of(part, staging.dialect))
+        for shard, part in self._split(batch):
+            staging = self._get_staging(shard)
+            staging.add(self._staged.stage, self._count, convert_to_rows(part, staging.dialect))
             self._count += part.num_rows
             self._staged.addresses.add(shard.address)
 
-    def _sorted(self, batch: pa.RecordBatch) -> list[tuple[Shard, pa.RecordBatch]]:
-        """The rows by the shard that has their keys."""
-        shards, numbers = self._spread.map.shards, self._spread.numbers(batch)
+    def _split(self, batch: pa.RecordBatch) -> list[tuple[Shard, pa.RecordBatch]]:
+        """Split rows by the shard of their keys."""
+        shards, numbers = self._spread.map.shards, self._spread.find_shard_indexes(batch)
         return [
             (shards[at], batch.take(np.flatnonzero(numbers == at)))
             for at in np.unique(numbers).tolist()
         ]
 
-    def _staging(self, shard: Shard) -> Staging:
+    def _get_staging(self, shard: Shard) -> BatchStaging:
         known = self._stagings.get(shard)
         if known is None:
-            known = Staging(self._spread.dialect(shard), self._spread.definition)
+            known = BatchStaging(self._spread.get_dialect(shard), self._spread.definition)
             self._stagings[shard] = self._opened.enter_context(known)
         return known
 
 
-class TableWriting:
-    """What batch and stream have in common."""
+class TableWriter:
+    """The part that batch and stream writers share."""
 
     def __init__(self, options: TableWriteOptions, job: str) -> None:
         self._options = options
         self._job = job
 
-    # Spark's own Arrow writers, too, take batches where their base classes have rows.
+    # Like Spark's own Arrow writers, it takes batches where the base classes declare rows.
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """A task's part: called where the rows are."""
-        with lasting("write"), ExitStack() as opened:
-            spread = opened.enter_context(self._options.opened())
+        """Write the rows of a task; Spark calls it in the task."""
+        with freeze_gc_after("write"), ExitStack() as opened:
+            spread = opened.enter_context(self._options.open_tables())
             return TableTask(spread, self._job, opened).run(iterator)
 
-    def _committed(
+    def _commit(
         self,
         messages: Sequence[WriterCommitMessage | None],
         epoch: int | None = None,
         writer: str | None = None,
     ) -> None:
         staged = [message for message in messages if isinstance(message, StagedRows)]
-        with self._options.opened() as spread:
+        with self._options.open_tables() as spread:
             addresses = {each for message in staged for each in message.addresses}
-            if epoch is not None:  # noted everywhere: shards that are merged have to agree
+            if epoch is not None:  # Noted in every shard: shards that are merged later must agree.
                 addresses |= {shard.address for shard in spread.map.shards}
             for address in sorted(addresses):
                 stages = [each.stage for each in staged if address in each.addresses]
-                with Staging(spread.dialect(Shard(address)), spread.definition) as staging:
+                with BatchStaging(spread.get_dialect(Shard(address)), spread.definition) as staging:
                     staging.commit(self._job, stages, epoch, writer)
 
-    def _aborted(self) -> None:
-        with self._options.opened() as spread:
+    def _abort(self) -> None:
+        with self._options.open_tables() as spread:
             for shard in spread.map.shards:
-                with Staging(spread.dialect(shard), spread.definition) as staging:
+                with BatchStaging(spread.get_dialect(shard), spread.definition) as staging:
                     staging.discard(self._job)
 
 
-class TableBatchWriter(TableWriting, DataSourceArrowWriter):  # type: ignore[misc]  # write()
+class TableBatchWriter(TableWriter, DataSourceArrowWriter):  # type: ignore[misc]  # write()
     """Schedules events, once."""
 
     def __init__(self, options: TableWriteOptions) -> None:
-        super().__init__(options, job_of(None))
+        super().__init__(options, get_job_id(None))
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        self._committed(messages)
+        self._commit(messages)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         del messages
-        self._aborted()
+        self._abort()
 
 
-class TableStreamWriter(TableWriting, DataSourceStreamArrowWriter):  # type: ignore[misc]  # write()
-    """Schedules events a batch at a time: exactly once if the query has an id."""
+class TableStreamWriter(TableWriter, DataSourceStreamArrowWriter):  # type: ignore[misc]  # write()
+    """Schedules batches of events: exactly once if the query has a writer id."""
 
     def __init__(self, options: TableWriteOptions) -> None:
-        # Tasks, too, find this name: they may not see the checkpoint itself.
-        super().__init__(options, job_of(options.writer_id or options.checkpoint_location))
+        # Tasks need the same name, but may not see the checkpoint.
+        super().__init__(options, get_job_id(options.writer_id or options.checkpoint_location))
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         options = self._options
-        writer = writer_of(options.writer_id, options.checkpoint_location)
-        self._committed(messages, batchId, writer)
+        writer = find_writer_id(options.writer_id, options.checkpoint_location)
+        self._commit(messages, batchId, writer)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         del messages, batchId
-        self._aborted()
+        self._abort()
 
 
 class TurnlaneTableSource(DataSource):
-    """What Spark asks for a reader or a writer."""
+    """Creates the readers and writers that Spark asks for."""
 
     @classmethod
     def name(cls) -> str:
         return "turnlane_table"
 
     def schema(self) -> StructType:
-        return from_arrow_schema(schema_of(_definition(self._reading())))
+        return from_arrow_schema(get_schema(_read_definition(self._parse_read_options())))
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        options = self._reading()
-        kind = PruningTableReader if options.push_filters else TableReader
-        return kind(options, schema, _definition(options))
+        options = self._parse_read_options()
+        kind = FilteringTableReader if options.push_filters else TableReader
+        return kind(options, schema, _read_definition(options))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001
         if overwrite:
-            raise ConfigError("mode", "is append: a queue is only ever appended to")
-        return TableBatchWriter(self._writing(schema))
+            raise ConfigError("mode", 'only "append" is supported, not "overwrite"')
+        return TableBatchWriter(self._parse_write_options(schema))
 
     def streamWriter(  # noqa: N802
         self,
         schema: StructType,
         overwrite: bool,  # noqa: FBT001
     ) -> DataSourceStreamWriter:
-        del overwrite  # results that change are written anew, as further events
-        return TableStreamWriter(self._writing(schema))
+        del overwrite  # Results that change are written again, as further events.
+        return TableStreamWriter(self._parse_write_options(schema))
 
-    def _reading(self) -> TableReadOptions:
-        return TableReadOptions.of(with_path(self.options, "table"))
+    def _parse_read_options(self) -> TableReadOptions:
+        return TableReadOptions.from_spark(merge_path(self.options, "table"))
 
-    def _writing(self, schema: StructType) -> TableWriteOptions:
-        options = TableWriteOptions.of(with_path(self.options, "table"))
-        check_columns(schema.names, _definition(options))
+    def _parse_write_options(self, schema: StructType) -> TableWriteOptions:
+        options = TableWriteOptions.from_spark(merge_path(self.options, "table"))
+        check_columns(schema.names, _read_definition(options))
         return options
 
 
-def _definition(options: TableOptions) -> Definition:
-    with options.opened() as spread:
+def _read_definition(options: TableOptions) -> Definition:
+    with options.open_tables() as spread:
         return spread.definition

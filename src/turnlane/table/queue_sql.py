@@ -1,0 +1,383 @@
+"""The SQL of queue tables that differs between databases: their DDL, and what follows from it.
+
+`turnlane.table.statements` has the statements that are the same everywhere. A `QueueSql` is made
+for a dialect by `get_queue_sql`; it holds no connection and needs no driver.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, Final, NamedTuple
+
+from turnlane.databases import ConnectOptions, Dialect, Row, load_dialect
+from turnlane.table.definition import TYPES, Column, Definition, Layout
+from turnlane.table.shards import keyspace_id
+
+STATES: Final = ("to_be_fired", "fired", "acked", "dead")
+
+MOST_ATTEMPTS: Final = 2**31 - 1
+"""The largest value of the column; counting ends there."""
+
+CHANNEL: Final = "turnlane"
+"""Inserts notify the manager on this channel, with the name of the queue, where they can."""
+
+_STATE_LIST: Final = ", ".join(f"'{state}'" for state in STATES)
+_QUEUE_TABLE: Final = (
+    "CREATE TABLE IF NOT EXISTS turnlane_queue (name TEXT PRIMARY KEY, definition TEXT NOT NULL)"
+)
+_STANDING: Final = "state IN ('to_be_fired', 'fired')"
+
+
+def load_queue_dialect(url: str) -> Dialect:
+    """Return the dialect of a database that has queue tables. Opens no connection."""
+    options = ConnectOptions(
+        mysql_user="root", sqlite_functions={"turnlane_keyspace_id": _hash_sqlite_key}
+    )
+    return load_dialect(url, options)
+
+
+def _hash_sqlite_key(key: bytes | None) -> int:
+    return keyspace_id(None if key is None else key.decode(errors="replace"))
+
+
+class Verdict(NamedTuple):
+    """What happens to an event that was not acked."""
+
+    event_id: int
+    state: str
+    """``to_be_fired`` or ``dead``."""
+    delay: int
+    """Nanoseconds until it fires again."""
+    more: int
+    """Attempts that its row does not count yet."""
+    error: str | None
+
+
+class QueueSql(abc.ABC):
+    """The SQL of queue tables in one database."""
+
+    can_fence_in_one: ClassVar[bool] = False
+    """Whether one statement can hold the lease row in place and change other rows."""
+    has_wake_trigger: ClassVar[bool] = False
+    """Whether inserts notify the manager if its lease row asks for that."""
+    idle_poll: ClassVar[float] = 0.5
+    """Seconds between two reads of a quiet table; longer where something wakes the manager."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self.dialect = dialect
+
+    @abc.abstractmethod
+    def create_own_tables(self) -> list[str]:
+        """Return the statements that create turnlane's own tables where they are missing."""
+
+    @abc.abstractmethod
+    def create_table(self, definition: Definition) -> list[str]:
+        """Return the statements that create a queue's table."""
+
+    @abc.abstractmethod
+    def set_next_id(self, table: str, first_id: int) -> list[str]:
+        """Return the statements that make ids start at ``first_id``, unless they are higher."""
+
+    @abc.abstractmethod
+    def put_back(self, table: str, verdicts: Sequence[Verdict]) -> tuple[str, Row]:
+        """Return a statement that applies verdicts to the events that are not settled."""
+
+    def get_keyspace(self, definition: Definition) -> str:  # noqa: ARG002
+        """Return an expression: where an event's key lies in the key space."""
+        return "keyspace_id"
+
+    def get_index_hints(self, definition: Definition) -> tuple[str, str]:  # noqa: ARG002
+        """Return the texts after the table that make it read by fire time, and by id."""
+        return "", ""
+
+    def vacuum(self, definition: Definition) -> Sequence[str]:  # noqa: ARG002
+        """Return the statements that make the space of deleted rows usable, if any are needed."""
+        return ()
+
+    def declare_column(self, column: Column) -> str:
+        """Return the declaration of a user's column."""
+        kind = TYPES[column.type].render(self.dialect.name, column.arguments)
+        required = " NOT NULL" if column.required else ""
+        return f"{self.dialect.quote_bare_name(column.name)} {kind}{required}"
+
+    def _declare(self, lines: Iterable[str]) -> str:
+        """Return the inside of a ``CREATE TABLE``, a line for each declaration."""
+        return ",\n".join(f"    {line}" for line in lines)
+
+    def _index_if_set(self, table: str, short: str, column: str, *, unique: bool = False) -> str:
+        """Return a statement that creates an index of the rows in which a column is not null."""
+        quote = self.dialect.quote_bare_name
+        kind = "UNIQUE INDEX" if unique else "INDEX"
+        index = f"{quote(f'{table}_{short}')} ON {quote(table)} ({column})"
+        return f"CREATE {kind} {index} WHERE {column} IS NOT NULL"
+
+
+class SqliteQueueSql(QueueSql):
+    """Queue tables in SQLite."""
+
+    def create_own_tables(self) -> list[str]:
+        return [
+            _QUEUE_TABLE,
+            (
+                "CREATE TABLE IF NOT EXISTS turnlane_lease ("
+                "queue TEXT PRIMARY KEY, owner TEXT, token INTEGER NOT NULL DEFAULT 0, "
+                "expires_at INTEGER NOT NULL DEFAULT 0, listening INTEGER NOT NULL DEFAULT 0)"
+            ),
+        ]
+
+    def create_table(self, definition: Definition) -> list[str]:
+        # Rows are stored by ``event_id`` in either layout; the layout decides about the index.
+        name, quote = definition.name, self.dialect.quote_bare_name
+        lines = [
+            "event_id INTEGER PRIMARY KEY AUTOINCREMENT",
+            f"fire_at INTEGER NOT NULL DEFAULT {self.dialect.now} {_check_integer('fire_at')}",
+            f"state TEXT NOT NULL DEFAULT 'to_be_fired' CHECK (state IN ({_STATE_LIST}))",
+            f"attempts INTEGER NOT NULL DEFAULT 0 {_check_integer('attempts')}",
+            f"priority INTEGER NOT NULL DEFAULT 0 {_check_integer('priority')}",
+            "keyspace_id INTEGER",
+            "event_name TEXT",
+            "event_group TEXT",
+            "after_group TEXT",
+            "last_error TEXT",
+            *map(self.declare_column, definition.columns),
+        ]
+        indexes = [("fire_at", "fire_at")]
+        if definition.settings.layout is Layout.KEYSPACE:
+            indexes.append(("keyspace", "keyspace_id"))
+        return [
+            f"CREATE TABLE {quote(name)} (\n{self._declare(lines)}\n)",
+            *(
+                f"CREATE INDEX {quote(f'{name}_{short}')} ON {quote(name)} ({column}, event_id)"
+                for short, column in indexes
+            ),
+            self._index_if_set(name, "name", "event_name", unique=True),
+            self._index_if_set(name, "group", "event_group"),
+            self._index_if_set(name, "after", "after_group"),
+        ]
+
+    def set_next_id(self, table: str, first_id: int) -> list[str]:
+        name = table.replace("'", "''")
+        return [
+            (
+                f"INSERT INTO sqlite_sequence (name, seq) SELECT '{name}', 0 "
+                f"WHERE NOT EXISTS (SELECT 1 FROM sqlite_sequence WHERE name = '{name}')"
+            ),
+            f"UPDATE sqlite_sequence SET seq = max(seq, {first_id - 1}) WHERE name = '{name}'",
+        ]
+
+    def put_back(self, table: str, verdicts: Sequence[Verdict]) -> tuple[str, Row]:
+        columns = ", ".join(f"value ->> {at} AS {name}" for at, name in enumerate(Verdict._fields))
+        fire_at = f"CASE r.state WHEN 'dead' THEN fire_at ELSE {self.dialect.now} + r.delay END"
+        statement = (
+            f"UPDATE {table} SET state = r.state, attempts = {_add_attempts('attempts')}, "
+            f"fire_at = {fire_at}, last_error = r.error "
+            f"FROM (SELECT {columns} FROM json_each(?)) AS r "
+            f"WHERE {table}.event_id = r.event_id AND {table}.{_STANDING}"
+        )
+        return statement, (json.dumps(verdicts),)
+
+    def get_keyspace(self, definition: Definition) -> str:
+        key = definition.shard_by
+        column = "fire_at" if key is None else self.dialect.quote_bare_name(key)
+        # As bytes: a text that is not UTF-8 would not even reach the function.
+        return f"turnlane_keyspace_id(CAST({column} AS BLOB))"
+
+
+class PostgresQueueSql(QueueSql):
+    """Queue tables in PostgreSQL."""
+
+    can_fence_in_one = True
+    has_wake_trigger = True
+    idle_poll = 1.0
+
+    def create_own_tables(self) -> list[str]:
+        return [
+            _QUEUE_TABLE,
+            (
+                "CREATE TABLE IF NOT EXISTS turnlane_lease ("
+                "queue TEXT PRIMARY KEY, owner TEXT, token BIGINT NOT NULL DEFAULT 0, "
+                "expires_at BIGINT NOT NULL DEFAULT 0, listening SMALLINT NOT NULL DEFAULT 0"
+                ") WITH (fillfactor = 50)"
+            ),
+            # It does not notify while the manager polls: NOTIFY takes a lock that all commits of
+            # the server wait for. SECURITY DEFINER: a user who inserts need not see the lease.
+            (
+                "CREATE OR REPLACE FUNCTION turnlane_wake() RETURNS trigger LANGUAGE plpgsql\n"
+                "SECURITY DEFINER SET search_path FROM CURRENT AS $$\n"
+                "BEGIN\n"
+                "    IF EXISTS (SELECT 1 FROM turnlane_lease\n"
+                "               WHERE queue = TG_TABLE_NAME AND listening = 1) THEN\n"
+                f"        PERFORM pg_notify('{CHANNEL}', TG_TABLE_NAME);\n"
+                "    END IF;\n"
+                "    RETURN NULL;\n"
+                "END $$"
+            ),
+        ]
+
+    def create_table(self, definition: Definition) -> list[str]:
+        name, quote = definition.name, self.dialect.quote_bare_name
+        key = quote(definition.shard_by) if definition.shard_by else "fire_at"
+        digits = f"substr(md5(COALESCE({key}::text, '')), 1, 16)"
+        hashed = f"('x' || {digits})::bit(64)::bigint # (-9223372036854775808)::bigint"
+        by_keyspace = definition.settings.layout is Layout.KEYSPACE
+        lines = [
+            "event_id BIGINT GENERATED BY DEFAULT AS IDENTITY",
+            f"fire_at BIGINT NOT NULL DEFAULT {self.dialect.now}",
+            f"state TEXT NOT NULL DEFAULT 'to_be_fired' CHECK (state IN ({_STATE_LIST}))",
+            "attempts INTEGER NOT NULL DEFAULT 0",
+            "priority SMALLINT NOT NULL DEFAULT 0",
+            f"keyspace_id BIGINT GENERATED ALWAYS AS (({hashed})) STORED",
+            "event_name VARCHAR(255)",
+            "event_group VARCHAR(255)",
+            "after_group VARCHAR(255)",
+            "last_error TEXT",
+            *map(self.declare_column, definition.columns),
+            f"PRIMARY KEY ({'keyspace_id' if by_keyspace else 'fire_at'}, event_id)",
+            "UNIQUE (event_id)",
+        ]
+        by_time = f"CREATE INDEX {quote(name + '_fire_at')} ON {quote(name)} (fire_at, event_id)"
+        return [
+            # Rows come and go: vacuum by the number of changes, not by a share of the rows.
+            (
+                f"CREATE TABLE {quote(name)} (\n{self._declare(lines)}\n) WITH (\n"
+                "    autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 20000\n)"
+            ),
+            *([by_time] if by_keyspace else []),
+            self._index_if_set(name, "event_name", "event_name", unique=True),
+            self._index_if_set(name, "group", "event_group"),
+            self._index_if_set(name, "after", "after_group"),
+            (
+                f"CREATE TRIGGER {quote(name + '_wake')} AFTER INSERT ON {quote(name)} "
+                "FOR EACH STATEMENT EXECUTE FUNCTION turnlane_wake()"
+            ),
+        ]
+
+    def set_next_id(self, table: str, first_id: int) -> list[str]:
+        name = self.dialect.quote_bare_name(table).replace("'", "''")
+        sequence = f"pg_get_serial_sequence('{name}', 'event_id')"
+        return [f"SELECT setval({sequence}, greatest({first_id}, nextval({sequence})), false)"]
+
+    def put_back(self, table: str, verdicts: Sequence[Verdict]) -> tuple[str, Row]:
+        fire_at = f"CASE r.state WHEN 'dead' THEN q.fire_at ELSE {self.dialect.now} + r.delay END"
+        statement = (
+            f"UPDATE {table} AS q SET state = r.state, "
+            f"attempts = {_add_attempts('q.attempts')}, fire_at = {fire_at}, "
+            "last_error = r.error "
+            "FROM unnest(%s::bigint[], %s::text[], %s::bigint[], %s::integer[], %s::text[]) "
+            f"AS r({', '.join(Verdict._fields)}) "
+            f"WHERE q.event_id = r.event_id AND q.{_STANDING}"
+        )
+        return statement, tuple(map(list, zip(*verdicts, strict=True)))
+
+    def vacuum(self, definition: Definition) -> Sequence[str]:
+        # It must not block others: sessions that lock the table or read its last pages, or that
+        # need the workers. A user without the right to vacuum gets a warning, no error.
+        return (
+            "SET max_parallel_maintenance_workers = 0",
+            f"VACUUM (SKIP_LOCKED, TRUNCATE false) {self.dialect.quote_name(definition.name)}",
+        )
+
+
+class MysqlQueueSql(QueueSql):
+    """Queue tables in MySQL and MariaDB."""
+
+    idle_poll = 0.33
+
+    def create_own_tables(self) -> list[str]:
+        binary = "CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
+        return [
+            (
+                "CREATE TABLE IF NOT EXISTS turnlane_queue ("
+                f"name VARCHAR(64) {binary} PRIMARY KEY, definition TEXT {binary} NOT NULL)"
+            ),
+            (
+                "CREATE TABLE IF NOT EXISTS turnlane_lease ("
+                f"queue VARCHAR(64) {binary} PRIMARY KEY, owner VARCHAR(255), "
+                "token BIGINT NOT NULL DEFAULT 0, expires_at BIGINT NOT NULL DEFAULT 0, "
+                "listening SMALLINT NOT NULL DEFAULT 0)"
+            ),
+        ]
+
+    def create_table(self, definition: Definition) -> list[str]:
+        quote = self.dialect.quote_bare_name
+        key = quote(definition.shard_by) if definition.shard_by else "fire_at"
+        hashed = f"CONV(SUBSTR(MD5(COALESCE({key}, '')), 1, 16), 16, 10)"
+        shifted = f"(CAST(CAST({hashed} AS UNSIGNED) ^ 9223372036854775808 AS SIGNED))"
+        by_keyspace = definition.settings.layout is Layout.KEYSPACE
+        # MariaDB allows no generated column in a primary key; a default works as well.
+        computed = (
+            f"NOT NULL DEFAULT {shifted}"
+            if by_keyspace
+            else f"GENERATED ALWAYS AS {shifted} STORED"
+        )
+        lines = [
+            "event_id BIGINT NOT NULL AUTO_INCREMENT",
+            f"fire_at BIGINT NOT NULL DEFAULT {self.dialect.now}",
+            f"state VARCHAR(11) NOT NULL DEFAULT 'to_be_fired' CHECK (state IN ({_STATE_LIST}))",
+            "attempts INT NOT NULL DEFAULT 0",
+            "priority SMALLINT NOT NULL DEFAULT 0",
+            "event_name VARCHAR(255)",
+            "event_group VARCHAR(255)",
+            "after_group VARCHAR(255)",
+            "last_error TEXT",
+            *map(self.declare_column, definition.columns),
+            f"keyspace_id BIGINT {computed}",
+            f"PRIMARY KEY ({'keyspace_id' if by_keyspace else 'fire_at'}, event_id)",
+            "UNIQUE KEY event_id (event_id)",
+            "UNIQUE KEY event_name (event_name)",
+            "KEY event_group (event_group)",
+            "KEY after_group (after_group)",
+            *(["KEY fire_at (fire_at, event_id)"] if by_keyspace else []),
+        ]
+        return [
+            (
+                f"CREATE TABLE {quote(definition.name)} (\n{self._declare(lines)}\n) "
+                "ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
+            )
+        ]
+
+    def set_next_id(self, table: str, first_id: int) -> list[str]:
+        return [f"ALTER TABLE {self.dialect.quote_bare_name(table)} AUTO_INCREMENT = {first_id}"]
+
+    def get_index_hints(self, definition: Definition) -> tuple[str, str]:
+        # By its statistics it would use after_group, which is empty in nearly all rows.
+        by_time = "PRIMARY" if definition.settings.layout is Layout.TIME else "fire_at"
+        return f"FORCE INDEX ({by_time})", "FORCE INDEX (event_id)"
+
+    def put_back(self, table: str, verdicts: Sequence[Verdict]) -> tuple[str, Row]:
+        first = "SELECT " + ", ".join(f"%s AS {name}" for name in Verdict._fields)
+        rows = " UNION ALL ".join([first, *["SELECT %s, %s, %s, %s, %s"] * (len(verdicts) - 1)])
+        fire_at = f"CASE r.state WHEN 'dead' THEN q.fire_at ELSE {self.dialect.now} + r.delay END"
+        # MySQL sets columns in their order here: the state comes last.
+        statement = (
+            f"UPDATE ({rows}) AS r STRAIGHT_JOIN {table} AS q FORCE INDEX (event_id) "
+            f"ON q.event_id = r.event_id SET q.fire_at = {fire_at}, "
+            f"q.attempts = {_add_attempts('q.attempts')}, q.last_error = r.error, "
+            f"q.state = r.state WHERE q.{_STANDING}"
+        )
+        return statement, tuple(itertools.chain.from_iterable(verdicts))
+
+
+_CLASSES: Final[dict[str, type[QueueSql]]] = {
+    "sqlite": SqliteQueueSql,
+    "postgres": PostgresQueueSql,
+    "mysql": MysqlQueueSql,
+}
+
+
+def get_queue_sql(dialect: Dialect) -> QueueSql:
+    """Return the SQL of queue tables in the database of a dialect."""
+    return _CLASSES[dialect.name](dialect)
+
+
+def _add_attempts(column: str) -> str:
+    """Return an expression: the attempts in a row plus the new ones, within the column's range."""
+    return f"{column} + CASE WHEN {column} < {MOST_ATTEMPTS} THEN r.more ELSE 0 END"
+
+
+def _check_integer(column: str) -> str:
+    """Return a check: SQLite would store a text, which no manager could read as a number."""
+    return f"CHECK (typeof({column}) = 'integer')"

@@ -1,1 +1,0 @@
-"""What the databases do differently."""

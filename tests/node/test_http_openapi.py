@@ -1,0 +1,137 @@
+"""Does the OpenAPI document agree with the server that it describes?"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.node.http_harness import Served, served
+from turnlane.delivery.settings import DeliverySettings
+from turnlane.node.breakers import Asker
+from turnlane.node.http import describe_plane
+from turnlane.node.http.events import FIELDS, decode_json, decode_ndjson, encode_events
+from turnlane.serving.auth import TokenSettings
+
+COMPONENTS = describe_plane()["components"]
+
+
+def validator(name: str) -> Any:
+    """The validator of one schema of the document."""
+    reference = {"$ref": f"#/components/schemas/{name}", "components": COMPONENTS}
+    return jsonschema_rs.Draft202012Validator(reference)
+
+
+NEW_EVENT, EVENT = validator("NewEvent"), validator("Event")
+
+VALUES = ("value", "value_base64", "data")
+NO_TEXT = st.sampled_from(
+    [-1, 0, 3, 8, 1.5, 2**63, None, True, [], ["a"], {}, {"a": "b"}, {"a": 1}, {"a": None}]
+)
+# The schema says that both are text. Which text is allowed is in their descriptions only.
+BASE64 = st.sampled_from(["", "YQ=="])
+TIMES = st.sampled_from(["2026-01-31T12:00:00Z", 1769860800000000])
+TEXTS = st.sampled_from(["", "a", "größe"])
+RIGHT: dict[str, st.SearchStrategy[Any]] = {
+    "value": TEXTS,
+    "value_base64": BASE64,
+    "data": TEXTS | NO_TEXT,
+    "key": TEXTS | st.none(),
+    "headers": st.sampled_from([None, {}, {"a": "b"}]),
+    "severity": st.none() | st.integers(0, 7),
+    "source": TEXTS | st.none(),
+    "timestamp": TIMES | st.none(),
+    "offset": TEXTS | NO_TEXT,
+}
+
+
+@st.composite
+def sent_events(draw: st.DrawFn) -> dict[str, Any]:
+    """An event of the right form, mostly, with at most one field that may be wrong."""
+    value = draw(st.sampled_from(VALUES))
+    rest = draw(st.sets(st.sampled_from([name for name in FIELDS if name not in VALUES])))
+    event = {name: draw(RIGHT[name]) for name in (value, *rest)}
+    if draw(st.booleans()):
+        event[draw(st.sampled_from([*FIELDS, "severty"]))] = draw(NO_TEXT)
+    if draw(st.integers(0, 9)) == 0:
+        del event[value]
+    return event
+
+
+def test_the_fields_of_this_test_are_all_that_there_are() -> None:
+    assert RIGHT.keys() == set(FIELDS)
+
+
+@settings(max_examples=400, deadline=None)
+@given(sent_events())
+def test_an_event_is_published_exactly_if_the_document_allows_it(event: dict[str, Any]) -> None:
+    body = json.dumps(event).encode()
+    for decode in (decode_json, decode_ndjson):
+        try:
+            block = decode(body, 0)
+        except ValueError:
+            assert not NEW_EVENT.is_valid(event)
+        else:
+            assert NEW_EVENT.is_valid(event)
+            (shown,) = encode_events(block, 5)
+            assert EVENT.is_valid(shown)
+            assert NEW_EVENT.is_valid(shown), "an event that was read can be sent again"
+
+
+def test_every_reference_has_a_schema_and_every_schema_is_referred_to() -> None:
+    text = json.dumps(describe_plane())
+    assert set(re.findall(r'"#/components/schemas/(\w+)"', text)) == set(COMPONENTS["schemas"])
+
+
+def test_operation_ids_are_unique() -> None:
+    names = [
+        operation["operationId"]
+        for item in describe_plane()["paths"].values()
+        for method, operation in item.items()
+        if method != "parameters"
+    ]
+    assert len(names) == len(set(names))
+
+
+def test_a_breaker_has_the_documented_form(tmp_path: Path) -> None:
+    with served(tmp_path) as at:
+        at.node.breakers.permit(Asker("send", "orders", "task", DeliverySettings()))
+        shown = at.http.get("/breakers").json()
+        assert shown["breakers"].keys() == {"send"}
+        validator("Breakers").validate(shown)
+        validator("Breaker").validate(at.http.post("/breakers/send/reset").json())
+
+
+TOKEN = TokenSettings.model_validate({"name": "t", "secret": "s" * 9, "rights": {"x": ["read"]}})
+
+
+def test_every_endpoint_that_names_a_right_refuses_a_token_without_it(tmp_path: Path) -> None:
+    document = describe_plane()["paths"]
+    with served(tmp_path, tokens=(TOKEN,)) as at:
+        for path, item in document.items():
+            for method, operation in item.items():
+                if method == "parameters":
+                    continue
+                url = re.sub(r"\{queue\}|\{table\}", "orders", path)
+                statuses = operation["responses"].keys()
+                assert ask(at, method, url, {}) == (401 if "401" in statuses else 200), path
+                allowed = ask(at, method, url, {"authorization": f"Bearer {'s' * 9}"})
+                if "{queue}" in path or "{table}" in path or path == "/metrics":
+                    assert allowed == 403, path
+                else:
+                    assert allowed in (200, 404), path
+
+
+def ask(at: Served, method: str, url: str, headers: dict[str, str]) -> int:
+    return at.http.request(method, url, headers=headers).status_code
+
+
+def test_a_wrong_token_is_told_before_wrong_parameters(tmp_path: Path) -> None:
+    with served(tmp_path, tokens=(TOKEN,)) as at:
+        for path in ("/queues", "/breakers", "/tables", "/queues/orders/peek"):
+            assert at.http.get(f"{path}?nonsense=1").status_code == 401
