@@ -1,8 +1,8 @@
-"""The knobs of every queue, by the same names in code and in configuration.
+"""The knobs of every queue, with the same names in code and in configuration.
 
-Each knob is declared once, with its default, meaning, example and the kinds it belongs to; the
-reference table in ``docs/queues.md`` is made from these declarations. What depends on the kind or
-on another knob is filled in after validation, so a queue reads final values and decides nothing.
+Each knob is declared once, with its default, meaning, example, and the kinds it belongs to; the
+table in ``docs/queues.md`` is generated from these declarations. Defaults that depend on the kind
+or on another knob are computed after validation, so that a queue only reads final values.
 """
 
 from __future__ import annotations
@@ -55,26 +55,26 @@ class Compression(enum.StrEnum):
     """Whether frames on disk are compressed."""
 
     AUTO = "auto"
-    """Where it makes the frame smaller by a fair part."""
+    """Compress if that makes frames much smaller, while the disk is too slow."""
     SNAPPY = "snappy"
     NONE = "none"
 
 
-def _not_bool(value: object) -> object:
+def _refuse_bool(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError(f"must be a number, not {str(value).lower()}")  # noqa: TRY004 - pydantic
     return value
 
 
-def _plain_name(value: str) -> str:
+def _check_name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", value):
         raise ValueError(f"{value!r} is not a name; use letters, digits, _, . and -, as in web-1")
     return value
 
 
-Count = Annotated[int, BeforeValidator(_not_bool)]
-Rate = Annotated[float, BeforeValidator(_not_bool)]
-Name = Annotated[str, AfterValidator(_plain_name)]
+Count = Annotated[int, BeforeValidator(_refuse_bool)]
+Rate = Annotated[float, BeforeValidator(_refuse_bool)]
+Name = Annotated[str, AfterValidator(_check_name)]
 DiskDurability = Literal[Durability.ALWAYS, Durability.INTERVAL, Durability.NEVER]
 
 
@@ -89,7 +89,7 @@ def knob(
     gt: int | None = None,
     le: int | None = None,
 ) -> Any:  # noqa: ANN401 - as Field() does it, so that the annotation decides
-    """Declare a knob; ``shown`` describes a default that is not simply a value."""
+    """Declare a knob; ``shown`` describes a default that is not a plain value."""
     extra: dict[str, Any] = {"kinds": [str(kind) for kind in kinds], "shown": shown or str(default)}
     return Field(
         default,
@@ -103,7 +103,7 @@ def knob(
 
 
 def parse_mark(value: object) -> int | Percentage:
-    """A fill level from a number of events or a percentage of the queue's size."""
+    """Parse a fill level: a number of events, or a percentage of the size of the queue."""
     if isinstance(value, Percentage):
         return value
     if isinstance(value, str) and value.strip().isdecimal():
@@ -118,21 +118,21 @@ def parse_mark(value: object) -> int | Percentage:
     )
 
 
-def events_of(mark: int | Percentage, size: int | None) -> int | None:
-    """The mark in events; ``None`` for a percentage of no size."""
+def to_events(mark: int | Percentage, size: int | None) -> int | None:
+    """Return a mark in events; ``None`` for a percentage if there is no size."""
     if isinstance(mark, int):
         return mark
     return None if size is None else mark.of(size)
 
 
-def _written(mark: int | Percentage) -> int | str:
+def _format_mark(mark: int | Percentage) -> int | str:
     return mark if isinstance(mark, int) else str(mark)
 
 
 Mark = Annotated[
     int | Percentage,
     PlainValidator(parse_mark),
-    PlainSerializer(_written),
+    PlainSerializer(_format_mark),
     WithJsonSchema(
         {
             "anyOf": [
@@ -148,10 +148,10 @@ Mark = Annotated[
 
 
 class QueueSettings(BaseModel):
-    """The settings of one queue, checked, complete and unchangeable.
+    """The settings of one queue: checked, complete and immutable.
 
-    Making one raises ``ConfigError``, which names the knob and lists every problem found.
-    (``model_validate`` raises pydantic's own error, so that a larger model can hold this one.)
+    The constructor raises ``ConfigError``, which names the knob and lists every problem.
+    (``model_validate`` raises the error of pydantic, so that a larger model can contain this one.)
     """
 
     model_config = ConfigDict(
@@ -445,39 +445,39 @@ class QueueSettings(BaseModel):
         except ValidationError as error:
             raise config_error(error, type(self).model_fields) from None
 
-    # pydantic's own mark for an __init__ that only wraps the usual one: a model that holds this
-    # one then validates it in place and can say where in the whole the problem lies.
+    # Pydantic's mark for an __init__ that only wraps the usual one: a larger model then validates
+    # this one in place, and its errors say where the problem is.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
     def of(cls, **knobs: Any) -> Self:
-        """Settings from knobs as code or configuration has them: ``max_bytes="512Mi"``."""
+        """Make settings from knobs as written in code or configuration: ``max_bytes="512Mi"``."""
         return cls(**knobs)
 
     def replace(self, **knobs: Any) -> Self:
-        """The same explicit settings with some changed; the rest is worked out anew."""
+        """Return the same explicit settings with some changed; defaults are computed again."""
         return type(self)(**{knob: getattr(self, knob) for knob in self.model_fields_set} | knobs)
 
     @classmethod
     def kinds_of(cls, knob: str) -> tuple[Kind, ...]:
-        """The kinds of queue that a knob belongs to."""
+        """Return the kinds of queue that a knob belongs to."""
         extra: Any = cls.model_fields[knob].json_schema_extra
         return tuple(Kind(kind) for kind in extra["kinds"])
 
     @property
     def explicit(self) -> frozenset[str]:
-        """The knobs that were set to something."""
+        """The knobs that were given a value."""
         return frozenset(knob for knob in self.model_fields_set if getattr(self, knob) is not None)
 
     @cached_property
     def marks(self) -> Marks:
         """The marks in events."""
-        return Marks.of(self)
+        return Marks.from_settings(self)
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, knobs: object) -> object:
-        """Take ``null`` for a knob left out; but a delay mark can be switched off with it."""
+    def _drop_nulls(cls, knobs: object) -> object:
+        """Treat ``null`` like a missing knob; but ``null`` switches a delay mark off."""
         if not isinstance(knobs, dict):
             return knobs
         left_out = cls.model_fields.keys() - {"full_delay_mark", "light_delay_mark"}
@@ -489,8 +489,8 @@ class QueueSettings(BaseModel):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        """Refuse contradictions and fill in what follows from kind and other knobs."""
-        complete(self)
+        """Refuse contradictions, and compute the defaults."""
+        complete_settings(self)
         return self
 
 
@@ -499,7 +499,7 @@ class QueueSettings(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """A queue's marks in events; ``None`` is off."""
+    """The marks of a queue in events; ``None`` is off."""
 
     discard: int | None
     full_delay: int | None
@@ -508,34 +508,34 @@ class Marks:
     low: int | None
 
     @classmethod
-    def of(cls, settings: QueueSettings) -> Self:
-        """The marks of a queue with these settings."""
+    def from_settings(cls, settings: QueueSettings) -> Self:
+        """Return the marks of a queue with these settings."""
         size, spills = settings.size, settings.kind is Kind.DISK_ASSISTED
-        high = _at_least_one(settings.high_watermark, size) if spills else None
+        high = _to_at_least_one(settings.high_watermark, size) if spills else None
         return cls(
-            discard=_at_least_one(settings.discard_mark, size),
-            full_delay=_at_least_one(settings.full_delay_mark, size),
-            light_delay=_at_least_one(settings.light_delay_mark, size),
+            discard=_to_at_least_one(settings.discard_mark, size),
+            full_delay=_to_at_least_one(settings.full_delay_mark, size),
+            light_delay=_to_at_least_one(settings.light_delay_mark, size),
             high=high,
-            low=None if high is None else _low(settings, high),
+            low=None if high is None else _low_mark(settings, high),
         )
 
 
-def _at_least_one(mark: int | Percentage | None, size: int | None) -> int | None:
-    events = None if mark is None else events_of(mark, size)
+def _to_at_least_one(mark: int | Percentage | None, size: int | None) -> int | None:
+    events = None if mark is None else to_events(mark, size)
     return None if events is None else max(1, events)
 
 
-def _low(settings: QueueSettings, high: int) -> int | None:
+def _low_mark(settings: QueueSettings, high: int) -> int | None:
     if settings.low_watermark is None:
         return Percentage(70).of(high)
-    return events_of(settings.low_watermark, settings.size)
+    return to_events(settings.low_watermark, settings.size)
 
 
 # ── defaults by kind, and contradictions ────────────────────────────────────────────────────────
 
 SIZES: Final = {Kind.MEMORY: 50_000, Kind.DISK_ASSISTED: 50_000}
-"""Events, by kind; ``disk`` has no bound, and a proxy's follows from its batches."""
+"""Events, by kind. ``disk`` has no bound; a proxy computes it from its batches."""
 
 MAX_BYTES: Final = {
     Kind.MEMORY: 256 * 2**20,
@@ -553,18 +553,18 @@ _MARKS: Final = (
 )
 
 
-def complete(settings: QueueSettings) -> None:
-    """Fill in what was left open; raise :class:`Contradiction` with all that does not fit."""
-    problems = list(_misplaced(settings))
+def complete_settings(settings: QueueSettings) -> None:
+    """Compute the defaults; raise :class:`Contradiction` with all problems."""
+    problems = list(_find_misplaced(settings))
     if not problems:
-        _fill_in(settings)
-        problems = list(_contradictions(settings))
+        _compute_defaults(settings)
+        problems = list(_find_contradictions(settings))
     if problems:
         raise Contradiction(problems)
 
 
-def _misplaced(settings: QueueSettings) -> Iterator[Problem]:
-    """Knobs that the kind has no use for, and the path that it cannot do without."""
+def _find_misplaced(settings: QueueSettings) -> Iterator[Problem]:
+    """Find knobs that the kind does not have, and a missing path."""
     kind = settings.kind
     for setting in sorted(settings.explicit):
         kinds = settings.kinds_of(setting)
@@ -578,11 +578,11 @@ def _misplaced(settings: QueueSettings) -> Iterator[Problem]:
         yield Problem("memory_percent", "contradicts max_bytes; set one of them")
 
 
-def _fill_in(settings: QueueSettings) -> None:
-    """Work out what was left open, in this order: later defaults follow from earlier ones."""
+def _compute_defaults(settings: QueueSettings) -> None:
+    """Compute the defaults in this order: later ones depend on earlier ones."""
     for setting, default in _DEFAULTS.items():
         if setting not in settings.explicit:
-            # Past the freeze, and not counted as set, so that replace() works it out anew.
+            # Around the freeze, and not counted as set, so that replace() computes it again.
             settings.__dict__[setting] = default(settings)
 
 
@@ -605,7 +605,7 @@ def _worker_minimum_events(settings: QueueSettings) -> int:
 
 
 def _dequeue_batch_size(settings: QueueSettings) -> int:
-    """A proxy takes its batches itself, to send them."""
+    """Return the size of the batches that a proxy takes to send them, or the default."""
     proxy = settings.kind is Kind.PROXY
     return settings.batch_size if proxy else settings.dequeue_batch_size
 
@@ -629,21 +629,21 @@ _DEFAULTS: Final[dict[str, Callable[[QueueSettings], int | None]]] = {
 
 
 def _event_bounds(settings: QueueSettings) -> dict[str, int]:
-    """The knobs that no single event may be larger than."""
+    """Return the knobs that bound the size of a single event."""
     bounds = {} if settings.max_bytes is None else {"max_bytes": settings.max_bytes}
     if settings.kind is Kind.PROXY:
         bounds["resend_bytes"] = settings.resend_bytes
     return bounds
 
 
-def _contradictions(settings: QueueSettings) -> Iterator[Problem]:
-    yield from _unpaired(settings)
-    yield from _too_much(settings)
-    yield from _marks_out_of_place(settings)
+def _find_contradictions(settings: QueueSettings) -> Iterator[Problem]:
+    yield from _find_unpaired(settings)
+    yield from _find_too_large(settings)
+    yield from _find_wrong_marks(settings)
 
 
-def _unpaired(settings: QueueSettings) -> Iterator[Problem]:
-    """Knobs that need another one, or another value of it."""
+def _find_unpaired(settings: QueueSettings) -> Iterator[Problem]:
+    """Find knobs that need another knob, or another value of it."""
     explicit = settings.explicit
     for one, other in (
         ("discard_mark", "discard_severity"),
@@ -657,8 +657,8 @@ def _unpaired(settings: QueueSettings) -> Iterator[Problem]:
         yield Problem("sync_interval", f"contradicts durability: {settings.durability}")
 
 
-def _too_much(settings: QueueSettings) -> Iterator[Problem]:
-    """Numbers that exceed the one that bounds them."""
+def _find_too_large(settings: QueueSettings) -> Iterator[Problem]:
+    """Find numbers that exceed the knob that bounds them."""
     bytes_within = [("max_event_bytes", bound) for bound in _event_bounds(settings)]
     for setting, bound in [*bytes_within, ("write_buffer", "chunk_size")]:
         value, most = getattr(settings, setting), getattr(settings, bound)
@@ -676,10 +676,10 @@ def _too_much(settings: QueueSettings) -> Iterator[Problem]:
             yield Problem(setting, f"must be at most {bound}, {most}, not {value}")
 
 
-def _marks_out_of_place(settings: QueueSettings) -> Iterator[Problem]:
-    """Marks beyond the size, below one event, or relative to a size that is not there."""
+def _find_wrong_marks(settings: QueueSettings) -> Iterator[Problem]:
+    """Find marks above the size, below one event, or in percent of a size that is not set."""
     knobs = [setting for setting in _MARKS if setting in settings.explicit]
-    problems = [problem for setting in knobs for problem in _mark_problems(settings, setting)]
+    problems = [problem for setting in knobs for problem in _check_mark(settings, setting)]
     yield from problems
     high, low = settings.marks.high, settings.marks.low
     if not problems and high is not None and low is not None and low >= high:
@@ -687,7 +687,7 @@ def _marks_out_of_place(settings: QueueSettings) -> Iterator[Problem]:
         yield Problem("low_watermark", message)
 
 
-def _mark_problems(settings: QueueSettings, setting: str) -> Iterator[Problem]:
+def _check_mark(settings: QueueSettings, setting: str) -> Iterator[Problem]:
     mark: int | Percentage = getattr(settings, setting)
     size = settings.size
     if size is None and isinstance(mark, Percentage):
