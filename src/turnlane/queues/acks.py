@@ -221,7 +221,7 @@ class AckDispatcher:
     """Runs ack callbacks on one thread, which exists only if a producer has a callback.
 
     Acks that a listener has not heard yet are added up: a slow callback costs the memory of one
-    ack, whatever number of events pass.
+    ack, and not of one ack per event.
     """
 
     def __init__(self, name: str) -> None:
@@ -323,5 +323,5 @@ class AckTracker:
             mark.lose(first, end)
 
     def advance(self, mark: Watermark, position: int) -> None:
-        """Move a watermark forward and tell everybody who waits for that."""
+        """Move a watermark forward, wake its waiters and call its listeners."""
         self.dispatcher.send(mark.advance(position))

@@ -1,10 +1,10 @@
 """Which events may enter a queue, and when: bounds, the waiting line, policies.
 
-What is in the queue counts against two bounds, in events and in bytes. A request that does not fit
-waits in line, first come first served; whoever makes room puts the first request in and wakes its
-publisher. Before that, policies may drop events of a request (sampling, load shedding) or slow its
-publisher down (flow control). In a full queue that does not block, they drop the oldest or the
-newest events.
+Events in the queue count against two bounds, in events and in bytes. A request that does not fit
+waits in line, first come first served; the thread that makes room puts the first request in and
+wakes its publisher. Before that, policies may drop events of a request (sampling, load shedding) or
+slow its publisher down (flow control). In a full queue that does not block, they drop the oldest or
+the newest events.
 
 The lock of the queue guards all of this; only :meth:`Admission.wait_in_line` is called without it.
 
@@ -184,7 +184,7 @@ class Admission:
         """How often a publisher found the queue full."""
         self.is_closed = False
         self.is_held = False
-        """Whether every publisher is kept out, whatever the room."""
+        """Whether every publisher is kept out, even if there is room."""
         self._failure: Exception | None = None
         self._seen = 0
         marks = settings.marks
@@ -273,17 +273,17 @@ class Admission:
         self.wake_delayed()
 
     def estimate_size(self, events: int) -> int:
-        """Return the bytes that so many events have on average."""
+        """Return the bytes of this many events, by the average size."""
         return self.bytes * events // max(1, self.events)
 
     def hold(self, *, hold: bool) -> None:
-        """Keep every publisher out, whatever the room, or let them in again."""
+        """Keep every publisher out, even if there is room, or let them in again."""
         if hold is not self.is_held:
             self.is_held = hold
             self._admit_waiting()
 
     def _admit_waiting(self) -> None:
-        """Admit from the front of the line while there is room: nobody overtakes."""
+        """Admit from the front of the line while there is room."""
         while self.line and self.fits(self.line[0].request.events, self.line[0].request.size):
             self.line[0].admit()  # if this is interrupted, the publisher is still in line
             self.line.popleft()
@@ -292,7 +292,7 @@ class Admission:
     # Closing
 
     def close(self) -> None:
-        """Refuse everything from now on; the publishers in line are woken."""
+        """Refuse every later request; the publishers in line are woken."""
         self.is_closed = True
         while self.line:
             self.line.popleft().refuse()

@@ -276,7 +276,7 @@ class BufferedQueue(Queue):
 
     @property
     def holds_publishers(self) -> bool:
-        """Whether storage keeps every publisher out, whatever the room."""
+        """Whether storage keeps every publisher out, even if there is room."""
         return self._state.admission.is_held
 
     @property
@@ -285,7 +285,7 @@ class BufferedQueue(Queue):
         return self._storage.failure
 
     def estimate_size(self, events: int) -> int:
-        """Return the bytes that so many events of the queue have on average."""
+        """Return the bytes of this many events, by the average size."""
         return self._state.admission.estimate_size(events)
 
     def check_open(self) -> None:
@@ -300,7 +300,7 @@ class BufferedQueue(Queue):
             return dict(self._state.columns)
 
     def check_columns(self, schema: pa.Schema) -> None:
-        """Add columns to those of the queue. Raises ``SchemaMismatch`` for a changed type."""
+        """Add columns to the queue. Raises ``SchemaMismatch`` if a type differs."""
         with self._state.lock:
             self._state.check_columns(schema)
 
@@ -424,7 +424,7 @@ class BufferedQueue(Queue):
             for each in ranges:
                 self._record_settled(each, outcome)
                 with state.lock:
-                    # No more than was recorded, and of that only what is not settled since.
+                    # Only events that were recorded, and that no other thread has settled since.
                     recorded = each.is_recorded
                     state.settle_range(each.first, each.end, outcome, is_recorded=recorded)
         finally:

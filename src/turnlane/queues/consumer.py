@@ -65,7 +65,7 @@ class ConsumerSide:
         self._getting = threading.Lock()
         """Held by the one consumer that waits for a batch, or fetches it from storage."""
         self._ready_since: float | None = None
-        """Since when events wait for a fuller batch, whatever number of consumers ask for it."""
+        """Since when events wait for a fuller batch, over all calls of ``get()``."""
 
     # ── batches ─────────────────────────────────────────────────────────────────────────────────
 
@@ -102,7 +102,7 @@ class ConsumerSide:
         return QueueEmpty(f"queue {name!r} had nothing to read in the time allowed")
 
     def _await_next(self, limit: int, deadline: float | None) -> BlockRange:
-        """Return the next range, once there is one that may be taken. Under the lock."""
+        """Wait for the next range that may be taken, and return it. Under the lock."""
         state = self._state
         while True:
             self.check_readable()
@@ -128,7 +128,7 @@ class ConsumerSide:
             )
 
     def _pause(self, ready: int, limit: int) -> float:
-        """Return how long not to take what is ready: the pace, or a batch that may yet fill up."""
+        """Return how long to wait though events are ready: for the pace, or for a fuller batch."""
         pause = self._pace.delay()
         if pause > 0:
             return min(pause, 1.0)  # then look again: the wall clock may jump

@@ -1,9 +1,9 @@
 """The ``disk`` kind: an append-only log under the buffer in memory, with group commit.
 
-Publishers append to memory and go on. One thread, the *writer*, writes what has gathered, syncs as
-``durability`` says, and only then reports it as persisted. While it syncs, the next group gathers:
-the more publishers wait, the more of them share a sync. A consumer that keeps up is served from
-memory and never reads the disk.
+Publishers append to memory and go on. One thread, the *writer*, writes the gathered events, syncs
+as ``durability`` says, and only then reports them as persisted. While it syncs, the next group
+gathers: the more publishers wait, the more of them share a sync. A consumer that keeps up is served
+from memory and never reads the disk.
 
 A disk that fails or is full makes the queue full, not broken: publishers wait, reading and acks go
 on, and the writer tries again until it succeeds.
@@ -262,7 +262,7 @@ class LogStorage(Storage):
     # ── tidying up ──────────────────────────────────────────────────────────────────────────────
 
     def _try_to_tidy(self, *, retire: bool) -> None:
-        """Do what need not happen at once. A failure delays nobody; it is tried again later."""
+        """Do the work that can wait. After a failure the writer tries it again later."""
         try:
             if retire:
                 self.store.log.retire()
@@ -423,7 +423,7 @@ class LogStorage(Storage):
             for first, end in dropped:
                 self.store.journal.settled(first, end, 0, Outcome.CLOSED)
             if not dropped and not unwritten:
-                # Otherwise producers may have to send again what was dropped or may be lost.
+                # Otherwise producers may have to send events again that were dropped or lost.
                 self.store.journal.remember(self._host.sequences)
             self.store.journal.snapshot()
         except OSError as error:

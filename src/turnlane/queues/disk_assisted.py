@@ -2,7 +2,7 @@
 
 Invariant, from which the order of events follows: of the unsettled events, those below the end of
 the log are on disk and the others are in memory. So reading the disk first and the memory after it
-is reading in order, whatever was spilled when.
+is reading in order, at any time.
 
 Three ways into disk assistance: the high watermark is reached (then the oldest events go to disk
 until the low watermark), data is found on disk at the start, or the queue is closed (then all of it
@@ -63,7 +63,7 @@ class PendingAcks:
 
 
 class SpillStorage(LogStorage):
-    """Bounded in memory, and beyond that by the disk. A kill loses only what is in memory."""
+    """Bounded in memory, and beyond that by the disk. A kill loses only the events in memory."""
 
     charges_stored = False
 
@@ -210,7 +210,7 @@ class SpillStorage(LogStorage):
         """Record how often ranges were handed out, so that a restart does not forget it."""
         again = [each for each in ranges if each.attempt > 1]
         if again:
-            self._record_pending_acks()  # or what was settled before them would seem missing
+            self._record_pending_acks()  # or events settled before them would seem missing
         for each in again:
             self.store.journal.returned(each.first, each.end, each.attempt)
 

@@ -217,7 +217,7 @@ class InFlight:
         self._positions = positions
         self._batches: dict[int, BufferedBatch] = {}
         self._returned: list[BlockRange] = []
-        """What was given back, oldest first; it is handed out before anything fresh."""
+        """Ranges that were given back, oldest first; they are handed out before fresh events."""
         self.settling: list[Span] = []
         """The ranges that are being settled by offset at this moment."""
 
@@ -308,7 +308,7 @@ class InFlight:
         return here, *_add_up(charges)
 
     def _take_out(self, first: int, end: int) -> list[BlockRange]:
-        """Take a range out of what was given back."""
+        """Take a range out of the returned ranges."""
         taken: list[BlockRange] = []
         rest: list[BlockRange] = []
         for returned in self._returned:

@@ -136,7 +136,7 @@ class RemoteStorage(Storage):
         if threading.current_thread() is not self._sender:
             self._sender.join(LEAVE_SECONDS)
         with self._host.lock:
-            # The node keeps what it has persisted, but nobody heard yet that it is delivered.
+            # The node keeps the events that it has persisted; publishers heard of no delivery.
             self._host.settle_delivered(self._persisted, notify=False)
             self._host.drop_unstored(0)
 

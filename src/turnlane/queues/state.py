@@ -44,7 +44,7 @@ from turnlane.storage.producer_sequences import MAX_RUNS, Accepted, Gaps
 log = get_logger(__name__)
 
 MAX_SEQUENCES = 10_000
-"""Numbered producers that are remembered; the one that was silent longest is forgotten first."""
+"""Numbered producers that are remembered; the producer silent longest is forgotten first."""
 
 Annotations = tuple[str | None, Mapping[str, str] | None, int | None, str | None]
 """Key, headers, severity and source of an event."""
@@ -94,7 +94,7 @@ class QueueState:
         self.releases = 0
         """How many batches consumers gave back."""
         self.notify_threshold = SEAL_BYTES
-        """Size of the open block from which on a publisher calls :meth:`on_growth`."""
+        """At this size of the open block a publisher calls :meth:`on_growth`."""
         self.waiting_readers: dict[int, int] = {}
         """By waiting thread: the end of the queue at which to wake it."""
         self.has_unsynced_drops = False
@@ -176,7 +176,7 @@ class QueueState:
         self.notify_threshold = 0 if notify_now else SEAL_BYTES
 
     def check_columns(self, schema: pa.Schema) -> None:
-        """Add columns to those of the queue. Raises ``SchemaMismatch`` for a changed type."""
+        """Add columns to the queue. Raises ``SchemaMismatch`` if a type differs."""
         for column in schema:
             known = self.columns.get(column.name, column.type)
             if known != column.type:
@@ -262,7 +262,7 @@ class QueueState:
         return self.in_flight.returned_events + self.positions.fresh
 
     def take_next(self, limit: int) -> BlockRange | None:
-        """Take the next range of at most ``limit`` events: what was given back comes first."""
+        """Take the next range of at most ``limit`` events: returned ranges come first."""
         returned = self.in_flight.take_returned(limit)
         if returned is not None:
             return returned
@@ -314,7 +314,7 @@ class QueueState:
             self.changed.notify_all()
 
     def settle_range(self, first: int, end: int, outcome: Outcome, *, is_recorded: bool) -> None:
-        """Settle what is unsettled of a range, wherever its events are."""
+        """Settle the unsettled events of a range, in memory, in flight or in storage."""
         for start, stop in self.positions.find_unsettled(first, end):
             charged, size = self._uncharge(start, stop)
             events = BlockRange(start, stop, size, None, is_recorded=is_recorded)

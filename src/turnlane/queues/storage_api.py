@@ -181,7 +181,7 @@ class AdmissionView(Protocol):
     events: int
     bytes: int
     is_held: bool
-    """Whether every publisher is kept out, whatever the room."""
+    """Whether every publisher is kept out, even if there is room."""
 
     @property
     def has_waiting_line(self) -> bool:
@@ -240,7 +240,7 @@ class StorageHost(Protocol):
     # Reports
 
     def update_threshold(self) -> None:
-        """Compute anew when publishers call :meth:`Storage.on_growth`."""
+        """Update the size at which publishers call :meth:`Storage.on_growth`."""
 
     def mark_persisted(self, end: int) -> None:
         """Report that everything below ``end`` is persisted."""
@@ -252,13 +252,13 @@ class StorageHost(Protocol):
         """Wait until everything below ``end`` is persisted. Not under the lock."""
 
     def hold_publishers(self, *, hold: bool) -> None:
-        """Keep every publisher out, whatever the room, or let them in again."""
+        """Keep every publisher out, even if there is room, or let them in again."""
 
     def lose(self, first: int, end: int) -> None:
         """Report that storage lost the events of the range."""
 
     def drop_unstored(self, first: int) -> list[Span]:
-        """Settle what is unsettled from ``first`` on, or freed, as closed; returns the ranges."""
+        """Settle all unsettled events from ``first`` on, and freed ones, as closed."""
 
     def fail(self, error: Exception, *levels: AckLevel) -> None:
         """Close the queue for publishers, who get ``error``; ``levels`` are never reached."""
@@ -288,7 +288,7 @@ class TakenBatch(Protocol):
 
 
 TakeBatch = Callable[[int, float], TakenBatch]
-"""Takes a batch of at most so many events out of the buffer, within so many seconds."""
+"""Takes a batch out of the buffer: the most events, and the seconds to wait."""
 
 
 class Storage(abc.ABC):
@@ -312,7 +312,7 @@ class Storage(abc.ABC):
     _host: StorageHost
 
     def recover(self) -> StoredState:
-        """Return what there is. Called once, before :meth:`start`."""
+        """Return the stored state. Called once, before :meth:`start`."""
         return StoredState()
 
     def start(self, host: StorageHost, take: TakeBatch) -> None:
@@ -375,7 +375,7 @@ class Storage(abc.ABC):
         """
 
     def sync_settled(self, *, now: bool = False) -> None:  # noqa: B027
-        """Sync what was recorded if durability is ``always``, or if ``now``. Raises ``OSError``."""
+        """Sync the records if durability is ``always``, or if ``now``. Raises ``OSError``."""
 
     def give_back(self, returned: BlockRange) -> None:  # noqa: B027
         """Record that a consumer gave a range back."""
