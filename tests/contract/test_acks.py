@@ -50,7 +50,7 @@ def test_every_event_is_acked_once_at_the_level_asked_for(every: Harness, level:
 
 
 def test_accepted_is_acked_without_a_consumer(buffering: Harness) -> None:
-    """What the queue holds is accepted, whatever becomes of it."""
+    """An event in the queue is accepted, with or without a consumer."""
     queue = buffering.open()
     producer, acks = follow(queue, AckLevel.ACCEPTED)
     publish_all(producer, numbered(0, 3))
@@ -88,7 +88,7 @@ def test_a_direct_consumers_dead_letters_are_acked_too(direct: Harness) -> None:
 
 
 def test_batches_done_in_reverse_are_acked_in_publish_order(buffering: Harness) -> None:
-    """As long as the oldest batch is out, nobody hears of the later ones."""
+    """While the oldest batch is in flight, no ack comes for later ones."""
     queue = buffering.open()
     producer, acks = follow(queue)
     producer.publish_block(block_of(numbered(0, 20)))
@@ -132,7 +132,7 @@ def test_counts_are_exact_for_each_of_several_producers(buffering: Harness) -> N
 
 
 def test_a_producer_without_callback_does_not_disturb_one_with_callback(every: Harness) -> None:
-    """Events nobody asked about are in nobody's count."""
+    """Events of a producer without callback are in no count."""
     queue = every.open()
     quiet = queue.producer()
     producer, acks = follow(queue)
@@ -194,7 +194,7 @@ def test_a_spilled_event_is_acked_as_persisted(disk_assisted: Harness) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_ack_states_its_durability(every: Harness, level: AckLevel) -> None:
-    """The durability of an ack is what was true then: acceptance promises memory, no more."""
+    """The durability of an ack holds at that moment: acceptance promises only memory."""
     queue = every.open()
     producer, acks = follow(queue, level)
     producer.publish(b"one")
@@ -229,7 +229,7 @@ def test_without_callback_publish_returns_when_the_level_is_reached(
 
 
 def test_try_publish_never_waits_for_a_level(every: Harness) -> None:
-    """Not to block is the point of it, whatever the level."""
+    """It does not block at any level."""
     queue = every.open()
     producer = queue.producer(ack="delivered")
     assert producer.try_publish(b"one")
@@ -326,7 +326,7 @@ def test_a_callback_may_publish(every: Harness) -> None:
 
 
 def test_a_callback_may_wait_for_room(buffering: Harness) -> None:
-    """A callback blocked by a full queue is let in as everybody is."""
+    """A callback that a full queue blocks enters when there is room."""
     queue = buffering.open(size=1, stalled=True)
     acks = Acks()
     answered = threading.Event()

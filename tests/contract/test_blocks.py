@@ -117,7 +117,7 @@ def test_a_large_block_that_does_not_fit_in_time_raises_queue_full(buffering: Ha
 
 
 def test_queue_full_for_a_large_block_tells_how_many_events_are_in(buffering: Harness) -> None:
-    """``accepted`` is exact whatever the level, and ``pending`` as long as that is not reached."""
+    """``accepted`` is exact at every level; ``pending`` is true until the level is reached."""
     queue = buffering.open(size=4, stalled=True)
     producer = queue.producer(ack="delivered")
     with pytest.raises(QueueFull) as full:
@@ -155,7 +155,7 @@ def test_an_event_too_large_refuses_all_pieces_of_its_block(buffering: Harness) 
 
 
 def test_a_block_that_fits_is_not_interleaved_with_other_events(buffering: Harness) -> None:
-    """A block no larger than the queue goes in as one, wherever it stood in line."""
+    """A block no larger than the queue goes in as one, at any place in line."""
     queue = buffering.open(size=4, stalled=True)
     publish_all(queue.producer(), numbered(0, 2))
     blocks = [block_of([b"%c" % name] * 3) for name in b"abcd"]
@@ -212,7 +212,7 @@ def test_a_block_with_an_event_too_large_is_refused(every: Harness) -> None:
 
 
 def test_an_empty_block_changes_nothing(every: Harness) -> None:
-    """Publishing no events succeeds, takes no offset, and nobody hears of it."""
+    """Publishing no events succeeds, takes no offset, and causes no ack."""
     queue = every.open()
     producer, acks = follow(queue)
     for publish_block in (producer.publish_block, producer.try_publish_block):
@@ -297,7 +297,7 @@ def test_a_column_keeps_its_type(buffering: Harness) -> None:
 
 
 def test_a_refused_block_sets_no_column_types(buffering: Harness) -> None:
-    """A block that did not go in has no say about the columns of those that do."""
+    """A refused block does not restrict the columns of later blocks."""
     queue = buffering.open()
     producer = queue.producer()
     producer.publish_block(with_columns([b"000"], known=pa.array([1], pa.int32())))

@@ -1,4 +1,4 @@
-"""What does closing do to publishers, to consumers, and to what is left?"""
+"""What does closing do to publishers, consumers and remaining events?"""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_nothing_is_acked_by_a_close(buffering: Harness) -> None:
 
 
 def test_a_close_accounts_for_what_is_left(buffering: Harness) -> None:
-    """What was in memory is counted as dropped by the close; what is on disk is still pending."""
+    """The close counts events in memory as dropped; events on disk are still pending."""
     queue = buffering.open()
     publish_all(queue.producer(), numbered(0, 3))
     batch = queue.get(1)
@@ -308,7 +308,7 @@ def slow_direct(direct: Harness) -> tuple[Queue, threading.Event, Task[bool]]:
 
 
 def test_a_second_direct_close_waits_for_a_draining_one(direct: Harness) -> None:
-    """Whoever closes may count on its being closed, whoever was first."""
+    """When any close returns, the queue is closed."""
     queue, go_on, publishing = slow_direct(direct)
     closing = [Task(lambda: queue.close(drain=True, timeout=PATIENCE)) for _ in range(2)]
     assert_never(lambda: not all(task.running for task in closing), "an early return")
@@ -355,7 +355,7 @@ def test_a_direct_consumer_may_close_its_queue(direct: Harness) -> None:
 
 
 def consume_until_closed(queue: Queue) -> None:
-    """Settle whatever comes until the queue is closed."""
+    """Settle all batches until the queue is closed."""
     while True:
         try:
             queue.get(7).done()
@@ -429,7 +429,7 @@ def test_a_done_under_way_at_close_counts(
 
 @pytest.mark.parametrize("consumers", [1, 4])
 def test_a_done_that_races_close_counts_if_it_returns(keeping: Harness, consumers: int) -> None:
-    """Every done that returned is delivered in the ledger; every one that raised is not."""
+    """A ``done()`` that returned counts as delivered; a ``done()`` that raised does not."""
     for _ in range(5):
         queue = keeping.open()
         producer, acks = follow(queue)

@@ -254,7 +254,7 @@ def test_drop_oldest_makes_room_in_bytes(buffering: Harness) -> None:
 
 
 def test_drop_oldest_does_not_drop_events_in_flight(buffering: Harness) -> None:
-    """When everything is in somebody's hands, it is the newest that is dropped."""
+    """When all events are in flight, the newest one is dropped."""
     queue = buffering.open(size=2, full_behavior="drop_oldest", stalled=True)
     producer, acks = follow(queue)
     producer.publish_block(block_of(numbered(0, 2)))

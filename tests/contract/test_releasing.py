@@ -1,4 +1,4 @@
-"""Does what is given back come again, first, and with its attempt counted?"""
+"""Do released batches come again, first, and with their attempt counted?"""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_released_batch_comes_again_with_its_attempt_counted(buffering: Harnes
 
 
 def test_released_batches_come_before_newer_events(buffering: Harness) -> None:
-    """What is given back in any order comes in offset order, then what was never read."""
+    """Batches released in any order come in offset order, before fresh events."""
     queue = buffering.open()
     queue.producer().publish_block(block_of(numbered(0, 8)))
     batches = [queue.get(2) for _ in range(3)]
@@ -110,7 +110,7 @@ def test_free_after_release_does_nothing(buffering: Harness) -> None:
 
 
 def test_acks_wait_for_a_released_batch(buffering: Harness) -> None:
-    """Later batches that are done are not acked before the one that came back."""
+    """Later batches that are done are not acked before the released batch."""
     queue = buffering.open()
     producer, acks = follow(queue)
     publish_all(producer, numbered(0, 3))

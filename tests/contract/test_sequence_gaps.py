@@ -1,4 +1,4 @@
-"""Is a number that a producer left out taken when it comes, once, whatever happened before?"""
+"""Is a sequence number that a producer left out accepted later, exactly once?"""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_dropped_events_fill_a_gap() -> None:
 
 
 def test_gaps_survive_a_restart(storing: DiskHarness) -> None:
-    """What was left out is taken then, and the rest is not taken twice."""
+    """The missing numbers are taken then, and the others are not taken twice."""
     queue = storing.open()
     producer = queue.producer(producer_id="me")
     for first, end in ((0, 3), (5, 7), (9, 12)):
@@ -156,7 +156,7 @@ def test_gaps_survive_a_restart(storing: DiskHarness) -> None:
 
 @pytest.mark.parametrize("settled", [False, True])
 def test_gaps_survive_a_kill(tmp_path: Path, settled: bool) -> None:
-    """The log has the numbers with the events, the journal those of events settled before."""
+    """The log has the numbers with the events; the journal has the numbers of settled events."""
     with open_queue(kind="disk", path=tmp_path / "queue", sync_interval="1h") as queue:
         producer = queue.producer(producer_id="me")
         for first, end in ((0, 3), (5, 7), (9, 12), (3, 5)):

@@ -28,7 +28,7 @@ from turnlane.testing import FaultyDisk
 
 
 def test_a_repeated_block_is_taken_once(buffering: Harness) -> None:
-    """The same sequence again is a repeat, whoever brings it under the same producer id."""
+    """The same sequence under the same producer id is a repeat, on any connection."""
     queue = buffering.open()
     first = queue.producer(producer_id="me")
     assert first.publish_block(block_of(numbered(0, 3)), sequence=0).accepted == 3
@@ -50,7 +50,7 @@ def test_only_the_new_part_of_an_overlapping_block_is_taken(buffering: Harness) 
 
 
 def test_a_gap_in_the_sequence_is_accepted(buffering: Harness) -> None:
-    """What was left out may come later: a lower number is no repeat unless the queue took it."""
+    """A missing number may come later: a lower number is a repeat only if the queue took it."""
     queue = buffering.open()
     producer = queue.producer(producer_id="me")
     producer.publish_block(block_of(numbered(0, 2)), sequence=0)
@@ -93,7 +93,7 @@ def test_without_sequence_nothing_is_a_repeat(buffering: Harness) -> None:
 
 
 def test_a_sequence_needs_a_producer_id(every: Harness) -> None:
-    """Numbers of nobody in particular are a mistake."""
+    """Sequence numbers without a producer id are an error."""
     producer = every.open().producer()
     for publish_block in (producer.publish_block, producer.try_publish_block):
         with pytest.raises(ValueError, match="producer_id"):
@@ -112,7 +112,7 @@ def test_a_repeat_needs_no_room(buffering: Harness) -> None:
 
 
 def test_a_repeat_is_answered_while_others_wait_in_line(buffering: Harness) -> None:
-    """Whoever publishes nothing new overtakes nobody."""
+    """A publisher of a repeat overtakes no other publisher."""
     queue = buffering.open(size=2, stalled=True)
     producer = queue.producer(producer_id="me")
     producer.publish_block(block_of(numbered(0, 2)), sequence=0)
@@ -239,7 +239,7 @@ def test_numbers_survive_a_restart(storing: DiskHarness) -> None:
 def settled_unwritten(
     path: Path, blocks: int, *, older: int = 0, **knobs: Any
 ) -> tuple[Queue, list[Batch]]:
-    """A queue whose writer rests, with so many numbered blocks of two events handed out."""
+    """Open a queue whose writer is idle, with numbered blocks of two events in flight."""
     queue = open_queue(kind="disk", path=path, sync_interval="1h", stale_flush="1h", **knobs)
     queue.producer(ack="persisted").publish(b"written")
     queue.get(1).done()
@@ -276,7 +276,7 @@ def test_events_settled_before_they_were_written_are_repeats_after_a_kill(tmp_pa
 def test_settling_out_of_order_writes_older_events_of_the_producer_first(
     tmp_path: Path,
 ) -> None:
-    """So none of them has to be sent again after a kill, and what was settled does not return."""
+    """So none has to be sent again after a kill, and settled events do not return."""
     queue, batches = settled_unwritten(tmp_path / "queue", 3)
     with queue:
         batches[0].done()
@@ -320,7 +320,7 @@ def test_events_neither_settled_nor_written_are_accepted_again_after_a_kill(tmp_
 def test_numbers_are_recorded_once_everything_older_of_the_producer_is_settled(
     tmp_path: Path,
 ) -> None:
-    """Settled in whatever order."""
+    """The order of settling does not matter."""
     disk = FaultyDisk()
     queue, batches = settled_unwritten(tmp_path / "queue", 3, disk=disk)
     with unwritable(queue, disk):
@@ -349,7 +349,7 @@ def test_numbers_of_a_producer_do_not_wait_for_another_producer(tmp_path: Path) 
 
 
 def test_a_partly_settled_block_is_accepted_in_part_after_a_kill(tmp_path: Path) -> None:
-    """A block may go out in several batches: what was settled does not come back."""
+    """A block may be handed out in several batches: settled events do not come back."""
     disk = FaultyDisk()
     queue, _ = settled_unwritten(tmp_path / "queue", 0, disk=disk)
     with unwritable(queue, disk):
@@ -362,7 +362,7 @@ def test_a_partly_settled_block_is_accepted_in_part_after_a_kill(tmp_path: Path)
 
 
 def test_a_partly_settled_sampled_block_is_accepted_whole_after_a_kill(tmp_path: Path) -> None:
-    """Its events' numbers have gaps that nobody keeps: rather twice than never."""
+    """The queue does not know the gaps in its numbers: events may come twice, but never get lost."""
     disk = FaultyDisk()
     queue, _ = settled_unwritten(tmp_path / "queue", 0, disk=disk, sampling_interval=2)
     with unwritable(queue, disk):
@@ -377,7 +377,7 @@ def test_a_partly_settled_sampled_block_is_accepted_whole_after_a_kill(tmp_path:
 
 
 def test_a_sampled_block_is_written_before_it_is_settled_in_part(tmp_path: Path) -> None:
-    """With the number that ends it, so that what was settled does not return after a kill."""
+    """With its last number, so that settled events do not return after a kill."""
     queue, _ = settled_unwritten(tmp_path / "queue", 0, sampling_interval=2)
     with queue:
         producer = queue.producer(producer_id="me")
@@ -387,7 +387,7 @@ def test_a_sampled_block_is_written_before_it_is_settled_in_part(tmp_path: Path)
 
 
 def test_events_that_a_close_dropped_may_be_sent_again(tmp_path: Path) -> None:
-    """It is gone, so it must not seem a repeat; what was settled before stays one."""
+    """A dropped event is not a repeat; an event settled before is."""
     disk = FaultyDisk()
     queue, batches = settled_unwritten(tmp_path / "queue", 2, disk=disk, shutdown_timeout="50ms")
     batches[0].done()

@@ -20,7 +20,7 @@ from turnlane.queues.storage_api import BlockRange, UnreadableRange
 
 
 def opened(harness: Harness, count: int, **knobs: Any) -> BufferedQueue:
-    """A queue with so many events in it."""
+    """Open a queue with ``count`` events."""
     queue = harness.open(**knobs)
     assert isinstance(queue, BufferedQueue)
     queue.producer().publish_block(block_of(numbered(0, count)))
@@ -51,7 +51,7 @@ def test_a_batch_settled_by_offset_frees_its_room_once(keeping: Harness) -> None
 
 
 def test_a_release_does_not_bring_back_events_settled_by_offset(keeping: Harness) -> None:
-    """Only what is left comes again, in two pieces here, its attempt counted."""
+    """Only the unsettled events come again, in two pieces here, with the attempt counted."""
     queue = opened(keeping, 10)
     batch = queue.get(10)
     queue.settle(3, 6)
@@ -76,7 +76,7 @@ def test_returned_events_can_be_settled_by_offset(keeping: Harness) -> None:
 
 
 def test_a_batch_of_which_part_was_settled_by_offset_settles_the_rest(keeping: Harness) -> None:
-    """Each event is counted by whoever came first."""
+    """Each event counts for the settlement that came first."""
     queue = opened(keeping, 10)
     batch = queue.get(10)
     queue.settle(0, 4)
@@ -186,7 +186,7 @@ def test_settling_by_offset_waits_for_a_batch_that_is_being_settled(
 def test_events_settled_during_a_disk_read_are_not_handed_out(
     disk: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The consumer gets what is left, and the room is free once."""
+    """The consumer gets the unsettled events, and the room is freed once."""
     queue = opened(disk, 0)
     queue.producer(ack="persisted").publish_block(block_of(numbered(0, 10)))
     state_of(queue).buffer.drop_below(10)  # as after a restart: everything is on disk only

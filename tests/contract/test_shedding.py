@@ -31,7 +31,7 @@ DELAYING: dict[str, Any] = {
     "light_delay": "600s",
     "full_delay_mark": 1,
 }
-"""The second event of whoever can wait has to."""
+"""The second event of a producer that can wait has to wait."""
 
 
 def test_above_the_discard_mark_unimportant_events_are_shed(buffering: Harness) -> None:
@@ -159,7 +159,7 @@ def test_light_flow_control_ends_when_there_is_room(buffering: Harness) -> None:
 def test_delayed_publishers_are_served_first_come_first_served(
     buffering: Harness, flow: FlowControl
 ) -> None:
-    """In the order in which they came, and nobody who comes later overtakes them."""
+    """They enter in the order in which they came; later publishers do not overtake them."""
     queue = buffering.open(**DELAYING, stalled=True)
     producer = queue.producer(flow=flow)
     assert producer.publish(b"000")
@@ -233,7 +233,7 @@ def test_a_producer_without_flow_control_is_not_delayed(buffering: Harness) -> N
 
 
 def test_try_publish_is_never_delayed(every: Harness) -> None:
-    """Not to block is the point of it, whatever the flow control."""
+    """It does not block with any flow control."""
     waits = every.kind is not Kind.DIRECT
     marks: dict[str, Any] = {"size": 10, "full_delay_mark": 1} if waits else {}
     queue = every.open(stalled=True, **marks)
@@ -264,7 +264,7 @@ def test_delayed_producers_do_not_block_others(buffering: Harness) -> None:
 
 
 def test_a_direct_queue_takes_any_flow_control(direct: Harness) -> None:
-    """Nothing waits, so there is nothing to slow down for, whatever a producer could bear."""
+    """Nothing waits in the queue, so no flow control slows a producer down."""
     queue = direct.open()
     for flow in FlowControl:
         assert queue.producer(flow=flow).publish(b"one")
@@ -273,7 +273,7 @@ def test_a_direct_queue_takes_any_flow_control(direct: Harness) -> None:
 
 @pytest.mark.parametrize("flow", FlowControl)
 def test_a_refused_event_is_not_counted_as_dropped(buffering: Harness, flow: FlowControl) -> None:
-    """A block that found no room comes again; what is counted is what is taken or given up."""
+    """A block without room comes again; only accepted or dropped events are counted."""
     queue = buffering.open(
         size=4,
         light_delay_mark=2,
@@ -297,7 +297,7 @@ def test_a_refused_event_is_not_counted_as_dropped(buffering: Harness, flow: Flo
 
 
 def test_a_block_larger_than_the_queue_goes_on_where_it_was_refused(buffering: Harness) -> None:
-    """What was shed of its first pieces counts as dealt with: the rest is what has to come."""
+    """Events that policies dropped of its first pieces need not come again."""
     queue = buffering.open(size=4, discard_mark=1, discard_severity=5, stalled=True)
     publish_all(queue.producer(), [b"000"])
     block = block_of(numbered(0, 8), severities=[1, 7, 7, 7, 1, 1, 1, 1])

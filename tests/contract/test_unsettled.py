@@ -1,4 +1,4 @@
-"""Does a queue tell a reader, in ranges, what is not settled?"""
+"""Does a queue tell a reader the ranges that are not settled?"""
 
 from __future__ import annotations
 

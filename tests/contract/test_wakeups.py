@@ -1,4 +1,4 @@
-"""Is everybody woken who waits, whoever else waits for something else?"""
+"""Is every waiting thread woken while others wait for something else?"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _open(harness: Harness, **knobs: object) -> BufferedQueue:
 
 
 def test_a_publisher_behind_one_that_does_not_wait_is_woken(keeping: Harness) -> None:
-    """``try_publish`` waits for no ack, and takes nobody's wake-up with it."""
+    """``try_publish`` waits for no ack, and takes no wake-up of another publisher."""
     queue = _open(keeping)
     hasty = queue.producer(ack=AckLevel.DELIVERED)
     assert hasty.try_publish(b"0")
@@ -77,7 +77,7 @@ def test_acks_go_on_after_a_callback_that_exits(keeping: Harness) -> None:
 
 
 def test_a_closed_queue_starts_no_ack_thread(keeping: Harness) -> None:
-    """A producer made too late has nobody to hear from, and nobody waits for it."""
+    """A producer made too late gets no ack, and no thread waits for it."""
     queue = _open(keeping, name="late")
     queue.close()
     with pytest.raises(QueueClosed):

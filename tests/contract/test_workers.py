@@ -116,7 +116,7 @@ def _failing(times: int, error: BaseException) -> Callable[[Batch], None]:
 
 
 def test_a_pool_without_work_has_no_workers(keeping: Harness) -> None:
-    """An empty queue has a supervisor and nobody else."""
+    """The pool of an empty queue has only a supervisor."""
     queue = _open(keeping)
     with Pool(queue, Recorder()) as pool:
         assert_never(lambda: pool.active > 0, "a worker")
@@ -144,7 +144,7 @@ def test_a_longer_backlog_starts_more_workers(keeping: Harness) -> None:
 
 
 def test_idle_workers_end_and_start_again(keeping: Harness) -> None:
-    """After ``idle_timeout`` nobody is left; the next event brings a worker back."""
+    """After ``idle_timeout`` no worker is left; the next event starts one."""
     queue = _open(keeping, idle_timeout="10ms")
     recorder = Recorder()
     with Pool(queue, recorder) as pool:
@@ -160,7 +160,7 @@ def test_idle_workers_end_and_start_again(keeping: Harness) -> None:
 
 
 def test_a_failed_batch_is_tried_again_after_a_growing_pause(keeping: Harness) -> None:
-    """It is released with its attempt counted; a success begins anew."""
+    """It is released with its attempt counted; a success resets the pause."""
     queue = _open(keeping)
     recorder = Recorder(_failing(3, ValueError("not now")))
     with Pool(queue, recorder) as pool:
@@ -175,7 +175,7 @@ def test_a_failed_batch_is_tried_again_after_a_growing_pause(keeping: Harness) -
 
 
 def test_no_other_worker_tries_a_batch_during_its_pause(keeping: Harness) -> None:
-    """``after`` holds for all workers; other batches pass meanwhile."""
+    """``after`` holds for all workers; other batches are handled during that time."""
     queue = _open(keeping, workers=4, worker_minimum_events=1)
     recorder = Recorder(_failing(1, RetryLater("busy", after=3600.0)))
     with Pool(queue, recorder, longest=3600.0) as pool:
@@ -281,7 +281,7 @@ def test_a_worker_survives_a_disk_that_cannot_read(disk: DiskHarness) -> None:
 
 
 def _overrun(pool: WorkerPool) -> None:
-    """Let the consumer that is at a batch have taken too long, whatever the clock says."""
+    """Treat the consumer that has a batch as overdue, without waiting."""
     pool._cancel_overdue(-1.0)
     assert pool.cancelled == 1
 
@@ -366,7 +366,7 @@ def test_a_done_after_the_cancellation_is_ignored(keeping: Harness) -> None:
         if batch.attempt > 1:
             raise RetryLater("not yet", after=3600.0)
         begun.set()
-        with contextlib.suppress(Cancelled):  # not to be caught; but somebody will
+        with contextlib.suppress(Cancelled):  # it should not be caught, but consumers may do it
             goes_on.wait(PATIENCE)
         batch.done()
         batch.release()
@@ -450,7 +450,7 @@ def test_a_draining_close_lets_workers_finish(keeping: Harness) -> None:
 
 
 def test_a_draining_close_ends_in_time(keeping: Harness) -> None:
-    """A consumer that fails for ever is not waited for longer than ``shutdown_timeout``."""
+    """A close waits at most ``shutdown_timeout`` for a consumer that always fails."""
     queue = _open(keeping, shutdown_timeout="30ms")
     pool = Pool(queue, Recorder(_failing(10**9, ValueError("never"))), longest=3600.0)
     _publish(queue, 0, 5)
@@ -523,7 +523,7 @@ def test_a_pool_ends_when_its_queue_is_closed(keeping: Harness) -> None:
 
 
 def test_one_worker_keeps_the_order(keeping: Harness) -> None:
-    """Failures delay what comes after them, and nothing overtakes."""
+    """Failures delay later events, and nothing overtakes."""
     queue = _open(keeping, dequeue_batch_size=3)
     chance = random.Random(3)
 
@@ -573,7 +573,7 @@ def test_many_workers_lose_nothing_and_settle_nothing_twice(keeping: Harness, se
 def test_a_pool_that_cannot_drain_in_time_logs_the_remaining_events(
     memory: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Closing goes on; what is left stays in the queue."""
+    """Closing goes on; remaining events stay in the queue."""
     queue = memory.open(shutdown_timeout="50ms")
     assert isinstance(queue, BufferedQueue)
     publish_all(queue.producer(), numbered(0, 3))
