@@ -362,7 +362,7 @@ def test_a_partly_settled_block_is_accepted_in_part_after_a_kill(tmp_path: Path)
 
 
 def test_a_partly_settled_sampled_block_is_accepted_whole_after_a_kill(tmp_path: Path) -> None:
-    """The queue does not know the gaps in its numbers: events may come twice, but never get lost."""
+    """The queue does not know its numbers one by one: rather twice than lost."""
     disk = FaultyDisk()
     queue, _ = settled_unwritten(tmp_path / "queue", 0, disk=disk, sampling_interval=2)
     with unwritable(queue, disk):

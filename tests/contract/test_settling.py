@@ -129,7 +129,7 @@ def test_acks_come_once_for_events_settled_twice(keeping: Harness) -> None:
 
 
 class SlowRecord:
-    """Stands in for a queue's ``settle`` of its storage: the first call waits for the test, once done."""
+    """Replaces ``settle`` of the storage: the first call waits for the test after its work."""
 
     def __init__(self, queue: BufferedQueue, monkeypatch: pytest.MonkeyPatch) -> None:
         storage = state_of(queue).storage
