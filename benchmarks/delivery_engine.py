@@ -27,7 +27,7 @@ from turnlane.delivery.engine import Engine
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.events import Block
 from turnlane.outputs.api import DiscardOutput, Output, OutputSettings
-from turnlane.outputs.http import Form, HttpOutput, HttpSettings
+from turnlane.outputs.http import BodyFormat, HttpOutput, HttpOutputSettings
 
 SIZE = 200
 BATCH = 1000
@@ -93,7 +93,7 @@ def bare(url: str, bodies: Sequence[bytes], concurrency: int) -> float:
 
 def http_output(url: str) -> HttpOutput:
     """The output, set up as the bare loop is."""
-    return HttpOutput(HttpSettings(url=url, format=Form.RAW))
+    return HttpOutput(HttpOutputSettings(url=url, format=BodyFormat.RAW))
 
 
 def delivered(output: Output, settings: DeliverySettings, blocks: Sequence[Block]) -> float:

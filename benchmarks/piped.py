@@ -17,7 +17,7 @@ from benchmarks.served import CONFIG, Served, served
 from turnlane.cli.spark_session import session
 from turnlane.config import load
 from turnlane.pipeline.settings import SparkSettings
-from turnlane.spark.runner import Plan, Runner
+from turnlane.spark.runner import PipelinePlan, PipelineRunner
 
 MASTER = "local[2]"
 PATIENCE = 300.0
@@ -29,7 +29,7 @@ class Piped:
     """A running pipeline."""
 
     node: Served
-    runner: Runner
+    runner: PipelineRunner
 
 
 @contextmanager
@@ -55,9 +55,9 @@ def piped(
         config = load(place / CONFIG)
         settings = config.pipeline()
         assert settings is not None
-        runner = Runner(spark)
+        runner = PipelineRunner(spark)
         access = {"endpoint": node.flight}
-        runner.start(Plan(settings, config.knobs(), access, place / "checkpoints"))
+        runner.start(PipelinePlan(settings, config.knobs(), access, place / "checkpoints"))
         try:
             yield Piped(node, runner)
         finally:

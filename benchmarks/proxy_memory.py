@@ -29,7 +29,7 @@ from benchmarks.resident import own_bytes
 from turnlane.errors import TransportDown
 from turnlane.events import Block
 from turnlane.queues.api import Progress
-from turnlane.runtime import give_back
+from turnlane.runtime import release_free_memory
 
 SIZE = 1_000
 _LOOK_SECONDS = 0.05
@@ -153,7 +153,7 @@ def node_alone(directory: Path, events: int) -> list[object]:
 def tidy_bytes() -> int:
     """What this process has for itself alone (its USS), what its allocators keep free left out."""
     gc.collect()
-    give_back()
+    release_free_memory()
     return own_bytes("self")
 
 

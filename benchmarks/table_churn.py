@@ -11,7 +11,7 @@ from benchmarks.measure import Series, alternate
 from benchmarks.outcome import Cell, Outcome, Table, figure
 from benchmarks.table_contestant import Done, Turnlane
 from benchmarks.table_producer import Job, Producer
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 
 PARTS = 10
 """Of the time, one beside the other."""
@@ -31,7 +31,7 @@ class Fresh(Turnlane):
     name = "fresh"
 
 
-class Churn(Closing):
+class Churn(Closeable):
     """A queue whose manager and receivers stay, while another process enqueues now and then."""
 
     def __init__(self, kind: type[Turnlane], url: str, producer: Producer) -> None:

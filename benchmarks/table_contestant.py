@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from turnlane import table
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 
 BATCH = 1_000
 """Events to a transaction, where a user would batch by hand."""
@@ -64,7 +64,7 @@ class Done:
         return self._stopped.wait(seconds)
 
 
-class TableContestant(Closing, abc.ABC):
+class TableContestant(Closeable, abc.ABC):
     """A queue in a database. Several may be open for the same one, in several processes."""
 
     label: ClassVar[str]

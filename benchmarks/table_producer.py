@@ -11,7 +11,7 @@ from multiprocessing.synchronize import Event
 from typing import NamedTuple
 
 from benchmarks.table_contestant import BATCH, TableContestant
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 
 AHEAD = 20_000
 """The most events that wait: a queue that lives is short."""
@@ -27,7 +27,7 @@ class Job(NamedTuple):
     per_second: float | None = None
 
 
-class Producer(Closing):
+class Producer(Closeable):
     """The process, kept for many jobs."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from rich.progress import (
 from rich.table import Table
 
 import turnlane
-from turnlane.events import values_of
+from turnlane.events import get_values
 
 EVENT_BYTES = 100
 BLOCK_EVENTS = 5_000
@@ -166,7 +166,7 @@ def drain(queue: turnlane.Queue, account: Account, bar: Progress, task: TaskID) 
             batch = queue.get()
         except turnlane.QueueClosed:
             return
-        account.arrive(values_of([batch.block]))
+        account.arrive(get_values([batch.block]))
         batch.done()
         bar.advance(task, len(batch))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from turnlane.events import block_of, values_of
+from turnlane.events import block_of, get_values
 from turnlane.storage.disk_io import Disk
-from turnlane.storage.frames import Compression, Mode, Position
-from turnlane.storage.log import Fault, Found, Log
+from turnlane.storage.encoder import CompressionMode, CompressionPolicy
+from turnlane.storage.frames import LogPosition
+from turnlane.storage.log import Log
+from turnlane.storage.reader import StoredEvents, UnreadableRange
 
 QUEUE_ID = "ab" * 16
 CHUNK_0 = "0000000000000000.chunk"
@@ -17,10 +19,10 @@ def open_log(
     directory: Path,
     disk: Disk | None = None,
     *,
-    hint: Position | None = None,
+    hint: LogPosition | None = None,
     floor: int = 0,
-    chunk_size: int = 1 << 20,
-    mode: Mode = "none",
+    segment_size: int = 1 << 20,
+    mode: CompressionMode = "none",
     queue_id: str = QUEUE_ID,
     durable: bool = True,
 ) -> Log:
@@ -28,8 +30,8 @@ def open_log(
         directory,
         disk or Disk(),
         queue_id=queue_id,
-        chunk_size=chunk_size,
-        compression=Compression(mode),
+        segment_size=segment_size,
+        compression=CompressionPolicy(mode),
         hint=hint,
         floor=floor,
         durable=durable,
@@ -45,15 +47,17 @@ def fill(log: Log, count: int, blocks: int = 1) -> None:
         log.append(log.end, block_of(values(log.end, count), timestamps=1))
 
 
-def drained(log: Log, offset: int = 0, max_events: int = 1000) -> list[bytes | Fault | None]:
+def drained(
+    log: Log, offset: int = 0, max_events: int = 1000
+) -> list[bytes | UnreadableRange | None]:
     """Everything from ``offset`` on: values, and faults where there are none."""
-    reader = log.reader()
-    found: list[bytes | Fault | None] = []
+    reader = log.create_reader()
+    found: list[bytes | UnreadableRange | None] = []
     while (result := reader.read(offset, max_events)) is not None:
-        if isinstance(result, Found):
+        if isinstance(result, StoredEvents):
             assert result.first == offset
             assert 0 < result.block.num_rows <= max_events
-            found += values_of([result.block])
+            found += get_values([result.block])
             offset += result.block.num_rows
         else:
             assert result.first == offset

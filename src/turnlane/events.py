@@ -50,7 +50,7 @@ class Event(NamedTuple):
     offset: int | None = None
 
 
-def values_array(values: Sequence[bytes]) -> pa.Array[Any]:
+def build_values(values: Sequence[bytes]) -> pa.Array[Any]:
     """A binary column from Python bytes, about ten times faster than ``pa.array``."""
     count = len(values)
     ends = np.zeros(count + 1, dtype=np.int32)
@@ -83,7 +83,7 @@ def block_of(
         "source": sources,
     }
     arrays = [
-        values_array(values)
+        build_values(values)
         if field.name == "value"
         else _column(columns[field.name], field.type, count)
         for field in BASE_SCHEMA
@@ -102,7 +102,7 @@ def _column(values: Any, kind: Any, count: int) -> pa.Array[Any]:  # noqa: ANN40
     return column
 
 
-def prepared(block: Block, time_ns: Callable[[], int]) -> Block:
+def prepare_block(block: Block, time_ns: Callable[[], int]) -> Block:
     """The block, checked and ready to be queued: base columns typed right, a timestamp for all."""
     names = block.schema.names
     if len(set(names)) != len(names):
@@ -121,10 +121,10 @@ def prepared(block: Block, time_ns: Callable[[], int]) -> Block:
     plain = pa.schema([pa.field(field.name, field.type) for field in block.schema])
     if not block.schema.equals(plain, check_metadata=True):
         block = pa.RecordBatch.from_arrays(block.columns, schema=plain)
-    return stamped(block, time_ns)
+    return add_timestamps(block, time_ns)
 
 
-def stamped(block: Block, time_ns: Callable[[], int]) -> Block:
+def add_timestamps(block: Block, time_ns: Callable[[], int]) -> Block:
     """The block with a timestamp for every event: now, where it has none."""
     at = block.schema.get_field_index("timestamp")
     if at >= 0 and not block.column(at).null_count:
@@ -146,7 +146,7 @@ def _can_be_kept(kind: pa.DataType) -> bool:
     return all(_can_be_kept(kind.field(index).type) for index in range(kind.num_fields))
 
 
-def conform(block: Block, schema: pa.Schema = BASE_SCHEMA) -> Block:
+def conform_block(block: Block, schema: pa.Schema = BASE_SCHEMA) -> Block:
     """The block with the schema's columns first, missing ones null, further ones kept after."""
     if block.schema.equals(schema):
         return block
@@ -168,7 +168,7 @@ def conform(block: Block, schema: pa.Schema = BASE_SCHEMA) -> Block:
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
 
-def typed(block: Block, without: Collection[str] = ()) -> Block:
+def cast_base_columns(block: Block, without: Collection[str] = ()) -> Block:
     """The block with base columns of the right type, whoever made it, and some columns left out."""
     arrays: list[pa.Array[Any]] = []
     fields: list[pa.Field[Any]] = []
@@ -184,37 +184,37 @@ def typed(block: Block, without: Collection[str] = ()) -> Block:
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
 
-def join(blocks: Sequence[Block]) -> Block:
+def join_blocks(blocks: Sequence[Block]) -> Block:
     """One block from several; columns are matched by name."""
     if len(blocks) == 1:
         return blocks[0]
     first = blocks[0].schema
     if not all(block.schema.equals(first) for block in blocks[1:]):
         schema = pa.unify_schemas([block.schema for block in blocks])
-        blocks = [conform(block, schema) for block in blocks]
+        blocks = [conform_block(block, schema) for block in blocks]
     joined: Block = pa.concat_batches(blocks)  # type: ignore[attr-defined]
     return joined
 
 
-def gathered(blocks: Iterator[tuple[int, Block]], rows: int) -> Iterator[tuple[int, Block]]:
+def join_consecutive(blocks: Iterator[tuple[int, Block]], rows: int) -> Iterator[tuple[int, Block]]:
     """Blocks with their offsets, consecutive ones joined up to ``rows``."""
     held: list[Block] = []
     first = end = 0
     for at, block in blocks:
         if held and (at != end or end - first + block.num_rows > rows):
-            yield first, join(held)
+            yield first, join_blocks(held)
             held = []
         if not held:
             first = at
         held.append(block)
         end = at + block.num_rows
     if held:
-        yield first, join(held)
+        yield first, join_blocks(held)
 
 
-def events_of(block: Block, first: int = 0) -> Iterator[Event]:
+def iterate_events(block: Block, first: int = 0) -> Iterator[Event]:
     """The block's rows as events, with offsets counted from ``first``."""
-    block = conform(block)
+    block = conform_block(block)
     columns = block.select(_WITHOUT_TIME).to_pydict()
     # As numbers: Arrow has more years than Python.
     stamps = block.column("timestamp").cast(pa.int64()).to_pylist()
@@ -231,12 +231,12 @@ def events_of(block: Block, first: int = 0) -> Iterator[Event]:
         )
 
 
-def values_of(blocks: Iterable[Block]) -> list[bytes]:
+def get_values(blocks: Iterable[Block]) -> list[bytes]:
     """The ``value`` column of the blocks as Python bytes; null is empty."""
     return [value or b"" for block in blocks for value in block.column("value").to_pylist()]
 
 
-def event_sizes(block: Block) -> npt.NDArray[np.int64]:
+def get_event_sizes(block: Block) -> npt.NDArray[np.int64]:
     """The bytes of each event, as they count against ``max_event_bytes``."""
     sizes = np.full(block.num_rows, EVENT_OVERHEAD, np.int64)
     for column in block.columns:

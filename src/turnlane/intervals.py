@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 
-class Ranges:
+class RangeSet:
     """A set of integers as half-open ranges ``[first, end)``."""
 
     __slots__ = ("_ends", "_firsts")
@@ -117,9 +117,9 @@ class Ranges:
             return None
         return max(offset, self._firsts[index])
 
-    def copy(self) -> Ranges:
+    def copy(self) -> RangeSet:
         """An independent copy."""
-        clone = Ranges()
+        clone = RangeSet()
         clone._firsts = self._firsts.copy()
         clone._ends = self._ends.copy()
         return clone
@@ -147,7 +147,7 @@ class Ranges:
         return self.covers(offset, offset + 1)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ranges) and list(self) == list(other)
+        return isinstance(other, RangeSet) and list(self) == list(other)
 
     def __hash__(self) -> int:
         raise TypeError("Ranges can change and cannot be hashed")
@@ -159,19 +159,19 @@ class Ranges:
 # ── spans ──
 # Offsets as lists of spans, in order: what readers and queues tell each other. Pure.
 
-GAP: Final = 4096
+MAX_GAP: Final = 4096
 """Spans no farther apart are read in one go: a few events too many cost less than a call."""
 
-COPIED: Final = pa.schema([("offset", pa.int64()), ("routes", pa.int64())])
+COPY_SCHEMA: Final = pa.schema([("offset", pa.int64()), ("routes", pa.int64())])
 """Where events are, and in bits into which queues they are to be copied."""
-MOST_COPIES: Final = 62
+MAX_COPY_TARGETS: Final = 62
 """So many queues have a bit, in Arrow and in Spark."""
 
 Span = tuple[int, int]
 """Offsets ``first`` to ``end - 1``."""
 
 
-def oldest_of(spans: Sequence[Span], events: int) -> list[Span]:
+def take_oldest(spans: Sequence[Span], events: int) -> list[Span]:
     """As many of the first offsets of some spans."""
     taken: list[Span] = []
     for first, end in spans:
@@ -182,7 +182,7 @@ def oldest_of(spans: Sequence[Span], events: int) -> list[Span]:
     return taken
 
 
-def newest_of(spans: Sequence[Span], events: int) -> list[Span]:
+def take_newest(spans: Sequence[Span], events: int) -> list[Span]:
     """As many of the last offsets of some spans."""
     taken: list[Span] = []
     for first, end in reversed(spans):
@@ -193,28 +193,28 @@ def newest_of(spans: Sequence[Span], events: int) -> list[Span]:
     return taken[::-1]
 
 
-def overlap(one: Span, other: Span) -> bool:
+def is_overlapping(one: Span, other: Span) -> bool:
     """Whether two spans have an offset in common."""
     return one[0] < other[1] and other[0] < one[1]
 
 
-def count_of(spans: Iterable[Span]) -> int:
+def count_offsets(spans: Iterable[Span]) -> int:
     """How many offsets there are in some spans."""
     return sum(end - first for first, end in spans)
 
 
-def hulls(spans: Sequence[Span]) -> Iterator[Span]:
+def merge_near_spans(spans: Sequence[Span]) -> Iterator[Span]:
     """Ranges that hold all the spans, and little else."""
     first, end = spans[0]
     for start, stop in spans[1:]:
-        if start - end > GAP:
+        if start - end > MAX_GAP:
             yield first, end
             first = start
         end = stop
     yield first, end
 
 
-def inside(spans: Sequence[Span], first: int, count: int) -> npt.NDArray[np.bool_]:
+def find_inside(spans: Sequence[Span], first: int, count: int) -> npt.NDArray[np.bool_]:
     """Which of so many offsets from ``first`` on are in the spans; these are in order."""
     starts, ends = np.asarray(spans, dtype=np.int64).reshape(-1, 2).T
     offsets = np.arange(first, first + count, dtype=np.int64)
@@ -223,7 +223,7 @@ def inside(spans: Sequence[Span], first: int, count: int) -> npt.NDArray[np.bool
     return found
 
 
-def spans_of(offsets: npt.NDArray[np.int64]) -> list[Span]:
+def convert_to_spans(offsets: npt.NDArray[np.int64]) -> list[Span]:
     """Offsets, in any order and some perhaps twice, as spans."""
     places = np.unique(offsets)
     if not len(places):

@@ -18,7 +18,7 @@ _MASK: Final = (1 << 64) - 1
 Numbers = npt.NDArray[np.uint64]
 
 
-def key_hash(key: str) -> int:
+def hash_key(key: str) -> int:
     """The hash of one key."""
     total, power = 0, 1
     for byte in key.encode():
@@ -33,7 +33,7 @@ def _stirred(number: int) -> int:
     return number ^ number >> 31
 
 
-def key_hashes(keys: pa.Array[Any]) -> Numbers:
+def hash_keys(keys: pa.Array[Any]) -> Numbers:
     """The hash of every key of a column; what it is where there is no key means nothing."""
     column: Any = keys.cast(pa.large_binary())
     ends = np.frombuffer(column.buffers()[1], dtype=np.int64)[
@@ -75,14 +75,14 @@ def _stirred_all(numbers: Numbers) -> Numbers:
 # The node is the remainder of the key's hash.
 
 
-def node_of(key: str, nodes: int) -> int:
+def find_node(key: str, nodes: int) -> int:
     """The number of the node that a key belongs to."""
-    return key_hash(key) % nodes
+    return hash_key(key) % nodes
 
 
-def nodes_of(keys: pa.Array[Any], nodes: int) -> npt.NDArray[np.int64]:
+def find_nodes(keys: pa.Array[Any], nodes: int) -> npt.NDArray[np.int64]:
     """For every key of a column, the number of its node; -1 where there is no key."""
-    found = (key_hashes(keys) % np.uint64(nodes)).astype(np.int64)
+    found = (hash_keys(keys) % np.uint64(nodes)).astype(np.int64)
     if keys.null_count:
         found[np.asarray(keys.is_null())] = -1
     return found
@@ -92,7 +92,7 @@ def nodes_of(keys: pa.Array[Any], nodes: int) -> npt.NDArray[np.int64]:
 # Which of equal values each is: the first, the second, and so on. Pure.
 
 
-def repeats(*columns: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+def count_earlier_equals(*columns: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """How many rows before each are the same in all columns."""
     order = np.lexsort(columns)
     at = np.arange(len(order))

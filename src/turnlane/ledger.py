@@ -26,7 +26,7 @@ class Outcome(enum.StrEnum):
         return self not in (Outcome.DELIVERED, Outcome.DEAD)
 
 
-UNNUMBERED = (Outcome.NEWEST, Outcome.SEVERITY, Outcome.SAMPLED)
+DROPS_WITHOUT_OFFSET = (Outcome.NEWEST, Outcome.SEVERITY, Outcome.SAMPLED)
 """Drops at the door: these events never got an offset."""
 
 
@@ -73,7 +73,7 @@ class Ledger:
         )
 
 
-class Totals:
+class OutcomeTotals:
     """Running counts by outcome. ``end`` offsets were given out; drops at the door come on top."""
 
     __slots__ = ("_counts",)
@@ -91,13 +91,13 @@ class Totals:
     @property
     def numbered(self) -> int:
         """Settled events that had an offset."""
-        return sum(n for outcome, n in self._counts.items() if outcome not in UNNUMBERED)
+        return sum(n for outcome, n in self._counts.items() if outcome not in DROPS_WITHOUT_OFFSET)
 
     def ledger(self, end: int, pending: int) -> Ledger:
         """The ledger of a queue that gave out offsets up to ``end``."""
         counts = self._counts
         return Ledger(
-            accepted=end + sum(counts[outcome] for outcome in UNNUMBERED),
+            accepted=end + sum(counts[outcome] for outcome in DROPS_WITHOUT_OFFSET),
             delivered=counts[Outcome.DELIVERED],
             dead=counts[Outcome.DEAD],
             dropped={o.value: counts[o] for o in Outcome if o.is_drop and counts[o]},

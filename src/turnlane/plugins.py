@@ -13,12 +13,12 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
 from turnlane.errors import ConfigError
-from turnlane.validation import did_you_mean
+from turnlane.validation import suggest
 
 Plugin = TypeVar("Plugin")
 
 
-class Plugins(Generic[Plugin]):
+class PluginRegistry(Generic[Plugin]):
     """All plugins of one group."""
 
     def __init__(self, group: str, base: type[Plugin], noun: str) -> None:
@@ -47,7 +47,7 @@ class Plugins(Generic[Plugin]):
     def _point(self, kind: str) -> EntryPoint:
         point = self._known.get(kind)
         if point is None:
-            hint = did_you_mean(kind, self._known) or f"; there are: {', '.join(self.types())}"
+            hint = suggest(kind, self._known) or f"; there are: {', '.join(self.types())}"
             raise ConfigError("type", f"there is no {self._noun} {kind!r}{hint}")
         return point
 

@@ -23,7 +23,7 @@ from turnlane.errors import RetryLater
 # Things that are to be closed, and can be used in a ``with`` statement to that end.
 
 
-class Closing(abc.ABC):
+class Closeable(abc.ABC):
     """Closed when the ``with`` block ends, however it ends."""
 
     @abc.abstractmethod
@@ -54,7 +54,7 @@ _MMAP_THRESHOLD: Final = -3
 """As glibc's ``malloc.h`` has them."""
 
 
-def keep_freed() -> None:
+def keep_freed_memory() -> None:
     """Have this process, and those forked from it, keep some of what C code has freed.
 
     Nothing where the C library is not glibc.
@@ -65,7 +65,7 @@ def keep_freed() -> None:
         set_option(_TRIM_THRESHOLD, KEPT_BYTES)
 
 
-def give_back() -> None:
+def release_free_memory() -> None:
     """Let the system have what is free.
 
     Blocks come in and go out in sizes that no allocator likes: without this a process that was busy
@@ -95,14 +95,14 @@ def _of_glibc(name: str) -> Callable[..., int] | None:
 _made: Final[list[Path]] = []
 
 
-def scratch(prefix: str) -> Path:
+def create_scratch_directory(prefix: str) -> Path:
     """A new directory, for this process only."""
     _made.append(Path(tempfile.mkdtemp(prefix=prefix)))
     return _made[-1]
 
 
 @atexit.register
-def clear() -> None:
+def remove_scratch_directories() -> None:
     """Delete all of them; nobody uses them any more."""
     while _made:
         shutil.rmtree(_made.pop(), ignore_errors=True)
@@ -112,7 +112,7 @@ def clear() -> None:
 # Passwords and tokens: in a variable of the environment or in a file, never shown.
 
 
-def revealed(what: str, variable: str | None, file: Path | None) -> str | None:
+def read_secret(what: str, variable: str | None, file: Path | None) -> str | None:
     """The secret; ``None`` if neither place is named.
 
     Looked up when it is needed, where it is needed. Raises ``RetryLater`` if it is not there:

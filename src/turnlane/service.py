@@ -21,7 +21,7 @@ from turnlane.node.flight.server import FlightPlane
 from turnlane.node.http import HttpPlane
 from turnlane.node.node import Node
 from turnlane.node.tables import Tables
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 from turnlane.serving.auth import Authority, TlsSettings
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Listening(NamedTuple):
     """The queue that an input fills."""
 
 
-class Service(Closing):
+class Service(Closeable):
     """The node, its planes and its inputs. Start and stop it once; safe to stop from any thread."""
 
     node: Node
@@ -89,7 +89,7 @@ class Service(Closing):
 
         Only where there are actions: the pipeline of a node without them has another file.
         """
-        for name, pending in self.node.without_action() if self.config.actions else ():
+        for name, pending in self.node.list_queues_without_action() if self.config.actions else ():
             log.warning(
                 "queue %s holds %d events and belongs to no action of the configuration any more; "
                 "add the action again to have them delivered, or drop the queue",

@@ -1,8 +1,8 @@
 """Quantities as people write them: ``30s``, ``512Mi``, ``80%``, ``22:00-06:00``.
 
 ``Duration`` and ``Size`` stand in pydantic models and come out as plain seconds and bytes;
-:class:`Percentage` and :class:`TimeWindow` stand there as they are, as every :class:`Written` value
-does. Every parser raises ``ValueError`` with what is allowed and an example.
+:class:`Percentage` and :class:`TimeWindow` stay as they are, like every other
+:class:`WrittenQuantity`. Every parser raises ``ValueError`` with what is allowed and an example.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pydantic import BeforeValidator, GetJsonSchemaHandler, WithJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-LONGEST: Final = 36_500 * 86_400.0
+MAX_DURATION: Final = 36_500 * 86_400.0
 """A hundred years: beyond it, the operating system's own waits overflow."""
 
-LARGEST: Final = 2**63 - 1
+MAX_SIZE: Final = 2**63 - 1
 """The largest size a file, or a 64-bit counter, can have."""
 
 _SECONDS: Final = {
@@ -67,7 +67,7 @@ _WINDOW_HELP: Final = (
 def parse_duration(value: object) -> float:
     """Seconds from ``30s``, ``1h30m``, a plain number of seconds or a ``timedelta``."""
     seconds = _seconds(value)
-    if seconds is None or not 0 <= seconds <= LONGEST:
+    if seconds is None or not 0 <= seconds <= MAX_DURATION:
         raise ValueError(f"{value!r} is not a duration; {_DURATION_HELP}")
     return seconds
 
@@ -106,7 +106,7 @@ def format_duration(seconds: float) -> str:
 def parse_size(value: object) -> int:
     """Bytes from ``512Mi``, ``10MB``, ``64 KiB`` or a plain whole number."""
     size = _bytes(value)
-    if size is None or size != int(size) or not 0 <= size <= LARGEST:
+    if size is None or size != int(size) or not 0 <= size <= MAX_SIZE:
         raise ValueError(f"{value!r} is not a size; {_SIZE_HELP}")
     return int(size)
 
@@ -136,7 +136,7 @@ def format_size(size: int) -> str:
 def _plain_number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if abs(value) <= LARGEST and math.isfinite(value) else None
+    return float(value) if abs(value) <= MAX_SIZE and math.isfinite(value) else None
 
 
 def _digits(number: Decimal) -> str:
@@ -178,7 +178,7 @@ Size = Annotated[
 """Bytes, written as ``512Mi``."""
 
 
-class Written(abc.ABC):
+class WrittenQuantity(abc.ABC):
     """A value that has a written form: gives pydantic its parser, its text and its schema."""
 
     __slots__ = ()
@@ -204,7 +204,7 @@ class Written(abc.ABC):
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Percentage(Written):
+class Percentage(WrittenQuantity):
     """A share of something else: ``80%``. More than 0, at most 100."""
 
     schema: ClassVar[JsonSchemaValue] = {
@@ -245,7 +245,7 @@ class Percentage(Written):
 
 
 @dataclass(frozen=True, slots=True)
-class TimeWindow(Written):
+class TimeWindow(WrittenQuantity):
     """A span of the day from ``start`` up to, not including, ``end``; may run over midnight."""
 
     schema: ClassVar[JsonSchemaValue] = {

@@ -41,38 +41,38 @@ _WORDS: Final = {
 }
 
 
-class Problem(NamedTuple):
+class ConfigIssue(NamedTuple):
     """One thing that is wrong with a setting."""
 
     knob: str
     message: str
 
 
-class Contradiction(ValueError):
+class ContradictorySettings(ValueError):
     """Raised by a model's own validator: settings that are right alone and wrong together."""
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(self, problems: Sequence[ConfigIssue]) -> None:
         super().__init__("; ".join(f"{knob}: {message}" for knob, message in problems))
         self.problems = tuple(problems)
 
 
-class ConfigProblems(ConfigError):
+class ConfigIssues(ConfigError):
     """Several things are wrong, a line for each; ``problems`` has them all, ``knob`` the first."""
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(self, problems: Sequence[ConfigIssue]) -> None:
         super().__init__(*_told(problems))
         self.problems = tuple(problems)
 
 
-class Findings:
+class IssueCollector:
     """What is found wrong by one check after another, to be told all at once."""
 
     def __init__(self) -> None:
-        self._problems: list[Problem] = []
+        self._problems: list[ConfigIssue] = []
 
     def add(self, knob: str, message: str) -> None:
         """Note one."""
-        self._problems.append(Problem(knob, message))
+        self._problems.append(ConfigIssue(knob, message))
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -80,27 +80,27 @@ class Findings:
         try:
             yield
         except ConfigError as error:
-            self._problems += problems_of(error)
+            self._problems += get_issues(error)
 
     def tell(self) -> None:
-        """Raise ``ConfigProblems`` if there are any."""
+        """Raise ``ConfigIssues`` if there are any."""
         if self._problems:
-            raise ConfigProblems(self._problems)
+            raise ConfigIssues(self._problems)
 
 
-def problems_of(error: ConfigError) -> Sequence[Problem]:
+def get_issues(error: ConfigError) -> Sequence[ConfigIssue]:
     """All that an error tells of."""
-    if isinstance(error, ConfigProblems):
+    if isinstance(error, ConfigIssues):
         return error.problems
-    return [Problem(error.knob, message_of(error))]
+    return [ConfigIssue(error.knob, get_message(error))]
 
 
-def message_of(error: ConfigError) -> str:
+def get_message(error: ConfigError) -> str:
     """What an error says, without the knob that it says it of."""
     return str(error).removeprefix(f"{error.knob}: ")
 
 
-def config_error(error: ValidationError, knobs: Iterable[str] = ()) -> ConfigError:
+def convert_validation_error(error: ValidationError, knobs: Iterable[str] = ()) -> ConfigError:
     """One ``ConfigError`` for all that pydantic found, a line for each problem.
 
     ``knobs`` are the names that exist, to guess what a misspelt one was meant to be.
@@ -110,34 +110,34 @@ def config_error(error: ValidationError, knobs: Iterable[str] = ()) -> ConfigErr
     return ConfigError(*_told(found))  # of no other class: clients know errors by its name
 
 
-def _told(problems: Sequence[Problem]) -> tuple[str, str]:
+def _told(problems: Sequence[ConfigIssue]) -> tuple[str, str]:
     """The first one's knob, and a line for each of them."""
     first, *others = problems
     return first.knob, "\n".join([first.message, *(f"{knob}: {text}" for knob, text in others)])
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def suggest(word: str, known: Iterable[str]) -> str:
     """``; did you mean x?`` if a known word is close, else nothing."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _problems(detail: ErrorDetails, names: list[str]) -> Iterator[Problem]:
+def _problems(detail: ErrorDetails, names: list[str]) -> Iterator[ConfigIssue]:
     where = [str(part) for part in detail["loc"]]
     cause = detail.get("ctx", {}).get("error")
-    if isinstance(cause, Contradiction):
+    if isinstance(cause, ContradictorySettings):
         for knob, message in cause.problems:
-            yield Problem(".".join([*where, knob]), message)
+            yield ConfigIssue(".".join([*where, knob]), message)
     elif detail["type"] == "extra_forbidden":
-        hint = did_you_mean(where[-1], names)
-        yield Problem(".".join(where), f"there is no such knob{hint}")
+        hint = suggest(where[-1], names)
+        yield ConfigIssue(".".join(where), f"there is no such knob{hint}")
     elif cause is not None:
-        yield Problem(".".join(where), str(cause))
+        yield ConfigIssue(".".join(where), str(cause))
     else:
-        yield Problem(".".join(where), reworded(detail))
+        yield ConfigIssue(".".join(where), describe_issue(detail))
 
 
-def reworded(detail: ErrorDetails) -> str:
+def describe_issue(detail: ErrorDetails) -> str:
     """What pydantic found, in our words, with what was given instead."""
     context: dict[str, Any] = {**detail.get("ctx", {})}
     expected = _choices(str(context.get("expected", "")))
@@ -146,7 +146,7 @@ def reworded(detail: ErrorDetails) -> str:
         return detail["msg"][:1].lower() + detail["msg"][1:]
     if detail["type"] == "missing":
         return words
-    hint = did_you_mean(str(detail["input"]), expected.split(", ")) if expected else ""
+    hint = suggest(str(detail["input"]), expected.split(", ")) if expected else ""
     return f"{words.format(**{**context, 'expected': expected})}, not {_shown(detail)}{hint}"
 
 

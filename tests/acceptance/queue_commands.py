@@ -11,10 +11,10 @@ from typing import Any
 
 import turnlane
 from tests.nursery import run_command
-from turnlane.events import block_of, values_of
+from turnlane.events import block_of, get_values
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.frames import HEADER_SIZE
-from turnlane.storage.segments import Whole, scan
+from turnlane.storage.segments import ValidFrame, scan_segment
 
 CHUNK_0 = "0000000000000000.chunk"
 
@@ -75,11 +75,11 @@ def chunks(path: Path) -> list[Path]:
     return sorted(path.glob("*.chunk"))
 
 
-def frames(chunk: Path) -> list[Whole]:
+def frames(chunk: Path) -> list[ValidFrame]:
     """The frames with events in a chunk, in order."""
     fd = os.open(chunk, os.O_RDONLY)
     try:
-        found = [item for item in scan(Disk(), fd, 0, 0) if isinstance(item, Whole)]
+        found = [item for item in scan_segment(Disk(), fd, 0, 0) if isinstance(item, ValidFrame)]
     finally:
         os.close(fd)
     return found[1:]
@@ -105,7 +105,7 @@ def drained(path: Path) -> list[bytes | None]:
     with turnlane.open_queue(kind="disk", path=path) as queue:
         while queue.stats().ledger.pending:
             with queue.get() as batch:
-                found += values_of([batch.block])
+                found += get_values([batch.block])
     return found
 
 

@@ -62,7 +62,7 @@ def test_repair_never_deletes_what_cannot_be_read(stopped: Path) -> None:
     chunk = chunks(stopped)[1]
     frame = frames(chunk)[0]
     flip(chunk, frame.byte + HEADER_SIZE)
-    damaged = chunk.read_bytes()[frame.byte : frame.byte + frame.header.stored]
+    damaged = chunk.read_bytes()[frame.byte : frame.byte + frame.header.stored_size]
     result = in_json("repair", stopped)
     (kept,) = result["set_aside"]
     assert (stopped / kept).read_bytes() == damaged

@@ -62,7 +62,7 @@ def test_verify_names_the_frame_with_damaged_content(stopped: Path, where: int) 
     flip(chunk, frame.byte + where)
     fault = fault_of(stopped)
     assert (fault["kind"], fault["file"]) == ("corrupt_payload", chunk.name)
-    assert (fault["byte"], fault["length"]) == (frame.byte, frame.header.stored)
+    assert (fault["byte"], fault["length"]) == (frame.byte, frame.header.stored_size)
     lost = (frame.header.first, frame.header.end, 10)
     assert (fault["first"], fault["end"], fault["events"]) == lost
     text = turnlane_queue("verify", stopped).stdout
@@ -77,7 +77,7 @@ def test_verify_names_the_frame_with_a_damaged_header(stopped: Path, where: int)
     flip(chunk, frame.byte + where)
     fault = fault_of(stopped)
     assert (fault["kind"], fault["file"]) == ("corrupt_header", chunk.name)
-    assert (fault["byte"], fault["length"]) == (frame.byte, frame.header.stored)
+    assert (fault["byte"], fault["length"]) == (frame.byte, frame.header.stored_size)
     assert (fault["first"], fault["events"]) == (frame.header.first, 10)
 
 

@@ -32,7 +32,7 @@ from turnlane.node.http import HttpPlane
 from turnlane.node.node import Node
 from turnlane.serving.address import Address
 from turnlane.serving.auth import Authority
-from turnlane.serving.web import WebSettings
+from turnlane.serving.http_server import WebSettings
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

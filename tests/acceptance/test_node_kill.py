@@ -26,7 +26,7 @@ import turnlane
 from tests.conftest import IN_CI
 from tests.contract.harness import wait_until
 from tests.ports import free_port
-from turnlane.events import values_of
+from turnlane.events import get_values
 
 KILLS = 8 if IN_CI else 3
 PATIENCE = 60.0
@@ -239,7 +239,7 @@ def everything(url: str, file: FileClient) -> dict[str, list[int]]:
             assert time.monotonic() < deadline, f"{len(found['file'])} of {file.sent} lines"
             client.wait("main", at, 0.2)
             for first, block in client.read("main", at):
-                for value in values_of([block]):
+                for value in get_values([block]):
                     name, number = parsed(value)
                     found[name].append(number)
                 at = first + block.num_rows

@@ -19,7 +19,7 @@ from tests.contract.harness import (
     wait_until,
 )
 from turnlane.errors import EventTooLarge, QueueFull, SchemaMismatch
-from turnlane.events import BASE_SCHEMA, Block, block_of, events_of, join
+from turnlane.events import BASE_SCHEMA, Block, block_of, iterate_events, join_blocks
 from turnlane.queues.api import Batch, Queue
 from turnlane.queues.settings import Kind
 
@@ -34,7 +34,9 @@ def with_columns(values: list[bytes], **columns: Any) -> Block:
 
 @pytest.mark.parametrize("moment", [2**62, -(2**62)])
 def test_a_time_beyond_the_calendar_of_python_is_kept_as_a_number(moment: int) -> None:
-    assert [event.timestamp for event in events_of(block_of([b"x"], timestamps=moment))] == [moment]
+    assert [event.timestamp for event in iterate_events(block_of([b"x"], timestamps=moment))] == [
+        moment
+    ]
 
 
 class Receiver:
@@ -57,7 +59,7 @@ class Receiver:
             with self.queue.get(count, timeout=20) as batch:
                 self._take(batch)
         blocks, self._blocks = self._blocks, []
-        return join(blocks)
+        return join_blocks(blocks)
 
 
 def test_publish_block_returns_the_first_offset(every: Harness) -> None:

@@ -21,7 +21,7 @@ from turnlane.queues import open_queue
 from turnlane.queues.api import Producer, Published
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.producer import hash_producer_id
-from turnlane.storage.producer_sequences import MAX_RUNS, Accepted, Gaps
+from turnlane.storage.producer_sequences import MAX_RUNS, AcceptedSequences
 
 
 def publish(producer: Producer, first: int, end: int, timeout: float | None = None) -> Published:
@@ -111,17 +111,19 @@ def test_too_many_gaps_are_refused_until_one_is_filled(buffering: Harness) -> No
 def test_a_producer_that_skips_numbers_may_do_so_without_end() -> None:
     """It says that the numbers left out do not come, so they count as taken."""
     with holding() as queue:
-        producer = queue.producer(producer_id="me", gaps=Gaps.SKIP)
+        producer = queue.producer(producer_id="me", gaps=GapPolicy.SKIP)
         for number in range(0, 10 * MAX_RUNS, 10):
             assert publish(producer, number, number + 1).accepted == 1
-        assert state_of(queue).sequences[hash_producer_id("me")] == Accepted(10 * MAX_RUNS - 9)
+        assert state_of(queue).sequences[hash_producer_id("me")] == AcceptedSequences(
+            10 * MAX_RUNS - 9
+        )
         assert publish(producer, 5, 6).repeated == 1
 
 
 def test_a_stream_forgets_its_oldest_gaps_only() -> None:
     """A number of a recent gap is taken if it comes."""
     with holding() as queue:
-        producer = queue.producer(producer_id="me", gaps=Gaps.FORGET)
+        producer = queue.producer(producer_id="me", gaps=GapPolicy.FORGET)
         for number in range(0, 10 * 3 * MAX_RUNS, 10):
             assert publish(producer, number, number + 1).accepted == 1
         assert len(state_of(queue).sequences[hash_producer_id("me")].runs) == MAX_RUNS
@@ -136,7 +138,7 @@ def test_dropped_events_fill_a_gap() -> None:
         producer = queue.producer(producer_id="me")
         publish(producer, 2, 6)
         assert publish(producer, 0, 2).dropped == 2
-        assert state_of(queue).sequences[hash_producer_id("me")] == Accepted(6)
+        assert state_of(queue).sequences[hash_producer_id("me")] == AcceptedSequences(6)
 
 
 def test_gaps_survive_a_restart(storing: DiskHarness) -> None:
@@ -268,7 +270,7 @@ def test_every_answered_event_is_in_the_queue_exactly_once(
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 20)), max_size=60))
 def test_accepted_numbers_behave_like_a_set(blocks: list[tuple[int, int]]) -> None:
     """Runs say of each number what a set of all of them says."""
-    accepted, model = Accepted(), set[int]()
+    accepted, model = AcceptedSequences(), set[int]()
     for first, count in blocks:
         end = first + count
         assert sum(stop - start for start, stop in accepted.missing(first, end)) == len(
@@ -282,6 +284,6 @@ def test_accepted_numbers_behave_like_a_set(blocks: list[tuple[int, int]]) -> No
         assert start == 0 or start - 1 not in model
     assert {number for first, end in accepted for number in range(first, end)} == model
     assert all(number not in model for first, end in accepted.gaps for number in range(first, end))
-    clone = Accepted()
+    clone = AcceptedSequences()
     clone.update(accepted)
     assert clone == accepted == accepted.copy()

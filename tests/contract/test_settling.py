@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pytest
 
     from turnlane.events import Block
-from turnlane.queues.storage_api import BlockRange, UnreadableRange
+from turnlane.queues.storage_api import BlockRange, LostRange
 
 
 def opened(harness: Harness, count: int, **knobs: Any) -> BufferedQueue:
@@ -193,7 +193,7 @@ def test_events_settled_during_a_disk_read_are_not_handed_out(
     storage = state_of(queue).storage
     fetch = storage.fetch
 
-    def fetch_slowly(wanted: BlockRange) -> list[Block] | UnreadableRange:
+    def fetch_slowly(wanted: BlockRange) -> list[Block] | LostRange:
         found = fetch(wanted)
         monkeypatch.undo()
         queue.settle(2, 5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.contract.harness import DiskHarness, Harness, numbered
 from turnlane.events import block_of
-from turnlane.intervals import count_of, newest_of, oldest_of
+from turnlane.intervals import count_offsets, take_newest, take_oldest
 from turnlane.queues.buffered import MAX_SPANS, BufferedQueue
 
 
@@ -55,14 +55,14 @@ def test_scattered_offsets_are_returned_in_parts(keeping: Harness) -> None:
     assert found.spans[0] == (1, 2)
     assert found.pending == MAX_SPANS + 10
     some = queue.find_unsettled(MAX_SPANS, newest=10)
-    assert count_of(some.spans) == MAX_SPANS
+    assert count_offsets(some.spans) == MAX_SPANS
     assert some.spans[-1][1] == found.end
 
 
 def test_spans_are_cut_from_either_side() -> None:
     spans = [(0, 4), (6, 7), (10, 20)]
-    assert oldest_of(spans, 5) == [(0, 4), (6, 7)]
-    assert oldest_of(spans, 6) == [(0, 4), (6, 7), (10, 11)]
-    assert newest_of(spans, 3) == [(17, 20)]
-    assert newest_of(spans, 12) == [(3, 4), (6, 7), (10, 20)]
-    assert oldest_of(spans, 0) == newest_of(spans, 0) == []
+    assert take_oldest(spans, 5) == [(0, 4), (6, 7)]
+    assert take_oldest(spans, 6) == [(0, 4), (6, 7), (10, 11)]
+    assert take_newest(spans, 3) == [(17, 20)]
+    assert take_newest(spans, 12) == [(3, 4), (6, 7), (10, 20)]
+    assert take_oldest(spans, 0) == take_newest(spans, 0) == []

@@ -1,4 +1,4 @@
-"""Blocks whose events can be told apart, and engines that hurry."""
+"""Blocks whose events are known by their offsets, and engines with short waits."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from turnlane.delivery.settings import DeliverySettings
 from turnlane.events import Block
 from turnlane.testing import FaultyOutput
 
-PATIENCE = 60.0
-HURRIED: dict[str, Any] = {
+TIMEOUT = 60.0
+SHORT_WAITS: dict[str, Any] = {
     "backoff": 0.001,
     "max_backoff": 0.002,
     "breaker_reset": 0.001,
-    "max_time": PATIENCE,
+    "max_time": TIMEOUT,
 }
 
 
-def settings_of(**knobs: Any) -> DeliverySettings:
-    """Settings with next to no waits."""
-    return DeliverySettings(**{**HURRIED, **knobs})
+def make_settings(**knobs: Any) -> DeliverySettings:
+    """Return settings with very short waits."""
+    return DeliverySettings(**{**SHORT_WAITS, **knobs})
 
 
-def block_of_offsets(first: int, count: int, keys: int = 7) -> Block:
-    """Events that are known by their offsets; the key is the offset's remainder."""
+def make_block(first: int, count: int, keys: int = 7) -> Block:
+    """Return events with consecutive offsets; the key is the offset modulo ``keys``."""
     offsets = np.arange(first, first + count, dtype=np.int64)
     return pa.RecordBatch.from_pydict(
         {
@@ -42,55 +42,58 @@ def block_of_offsets(first: int, count: int, keys: int = 7) -> Block:
     )
 
 
-def offsets_of(block: Block) -> list[int]:
+def get_offsets(block: Block) -> list[int]:
     found: Any = block.column("offset").to_pylist()
     return list(found)
 
 
-def taken(output: FaultyOutput) -> list[int]:
-    """The offsets that the destination has, in the order in which it got them."""
-    return [offset for block in list(output.taken) for offset in offsets_of(block)]
+def get_delivered_offsets(output: FaultyOutput) -> list[int]:
+    """Return the offsets of the delivered events, in the order of delivery."""
+    return [offset for block in list(output.taken) for offset in get_offsets(block)]
 
 
-def run(
+def deliver(
     output: FaultyOutput,
     settings: DeliverySettings,
     blocks: Iterable[Block],
-    gate: DestinationState | None = None,
+    state: DestinationState | None = None,
     **more: Any,
 ) -> list[BlockResult]:
-    """Deliver blocks with an engine of their own."""
-    with Engine(output, settings, gate or LocalDestinationState(settings), **more) as engine:
+    """Deliver blocks with a new engine."""
+    with Engine(output, settings, state or LocalDestinationState(settings), **more) as engine:
         return list(engine.run(blocks))
 
 
-def dead_of(block: Block, outcome: BlockResult) -> set[int]:
+def get_dead_offsets(block: Block, result: BlockResult) -> set[int]:
     found: set[int] = set()
-    for letter in outcome.dead:
-        assert offsets_of(letter.rows) == offsets_of(block.take(letter.numbers))
-        found.update(offsets_of(letter.rows))
+    for letter in result.dead:
+        assert get_offsets(letter.rows) == get_offsets(block.take(letter.numbers))
+        found.update(get_offsets(letter.rows))
     return found
 
 
-def kept_of(block: Block, outcome: BlockResult) -> set[int]:
-    return set(offsets_of(block.take(outcome.deferred)))
+def get_deferred_offsets(block: Block, result: BlockResult) -> set[int]:
+    return set(get_offsets(block.take(result.deferred)))
 
 
 def check_account(
-    output: FaultyOutput, blocks: list[Block], outcomes: list[BlockResult]
+    output: FaultyOutput, blocks: list[Block], results: list[BlockResult]
 ) -> tuple[set[int], set[int], set[int]]:
-    """Every event has one fate, and what is delivered the destination has."""
-    assert len(outcomes) == len(blocks)
+    """Check that each event has one state; return the delivered, dead and deferred offsets."""
+    assert len(results) == len(blocks)
     delivered: set[int] = set()
     dead: set[int] = set()
-    kept: set[int] = set()
-    for block, outcome in zip(blocks, outcomes, strict=True):
-        its_dead, its_kept = dead_of(block, outcome), kept_of(block, outcome)
-        assert its_dead.isdisjoint(its_kept)
-        rest = set(offsets_of(block)) - its_dead - its_kept
-        assert outcome.delivered == len(rest)
+    deferred: set[int] = set()
+    for block, result in zip(blocks, results, strict=True):
+        block_dead, block_deferred = (
+            get_dead_offsets(block, result),
+            get_deferred_offsets(block, result),
+        )
+        assert block_dead.isdisjoint(block_deferred)
+        rest = set(get_offsets(block)) - block_dead - block_deferred
+        assert result.delivered == len(rest)
         delivered |= rest
-        dead |= its_dead
-        kept |= its_kept
-    assert delivered <= set(taken(output))
-    return delivered, dead, kept
+        dead |= block_dead
+        deferred |= block_deferred
+    assert delivered <= set(get_delivered_offsets(output))
+    return delivered, dead, deferred

@@ -1,4 +1,4 @@
-"""Do events that have an order keep it, whatever fails?"""
+"""Do ordered events keep their order while sends fail?"""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.delivery.harness import (
-    block_of_offsets,
     check_account,
-    offsets_of,
-    run,
-    settings_of,
-    taken,
+    deliver,
+    get_delivered_offsets,
+    get_offsets,
+    make_block,
+    make_settings,
 )
 from turnlane.errors import Never, PartlyDelivered, RetryLater, TurnlaneError
 from turnlane.events import Block
 from turnlane.testing import FaultyOutput
 
-Make = Callable[[int, float, set[int]], FaultyOutput]
+OutputMaker = Callable[[int, float, set[int]], FaultyOutput]
 
 KEYS = 7
-BLOCKS = [block_of_offsets(first, 150, KEYS) for first in range(0, 450, 150)]
+BLOCKS = [make_block(first, 150, KEYS) for first in range(0, 450, 150)]
 
 
-def moody(seed: int, share: float, poison: set[int]) -> FaultyOutput:
+def make_failing_output(seed: int, share: float, bad: set[int]) -> FaultyOutput:
     chance = random.Random(seed)
     lock = threading.Lock()
 
     def fault(block: Block) -> BaseException | None:
-        if poison.intersection(offsets_of(block)):
-            return Never("poison")
+        if bad.intersection(get_offsets(block)):
+            return Never("bad event")
         with lock:
             return RetryLater("busy") if chance.random() < share else None
 
     return FaultyOutput(fault)
 
 
-def picky(seed: int, share: float, poison: set[int]) -> FaultyOutput:
-    """Takes some events of a send, and wants others later."""
+def make_partial_output(seed: int, share: float, bad: set[int]) -> FaultyOutput:
+    """Return an output that takes some events of a send and wants others later."""
     chance = random.Random(seed)
     lock = threading.Lock()
 
     def fault(block: Block) -> BaseException | None:
         failures: dict[int, TurnlaneError] = {}
-        for row, offset in enumerate(offsets_of(block)):
+        for row, offset in enumerate(get_offsets(block)):
             with lock:
                 later = chance.random() < share
-            if offset in poison:
-                failures[row] = Never("poison")
+            if offset in bad:
+                failures[row] = Never("bad event")
             elif later:
                 failures[row] = RetryLater("busy")
         return PartlyDelivered(failures) if failures else None
@@ -62,43 +62,49 @@ def picky(seed: int, share: float, poison: set[int]) -> FaultyOutput:
     return FaultyOutput(fault)
 
 
-moods = (st.integers(0, 2**32), st.floats(0, 0.5), st.sets(st.integers(0, 449), max_size=3))
+failure_plans = (st.integers(0, 2**32), st.floats(0, 0.5), st.sets(st.integers(0, 449), max_size=3))
 
 
-made = st.sampled_from([moody, picky])
+output_makers = st.sampled_from([make_failing_output, make_partial_output])
 
 
-@given(made, *moods)
+@given(output_makers, *failure_plans)
 @settings(max_examples=40)
-def test_strict(make: Make, seed: int, share: float, poison: set[int]) -> None:
-    output = make(seed, share, poison)
-    delivery = settings_of(ordering="strict", batch_events=20, breaker_failures=3)
-    outcomes = run(output, delivery, BLOCKS, takes_apart=make is picky)
-    delivered, dead, kept = check_account(output, BLOCKS, outcomes)
+def test_strict_ordering_delivers_all_events_in_order(
+    make: OutputMaker, seed: int, share: float, bad: set[int]
+) -> None:
+    output = make(seed, share, bad)
+    delivery = make_settings(ordering="strict", batch_events=20, breaker_failures=3)
+    results = deliver(output, delivery, BLOCKS, takes_apart=make is make_partial_output)
+    delivered, dead, deferred = check_account(output, BLOCKS, results)
     assert output.most_in_flight <= 1
-    assert taken(output) == sorted(delivered), "in order, and each once"
-    if kept:
-        assert max(delivered | dead, default=-1) < min(kept), "nothing passes what is kept"
+    assert get_delivered_offsets(output) == sorted(delivered), "in order, each once"
+    if deferred:
+        assert max(delivered | dead, default=-1) < min(deferred), (
+            "no event overtakes a deferred one"
+        )
 
 
-@given(made, *moods)
+@given(output_makers, *failure_plans)
 @settings(max_examples=40)
-def test_by_key(make: Make, seed: int, share: float, poison: set[int]) -> None:
-    output = make(seed, share, poison)
-    delivery = settings_of(ordering="key", batch_events=5, concurrency=4, breaker_failures=3)
-    outcomes = run(output, delivery, BLOCKS, takes_apart=make is picky)
-    delivered, _, kept = check_account(output, BLOCKS, outcomes)
+def test_key_ordering_delivers_events_of_each_key_in_order(
+    make: OutputMaker, seed: int, share: float, bad: set[int]
+) -> None:
+    output = make(seed, share, bad)
+    delivery = make_settings(ordering="key", batch_events=5, concurrency=4, breaker_failures=3)
+    results = deliver(output, delivery, BLOCKS, takes_apart=make is make_partial_output)
+    delivered, _, deferred = check_account(output, BLOCKS, results)
     by_key: dict[int, list[int]] = defaultdict(list)
-    for offset in taken(output):
+    for offset in get_delivered_offsets(output):
         by_key[offset % KEYS].append(offset)
     for key, offsets in by_key.items():
-        assert offsets == sorted(set(offsets)), "in order, and each once"
-        waiting = [offset for offset in kept if offset % KEYS == key]
+        assert offsets == sorted(set(offsets)), "in order, each once"
+        waiting = [offset for offset in deferred if offset % KEYS == key]
         arrived = [offset for offset in delivered if offset % KEYS == key]
         assert not waiting or max(arrived, default=-1) < min(waiting)
 
 
-def test_a_key_that_has_to_wait_does_not_stop_the_others() -> None:
+def test_deferred_key_does_not_hold_up_other_keys() -> None:
     def fault(block: Block) -> BaseException | None:
         locked = [row for row, key in enumerate(block.column("key").to_pylist()) if key == "k3"]
         if not locked:
@@ -106,31 +112,33 @@ def test_a_key_that_has_to_wait_does_not_stop_the_others() -> None:
         return PartlyDelivered({row: RetryLater("locked", alone=True) for row in locked})
 
     output = FaultyOutput(fault)
-    delivery = settings_of(
+    delivery = make_settings(
         ordering="key", batch_events=20, concurrency=2, backoff="30s", max_backoff="30s"
     )
-    outcomes = run(output, delivery, BLOCKS)
-    delivered, _, kept = check_account(output, BLOCKS, outcomes)
-    assert kept == {offset for offset in range(450) if offset % KEYS == 3}
-    assert len(delivered) == 450 - len(kept)
+    results = deliver(output, delivery, BLOCKS)
+    delivered, _, deferred = check_account(output, BLOCKS, results)
+    assert deferred == {offset for offset in range(450) if offset % KEYS == 3}
+    assert len(delivered) == 450 - len(deferred)
 
 
-def test_events_of_different_keys_go_together_where_they_may_be_taken_apart() -> None:
+def test_batches_of_an_output_that_takes_apart_have_one_event_per_key() -> None:
     output = FaultyOutput()
-    delivery = settings_of(ordering="key", concurrency=2)
-    (outcome,) = run(output, delivery, [block_of_offsets(0, 700, 70)], takes_apart=True)
-    assert outcome.delivered == 700
-    assert len(output.taken) == 2 * 10, "each key's first events, then its second ones, and so on"
+    delivery = make_settings(ordering="key", concurrency=2)
+    (result,) = deliver(output, delivery, [make_block(0, 700, 70)], takes_apart=True)
+    assert result.delivered == 700
+    assert len(output.taken) == 2 * 10, (
+        "the first events of all keys together, then the second ones, and so on"
+    )
 
 
-def test_events_without_a_key_wait_for_nobody() -> None:
+def test_events_without_a_key_are_not_ordered() -> None:
     offsets = np.arange(100, dtype=np.int64)
     block = pa.RecordBatch.from_pydict(
         {"key": pa.nulls(100, pa.string()), "offset": pa.array(offsets)}
     )
     output = FaultyOutput()
-    (outcome,) = run(output, settings_of(ordering="key", concurrency=4), [block])
-    assert outcome.delivered == 100
-    assert len(output.taken) == 4, "spread over all tracks"
-    (outcome,) = run(output, settings_of(ordering="key"), [block.select(["offset"])])
-    assert outcome.delivered == 100
+    (result,) = deliver(output, make_settings(ordering="key", concurrency=4), [block])
+    assert result.delivered == 100
+    assert len(output.taken) == 4, "spread over all lanes"
+    (result,) = deliver(output, make_settings(ordering="key"), [block.select(["offset"])])
+    assert result.delivered == 100

@@ -1,4 +1,4 @@
-"""Does the figure of the recovery say when the rate was full, and not just when it began?"""
+"""Does the recovery figure measure the time to the full rate, not to the first send?"""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def counts(rates: list[int]) -> dict[str, object]:
     }
 
 
-def test_a_pause_after_the_probe_counts() -> None:
+def test_pause_after_the_probe_counts_as_recovery_time() -> None:
     found = seconds_to_full(counts([1000] + [0] * 99 + [5000] * 300))
     assert found == pytest.approx(100 * BUCKET, abs=0.1)
 
 
-def test_full_from_the_beginning_is_full_at_once() -> None:
+def test_full_rate_from_the_start_is_no_recovery_time() -> None:
     assert seconds_to_full(counts([5000] * 300)) == BUCKET
 
 
-def test_a_long_silence_is_no_usual_rate() -> None:
+def test_long_silence_does_not_lower_the_usual_rate() -> None:
     found = seconds_to_full(counts([10] + [0] * 500 + [5000] * 100))
     assert found > 400 * BUCKET

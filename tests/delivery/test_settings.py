@@ -1,4 +1,4 @@
-"""Are wrong settings refused, with words that help?"""
+"""Are wrong settings refused with a helpful message?"""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ PAGE = Path(__file__).parents[2] / "docs/delivery.md"
     [
         ({"concurrency": 0}, "at least 1"),
         ({"concurrency": "many"}, "adaptive"),
-        ({"min_concurrency": 9, "max_concurrency": 3}, "more than max_concurrency"),
-        ({"backoff": "10m"}, "more than max_backoff"),
+        ({"min_concurrency": 9, "max_concurrency": 3}, "is more than max_concurrency"),
+        ({"backoff": "10m"}, "is more than max_backoff"),
         ({"jitter": 2}, "jitter"),
         ({"ordering": "random"}, "strict"),
         ({"batch_size": 10}, "batch_size"),
         ({"max_time": 0}, "max_time"),
-        ({"rate_limit": 0.1}, "max_time leaves no time"),
+        ({"rate_limit": 0.1}, "is too short for rate_limit"),
     ],
 )
-def test_what_cannot_be_is_refused(knobs: dict[str, Any], words: str) -> None:
+def test_impossible_settings_are_refused(knobs: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         DeliverySettings(**knobs)
 
 
-def test_quantities_are_written_as_everywhere() -> None:
+def test_durations_and_sizes_with_units_are_parsed() -> None:
     settings = DeliverySettings.model_validate(
         {"backoff": "500ms", "batch_bytes": "2Mi", "failover": {"output": {"type": "file"}}}
     )
@@ -42,7 +42,7 @@ def test_quantities_are_written_as_everywhere() -> None:
     assert settings.failover.after == 60
 
 
-def test_the_page_has_every_setting_with_its_default() -> None:
+def test_documentation_lists_every_setting_with_its_default() -> None:
     rows = dict(re.findall(r"(?m)^\| `(\w+)` \| (\S.*?) \| ", PAGE.read_text()))
     assert rows.keys() == DeliverySettings.model_fields.keys()
     for name, written in rows.items():

@@ -1,31 +1,31 @@
-"""Do tasks together never have more under way than allowed, and each its part?"""
+"""Do tasks together stay within the limit of sends, and get equal shares?"""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from turnlane.node.breakers import LATELY, Shares
+from turnlane.node.breakers import TASK_COUNT_SECONDS, SendShares
 
 LIMIT = 7
 
 
 class Tasks(RuleBasedStateMachine):
-    """Tasks come, go, ask for their share, and have as much under way as it allows."""
+    """Tasks that start, end, ask for their shares, and have as many sends as these allow."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.shares = Shares()
+        self.shares = SendShares()
         self.now = 0.0
         self.busy: dict[str, int] = {}
         self.share: dict[str, int] = {}
-        self.born = 0
+        self.started = 0
 
     @rule()
-    def come(self) -> None:
-        self.born += 1
-        self.busy[f"task {self.born}"] = 0
-        self.share[f"task {self.born}"] = 0
+    def start_task(self) -> None:
+        self.started += 1
+        self.busy[f"task {self.started}"] = 0
+        self.share[f"task {self.started}"] = 0
 
     @precondition(lambda self: self.busy)
     @rule(data=st.data())
@@ -35,58 +35,58 @@ class Tasks(RuleBasedStateMachine):
 
     @precondition(lambda self: self.busy)
     @rule(data=st.data())
-    def send(self, data: st.DataObject) -> None:
+    def start_sends(self, data: st.DataObject) -> None:
         task = data.draw(st.sampled_from(sorted(self.busy)))
         self.busy[task] = max(self.busy[task], self.share[task])
 
     @precondition(lambda self: self.busy)
     @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
+    def end_send(self, data: st.DataObject) -> None:
         task = data.draw(st.sampled_from(sorted(self.busy)))
         self.busy[task] = max(0, self.busy[task] - 1)
 
     @precondition(lambda self: self.busy)
     @rule(data=st.data())
-    def go(self, data: st.DataObject) -> None:
+    def end_task(self, data: st.DataObject) -> None:
         task = data.draw(st.sampled_from(sorted(self.busy)))
         del self.busy[task], self.share[task]
 
     @rule()
     def wait(self) -> None:
-        self.now += LATELY
+        self.now += TASK_COUNT_SECONDS
 
     @invariant()
-    def never_more_than_the_limit(self) -> None:
+    def sends_stay_within_the_limit(self) -> None:
         assert sum(self.busy.values()) <= LIMIT
 
 
 TestTasks = Tasks.TestCase
 
 
-def test_all_have_the_same_once_all_have_asked_again() -> None:
-    shares, busy = Shares(), {"a": 0, "b": 0, "c": 0}
+def test_all_tasks_get_equal_shares_after_asking_again() -> None:
+    shares, busy = SendShares(), {"a": 0, "b": 0, "c": 0}
     for _ in range(2):
         given = [shares.of(task, 9, busy, 0.0) for task in busy]
     assert given == [3, 3, 3]
 
 
-def test_one_that_stays_alone_has_it_all_after_a_while() -> None:
-    shares = Shares()
+def test_single_task_gets_the_whole_limit_after_a_while() -> None:
+    shares = SendShares()
     for task in ("a", "b"):
         shares.of(task, 8, {"a": 0, "b": 0}, 0.0)
     assert shares.of("a", 8, {"a": 0}, 1.0) == 4
-    assert shares.of("a", 8, {"a": 0}, 1.0 + LATELY) == 8
+    assert shares.of("a", 8, {"a": 0}, 1.0 + TASK_COUNT_SECONDS) == 8
 
 
-def test_none_has_more_than_it_can_use() -> None:
-    shares, busy = Shares(), {"a": 0, "b": 0}
+def test_share_is_at_most_what_a_task_can_use() -> None:
+    shares, busy = SendShares(), {"a": 0, "b": 0}
     assert shares.of("a", 8, {"a": 0}, 0.0, most=3) == 3
     assert shares.of("b", 8, busy, 0.0, most=3) == 3
 
 
-def test_more_tasks_than_sends_wait_for_each_other() -> None:
+def test_tasks_beyond_the_limit_wait_for_others() -> None:
     busy = dict.fromkeys("abc", 0)
-    shares = Shares()
+    shares = SendShares()
     for _ in range(2):
         given = [shares.of(task, 2, busy, 0.0) for task in busy]
     assert given == [1, 1, 0]

@@ -14,7 +14,7 @@ from typing import Any
 from tests.certificates import CertAndKey, Certificates
 from tests.conftest import skip_or_fail
 from tests.contract.harness import wait_until
-from turnlane.events import Event, events_of
+from turnlane.events import Event, iterate_events
 from turnlane.inputs.syslog import SyslogInput, SyslogSettings
 from turnlane.node.node import Node
 from turnlane.queues.buffered import BufferedQueue
@@ -55,7 +55,7 @@ def send_datagrams(source: SyslogInput, *messages: bytes) -> None:
 def events_in(queue: BufferedQueue) -> list[Event]:
     found: list[Event] = []
     while (read := queue.read(queue.low + len(found), 100_000)) is not None:
-        found += events_of(read[1], read[0])
+        found += iterate_events(read[1], read[0])
     return found
 
 

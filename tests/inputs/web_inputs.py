@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from tests.contract.harness import PATIENCE, wait_until
-from turnlane.events import Event, events_of
+from turnlane.events import Event, iterate_events
 from turnlane.inputs.api import Input, load
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
@@ -55,7 +55,7 @@ def held(node: Node, queue: str = "main") -> list[Event]:
     place = node.queue(queue)
     while (read := place.read(place.low + len(found), 100_000)) is not None:
         first, block = read
-        found.extend(events_of(block, first))
+        found.extend(iterate_events(block, first))
     return found
 
 

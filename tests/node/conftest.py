@@ -18,7 +18,7 @@ from tests.node.http_harness import Served as HttpServed
 from tests.node.http_harness import served as served_over_http
 from tests.ports import free_port
 from turnlane.client import Client, connect
-from turnlane.events import Block, block_of, values_of
+from turnlane.events import Block, block_of, get_values
 from turnlane.node.flight.server import FlightPlane
 from turnlane.node.node import Node
 from turnlane.serving.address import LOOPBACK, Address
@@ -173,7 +173,7 @@ def values(node: Node, queue: str) -> list[bytes]:
     at = found.low
     while (read := found.read(at, 10_000)) is not None:
         at = read[0] + read[1].num_rows
-        result += values_of([read[1]])
+        result += get_values([read[1]])
     return result
 
 

@@ -14,7 +14,7 @@ from turnlane.node.http import HttpPlane
 from turnlane.node.node import Node
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.serving.auth import Authority, TokenSettings
-from turnlane.serving.web import WebSettings
+from turnlane.serving.http_server import WebSettings
 from turnlane.testing import FaultyDisk
 
 QUEUES: Mapping[str, Mapping[str, Any]] = {

@@ -10,9 +10,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from turnlane.events import Block, block_of, values_of
-from turnlane.intervals import COPIED
-from turnlane.node.commit_record import Commit, Range
+from turnlane.events import Block, block_of, get_values
+from turnlane.intervals import COPY_SCHEMA
+from turnlane.node.commit_record import Commit, SettleRange
 from turnlane.node.node import Node
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.storage.disk_io import Disk
@@ -50,7 +50,7 @@ def contents(queue: BufferedQueue) -> list[bytes]:
     while (piece := queue.read(at, 1 << 20)) is not None:
         first, block = piece
         assert first == at, "events are missing"
-        found += values_of([block])
+        found += get_values([block])
         at = first + block.num_rows
     return found
 
@@ -59,8 +59,8 @@ def copied(node: Node, first: int, count: int) -> list[str]:
     """Stage a range of the main queue by place: all of it, and the odd ones."""
     offsets = range(first, first + count)
     routes = [1 + 2 * (offset % 2) for offset in offsets]
-    places = pa.record_batch([pa.array(offsets, pa.int64()), pa.array(routes)], schema=COPIED)
-    with node.copying(node.queue("main"), ["all", "odd"]) as copying:
+    places = pa.record_batch([pa.array(offsets, pa.int64()), pa.array(routes)], schema=COPY_SCHEMA)
+    with node.copy(node.queue("main"), ["all", "odd"]) as copying:
         copying.add(places)
         return copying.finish()
 
@@ -77,7 +77,7 @@ def step(node: Node, *, by_place: bool = False) -> bool:
     else:
         odd = block.take(pa.array(range(1 - first % 2, block.num_rows, 2)))
         stages = [staged(node, "odd", odd), staged(node, "all", block)]
-    node.commits.commit(Commit(stages, [Range("main", first, first + block.num_rows)]))
+    node.commits.commit(Commit(stages, [SettleRange("main", first, first + block.num_rows)]))
     return True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.delivery.harness import PATIENCE, block_of_offsets
+from tests.delivery.harness import TIMEOUT, make_block
 from turnlane import connect
 from turnlane.client.destination import RemoteDestinationState
 from turnlane.delivery.engine import Engine
@@ -17,7 +17,7 @@ LIMIT = 4
 def deliver(node: str, server: str) -> None:
     """Deliver some events; the process ends in an error unless it has delivered all."""
     settings = DeliverySettings(
-        batch_events=1, concurrency=8, max_in_flight=LIMIT, max_time=PATIENCE
+        batch_events=1, concurrency=8, max_in_flight=LIMIT, max_time=TIMEOUT
     )
     with (
         connect(node) as client,
@@ -30,4 +30,4 @@ def deliver(node: str, server: str) -> None:
             ) as gate,
             Engine(output, settings, gate, activity=activity) as engine,
         ):
-            assert engine.deliver(block_of_offsets(0, EVENTS)).delivered == EVENTS
+            assert engine.deliver(make_block(0, EVENTS)).delivered == EVENTS

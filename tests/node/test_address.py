@@ -9,7 +9,7 @@ from turnlane.errors import (
     AddressTaken,
     ConfigError,
 )
-from turnlane.serving.address import Address, check_exposed
+from turnlane.serving.address import Address, check_exposure
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_a_public_address_needs_tls_and_tokens() -> None:
     public = Address.parse("0.0.0.0:80")
     for tls, tokens, missing in ((False, False, "tls and tokens"), (True, False, "tokens")):
         with pytest.raises(ConfigError, match=f"needs {missing}: "):
-            check_exposed(public, tls=tls, tokens=tokens, insecure=False)
-    check_exposed(public, tls=True, tokens=True, insecure=False)
-    check_exposed(public, tls=False, tokens=False, insecure=True)
-    check_exposed(Address.parse(":80"), tls=False, tokens=False, insecure=False)
+            check_exposure(public, tls=tls, tokens=tokens, insecure=False)
+    check_exposure(public, tls=True, tokens=True, insecure=False)
+    check_exposure(public, tls=False, tokens=False, insecure=True)
+    check_exposure(Address.parse(":80"), tls=False, tokens=False, insecure=False)
 
 
 def test_a_taken_port_and_an_unknown_host_are_told_apart() -> None:

@@ -16,7 +16,7 @@ from pydantic import SecretStr
 from typer.testing import CliRunner
 
 from tests.contract.harness import wait_until
-from tests.delivery.harness import PATIENCE, block_of_offsets
+from tests.delivery.harness import TIMEOUT, make_block
 from tests.node.conftest import Serve, Served
 from tests.node.http_harness import Served as HttpServed
 from tests.node.http_harness import served as served_over_http
@@ -34,8 +34,8 @@ from turnlane.delivery.settings import DeliverySettings
 from turnlane.delivery.workers import SendActivity
 from turnlane.errors import NoSuchBreaker, NotAllowed, RetryLater
 from turnlane.events import Block
-from turnlane.node.breakers import Asker
-from turnlane.node.metrics import metrics_of_actions
+from turnlane.node.breakers import BreakerRequest
+from turnlane.node.metrics import collect_action_metrics
 from turnlane.serving.auth import Authority, TokenSettings
 from turnlane.testing import FaultyOutput
 
@@ -173,18 +173,18 @@ def test_a_slow_probe_is_the_only_one_however_long_it_takes(
 
     def slow(_: Block) -> None:
         sending.set()
-        release.wait(PATIENCE)
+        release.wait(TIMEOUT)
 
     output = FaultyOutput(slow)
     prober = gate(served, AT_ONCE)
     with Engine(output, AT_ONCE, prober) as engine, ThreadPoolExecutor(1) as pool:
-        outcome = pool.submit(engine.deliver, block_of_offsets(0, 10))
-        assert sending.wait(PATIENCE)
+        outcome = pool.submit(engine.deliver, make_block(0, 10))
+        assert sending.wait(TIMEOUT)
         until = time.monotonic() + 1.5 * breaker.PROBE_LEASE
         while time.monotonic() < until:
             assert other.request_permit().allowed is AllowedSends.NONE
         release.set()
-        assert outcome.result(PATIENCE).delivered == 10
+        assert outcome.result(TIMEOUT).delivered == 10
     assert output.sends == 1
     assert other.request_permit().state is BreakerState.CLOSED
 
@@ -228,7 +228,7 @@ def test_a_send_under_way_is_its_tasks_own_until_it_ends(served: Served) -> None
 def test_a_task_sends_no_more_at_a_time_than_its_share(served: Served) -> None:
     settings = DeliverySettings(batch_events=1, concurrency=8, max_in_flight=6)
     others = [gate(served, settings, busy=lambda: 0) for _ in range(2)]
-    together = threading.Barrier(2, timeout=PATIENCE)
+    together = threading.Barrier(2, timeout=TIMEOUT)
 
     def meet(_: Block) -> None:
         together.wait()
@@ -239,7 +239,7 @@ def test_a_task_sends_no_more_at_a_time_than_its_share(served: Served) -> None:
         each.request_permit()
     assert mine.share == 2
     with Engine(output, settings, mine) as engine:
-        assert engine.deliver(block_of_offsets(0, 200)).delivered == 200
+        assert engine.deliver(make_block(0, 200)).delivered == 200
     assert output.most_in_flight == 2
 
 
@@ -256,23 +256,23 @@ def test_the_limit_on_sends_under_way_holds_for_all_processes(served: Served) ->
         for task in tasks:
             task.start()
         for task in tasks:
-            task.join(PATIENCE)
+            task.join(TIMEOUT)
         assert [task.exitcode for task in tasks] == [0, 0]
     assert len(at.taken) == 2 * EVENTS
     assert 1 < at.most <= LIMIT
 
 
 def test_a_task_without_a_share_waits_for_one(served: Served) -> None:
-    settings = DeliverySettings(max_in_flight=1, max_time=PATIENCE)
+    settings = DeliverySettings(max_in_flight=1, max_time=TIMEOUT)
     hog = gate(served, settings, busy=lambda: 0)
     hog.request_permit()
     output = FaultyOutput()
     mine = gate(served, settings, busy=lambda: 0)
     with Engine(output, settings, mine) as engine, ThreadPoolExecutor(1) as pool:
-        outcome = pool.submit(engine.deliver, block_of_offsets(0, 10))
+        outcome = pool.submit(engine.deliver, make_block(0, 10))
         wait_until(lambda: mine.share == 0, "no share")
         hog.close()
-        assert outcome.result(PATIENCE).delivered == 10
+        assert outcome.result(TIMEOUT).delivered == 10
 
 
 def test_tasks_at_work_are_those_that_have_not_left(served: Served) -> None:
@@ -290,7 +290,7 @@ def test_tasks_at_work_are_those_that_have_not_left(served: Served) -> None:
 def metrics(served: Served) -> dict[str, float]:
     """What is said of actions; by name, and what else stands beside the action."""
     found = {}
-    for metric in metrics_of_actions(served.node.breakers):
+    for metric in collect_action_metrics(served.node.breakers):
         for sample in metric.samples:
             assert sample.labels.pop("action") == "alerts"
             name = sample.name.removeprefix("turnlane_")
@@ -299,12 +299,12 @@ def metrics(served: Served) -> dict[str, float]:
 
 
 def test_metrics_tell_what_tasks_are_doing(served: Served) -> None:
-    settings = DeliverySettings(batch_events=5, concurrency=2, max_time=PATIENCE)
-    started, release = threading.Barrier(3, timeout=PATIENCE), threading.Event()
+    settings = DeliverySettings(batch_events=5, concurrency=2, max_time=TIMEOUT)
+    started, release = threading.Barrier(3, timeout=TIMEOUT), threading.Event()
 
     def slow(_: Block) -> None:
         started.wait()
-        release.wait(PATIENCE)
+        release.wait(TIMEOUT)
 
     output, activity = FaultyOutput(slow), SendActivity()
     node = served.client().nodes[0]
@@ -315,14 +315,14 @@ def test_metrics_tell_what_tasks_are_doing(served: Served) -> None:
         Engine(output, settings, made, activity=activity) as engine,
         ThreadPoolExecutor(1) as pool,
     ):
-        outcome = pool.submit(engine.deliver, block_of_offsets(0, 10))
+        outcome = pool.submit(engine.deliver, make_block(0, 10))
         started.wait()
         wait_until(lambda: metrics(served)["queue_sends_inflight"] == 2, "a beat")
         found = metrics(served)
         assert (found["queue_workers_active"], found["queue_workers_total"]) == (1, 7)
         assert (found["queue_senders_active"], found["queue_preparers_active"]) == (2, 0)
         release.set()
-        assert outcome.result(PATIENCE).delivered == 10
+        assert outcome.result(TIMEOUT).delivered == 10
         engine.stop()
     found = metrics(served)
     assert (found["queue_workers_active"], found["queue_sends_inflight"]) == (0, 0)
@@ -343,7 +343,7 @@ def test_metrics_tell_what_went_wrong_and_how_often(served: Served) -> None:
     ]
     output = FaultyOutput(lambda _: failures.pop() if failures else None)
     with Engine(output, settings, gate(served, settings)) as engine:
-        assert engine.deliver(block_of_offsets(0, 10)).delivered == 10
+        assert engine.deliver(make_block(0, 10)).delivered == 10
     found = metrics(served)
     assert {name: value for name, value in found.items() if "retry" in name} == {
         "queue_retry_total": 5,
@@ -404,7 +404,7 @@ class TestOverHttp:
     @pytest.fixture
     def http(self, tmp_path: Path) -> Iterator[HttpServed]:
         with served_over_http(tmp_path) as made:
-            asker = Asker("alerts", "orders", "1", PATIENT)
+            asker = BreakerRequest("alerts", "orders", "1", PATIENT)
             made.node.breakers.permit(asker)
             for _ in range(50):  # those within one backoff count once
                 made.node.breakers.report(asker, FAILED)

@@ -23,7 +23,7 @@ from turnlane.errors import (
     QueueEmpty,
 )
 from turnlane.events import block_of
-from turnlane.key_hash import node_of, nodes_of
+from turnlane.key_hash import find_node, find_nodes
 from turnlane.queues.api import AckLevel
 
 
@@ -57,7 +57,7 @@ def test_a_key_stays_at_one_node(pair: tuple[Served, Served], both: turnlane.Cli
     assert not set(found[0]) & set(found[1])
     assert all(found)
     for place, here in enumerate(found):
-        assert {node_of(value.decode(), 2) for value in here} == {place}
+        assert {find_node(value.decode(), 2) for value in here} == {place}
         for value in set(here):
             assert here.count(value) == 11
 
@@ -110,8 +110,8 @@ def test_a_node_that_is_away_delays_only_its_own(
 ) -> None:
     queue = both.queue("q", batch_size=4, batches=1, shutdown_timeout=0)
     producer = queue.producer()
-    here = next(f"k{n}" for n in range(100) if node_of(f"k{n}", 2) == 0)
-    there = next(f"k{n}" for n in range(100) if node_of(f"k{n}", 2) == 1)
+    here = next(f"k{n}" for n in range(100) if find_node(f"k{n}", 2) == 0)
+    there = next(f"k{n}" for n in range(100) if find_node(f"k{n}", 2) == 1)
     pair[1].plane.stop()
     for _ in range(20):
         producer.publish(b"x", here)
@@ -180,7 +180,7 @@ def test_an_error_of_one_of_several_nodes_is_raised(pair: tuple[Served, Served])
 
 
 def test_what_only_one_node_can_do_has_to_be_asked_of_one(both: turnlane.Client) -> None:
-    with pytest.raises(NotSupported, match="say which node"):
+    with pytest.raises(NotSupported, match="choose a node"):
         both.stats()
     both.create("new", kind="memory")
     assert [sorted(node.queues()) for node in both.nodes] == [["new", "q"]] * 2
@@ -212,18 +212,18 @@ def test_columns_of_keys_are_spread_like_single_keys(
     keys: list[str | None], nodes: int, skipped: int
 ) -> None:
     column = pa.array(keys, pa.string()).slice(skipped)
-    expected = [-1 if key is None else node_of(key, nodes) for key in keys[skipped:]]
-    assert nodes_of(column, nodes).tolist() == expected
+    expected = [-1 if key is None else find_node(key, nodes) for key in keys[skipped:]]
+    assert find_nodes(column, nodes).tolist() == expected
 
 
 def test_keys_are_spread_evenly() -> None:
     for template in ("{}", "user-{}", "{}@example.com"):
         keys = pa.array([template.format(number) for number in range(10_000)])
-        counts = np.bincount(nodes_of(keys, 5))
+        counts = np.bincount(find_nodes(keys, 5))
         assert counts.min() > 1800
         assert counts.max() < 2200
 
 
 def test_the_hash_of_a_key_never_changes() -> None:
     """Or events of a key would be at two nodes after an update of the client."""
-    assert [node_of(key, 1000) for key in ("", "a", "user-1", "Straße")] == [0, 215, 999, 267]
+    assert [find_node(key, 1000) for key in ("", "a", "user-1", "Straße")] == [0, 215, 999, 267]

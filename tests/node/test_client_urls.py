@@ -15,7 +15,7 @@ from tests.contract.harness import PATIENCE
 from tests.node.conftest import Served, values
 from tests.recovery.proxy_harness import impatience
 from turnlane.client import connect
-from turnlane.client.address import Url
+from turnlane.client.address import NodeUrl
 from turnlane.client.node_client import Credentials
 from turnlane.errors import (
     ConfigError,
@@ -38,7 +38,7 @@ def _impatient() -> Iterator[None]:
     ],
 )
 def test_urls_that_are_understood(url: str, locations: list[str]) -> None:
-    assert Url.parse(url).locations() == locations
+    assert NodeUrl.parse(url).locations() == locations
 
 
 @pytest.mark.parametrize(
@@ -150,5 +150,5 @@ def test_a_block_that_fails_does_not_wait_for_the_node(served: Served) -> None:
 def test_a_lane_that_the_node_has_forgotten_is_told_so(served: Served) -> None:
     """A node that was started anew must not say yes to a commit that would settle nothing."""
     client = served.client()
-    with pytest.raises(LaneTaken, match="start the lane anew"):
+    with pytest.raises(LaneTaken, match="restart the lane"):
         client.nodes[0].commit(lane="main", run="before the restart")

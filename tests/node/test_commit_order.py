@@ -14,10 +14,10 @@ from tests.contract.harness import PATIENCE, Task, wait_until
 from tests.node.lane import contents, staged
 from tests.recovery.hooked_disk import HookedDisk, take
 from turnlane.errors import NoSuchStage, QueueClosed, RetryLater
-from turnlane.events import Block, block_of, values_of
-from turnlane.node.commit_record import Commit, Range
+from turnlane.events import Block, block_of, get_values
+from turnlane.node.commit_record import Commit, SettleRange
 from turnlane.node.node import Node
-from turnlane.node.staging import Contents
+from turnlane.node.staging import StageContents
 from turnlane.queues.buffered import BufferedQueue
 
 KNOBS: dict[str, Any] = {"durability": "always", "shutdown_timeout": "1s"}
@@ -33,7 +33,7 @@ def some(text: bytes, count: int) -> Block:
 
 
 def values(text: bytes, count: int) -> list[bytes]:
-    return values_of([some(text, count)])
+    return get_values([some(text, count)])
 
 
 def steps(node: Node) -> list[str]:
@@ -60,14 +60,14 @@ def await_blocked(queue: BufferedQueue) -> None:
 def ask(node: Node, commit: Commit, monkeypatch: pytest.MonkeyPatch) -> Task[bool]:
     """Begin a commit that has to wait for its keys; returns once it is about to."""
     asked = threading.Event()
-    look_up = node.staging.look
+    look_up = node.staging.find_contents
 
-    def look(stage: str) -> Contents | None:
+    def find_contents(stage: str) -> StageContents | None:
         if stage in commit.stages:
             asked.set()
         return look_up(stage)
 
-    monkeypatch.setattr(node.staging, "look", look)
+    monkeypatch.setattr(node.staging, "find_contents", find_contents)
     task = Task(lambda: node.commits.commit(commit))
     assert asked.wait(PATIENCE)
     return task
@@ -77,7 +77,7 @@ class TestStopped:
     """The node is closed while one commit is half carried out and another waits for it."""
 
     @pytest.mark.parametrize("published", [0, 5], ids=["nothing in", "some in"])
-    def test_none_is_lost(
+    def test_concurrent_commits_lose_no_event(
         self, published: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         disk = HookedDisk()
@@ -89,8 +89,8 @@ class TestStopped:
             with node.staging.stage("q", some(b"a", 5).schema) as stage:
                 stage.add(some(b"a", 5))
                 stage.add(some(b"b", 5))
-                first = Commit([stage.finish()], [Range("main", 0, 20)])
-            second = Commit([staged(node, "q", some(b"c", 2))], [Range("other", 0, 20)])
+                first = Commit([stage.finish()], [SettleRange("main", 0, 20)])
+            second = Commit([staged(node, "q", some(b"c", 2))], [SettleRange("other", 0, 20)])
             after_the_step(disk, lambda: fill(node, "q", 10 - published))
             tasks = [Task(lambda: node.commits.commit(first))]
             await_blocked(node.queue("q"))
@@ -105,11 +105,11 @@ class TestStopped:
             assert mine == values(b"a", 5) + values(b"b", 5)
             assert node.queue("main").low == 20
             assert node.queue("other").low == 0, "settled, and its events are nowhere"
-            again = Commit([staged(node, "q", some(b"c", 2))], [Range("other", 0, 20)])
+            again = Commit([staged(node, "q", some(b"c", 2))], [SettleRange("other", 0, 20)])
             assert node.commits.commit(again)
             assert contents(node.queue("q"))[20 - published :] == values(b"c", 2)
 
-    def test_none_is_lost_on_a_failing_disk(
+    def test_concurrent_commits_on_a_failing_disk_lose_no_event(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         disk = HookedDisk()
@@ -117,8 +117,8 @@ class TestStopped:
         with Node(tmp_path, queues, disk=disk) as node:
             fill(node, "main", 20)
             fill(node, "other", 20)
-            first = Commit([staged(node, "q", some(b"a", 8))], [Range("main", 0, 20)])
-            second = Commit([staged(node, "q", some(b"b", 2))], [Range("other", 0, 20)])
+            first = Commit([staged(node, "q", some(b"a", 8))], [SettleRange("main", 0, 20)])
+            second = Commit([staged(node, "q", some(b"b", 2))], [SettleRange("other", 0, 20)])
             disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
             tasks = [Task(lambda: node.commits.commit(first))]
             wait_until(lambda: ".commit" in steps(node), "the step")
@@ -132,7 +132,7 @@ class TestStopped:
             assert node.queue("main").low == 20
             assert node.queue("other").low == 0
 
-    def test_a_commit_that_waits_for_the_disk_ends_with_the_node(self, tmp_path: Path) -> None:
+    def test_commit_that_waits_for_the_disk_ends_when_the_node_closes(self, tmp_path: Path) -> None:
         """Its thread must not go on in a directory that another process may have by then."""
         disk = HookedDisk()
         with Node(tmp_path, {"q": KNOBS}, disk=disk) as node:
@@ -141,16 +141,16 @@ class TestStopped:
             task = Task(lambda: node.commits.commit(commit))
             wait_until(lambda: node.queue("q").end == 2, "the events")
             node.close()
-            assert not node.commits._keys.is_busy
+            assert not node.commits._locks.is_busy
             with pytest.raises(QueueClosed):
                 task.result()
         with Node(tmp_path, {"q": KNOBS}) as node:
-            assert node.commits.epoch_of("w") == 1
+            assert node.commits.get_epoch("w") == 1
             assert contents(node.queue("q")) == values(b"a", 2)
 
 
 class TestInTheWay:
-    def test_who_waits_for_one_queue_keeps_no_other(
+    def test_commit_that_waits_for_one_queue_does_not_lock_another(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The lane that empties the full queue writes to the same dead letters."""
@@ -159,35 +159,35 @@ class TestInTheWay:
         with Node(tmp_path, queues, disk=disk) as node:
             fill(node, "main", 10)
             fill(node, "other", 10)
-            first = Commit([staged(node, "full", some(b"a", 8))], [Range("main", 0, 10)])
+            first = Commit([staged(node, "full", some(b"a", 8))], [SettleRange("main", 0, 10)])
             both = [staged(node, "dead", some(b"b", 1)), staged(node, "full", some(b"b", 1))]
-            second = Commit(both, [Range("other", 0, 10)])
+            second = Commit(both, [SettleRange("other", 0, 10)])
             after_the_step(disk, lambda: fill(node, "full", 10))
             tasks = [Task(lambda: node.commits.commit(first))]
             await_blocked(node.queue("full"))
             tasks.append(ask(node, second, monkeypatch))
-            emptied = Commit([staged(node, "dead", some(b"d", 1))], [Range("full", 0, 10)])
+            emptied = Commit([staged(node, "dead", some(b"d", 1))], [SettleRange("full", 0, 10)])
             assert Task(lambda: node.commits.commit(emptied)).result()
             assert [task.result() for task in tasks] == [True, True]
             assert contents(node.queue("dead")) == [b"d0", b"b0"]
             assert steps(node) == []
 
-    def test_a_queue_that_is_broken_is_noticed_before_the_step(self, tmp_path: Path) -> None:
+    def test_broken_queue_refuses_the_commit_before_the_record(self, tmp_path: Path) -> None:
         with Node(tmp_path, {"main": KNOBS, "q": KNOBS}) as node:
             fill(node, "main", 5)
-            commit = Commit([staged(node, "q", some(b"a", 5))], [Range("main", 0, 5)])
+            commit = Commit([staged(node, "q", some(b"a", 5))], [SettleRange("main", 0, 5)])
             node.queue("q").finish()
             with pytest.raises(QueueClosed):
                 node.commits.commit(commit)
             assert steps(node) == []
             assert node.queue("main").low == 0
 
-    def test_a_queue_that_breaks_after_it_refuses_others_their_step(self, tmp_path: Path) -> None:
+    def test_queue_that_breaks_after_the_record_blocks_later_commits(self, tmp_path: Path) -> None:
         disk = HookedDisk()
         queues = {"main": KNOBS, "other": KNOBS, "q": KNOBS}
         with Node(tmp_path, queues, disk=disk) as node:
             fill(node, "main", 5)
-            commit = Commit([staged(node, "q", some(b"a", 5))], [Range("main", 0, 5)])
+            commit = Commit([staged(node, "q", some(b"a", 5))], [SettleRange("main", 0, 5)])
             after_the_step(disk, node.queue("q").finish)
             with pytest.raises(QueueClosed):
                 node.commits.commit(commit)
@@ -200,26 +200,28 @@ class TestInTheWay:
             assert contents(node.queue("q")) == values(b"a", 5)
             assert node.queue("main").low == 5
 
-    def test_nothing_is_kept_of_commits_that_are_through(self, tmp_path: Path) -> None:
+    def test_complete_commits_leave_no_locks(self, tmp_path: Path) -> None:
         with Node(tmp_path, {"q": KNOBS}) as node:
             for number in range(5):
                 stage = staged(node, "q", some(b"a", 1))
                 assert node.commits.commit(Commit([stage], writer=f"w{number}", epoch=1))
             with pytest.raises(NoSuchStage):
                 node.commits.commit(Commit(["nope"], writer="w", epoch=1))
-            assert not node.commits._keys.is_busy
+            assert not node.commits._locks.is_busy
 
 
 class TestDropped:
     """A queue is dropped while a commit into it is under way."""
 
-    def test_the_rest_goes_on_and_a_repeat_is_one(self, tmp_path: Path) -> None:
+    def test_dropped_target_queue_does_not_stop_the_rest_of_the_commit(
+        self, tmp_path: Path
+    ) -> None:
         disk = HookedDisk()
         with Node(tmp_path, {"main": KNOBS, "a": KNOBS}, disk=disk) as node:
             node.create("b", size=10, **KNOBS)
             fill(node, "main", 20)
             stages = [staged(node, "a", some(b"a", 2)), staged(node, "b", some(b"b", 10))]
-            commit = Commit(stages, [Range("main", 0, 20)])
+            commit = Commit(stages, [SettleRange("main", 0, 20)])
             after_the_step(disk, lambda: fill(node, "b", 5))
             task = Task(lambda: node.commits.commit(commit))
             await_blocked(node.queue("b"))
@@ -232,13 +234,15 @@ class TestDropped:
             assert steps(node) == []
             assert not list((tmp_path / "staging").iterdir())
 
-    def test_so_it_does_for_what_was_to_be_settled(self, tmp_path: Path) -> None:
+    def test_dropped_source_queue_does_not_stop_the_rest_of_the_commit(
+        self, tmp_path: Path
+    ) -> None:
         disk = HookedDisk()
         with Node(tmp_path, {"q": {**KNOBS, "size": 10}}, disk=disk) as node:
             node.create("source", **KNOBS)
             fill(node, "source", 5)
             after_the_step(disk, lambda: fill(node, "q", 10))
-            commit = Commit([staged(node, "q", some(b"a", 5))], [Range("source", 0, 5)])
+            commit = Commit([staged(node, "q", some(b"a", 5))], [SettleRange("source", 0, 5)])
             task = Task(lambda: node.commits.commit(commit))
             await_blocked(node.queue("q"))
             node.drop("source")

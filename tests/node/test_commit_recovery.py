@@ -18,8 +18,8 @@ from tests.recovery.hooked_disk import take
 from turnlane.errors import ConfigError, NoSuchStage, QueueClosed, RetryLater, StorageFailed
 from turnlane.events import block_of
 from turnlane.node import commit_record
-from turnlane.node.commit_apply import Pending
-from turnlane.node.commit_record import Commit, Range
+from turnlane.node.commit_apply import CommitJob
+from turnlane.node.commit_record import Commit, SettleRange
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
 
@@ -35,7 +35,7 @@ def interrupt(data: Path, queues: Queues = QUEUES, *, writer: str | None = "w") 
         stages = [staged(node, "a", some(b"a", 20)), staged(node, "b", some(b"b", 20))]
         staged(node, "a", some(b"never committed", 1))
         disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
-        commit = Commit(stages, [Range("main", 0, 20)], writer, 1)
+        commit = Commit(stages, [SettleRange("main", 0, 20)], writer, 1)
         task = Task(lambda: node.commits.commit(commit))
         wait_until(lambda: steps(node) == [".commit"], "the step")
         node.close()
@@ -52,13 +52,13 @@ def check_through(node: Node) -> None:
     assert contents(node.queue("a")) == values(b"a", 20)
     assert contents(node.queue("b")) == values(b"b", 20)
     assert node.queue("main").low == 20
-    assert node.commits.epoch_of("w") == 1
+    assert node.commits.get_epoch("w") == 1
     assert steps(node) == [".writer"]
     assert not list((node.data / "staging").iterdir())
 
 
 class TestStart:
-    def test_on_a_full_disk(self, tmp_path: Path) -> None:
+    def test_start_on_a_full_disk_recovers_the_commits(self, tmp_path: Path) -> None:
         interrupt(tmp_path)
         disk = FaultyDisk()
         disk.fill()
@@ -69,7 +69,9 @@ class TestStart:
             check_through(node)
 
     @pytest.mark.parametrize(("op", "match"), [("sync", ".writer"), ("write", ".writer")])
-    def test_on_a_disk_that_fails(self, op: str, match: str, tmp_path: Path) -> None:
+    def test_start_on_a_failing_disk_recovers_the_commits(
+        self, op: str, match: str, tmp_path: Path
+    ) -> None:
         interrupt(tmp_path)
         disk = FaultyDisk()
         disk.fail(op, error=errno.ENOSPC, match=match, times=None)
@@ -79,7 +81,7 @@ class TestStart:
             await_through(node)
             check_through(node)
 
-    def test_that_is_interrupted_leaves_it_to_the_next(
+    def test_interrupted_start_leaves_the_commits_to_the_next_start(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def interrupted(*_: object) -> None:
@@ -87,13 +89,13 @@ class TestStart:
 
         interrupt(tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr(Pending, "carry_out", interrupted)
+            patch.setattr(CommitJob, "run", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 Task(lambda: Node(tmp_path, QUEUES)).result()
         with Node(tmp_path, QUEUES) as node:
             check_through(node)
 
-    def test_without_what_was_being_written(self, tmp_path: Path) -> None:
+    def test_start_ignores_a_record_that_was_not_finished(self, tmp_path: Path) -> None:
         with Node(tmp_path, QUEUES) as node:
             assert steps(node) == []
         for name in (f"{7:020}.commit.new", "cafe.writer.new"):
@@ -101,7 +103,7 @@ class TestStart:
         with Node(tmp_path, QUEUES) as node:
             assert steps(node) == []
 
-    def test_a_commit_that_cannot_be_read_now_keeps_it_from_starting(self, tmp_path: Path) -> None:
+    def test_unreadable_record_prevents_the_start(self, tmp_path: Path) -> None:
         """Other commits would use its numbers."""
         interrupt(tmp_path)
         (left,) = (tmp_path / "commits").glob("*.commit")
@@ -114,9 +116,7 @@ class TestStart:
         with Node(tmp_path, QUEUES) as node:
             check_through(node)
 
-    def test_stages_of_a_plan_that_is_no_plan_are_kept_and_others_are_not(
-        self, tmp_path: Path
-    ) -> None:
+    def test_stages_are_kept_if_a_record_is_invalid(self, tmp_path: Path) -> None:
         interrupt(tmp_path)
         (left,) = (tmp_path / "commits").glob("*.commit")
         left.write_bytes(b"{garbage")
@@ -138,7 +138,7 @@ class TestLater:
         "small": {**KNOBS, "size": 4},
     }
 
-    def leave(self, data: Path, ranges: list[Range]) -> str:
+    def leave(self, data: Path, ranges: list[SettleRange]) -> str:
         with Node(data, self.QUEUES) as node:
             fill(node, "main", 10)
             fill(node, "mem", 10)
@@ -150,9 +150,9 @@ class TestLater:
                 task.result()
         return stage
 
-    def test_its_stages_are_not_taken_from_it(self, tmp_path: Path) -> None:
+    def test_stages_of_a_recovering_commit_cannot_be_discarded(self, tmp_path: Path) -> None:
         """Its client comes back, hears that the stage is gone, and gives it up."""
-        stage = self.leave(tmp_path, [Range("main", 0, 10)])
+        stage = self.leave(tmp_path, [SettleRange("main", 0, 10)])
         with Node(tmp_path, self.QUEUES) as node:
             with pytest.raises(NoSuchStage):
                 node.commits.commit(Commit([stage]))
@@ -162,9 +162,9 @@ class TestLater:
             assert steps(node) == []
             assert node.queue("main").low == 10
 
-    def test_it_settles_nothing_that_came_since(self, tmp_path: Path) -> None:
+    def test_recovery_does_not_settle_later_events(self, tmp_path: Path) -> None:
         """Offsets of a queue in memory are given out again, to other events."""
-        self.leave(tmp_path, [Range("main", 0, 10), Range("mem", 0, 10)])
+        self.leave(tmp_path, [SettleRange("main", 0, 10), SettleRange("mem", 0, 10)])
         for _ in range(2):
             with Node(tmp_path, self.QUEUES) as node:
                 fill(node, "mem", 10)
@@ -177,9 +177,11 @@ class TestLater:
             assert node.queue("mem").low == 0
 
     @pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
-    def test_nor_what_got_the_offsets_of_lost_events(self, kind: str, tmp_path: Path) -> None:
+    def test_recovery_does_not_settle_events_with_reused_offsets(
+        self, kind: str, tmp_path: Path
+    ) -> None:
         """A power cut takes events that were read before they were synced."""
-        self.leave(tmp_path, [Range("main", 0, 10)])
+        self.leave(tmp_path, [SettleRange("main", 0, 10)])
         queues = {**self.QUEUES, "main": {**KNOBS, "kind": kind}}
         # As if the last five had been lost: the log ends where it ends, the plan goes beyond.
         (left,) = (tmp_path / "commits").glob("*.commit")
@@ -198,7 +200,7 @@ class TestLater:
 class TestRepeated:
     """A commit that is through and whose file could not be removed is carried out again."""
 
-    def test_an_epoch_does_not_go_back(self, tmp_path: Path) -> None:
+    def test_recovery_does_not_decrease_an_epoch(self, tmp_path: Path) -> None:
         disk = FaultyDisk()
         disk.fail("unlink", match=".commit")
         with Node(tmp_path, QUEUES, disk=disk) as node:
@@ -208,19 +210,19 @@ class TestRepeated:
             assert steps(node) == [".commit", ".writer"]
         with Node(tmp_path, QUEUES) as node:
             assert steps(node) == [".writer"]
-            assert node.commits.epoch_of("w") == 6
+            assert node.commits.get_epoch("w") == 6
             stage = staged(node, "a", some(b"6.", 1))
             assert not node.commits.commit(Commit([stage], writer="w", epoch=6))
             assert contents(node.queue("a")) == [b"5.0", b"6.0"]
 
-    def test_a_queue_made_anew_is_not_meant(self, tmp_path: Path) -> None:
+    def test_recreated_queue_does_not_get_the_commit(self, tmp_path: Path) -> None:
         disk = FaultyDisk()
         with Node(tmp_path, QUEUES, disk=disk) as node:
             node.create("source", **KNOBS)
             fill(node, "source", 5)
             disk.fail("unlink", match=".commit")
             stage = staged(node, "a", some(b"a", 5))
-            assert node.commits.commit(Commit([stage], [Range("source", 0, 5)]))
+            assert node.commits.commit(Commit([stage], [SettleRange("source", 0, 5)]))
             node.drop("source")
             node.create("source", **KNOBS)
             fill(node, "source", 5)
@@ -229,7 +231,7 @@ class TestRepeated:
             assert node.queue("source").low == 0
             assert contents(node.queue("a")) == values(b"a", 5)
 
-    def test_a_stage_that_cannot_be_removed_is_no_failure(self, tmp_path: Path) -> None:
+    def test_stage_that_cannot_be_removed_is_not_a_failure(self, tmp_path: Path) -> None:
         disk = FaultyDisk()
         disk.fail("unlink", match=".stage")
         with Node(tmp_path, QUEUES, disk=disk) as node:
@@ -238,7 +240,7 @@ class TestRepeated:
             assert contents(node.queue("a")) == values(b"a", 5)
             assert not list((tmp_path / "staging").iterdir())
 
-    def test_a_step_that_can_neither_be_synced_nor_removed_is_taken(self, tmp_path: Path) -> None:
+    def test_record_that_can_neither_be_synced_nor_removed_is_applied(self, tmp_path: Path) -> None:
         """The next start would find it, whatever its client does when told that it failed."""
         disk = FaultyDisk()
         with Node(tmp_path, QUEUES, disk=disk) as node:
@@ -246,7 +248,7 @@ class TestRepeated:
             stage = staged(node, "a", some(b"a", 5))
             disk.fail("sync_directory", match="commits")
             disk.fail("unlink", match=".commit", times=2)
-            assert node.commits.commit(Commit([stage], [Range("main", 0, 5)]))
+            assert node.commits.commit(Commit([stage], [SettleRange("main", 0, 5)]))
             assert node.queue("main").low == 5
             assert contents(node.queue("a")) == values(b"a", 5)
 
@@ -254,23 +256,21 @@ class TestRepeated:
 class TestFailed:
     """A part that a start cannot carry out."""
 
-    def test_a_queue_that_is_not_configured_gets_its_part_when_it_is_back(
-        self, tmp_path: Path
-    ) -> None:
+    def test_missing_queue_gets_its_part_when_it_is_configured_again(self, tmp_path: Path) -> None:
         interrupt(tmp_path)
         without = {name: QUEUES[name] for name in ("main", "a")}
         for _ in range(2):
             with Node(tmp_path, without) as node:
                 assert contents(node.queue("a")) == values(b"a", 20)
                 assert node.queue("main").low == 20
-                assert node.commits.epoch_of("w") == 1
+                assert node.commits.get_epoch("w") == 1
                 assert steps(node) == [".failed", ".writer"]
                 assert len(list((tmp_path / "staging").iterdir())) == 1, "stages pile up"
                 staged(node, "a", some(b"never committed", 1))
         with Node(tmp_path, QUEUES) as node:
             check_through(node)
 
-    def test_until_then_nobody_uses_its_numbers(self, tmp_path: Path) -> None:
+    def test_commits_are_refused_while_a_failed_part_waits(self, tmp_path: Path) -> None:
         interrupt(tmp_path)
         without = {name: QUEUES[name] for name in ("main", "a")}
         with Node(tmp_path, without) as node:
@@ -283,7 +283,7 @@ class TestFailed:
             assert node.commits.commit(Commit([staged(node, "b", some(b"c", 1))]))
             assert contents(node.queue("b")) == [*values(b"b", 20), b"c0"]
 
-    def test_a_range_of_a_queue_that_is_not_configured_is_settled_when_it_is_back(
+    def test_range_of_a_missing_queue_is_settled_when_it_is_configured_again(
         self, tmp_path: Path
     ) -> None:
         interrupt(tmp_path)
@@ -293,7 +293,7 @@ class TestFailed:
             check_through(node)
 
     @pytest.mark.parametrize("fits", [0, 3])
-    def test_what_is_too_large_is_kept_and_comes_once_it_is_not(
+    def test_refused_event_is_published_once_the_queue_accepts_it(
         self, fits: int, tmp_path: Path
     ) -> None:
         """Others go on meanwhile. What the queue has taken of it does not come again."""
@@ -304,7 +304,7 @@ class TestFailed:
         with Node(tmp_path, QUEUES) as node:
             check_all_there(node, fits, 2)
 
-    def test_nor_if_its_being_set_aside_was_not_synced(self, tmp_path: Path) -> None:
+    def test_unsynced_failed_rename_does_not_lose_the_commit(self, tmp_path: Path) -> None:
         """A power cut brings back the name that it had, and others have numbered on."""
         leave_too_large(tmp_path, 3)
         disk = FaultyDisk()
@@ -317,7 +317,7 @@ class TestFailed:
             check_all_there(node, 3, 1)
 
     @pytest.mark.parametrize("op", ["write", "sync", "sync_directory", "rename", "unlink"])
-    def test_killed_at_every_operation_of_a_start(
+    def test_kill_at_every_operation_of_a_start_loses_nothing(
         self, op: str, tmp_path: Path, nursery: ForkServerContext
     ) -> None:
         """One life each: of the start that finds it too large, and of the one that does not."""
@@ -365,7 +365,7 @@ def leave_too_large(data: Path, fits: int) -> None:
             first = stage.finish()
         stages = [first, staged(node, "b", some(b"t", 2)), staged(node, "a", some(b"a", 1))]
         disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
-        task = Task(lambda: node.commits.commit(Commit(stages, [Range("main", 0, 20)])))
+        task = Task(lambda: node.commits.commit(Commit(stages, [SettleRange("main", 0, 20)])))
         wait_until(lambda: steps(node) == [".commit"], "the step")
         node.close()
         with pytest.raises(QueueClosed):
@@ -390,13 +390,13 @@ def check_all_there(node: Node, fits: int, others: int) -> None:
 
 
 class TestWriters:
-    def test_a_commit_of_nothing_is_refused(self, tmp_path: Path) -> None:
+    def test_writer_without_stages_or_ranges_is_refused(self, tmp_path: Path) -> None:
         with Node(tmp_path, QUEUES) as node:
             with pytest.raises(ConfigError, match="writer"):
                 node.commits.commit(Commit(writer="w", epoch=1))
             assert steps(node) == []
 
-    def test_the_longest_silent_is_forgotten(
+    def test_longest_inactive_writer_is_forgotten(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(commit_record, "MAX_WRITERS", 3)
@@ -406,7 +406,7 @@ class TestWriters:
                     stage = staged(node, "a", some(b"a", 1))
                     assert node.commits.commit(Commit([stage], writer=f"w{number}", epoch=number))
         with Node(tmp_path, QUEUES) as node:
-            assert [node.commits.epoch_of(f"w{number}") for number in range(6)] == [
+            assert [node.commits.get_epoch(f"w{number}") for number in range(6)] == [
                 *[None] * 3,
                 *(3, 4, 5),
             ]

@@ -22,7 +22,7 @@ from tests.contract.harness import wait_until
 from tests.node.conftest import Serve, Served, values
 from turnlane.cli.app import app
 from turnlane.client import dead_letters
-from turnlane.client.dead_letters import Choice, Chosen, DeadLetters
+from turnlane.client.dead_letters import DeadLetters, LetterFilter, SelectedLetters
 from turnlane.delivery.results import DeadLetter, make_dead_letter_block
 from turnlane.errors import ConfigError, RetryLater
 from turnlane.events import Block, block_of
@@ -185,16 +185,16 @@ class TestReplay:
         node = dead.client().nodes[0]
 
         def another_one() -> None:
-            DeadLetters(node, "alerts").replay(Choice(), "alerts", limit, lambda _: None)
+            DeadLetters(node, "alerts").replay(LetterFilter(), "alerts", limit, lambda _: None)
 
         mine = DeadLetters(node, "alerts")
         chosen = mine.chosen
         mine.chosen = lambda *given: _after(another_one, chosen(*given))  # type: ignore[method-assign]
         if limit < 30:
-            with pytest.raises(RetryLater, match="settled by somebody else"):
-                mine.replay(Choice(), "alerts", None, lambda _: None)
+            with pytest.raises(RetryLater, match="another consumer has settled"):
+                mine.replay(LetterFilter(), "alerts", None, lambda _: None)
         else:
-            assert mine.replay(Choice(), "alerts", None, lambda _: None) == 0
+            assert mine.replay(LetterFilter(), "alerts", None, lambda _: None) == 0
         assert sorted(numbers(dead, "alerts")) == list(range(limit))
         assert len(dead.node.staging) == 0
 
@@ -209,7 +209,7 @@ class TestReplay:
             bury(dead, letters(range(died[-count], died[-1] + 1)))
 
         mine = DeadLetters(dead.client().nodes[0], "alerts")
-        assert mine.replay(Choice(), "alerts", None, die_again) == 30
+        assert mine.replay(LetterFilter(), "alerts", None, die_again) == 30
         assert (numbers(dead, "alerts"), died) == (list(range(30)), list(range(30)))
         assert pending(dead) == 30
 
@@ -243,7 +243,7 @@ class TestReplay:
         assert all(queue.stats().ledger.adds_up for queue in served.node.queues().values())
 
 
-def _after(do: Callable[[], None], pieces: Iterator[Chosen]) -> Iterator[Chosen]:
+def _after(do: Callable[[], None], pieces: Iterator[SelectedLetters]) -> Iterator[SelectedLetters]:
     """Pieces, with something done between choosing and using them."""
     for piece in pieces:
         do()
@@ -313,7 +313,7 @@ def test_large_letters_are_taken_a_few_at_a_time(
         bury(served, letters(range(first, first + 10)))
     steps: list[int] = []
     mine = DeadLetters(served.client().nodes[0], "alerts")
-    assert mine.replay(Choice(), "alerts", 25, steps.append) == 25
+    assert mine.replay(LetterFilter(), "alerts", 25, steps.append) == 25
     assert steps == [10, 10, 5]
     assert numbers(served, "alerts") == list(range(25))
     assert pending(served) == 5
@@ -322,5 +322,5 @@ def test_large_letters_are_taken_a_few_at_a_time(
 def test_a_condition_is_checked_before_anything_is_done(dead: Served) -> None:
     node = dead.client().nodes[0]
     with pytest.raises(ConfigError):
-        DeadLetters(node, "alerts").purge(Choice(where="x >"), None, lambda _: None)
+        DeadLetters(node, "alerts").purge(LetterFilter(where="x >"), None, lambda _: None)
     assert pending(dead) == 30

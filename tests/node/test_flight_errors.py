@@ -21,7 +21,7 @@ from turnlane.errors import StorageFailed
 from turnlane.events import block_of
 from turnlane.node.flight.actions import ACTIONS, Actions
 from turnlane.node.flight.commands import MAX_COMMAND
-from turnlane.node.flight.errors import MAX_MESSAGE, flight_error
+from turnlane.node.flight.errors import MAX_MESSAGE, build_flight_error
 
 REFUSALS = (flight.FlightError, pa.ArrowException)
 
@@ -121,11 +121,11 @@ def test_no_metadata_breaks_publishing(well: Served, metadata: bytes) -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (b"", "is to be a JSON object with one of publish, stage"),
-        (b"[]", "is to be a JSON object with one of publish, stage"),
-        (b"{", "is not JSON"),
-        (b"\xff\xfe", "is not JSON"),
-        (b"[" * 100_000, "is not JSON"),
+        (b"", "must be a JSON object with one of publish, stage"),
+        (b"[]", "must be a JSON object with one of publish, stage"),
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
         (b'{"publish": 5}', "publish: must be text, not 5"),
         (b'{"publish": "disk", "prodcer": "p"}', "did you mean producer"),
         (b'{"publish": "disk", "ack": "never"}', "ack: must be one of"),
@@ -329,7 +329,7 @@ def test_messages_that_are_not_flights_hurt_nobody(
 
 
 def test_every_error_carries_its_class_twice() -> None:
-    error = flight_error(StorageFailed("the disk is gone", after=2.5))
+    error = build_flight_error(StorageFailed("the disk is gone", after=2.5))
     assert isinstance(error, flight.FlightUnavailableError)
     assert str(error) == "turnlane:StorageFailed: the disk is gone"
     assert json.loads(error.extra_info) == {
@@ -341,7 +341,7 @@ def test_every_error_carries_its_class_twice() -> None:
 
 def test_a_long_message_is_cut(well: Served) -> None:
     assert len(_refused(lambda: well.act("done", lease="x" * 1000))) < 4 * MAX_MESSAGE
-    assert len(str(flight_error(ValueError("x" * 10_000)))) < MAX_MESSAGE + 50
+    assert len(str(build_flight_error(ValueError("x" * 10_000)))) < MAX_MESSAGE + 50
 
 
 def test_a_failure_of_the_node_itself_is_logged_there_and_not_told(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.contract.harness import PATIENCE, wait_until
 from tests.node.raw_flight import PUT, Message, flight_data, messages_of
-from turnlane.events import block_of, events_of
+from turnlane.events import block_of, iterate_events
 from turnlane.node.flight.errors import FlightLimits
 from turnlane.node.flight.server import FlightPlane
 from turnlane.node.node import Node
@@ -157,5 +157,5 @@ def _check_readable(node: Node) -> None:
     logs = node.queue("logs")
     while (read := logs.read(logs.low, 1000)) is not None:
         first, block = read
-        list(events_of(block, first))
+        list(iterate_events(block, first))
         logs.settle(first, first + block.num_rows)

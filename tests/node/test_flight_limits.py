@@ -22,7 +22,7 @@ from turnlane.client import node_client
 from turnlane.errors import ConfigError, EventTooLarge, TransportDown
 from turnlane.events import block_of
 from turnlane.node.flight import server as flight_plane
-from turnlane.node.flight.commands import MAX_COMMAND, Numbered, parsed
+from turnlane.node.flight.commands import MAX_COMMAND, BlockMetadata, parse_command
 from turnlane.node.flight.errors import FlightLimits
 from turnlane.serving.auth import Authority, TokenSettings
 
@@ -93,8 +93,8 @@ def test_a_client_that_does_not_wait_for_its_answer_is_no_fault_of_the_node(
             tell(writer, data)
 
     is_open = threading.Event()
-    tell = flight_plane._tell
-    monkeypatch.setattr(flight_plane, "_tell", tell_too_late)
+    tell = flight_plane._send_metadata
+    monkeypatch.setattr(flight_plane, "_send_metadata", tell_too_late)
     served = serve(QUEUES)
     with grpc.insecure_channel(str(served.plane.address)) as channel:
         stream = channel.stream_stream(PUT)(
@@ -240,4 +240,4 @@ def test_nobody_brings_more_while_memory_is_short(serve: Serve) -> None:
 
 def test_metadata_that_is_too_long_is_refused_before_it_is_copied() -> None:
     with pytest.raises(ConfigError, match=f"{MAX_COMMAND} are allowed"):
-        parsed(Numbered, pa.py_buffer(bytes(MAX_COMMAND + 1)))
+        parse_command(BlockMetadata, pa.py_buffer(bytes(MAX_COMMAND + 1)))

@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from pyarrow import flight
+from turnlane.queues.memory import MemoryQueue
 
 from tests.contract.harness import NOTICEABLE, PATIENCE, Task, assert_never, wait_until
 from tests.node.conftest import QUEUES, Serve, Served, Stream, values
@@ -24,11 +25,10 @@ from turnlane.events import block_of
 from turnlane.node import event_refs
 from turnlane.node.flight import publish
 from turnlane.node.flight.errors import FlightLimits
-from turnlane.node.flight.publish import MAX_PAIRS, Route
-from turnlane.outputs.http_connections import hang_up_on
-from turnlane.queues import open_buffered_queue
+from turnlane.node.flight.publish import MAX_PAIRS, SequenceMap
+from turnlane.outputs.connections import abort_descriptor
 from turnlane.queues.settings import QueueSettings
-from turnlane.serving.address import cut_connections
+from turnlane.serving.address import shut_down_connections
 from turnlane.storage.producer_sequences import MAX_RUNS
 from turnlane.testing import FaultyDisk
 
@@ -81,7 +81,7 @@ def test_a_lot_is_synced_before_its_time(served: Served) -> None:
     """A client keeps what is not persisted, and cannot keep everything for an hour."""
     stream = served.stream("slow", "p", ack="accepted")
     stream.greet()
-    stream.write(bytes(publish.URGE_BYTES), sequence=0)
+    stream.write(bytes(publish.SYNC_REQUEST_BYTES), sequence=0)
     stream.await_news(accepted=1, persisted=1)
     stream.finish()
 
@@ -373,7 +373,7 @@ def test_a_stop_ends_streams_that_are_idle_or_wait_for_room(serve: Serve) -> Non
     served.plane.stop(timeout=10.0)
     assert time.monotonic() - started < 5
     assert idle.news() is not None  # positions, or that it has ended
-    assert [thread for thread in threading.enumerate() if thread.name == "turnlane-teller"] == []
+    assert [thread for thread in threading.enumerate() if thread.name == "turnlane-reporter"] == []
 
 
 LEAVING = """
@@ -425,10 +425,10 @@ def test_cutting_connections_leaves_no_files_open(served: Served) -> None:
     """A stop does it again and again, and most of what is open is no connection."""
     client = served.client()
     client.queue("disk").producer(ack="persisted").publish(b"x")
-    cut_connections(0)
+    shut_down_connections(0)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        assert cut_connections(0) == 0
+        assert shut_down_connections(0) == 0
     assert len(os.listdir("/proc/self/fd")) <= before + 2  # others may open some, not all twice
 
 
@@ -440,10 +440,10 @@ def test_a_look_at_connections_keeps_the_locks_on_files(served: Served, tmp_path
         socket.create_connection((address.host, address.port), PATIENCE) as client,
     ):
         fcntl.lockf(file, fcntl.LOCK_EX)
-        wait_until(lambda: cut_connections(address.port) > 0)
+        wait_until(lambda: shut_down_connections(address.port) > 0)
         while client.recv(4096):  # HTTP/2 begins with settings
             pass
-        hang_up_on(file.fileno())
+        abort_descriptor(file.fileno())
         attempt = "lockf(open(sys.argv[1], 'w'), LOCK_EX | LOCK_NB)"
         other = subprocess.run(
             [sys.executable, "-c", f"import sys; from fcntl import *; {attempt}", file.name],
@@ -505,18 +505,18 @@ def _answers(served: Served) -> bool:
 
 def test_a_long_route_stays_short_and_true() -> None:
     """Nobody consumes for a long time: memory stays bounded, no report comes too early."""
-    queue = open_buffered_queue(QueueSettings.of(size=10 * MAX_PAIRS))
-    route = Route(queue)
+    queue = MemoryQueue(QueueSettings.of(size=10 * MAX_PAIRS))
+    route = SequenceMap(queue)
     producer = queue.producer()
     for number in range(3 * MAX_PAIRS):
         producer.publish(b"x")
-        route.reached(number + 1)
+        route.record(number + 1)
     assert len(route._numbers) <= MAX_PAIRS
-    assert route.progress().delivered == 0
+    assert route.get_progress().delivered == 0
     while queue.low < queue.end:
         queue.get(100).done()
-        assert route.progress().delivered <= queue.low
-    assert route.progress() == (3 * MAX_PAIRS,) * 3
+        assert route.get_progress().delivered <= queue.low
+    assert route.get_progress() == (3 * MAX_PAIRS,) * 3
     queue.close()
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from turnlane import ConfigError, Event, Queue, QueueClosed, open_queue
 from turnlane.client import fork_relay
-from turnlane.client.logging_handler import JsonFormatter, TurnlaneHandler, severity_of
+from turnlane.client.logging_handler import JsonFormatter, TurnlaneHandler, get_severity
 from turnlane.config import loads
 from turnlane.service import Service
 
@@ -109,7 +109,7 @@ def test_a_record_becomes_an_event(memory: Queue) -> None:
     ],
 )
 def test_levels_are_severities_as_syslog_numbers_them(level: int, severity: int) -> None:
-    assert severity_of(level) == severity
+    assert get_severity(level) == severity
 
 
 def test_the_formatter_decides_about_the_value(memory: Queue) -> None:
@@ -459,7 +459,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(
     slow.write_text("#!/bin/sh\nread about; read one; read two; echo . ; sleep 60\n")
     slow.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(slow))
-    sending = fork_relay.Relay(url_of(node), "logs", {}, 0.1)
+    sending = fork_relay.ForkRelay(url_of(node), "logs", {}, 0.1)
     assert not sending.flush(0.01)
     assert not sending.flush(0.5), "the answer was to the first"
     sending._process.kill()
@@ -470,7 +470,7 @@ def test_a_relay_that_ended_refuses_and_breaks_nothing(
     node: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    sending = fork_relay.Relay(url_of(node), "logs", {}, 0.1)
+    sending = fork_relay.ForkRelay(url_of(node), "logs", {}, 0.1)
     assert sending._process.wait(PATIENCE) == 1
     assert not sending.flush(0.1)
 

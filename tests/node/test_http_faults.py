@@ -20,7 +20,7 @@ import pytest
 
 from tests.contract.harness import wait_until
 from tests.node.http_harness import Served, served
-from turnlane.events import values_of
+from turnlane.events import get_values
 from turnlane.node.node import Node
 from turnlane.queues.buffered import BufferedQueue
 
@@ -36,7 +36,7 @@ def values_in(queue: BufferedQueue) -> list[bytes]:
     found: list[bytes] = []
     while (read := queue.read(queue.low + len(found), 100_000)) is not None:
         assert read[0] == queue.low + len(found)
-        found += values_of([read[1]])
+        found += get_values([read[1]])
     return found
 
 
@@ -155,7 +155,7 @@ from pathlib import Path
 from turnlane.node.http import HttpPlane
 from turnlane.node.node import Node
 from turnlane.serving.auth import Authority
-from turnlane.serving.web import WebSettings
+from turnlane.serving.http_server import WebSettings
 
 node = Node(Path(sys.argv[1]), {"orders": {"durability": "always"}})
 plane = HttpPlane(node, Authority(), WebSettings(listen=":0")).start()

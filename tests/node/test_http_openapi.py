@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.node.http_harness import Served, served
 from turnlane.delivery.settings import DeliverySettings
-from turnlane.node.breakers import Asker
+from turnlane.node.breakers import BreakerRequest
 from turnlane.node.http import describe_plane
 from turnlane.node.http.events import FIELDS, decode_json, decode_ndjson, encode_events
 from turnlane.serving.auth import TokenSettings
@@ -100,7 +100,7 @@ def test_operation_ids_are_unique() -> None:
 
 def test_a_breaker_has_the_documented_form(tmp_path: Path) -> None:
     with served(tmp_path) as at:
-        at.node.breakers.permit(Asker("send", "orders", "task", DeliverySettings()))
+        at.node.breakers.permit(BreakerRequest("send", "orders", "task", DeliverySettings()))
         shown = at.http.get("/breakers").json()
         assert shown["breakers"].keys() == {"send"}
         validator("Breakers").validate(shown)

@@ -19,11 +19,11 @@ from turnlane.events import block_of
 from turnlane.ledger import Outcome
 from turnlane.node import commits
 from turnlane.node import lanes as lane_module
-from turnlane.node.commit_record import Plan, Range
-from turnlane.node.commit_recovery import identity
-from turnlane.node.commits import Claim, Commits, Keys
+from turnlane.node.commit_record import CommitPlan, SettleRange
+from turnlane.node.commit_recovery import get_queue_id
+from turnlane.node.commits import CommitLocks, Commits, LockSet
 from turnlane.node.flight import actions, read
-from turnlane.node.lanes import RETIRED, Lanes, Planned
+from turnlane.node.lanes import MAX_RETIRED_RUNS, LanePlan, Lanes
 from turnlane.queues.api import Stats
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.producer import BufferedProducer
@@ -63,7 +63,9 @@ def test_a_lane_that_looks_while_a_commit_fills_its_queue_gets_all_of_it(
         return real(producer, timeout)
 
     looked = threading.Event()
-    monkeypatch.setattr(Commits, "await_filled", told(looked, Commits.await_filled))
+    monkeypatch.setattr(
+        Commits, "wait_for_publishing_commits", told(looked, Commits.wait_for_publishing_commits)
+    )
     with node.stage("disk", block_of([]).schema) as stage:
         stage.write(block_of([b"staged"]))
         stages = [stage.finish()]
@@ -82,7 +84,7 @@ def told(looked: threading.Event, call: Callable[..., None]) -> Callable[..., No
     return and_called
 
 
-def test_what_is_kept_stays_and_what_is_dead_is_counted_so(
+def test_kept_events_stay_and_dead_events_are_counted_as_dead(
     served: Served, node: RemoteNode
 ) -> None:
     node.plan("a", "1", "disk", [(0, 10)])
@@ -95,7 +97,7 @@ def test_what_is_kept_stays_and_what_is_dead_is_counted_so(
     assert values(served.node, "slow") == [b"x"]
 
 
-def test_what_was_left_over_is_planned_again_and_comes_to_an_end(
+def test_kept_events_are_planned_again_until_none_are_left(
     served: Served, node: RemoteNode
 ) -> None:
     node.plan("a", "1", "disk", [(0, 10)])
@@ -118,7 +120,7 @@ def test_a_repeated_commit_changes_nothing(served: Served, node: RemoteNode) -> 
     assert node.unsettled("disk", 100).spans == [(0, 3)]
 
 
-def test_a_queue_that_was_made_anew_is_not_settled(served: Served, node: RemoteNode) -> None:
+def test_recreated_queue_is_not_settled(served: Served, node: RemoteNode) -> None:
     """What was made of the old one's events goes on."""
     served.node.create("late")
     served.node.queue("late").producer(ack="persisted").publish_block(block_of(numbers(10)))
@@ -135,7 +137,7 @@ def test_a_queue_that_was_made_anew_is_not_settled(served: Served, node: RemoteN
     assert node.unsettled("late", 100).spans == []
 
 
-def test_a_run_that_is_over_can_commit_no_more(node: RemoteNode) -> None:
+def test_replaced_run_cannot_commit(node: RemoteNode) -> None:
     node.plan("a", "1", "disk", [(0, 10)])
     node.plan("a", "2", "disk", [(0, 10)])
     with pytest.raises(LaneTaken):
@@ -145,7 +147,7 @@ def test_a_run_that_is_over_can_commit_no_more(node: RemoteNode) -> None:
     assert node.commit(lane="a", run="2")
 
 
-def test_a_lane_is_told_of_no_more_than_its_queues_have_room_for(
+def test_lane_gets_at_most_as_many_events_as_its_targets_have_room_for(
     serve: Serve,
 ) -> None:
     queues = {
@@ -186,7 +188,7 @@ class TestCommitUnderWay:
     What it has read is not settled yet, and will be.
     """
 
-    def begun(self, served: Served, disk: FaultyDisk) -> Task[bool]:
+    def begin(self, served: Served, disk: FaultyDisk) -> Task[bool]:
         """Commit ten events of twelve to ``a``, which cannot be written."""
         fill(served, numbers(12))
         node = served.client().nodes[0]
@@ -211,24 +213,26 @@ class TestCommitUnderWay:
         """A new run is told of nothing, and cannot plan what the commit has passed on."""
         monkeypatch.setattr(actions, "PLAN_SECONDS", 0.01)
         assert node.unsettled("disk", 100, lane="l")[:2] == ([], 0)
-        with pytest.raises(RetryLater, match="'disk' is not through"):
+        with pytest.raises(RetryLater, match="'disk' is still running"):
             node.plan("l", "2", "disk", [(0, 12)])
 
-    def test_a_new_run_waits_for_it(self, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_new_run_waits_for_the_commit_of_the_old_run(
+        self, serve: Serve, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         disk = FaultyDisk()
         served = serve(TWO_QUEUES, disk=disk)
-        task = self.begun(served, disk)
+        task = self.begin(served, disk)
         self.check_waits(served.client().nodes[0], monkeypatch)
         disk.clear()
         assert task.result()
         self.go_on(served)
 
-    def test_also_after_a_start_of_the_node(
+    def test_new_run_waits_for_a_recovering_commit_after_a_restart(
         self, serve: Serve, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         disk = FaultyDisk()
         first = serve(TWO_QUEUES, disk=disk)
-        task = self.begun(first, disk)
+        task = self.begin(first, disk)
         first.close()
         with pytest.raises(RetryLater):
             task.result()
@@ -238,7 +242,7 @@ class TestCommitUnderWay:
         disk.clear()
         self.go_on(served)
 
-    def test_one_that_still_waits_for_its_turn_comes_to_nothing(
+    def test_commit_of_a_replaced_run_that_waits_for_locks_is_refused(
         self, serve: Serve, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         served = serve(TWO_QUEUES)
@@ -247,14 +251,14 @@ class TestCommitUnderWay:
         node.plan("l", "1", "disk", [(0, 10)])
         stage = staged_for(node, numbers(10))
         asked, planned = threading.Event(), threading.Event()
-        real = Keys.take
+        real = CommitLocks.acquire
 
-        def late(keys: Keys, wanted: Iterable[str]) -> Claim:
+        def late(keys: CommitLocks, wanted: Iterable[str]) -> LockSet:
             asked.set()
             assert planned.wait(PATIENCE)
             return real(keys, wanted)
 
-        monkeypatch.setattr(Keys, "take", late)
+        monkeypatch.setattr(CommitLocks, "acquire", late)
         task = Task(lambda: node.commit([stage], lane="l", run="1"))
         assert asked.wait(PATIENCE)
         assert served.client().nodes[0].plan("l", "2", "disk", [(0, 10)]) == [(0, 10)]
@@ -274,16 +278,16 @@ def staged_for(node: RemoteNode, stage_values: list[bytes], queue: str = "a") ->
         return stage.finish()
 
 
-def test_runs_that_are_long_over_are_forgotten() -> None:
+def test_old_replaced_runs_are_forgotten() -> None:
     """A lane that is started anew with every reload must not fill the node's memory."""
     lanes = Lanes()
-    for run in range(3 * RETIRED):
-        lanes.plan("a", str(run), Planned("disk", []))
-    for run in (3 * RETIRED - 2, 2 * RETIRED):
-        with pytest.raises(LaneTaken, match="started anew"):
-            lanes.planned("a", str(run))
+    for run in range(3 * MAX_RETIRED_RUNS):
+        lanes.plan("a", str(run), LanePlan("disk", []))
+    for run in (3 * MAX_RETIRED_RUNS - 2, 2 * MAX_RETIRED_RUNS):
+        with pytest.raises(LaneTaken, match="was restarted"):
+            lanes.get_plan("a", str(run))
     with pytest.raises(LaneTaken, match="unknown here"):
-        lanes.planned("a", "0")
+        lanes.get_plan("a", "0")
 
 
 def test_an_interrupted_commit_keeps_what_it_said_it_would(serve: Serve) -> None:
@@ -291,8 +295,8 @@ def test_an_interrupted_commit_keeps_what_it_said_it_would(serve: Serve) -> None
     first = serve()
     first.node.queue("disk").producer(ack="persisted").publish_block(block_of(numbers(10)))
     left = first.node.data / "commits" / f"{1:020}.commit"
-    ranges = Planned("disk", [(0, 10)]).settled_by([(2, 4)], [(0, 1)])
-    plan = Plan([], ranges, ids={"disk": identity(first.node.queue("disk"))})
+    ranges = LanePlan("disk", [(0, 10)]).get_settle_ranges([(2, 4)], [(0, 1)])
+    plan = CommitPlan([], ranges, ids={"disk": get_queue_id(first.node.queue("disk"))})
     first.close()
     left.write_bytes(plan.to_json())
     again = serve()
@@ -320,7 +324,7 @@ def test_waiting_for_events_ends_when_some_come(served: Served) -> None:
     assert node.unsettled("disk", 10, timeout=300.0).spans == [(0, 1)]
 
 
-def test_an_event_that_comes_while_one_looks_is_not_waited_past(
+def test_event_that_arrives_during_the_check_ends_the_wait(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = served.node.queue("disk")
@@ -344,23 +348,23 @@ def test_an_event_that_comes_while_one_looks_is_not_waited_past(
 
 
 def test_dead_offsets_are_those_that_were_planned_and_not_kept() -> None:
-    planned = Planned("q", [(0, 4), (6, 10)])
-    assert planned.settled_by([(1, 2)], [(1, 3), (8, 20)]) == [
-        Range("q", 0, 1),
-        Range("q", 3, 4),
-        Range("q", 6, 8),
-        Range("q", 2, 3, Outcome.DEAD),
-        Range("q", 8, 10, Outcome.DEAD),
+    planned = LanePlan("q", [(0, 4), (6, 10)])
+    assert planned.get_settle_ranges([(1, 2)], [(1, 3), (8, 20)]) == [
+        SettleRange("q", 0, 1),
+        SettleRange("q", 3, 4),
+        SettleRange("q", 6, 8),
+        SettleRange("q", 2, 3, Outcome.DEAD),
+        SettleRange("q", 8, 10, Outcome.DEAD),
     ]
 
 
-def test_lanes_that_are_long_silent_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longest_inactive_lanes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forgotten lane has to start anew; whatever it has read stays unsettled."""
     monkeypatch.setattr(lane_module, "MAX_LANES", 3)
     lanes = Lanes()
-    planned = Planned("disk", [(0, 1)])
+    planned = LanePlan("disk", [(0, 1)])
     for name in ("a", "b", "c", "a", "d"):
         lanes.plan(name, "1", planned)
-    with pytest.raises(LaneTaken, match="start the lane anew"):
-        lanes.planned("b", "1")
-    assert [lanes.planned(name, "1") for name in ("a", "c", "d")] == [planned] * 3
+    with pytest.raises(LaneTaken, match="restart the lane"):
+        lanes.get_plan("b", "1")
+    assert [lanes.get_plan(name, "1") for name in ("a", "c", "d")] == [planned] * 3

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import flight
+from turnlane.queues.memory import MemoryQueue
 
 from tests.contract.harness import NOTICEABLE, Task, wait_until
 from tests.node.conftest import Serve, Served
@@ -22,10 +23,9 @@ from turnlane.errors import NoSuchLease, QueueClosed, QueueEmpty, TransportDown
 from turnlane.events import block_of
 from turnlane.node.flight import read
 from turnlane.node.flight.actions import Caller
-from turnlane.node.flight.commands import Consume
+from turnlane.node.flight.commands import ConsumeCommand
 from turnlane.node.flight.server import FlightPlane
 from turnlane.node.leases import Leases
-from turnlane.queues import open_buffered_queue
 from turnlane.queues.settings import QueueSettings
 
 
@@ -65,7 +65,7 @@ def test_a_batch_that_does_not_fill_up_comes_all_the_same(serve: Serve) -> None:
 
 
 def test_leases_that_are_over_take_no_memory() -> None:
-    queue = open_buffered_queue(QueueSettings.of(kind="memory", size=10))
+    queue = MemoryQueue(QueueSettings.of(kind="memory", size=10))
     with queue, Leases() as leases:
         queue.producer().publish(b"x")
         held = leases.take(queue, 1, 0, 86_400, "a day")
@@ -158,7 +158,7 @@ def test_a_client_that_has_left_while_it_waited_gets_no_lease(
     node = served.client().nodes[0]
     with pytest.raises(flight.FlightTimedOutError):
         list(node.get({"consume": "disk", "wait": 60.0, "lease": 3600.0}, 0.5))
-    wait_until(lambda: bool(state_of(queue).waiting_readers) and callers[0].in_vain())
+    wait_until(lambda: bool(state_of(queue).waiting_readers) and callers[0].is_abandoned())
     _publish(served, b"a")
     wait_until(lambda: queue.stats().releases == 1, "the batch to be given back")
     assert (len(served.node.leases), queue.stats().in_flight) == (0, 0)
@@ -167,7 +167,7 @@ def test_a_client_that_has_left_while_it_waited_gets_no_lease(
 def test_a_batch_that_nobody_reads_is_given_back(served: Served) -> None:
     """Flight may let go of a stream before it has asked for a single block."""
     _publish(served, b"a")
-    command = Consume(consume="disk", lease=3600.0)
+    command = ConsumeCommand(consume="disk", lease=3600.0)
     ended: list[str] = []
     with contextlib.ExitStack() as call:
         call.callback(ended.append, "the call")
@@ -175,7 +175,7 @@ def test_a_batch_that_nobody_reads_is_given_back(served: Served) -> None:
             served.node.leases,
             served.node.queue("disk"),
             command,
-            read.Patience(0.0, lambda: False),
+            read.AbortableWait(0.0, lambda: False),
             call,
         )
     assert len(served.node.leases) == 1
@@ -274,7 +274,7 @@ def test_extending_what_has_run_out_is_logged(
     batch = queue.get(timeout=5)
     with caplog.at_level(logging.WARNING):
         served.node.leases.release(_lease(batch))
-        wait_until(lambda: "has run out" in caplog.text, "a warning")
+        wait_until(lambda: "lease.expired" in caplog.text, "a warning")
 
 
 def test_done_is_repeated_after_the_answer_was_lost(served: Served) -> None:
@@ -306,7 +306,7 @@ def _lease(batch: object) -> str:
 
 
 def test_a_closed_node_takes_its_batches_back() -> None:
-    queue = open_buffered_queue(QueueSettings.of())
+    queue = MemoryQueue(QueueSettings.of())
     queue.producer().publish(b"a")
     leases = Leases()
     leases.take(queue, None, 1.0, 60.0, "somebody")

@@ -56,7 +56,7 @@ def test_the_configuration_has_the_last_word_on_a_queue_made_at_run_time(tmp_pat
         assert node.queue("orders").settings.durability is Durability.NEVER
 
 
-def test_a_queue_is_made_once(tmp_path: Path) -> None:
+def test_existing_queue_with_the_same_settings_is_returned(tmp_path: Path) -> None:
     with Node(tmp_path) as node:
         first = node.create("orders", size=10)
         assert node.create("orders", size=10) is first
@@ -85,7 +85,7 @@ def test_a_queue_of_the_configuration_cannot_be_dropped(tmp_path: Path) -> None:
     ("name", "knobs", "message"),
     [
         ("a", {"path": "/elsewhere"}, "path: a node keeps its queues below"),
-        ("a", {"kind": "direct"}, "kind: a node has no direct queues"),
+        ("a", {"kind": "direct"}, "kind: a node cannot have direct queues"),
         ("a", {"kind": "dsk"}, "kind: must be one of .*did you mean disk"),
         ("a", {"sise": 3}, "sise: there is no such knob; did you mean size"),
         ("../up", {}, "name"),
@@ -101,7 +101,7 @@ def test_wrong_settings_are_named(
         assert not node.queues()
 
 
-def test_a_node_that_does_not_start_leaves_nothing_open(tmp_path: Path) -> None:
+def test_failed_start_closes_everything(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         Node(tmp_path, {"good": {}, "bad": {"kind": "direct"}})
     Node(tmp_path, {"good": {}}).close()
@@ -113,7 +113,7 @@ def test_a_directory_has_one_holder(tmp_path: Path) -> None:
     Node(tmp_path).close()
 
 
-def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
+def test_data_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("")
     with pytest.raises(DirectoryUnusable, match="data"):
         Node(tmp_path / "data")
@@ -126,7 +126,7 @@ def test_a_damaged_list_of_queues_is_named_and_left_alone(tmp_path: Path) -> Non
     assert (tmp_path / "queues.json").read_text() == "{"
 
 
-def test_a_queue_that_cannot_be_remembered_is_not_made(tmp_path: Path) -> None:
+def test_queue_is_not_created_if_the_registry_cannot_be_written(tmp_path: Path) -> None:
     disk = FaultyDisk()
     with Node(tmp_path, disk=disk) as node:
         disk.fail("write", match="queues.json")
@@ -138,7 +138,7 @@ def test_a_queue_that_cannot_be_remembered_is_not_made(tmp_path: Path) -> None:
         assert node.queue("orders").end == 1
 
 
-def test_a_queue_that_cannot_be_forgotten_stays(tmp_path: Path) -> None:
+def test_queue_is_not_dropped_if_the_registry_cannot_be_written(tmp_path: Path) -> None:
     disk = FaultyDisk()
     with Node(tmp_path, disk=disk) as node:
         node.create("orders")
@@ -157,7 +157,7 @@ def test_closing_twice_is_harmless(tmp_path: Path) -> None:
     node.close()
 
 
-def test_what_a_queue_could_never_take_is_not_staged(tmp_path: Path) -> None:
+def test_event_that_the_queue_can_never_take_is_not_staged(tmp_path: Path) -> None:
     with Node(tmp_path, {"orders": {"max_event_bytes": 40}}) as node:
         with pytest.raises(NoSuchQueue):
             node.stage("other", BASE_SCHEMA)
@@ -170,7 +170,7 @@ def test_what_a_queue_could_never_take_is_not_staged(tmp_path: Path) -> None:
         assert not list((tmp_path / "staging").iterdir())
 
 
-def test_stages_of_tasks_that_died_are_given_up(
+def test_stages_of_dead_tasks_are_discarded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_module, "STAGE_SECONDS", 0.0)
@@ -190,10 +190,10 @@ def test_a_stage_waits_for_the_slowest_task_of_its_batch(tmp_path: Path) -> None
         contents, since = node.staging._finished[stage_id]
         node.staging._finished[stage_id] = contents, since - 12 * 3600.0
         node.staging.discard_older(node_module.STAGE_SECONDS)
-        assert node.staging.contents(stage_id) == contents
+        assert node.staging.get_contents(stage_id) == contents
 
 
-def test_tidying_up_goes_on_when_the_disk_fails(
+def test_housekeeping_continues_after_disk_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_module, "STAGE_SECONDS", 0.0)
@@ -207,7 +207,7 @@ def test_tidying_up_goes_on_when_the_disk_fails(
         wait_until(lambda: len(list((tmp_path / "staging").iterdir())) <= 1, "the others to go")
 
 
-def test_tidying_up_survives_a_bug(
+def test_housekeeping_continues_after_an_unexpected_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A thread that ends in silence would let memory and stages grow for ever."""
@@ -221,4 +221,4 @@ def test_tidying_up_survives_a_bug(
     monkeypatch.setattr(Staging, "discard_older", discard_older)
     with Node(tmp_path, {"orders": {}}):
         wait_until(lambda: len(tries) > 1, "another try")
-    assert "could not tidy up" in caplog.text
+    assert "housekeeping.failed" in caplog.text

@@ -15,7 +15,7 @@ from turnlane.events import block_of
 from turnlane.node import staging
 from turnlane.node.metrics import NodeCollector
 from turnlane.node.node import DRAIN_SECONDS, Housekeeping
-from turnlane.node.staging import Overflow
+from turnlane.node.staging import OverflowBuffer
 from turnlane.testing import FaultyDisk, ManualClock
 
 QUEUES: dict[str, dict[str, Any]] = {"alerts": {}, "alerts.dead": {"size": 10}}
@@ -108,19 +108,21 @@ def test_beyond_their_bound_the_oldest_are_dropped_and_counted(full: Served) -> 
     assert adds_up(full)
 
 
-def test_they_take_no_more_memory_than_the_node_allows(full: Served) -> None:
+def test_overflow_buffer_drops_the_oldest_beyond_its_memory_limit(full: Served) -> None:
     """However many events a client says may wait, and for whichever queue."""
     blocks = [block_of([bytes(1000)] * 100) for _ in range(10)]
     room = 5 * blocks[0].nbytes
-    overflow = Overflow(full.node.queue, room)
-    overflow.take("alerts.dead", blocks, 1 << 61)
+    overflow = OverflowBuffer(full.node.queue, room)
+    overflow.add("alerts.dead", blocks, 1 << 61)
     assert overflow.events() == {"alerts.dead": 500}
-    overflow.take("alerts", blocks[:2], 1 << 61)
+    overflow.add("alerts", blocks[:2], 1 << 61)
     assert overflow.events() == {"alerts.dead": 300, "alerts": 200}, "who has most gives way"
     assert overflow.dropped == {"alerts.dead": 700}
 
 
-def test_what_finds_no_room_before_the_node_closes_is_counted(full: Served, serve: Serve) -> None:
+def test_letters_left_when_the_node_closes_are_counted_as_dropped(
+    full: Served, serve: Serve
+) -> None:
     committed(full.client().nodes[0], 0, 5, spare=100)
     full.close()
     again = serve(QUEUES)
@@ -199,7 +201,7 @@ def test_a_queue_that_is_asked_too_early_gets_them_all_in_the_end(
 
 
 @pytest.mark.parametrize("operation", ["open", "write", "sync"])
-def test_a_stage_that_the_disk_took_in_part_goes_on_in_memory(
+def test_stage_continues_in_memory_after_a_disk_error(
     filling: Served, disk: FaultyDisk, operation: str
 ) -> None:
     nth = 4 if operation == "write" else 1
@@ -224,9 +226,7 @@ def test_no_lane_waits_for_letters_that_the_disk_took_and_their_queue_cannot_wri
     assert_all_come(filling, 10)
 
 
-def test_a_commit_that_finds_no_room_for_its_own_file_needs_none(
-    filling: Served, disk: FaultyDisk
-) -> None:
+def test_diskless_commit_needs_no_record_on_a_full_disk(filling: Served, disk: FaultyDisk) -> None:
     disk.fail("write", error=errno.ENOSPC, times=None, match=".commit")
     committed(filling.client().nodes[0], 0, 5, spare=100, diskless=True)
     assert filling.node.queue("alerts").low == 5

@@ -14,8 +14,8 @@ from turnlane.errors import (
     ConfigError,
     NotAllowed,
 )
-from turnlane.serving.auth import Authority, Right, TokenSettings, bearer_of
-from turnlane.validation import config_error
+from turnlane.serving.auth import Authority, Right, TokenSettings, parse_bearer
+from turnlane.validation import convert_validation_error
 
 
 def token(**fields: Any) -> TokenSettings:
@@ -104,7 +104,7 @@ def test_a_secret_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:
     for fields in ({"secret": None}, {"secret_env": "X"}):
         with pytest.raises(ValidationError) as wrong:
             token(**fields)
-        assert "exactly one of" in str(config_error(wrong.value))
+        assert "exactly one of" in str(convert_validation_error(wrong.value))
 
 
 def test_a_secret_is_never_shown() -> None:
@@ -125,4 +125,4 @@ def test_a_secret_is_never_shown() -> None:
     ],
 )
 def test_the_token_is_taken_from_the_header(header: str | None, found: str | None) -> None:
-    assert bearer_of(header) == found
+    assert parse_bearer(header) == found

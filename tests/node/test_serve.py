@@ -29,7 +29,7 @@ from turnlane.errors import ConfigError, DirectoryLocked
 from turnlane.inputs import api
 from turnlane.inputs.api import Input
 from turnlane.node.node import Node
-from turnlane.plugins import Plugins
+from turnlane.plugins import PluginRegistry
 from turnlane.service import Service
 
 PATIENCE = 60
@@ -522,7 +522,7 @@ def test_whatever_fails_everything_opened_before_is_closed(
     tmp_path: Path, probes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(probes)
-    fresh = Plugins("turnlane.inputs", Input, "input")  # type: ignore[type-abstract]
+    fresh = PluginRegistry("turnlane.inputs", Input, "input")  # type: ignore[type-abstract]
     monkeypatch.setattr(api, "load", fresh.load)
     text = "inputs: [{type: probe, queue: main, name: broken}]"
     service = Service(settings(tmp_path / "data", text))

@@ -38,9 +38,14 @@ from turnlane.errors import (
     StorageFailed,
 )
 from turnlane.serving.auth import TlsSettings
-from turnlane.serving.connection import UVICORN_INTERNALS
-from turnlane.serving.http_body import PROBLEM_HANDLERS, BodyTooLarge, problem, read_body, unpacked
-from turnlane.serving.web import WebServer, WebSettings
+from turnlane.serving.http_body import (
+    PROBLEM_HANDLERS,
+    BodyTooLarge,
+    build_problem,
+    decompress,
+    read_body,
+)
+from turnlane.serving.http_server import UVICORN_INTERNALS, WebServer, WebSettings
 
 # ── TLS ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -65,9 +70,9 @@ def test_tls_files_that_cannot_be_used_are_named(
 
 
 def test_flight_gets_the_same_certificates(certificates: Certificates) -> None:
-    plain = TlsSettings(**certificates.server_knob()).flight_arguments()
+    plain = TlsSettings(**certificates.server_knob()).build_flight_arguments()
     assert plain == {"tls_certificates": [tuple(file.read_bytes() for file in certificates.server)]}
-    mutual = TlsSettings(**certificates.server_knob(mutual=True)).flight_arguments()
+    mutual = TlsSettings(**certificates.server_knob(mutual=True)).build_flight_arguments()
     assert mutual["verify_client"] is True
     assert mutual["root_certificates"] == certificates.ca.read_bytes()
 
@@ -405,7 +410,7 @@ def test_a_gzip_bomb_stays_small() -> None:
     try:
         for body in (bomb, nested):
             with pytest.raises(BodyTooLarge):
-                unpacked(body, 2**20)
+                decompress(body, 2**20)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -436,7 +441,7 @@ def test_a_gzip_bomb_stays_small() -> None:
     ],
 )
 def test_an_error_becomes_a_status(error: Exception, status: int, after: str | None) -> None:
-    answer = problem(error)
+    answer = build_problem(error)
     assert (answer.status_code, answer.headers.get("retry-after")) == (status, after)
     assert ("www-authenticate" in answer.headers) == (status == 401)
     assert (b"bug" in answer.body) is False

@@ -7,13 +7,13 @@ import sys
 from itertools import count
 
 from tests.outputs.blocks import handed
-from turnlane.outputs.file import FileOutput, FileSettings
+from turnlane.outputs.file import FileOutput, FileOutputSettings
 
 
 def main() -> None:
     knobs = json.loads(sys.argv[1])
     name, batches, width = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    with FileOutput(FileSettings.model_validate(knobs)) as output:
+    with FileOutput(FileOutputSettings.model_validate(knobs)) as output:
         for number in count() if batches < 0 else range(batches):
             lines = [b"%s %d %d %s" % (name.encode(), number, at, b"x" * width) for at in range(10)]
             output.send(output.prepare(handed(lines)))

@@ -1,4 +1,4 @@
-"""Tables to write to, in each database, and a way to look into them."""
+"""Tables in each database for the tests of outputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Bench:
 
     @contextmanager
     def connected(self) -> Iterator[Any]:
-        """A connection of the test's own, to look and to interfere."""
+        """Open a connection of the test, to read the table and to disturb the output."""
         parts = urlsplit(self.url)
         if self.kind == "postgresql":
             with psycopg.connect(self.url, autocommit=True) as found:
@@ -48,7 +48,7 @@ class Bench:
                 yield found
 
     def run(self, *statements: str) -> list[tuple[Any, ...]]:
-        """Run statements; the rows of the last one."""
+        """Run statements; returns the rows of the last one."""
         rows: Sequence[Any] = ()
         with self.connected() as connection, closing(connection.cursor()) as cursor:
             for statement in statements:
@@ -68,7 +68,7 @@ class Bench:
         return [row[0] for row in self.run("SELECT id FROM events ORDER BY id")]
 
     def delivered(self) -> list[tuple[int, int]]:
-        """The ranges that are noted."""
+        """Return the recorded ranges of offsets."""
         mark = "`" if self.kind == "mysql" else '"'
         first, end = f"{mark}first{mark}", f"{mark}end{mark}"
         found = self.run(

@@ -22,7 +22,7 @@ DELIVERY = DeliverySettings(concurrency=2, batch_events=5, max_time=0.2)
 LONGER = "10m"
 
 
-def test_a_web_server_that_never_ends_its_answer() -> None:
+def test_cancel_ends_a_send_to_a_web_server_that_never_ends_its_response() -> None:
     """A byte now and then: no time limit for a single read ends that."""
     hung_up = threading.Semaphore(0)
 
@@ -42,7 +42,7 @@ def test_a_web_server_that_never_ends_its_answer() -> None:
             assert hung_up.acquire(timeout=PATIENCE)
 
 
-def test_a_syslog_receiver_that_never_reads(deaf: str) -> None:
+def test_cancel_ends_a_send_to_a_syslog_receiver_that_never_reads(deaf: str) -> None:
     with output("syslog", address=deaf, protocol="tcp", timeout=LONGER, format="raw") as made:
         check_given_up(made, size=10_000_000)
 

@@ -60,7 +60,7 @@ def sent(block: Block, **settings: Any) -> list[Item]:
 # ── documents ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_documents_have_the_event_s_id_and_stay_the_first(server: Server) -> None:
+def test_document_has_the_event_id_and_repeats_do_not_replace_it(server: Server) -> None:
     server.answers(answer(201, 201))
     delivered("elasticsearch", events([b"a", b"b"], first=7), url=server.url + "/", index="logs")
     [seen] = server.seen
@@ -72,7 +72,7 @@ def test_documents_have_the_event_s_id_and_stay_the_first(server: Server) -> Non
     ]
 
 
-def test_index_and_id_come_from_columns() -> None:
+def test_templates_fill_index_and_id_from_columns() -> None:
     block = events([b"a", b"b"], keys=['k"1\n', "k2"], sources=["x", "y"])
     found = sent(block, index="logs-{source}-{timestamp:%Y.%m.%d}", id="{key}", action="index")
     assert [(item.action, item.target, item.id) for item in found] == [
@@ -81,14 +81,14 @@ def test_index_and_id_come_from_columns() -> None:
     ]
 
 
-def test_rows_without_a_place_get_their_ids_from_elasticsearch(server: Server) -> None:
+def test_rows_without_a_position_get_no_id(server: Server) -> None:
     server.answers(answer(201))
     block = events([b"a"]).select(["value", "payload"])
     delivered("elasticsearch", block, url=server.url, index="totals")
     assert server.seen[0].body.splitlines()[0] == b'{"create":{"_index":"totals"}}'
 
 
-def test_rows_of_one_event_are_documents_of_their_own() -> None:
+def test_several_rows_of_one_event_get_different_ids() -> None:
     block = with_column(events([b"a", b"b"]), "offset", pa.array([7, 7]))
     block = block.append_column("turnlane_row", pa.array([0, 1], pa.int32()))
     assert [item.id.partition("-")[0] for item in sent(block, index="logs")] == [
@@ -97,14 +97,14 @@ def test_rows_of_one_event_are_documents_of_their_own() -> None:
     ]
 
 
-def test_raw_documents_may_stand_on_several_lines() -> None:
+def test_raw_document_with_line_ends_is_sent_on_one_line() -> None:
     pretty = json.dumps({"a": "x\ny", "b": [1]}, indent=2).replace("\n", "\r\n").encode()
     block = with_column(events([b"a", b"b"]), "payload", pa.array([pretty, b"{}"], pa.binary()))
     found = sent(block, format="raw")
     assert [json.loads(item.source) for item in found] == [{"a": "x\ny", "b": [1]}, {}]
 
 
-def test_a_pipeline_is_named_in_the_address(server: Server) -> None:
+def test_pipeline_is_part_of_the_url(server: Server) -> None:
     server.answers(answer(201))
     delivered("elasticsearch", events([b"a"]), url=server.url, index="logs", pipeline="a b")
     assert server.seen[0].path.endswith("&pipeline=a+b")
@@ -113,7 +113,7 @@ def test_a_pipeline_is_named_in_the_address(server: Server) -> None:
 # ── results ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_only_what_failed_comes_again_or_is_dead(server: Server) -> None:
+def test_partly_refused_bulk_reports_only_failed_documents(server: Server) -> None:
     server.answers(answer(201, 429, 400, 503, 413, 403, 429, 400))
     found = failures(server, events([b"%d" % number for number in range(8)]))
     kinds = {row: type(error) for row, error in found.items()}
@@ -131,13 +131,13 @@ def test_only_what_failed_comes_again_or_is_dead(server: Server) -> None:
     assert "its_type: its reason" in str(found[2])
 
 
-def test_what_is_there_already_was_delivered_before(server: Server) -> None:
+def test_existing_document_counts_as_delivered(server: Server) -> None:
     server.answers(answer(409, 201))
     delivered("elasticsearch", events([b"a", b"b"]), url=server.url, index="logs")
     assert set(failures(server, events([b"a", b"b"]), action="index")) == {0}
 
 
-def test_all_that_failed_alike_is_one_error(server: Server) -> None:
+def test_documents_with_the_same_retryable_status_share_one_error(server: Server) -> None:
     server.answers(answer(429, 429))
     with pytest.raises(RetryLater, match="HTTP 429: its_type"):
         delivered("elasticsearch", events([b"a", b"b"]), url=server.url, index="logs")
@@ -160,7 +160,7 @@ def test_all_that_failed_alike_is_one_error(server: Server) -> None:
         b"[" * 100_000,
     ],
 )
-def test_an_answer_that_makes_no_sense_delivers_nothing(server: Server, body: bytes) -> None:
+def test_malformed_response_delivers_nothing(server: Server, body: bytes) -> None:
     server.answers(Reply(200, body))
     with pytest.raises((RetryLater, PartlyDelivered)) as raised:
         delivered("elasticsearch", events([b"a", b"b"]), url=server.url, index="logs")
@@ -169,7 +169,7 @@ def test_an_answer_that_makes_no_sense_delivers_nothing(server: Server, body: by
         assert all(isinstance(each, RetryLater) for each in raised.value.failures.values())
 
 
-def test_an_answer_that_breaks_off_delivers_nothing(server: Server) -> None:
+def test_incomplete_response_delivers_nothing(server: Server) -> None:
     def behave(handler: Any) -> None:
         handler.read()
         handler.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"errors": false}')
@@ -181,7 +181,7 @@ def test_an_answer_that_breaks_off_delivers_nothing(server: Server) -> None:
         delivered("elasticsearch", events([b"a"]), url=server.url, index="logs")
 
 
-def test_a_refusal_of_the_whole_request_is_of_all_events(server: Server) -> None:
+def test_error_status_applies_to_all_events(server: Server) -> None:
     for status, kind in (
         (413, PayloadTooLarge),
         (400, Never),
@@ -196,7 +196,7 @@ def test_a_refusal_of_the_whole_request_is_of_all_events(server: Server) -> None
 # ── our own input ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_our_own_input_has_every_event_once_told(node: Node) -> None:
+def test_own_input_receives_every_event(node: Node) -> None:
     values = [b'event "%d"' % number for number in range(1000)]
     with serving("elasticsearch", node) as found:
         url = f"http://{found.address}"
@@ -207,7 +207,7 @@ def test_our_own_input_has_every_event_once_told(node: Node) -> None:
     assert got[17].headers == {"index": "logs-alerts", "action": "create"}
 
 
-def test_our_own_input_refuses_some_documents(node: Node) -> None:
+def test_own_input_refuses_some_documents(node: Node) -> None:
     block = with_column(events([b"a", b"b", b"c"]), "payload", [b"{}", b"no JSON", b"{}"])
     with serving("elasticsearch", node) as found:
         url = f"http://{found.address}"
@@ -218,7 +218,7 @@ def test_our_own_input_refuses_some_documents(node: Node) -> None:
     assert len(held(node)) == 2
 
 
-def test_our_own_input_is_full_for_a_while(tmp_path: Path) -> None:
+def test_own_input_with_a_full_queue_is_retried(tmp_path: Path) -> None:
     with node_of(tmp_path / "full", size=100) as node:
         fill(node, 100)
         with serving("elasticsearch", node, timeout=HASTY) as found:
@@ -232,7 +232,7 @@ def test_our_own_input_is_full_for_a_while(tmp_path: Path) -> None:
         assert len(held(node)) == 1
 
 
-def test_an_api_key_opens_our_own_input(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_authenticates_at_own_input(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ES_KEY", SECRET)
     auth = {"token_env": "ES_KEY", "scheme": "ApiKey"}
     with serving("elasticsearch", node, tokens=TOKENS) as found:
@@ -248,10 +248,10 @@ def test_an_api_key_opens_our_own_input(node: Node, monkeypatch: pytest.MonkeyPa
 # ── before anything is sent ──────────────────────────────────────────────────────────────────────
 
 
-def test_check_wants_an_answer_of_elasticsearch(server: Server) -> None:
+def test_check_requires_a_response_of_elasticsearch(server: Server) -> None:
     server.answers(Reply(200, b"<html>hello</html>"))
     with output("elasticsearch", url=server.url, index="logs") as made, pytest.raises(
-        RetryLater, match="no answer of Elasticsearch: <html>hello"
+        RetryLater, match="not a response of Elasticsearch: <html>hello"
     ):  # fmt: skip
         made.check()
     with output("elasticsearch", url=unused_url(), index="logs") as made, pytest.raises(RetryLater):
@@ -261,6 +261,6 @@ def test_check_wants_an_answer_of_elasticsearch(server: Server) -> None:
 @pytest.mark.parametrize(
     "settings", [{"url": "http://h/?a=b"}, {"index": "{"}, {"action": "update"}]
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any]) -> None:
+def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         output("elasticsearch", **{"url": "http://h", "index": "logs", **settings})

@@ -20,14 +20,14 @@ from pydantic import ValidationError
 from tests.contract.harness import Task, wait_until
 from tests.outputs.blocks import handed, numbered
 from turnlane.errors import StorageFailed
-from turnlane.outputs.file import LARGE, FileOutput, FileSettings
+from turnlane.outputs.file import MIN_UNCACHED_BYTES, FileOutput, FileOutputSettings
 from turnlane.testing import ManualClock
 
 NOON = 1_795_003_200_000_000_000  # 2026-11-18T12:00:00Z
 
 
 def made(path: Path, clock: ManualClock | None = None, **knobs: Any) -> FileOutput:
-    settings = FileSettings.model_validate({"type": "file", "path": path, **knobs})
+    settings = FileOutputSettings.model_validate({"type": "file", "path": path, **knobs})
     return FileOutput(settings) if clock is None else FileOutput(settings, clock)
 
 
@@ -54,7 +54,7 @@ def lines_in(folder: Path) -> list[bytes]:
     return b"".join(text_of(folder / name) for name in names(folder)).splitlines()
 
 
-def test_lines_are_appended(tmp_path: Path) -> None:
+def test_events_are_appended_as_lines(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "events"
     with made(path, sync=True) as output:
         output.check()
@@ -65,7 +65,7 @@ def test_lines_are_appended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("compress", "ending"), [("none", ""), ("gzip", ".gz"), ("zstd", ".zst")])
-def test_a_full_file_is_numbered_and_compressed(tmp_path: Path, compress: str, ending: str) -> None:
+def test_full_file_is_numbered_and_compressed(tmp_path: Path, compress: str, ending: str) -> None:
     with made(tmp_path / "events", rotate_size=100, compress=compress) as output:
         for first in range(0, 40, 5):
             write(output, first, first + 5)  # 40 or 45 bytes
@@ -77,7 +77,7 @@ def test_a_full_file_is_numbered_and_compressed(tmp_path: Path, compress: str, e
     assert all(len(text_of(tmp_path / name)) <= 100 for name in rotated)
 
 
-def test_a_batch_larger_than_a_file_is_not_torn(tmp_path: Path) -> None:
+def test_batch_larger_than_rotate_size_stays_in_one_file(tmp_path: Path) -> None:
     with made(tmp_path / "events", rotate_size=100) as output:
         write(output, 0, 100)
         write(output, 100, 101)
@@ -85,7 +85,7 @@ def test_a_batch_larger_than_a_file_is_not_torn(tmp_path: Path) -> None:
     assert (tmp_path / "events").read_bytes().splitlines() == numbered(100, 101)
 
 
-def test_the_time_is_in_the_path(tmp_path: Path) -> None:
+def test_path_with_time_rotates_when_the_time_changes(tmp_path: Path) -> None:
     clock = ManualClock(time_ns=NOON)
     with made(tmp_path / "%Y-%m-%d" / "%H%%.log", clock, compress="gzip") as output:
         write(output, 0, 2)
@@ -101,7 +101,7 @@ def test_the_time_is_in_the_path(tmp_path: Path) -> None:
     assert lines_in(tmp_path) == numbered(0, 6)
 
 
-def test_only_so_many_old_files_are_kept_and_nobody_elses_are_touched(tmp_path: Path) -> None:
+def test_keep_removes_the_oldest_files_and_no_files_of_others(tmp_path: Path) -> None:
     clock = ManualClock(time_ns=NOON)
     others = ["alerts.log", "2026-11-1.log", "2026-11-18.log.old", "2026-11-18.log.1.bz2"]
     for name in others:
@@ -117,7 +117,7 @@ def test_only_so_many_old_files_are_kept_and_nobody_elses_are_touched(tmp_path: 
     assert set(others) < set(names(tmp_path))
 
 
-def test_what_a_killed_task_left_is_compressed_by_the_next_rotation(tmp_path: Path) -> None:
+def test_next_rotation_compresses_files_of_a_killed_task(tmp_path: Path) -> None:
     """Killed before compressing, and after it but before the other file was removed."""
     (tmp_path / "events.1").write_bytes(b"event 0\n")
     (tmp_path / "events.2").write_bytes(b"event 1\n")
@@ -140,7 +140,7 @@ def started(knobs: dict[str, Any], name: str, batches: int, width: int) -> subpr
     )
 
 
-def test_several_processes_share_a_file_that_rotates(tmp_path: Path) -> None:
+def test_several_processes_write_to_one_rotating_file_without_loss(tmp_path: Path) -> None:
     """Nothing is lost or doubled, no line is torn, and no file is rotated twice."""
     knobs = {
         "type": "file",
@@ -166,7 +166,7 @@ def test_several_processes_share_a_file_that_rotates(tmp_path: Path) -> None:
     assert all(10_000 - largest < size <= 10_000 for size in sizes), "each was full, and only then"
 
 
-def test_after_a_kill_one_line_may_be_torn_and_nothing_reported_is_missing(tmp_path: Path) -> None:
+def test_killed_writer_loses_no_reported_line(tmp_path: Path) -> None:
     knobs = {"type": "file", "path": str(tmp_path / "events"), "rotate_size": "20M"}
     reported: dict[str, int] = {}
     for name in "ab":
@@ -197,7 +197,7 @@ def last_number(stream: IO[bytes], enough: int) -> int:
 @pytest.mark.parametrize(
     "left", [b"half", b"event 0\n" + b"x" * 200_000, bytes(1_000_000)], ids=["half", "long", "nuls"]
 )
-def test_what_is_in_a_file_stays_whoever_wrote_it(
+def test_existing_contents_of_a_file_are_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, left: bytes
 ) -> None:
     """Half a line of a killed task looks like the last line of another program."""
@@ -207,10 +207,10 @@ def test_what_is_in_a_file_stays_whoever_wrote_it(
         write(output, 1, 2)
         write(output, 2, 3)
     assert path.read_bytes() == left + b"\nevent 1\nevent 2\n"
-    assert caplog.text.count("the last line had no end") == 1
+    assert caplog.text.count("file.last_line_incomplete") == 1
 
 
-def test_a_line_without_an_end_gets_one_before_its_file_is_rotated(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_ended_before_rotation(tmp_path: Path) -> None:
     (tmp_path / "events").write_bytes(b"half")
     with made(tmp_path / "events", rotate_size=10) as output:
         write(output, 0, 1)
@@ -218,7 +218,7 @@ def test_a_line_without_an_end_gets_one_before_its_file_is_rotated(tmp_path: Pat
     assert (tmp_path / "events").read_bytes() == b"event 0\n"
 
 
-def test_a_write_that_fails_half_way_leaves_nothing(
+def test_failed_write_leaves_no_part_of_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk takes some bytes and is full then."""
@@ -240,7 +240,7 @@ def test_a_write_that_fails_half_way_leaves_nothing(
     assert (tmp_path / "events").read_bytes().splitlines() == numbered(0, 4)
 
 
-def test_a_file_that_cannot_be_written_is_tried_again_later(tmp_path: Path) -> None:
+def test_file_that_cannot_be_written_raises_a_retryable_error(tmp_path: Path) -> None:
     (tmp_path / "events").mkdir()
     output = made(tmp_path / "events")
     with pytest.raises(StorageFailed, match="Is a directory"):
@@ -249,7 +249,7 @@ def test_a_file_that_cannot_be_written_is_tried_again_later(tmp_path: Path) -> N
         output.check()
 
 
-def test_a_pipe_can_be_written_to(tmp_path: Path) -> None:
+def test_events_can_be_written_to_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     output = made(tmp_path / "pipe", rotate_size=1)
     writing = Task(lambda: write(output, 0, 3))
@@ -258,7 +258,7 @@ def test_a_pipe_can_be_written_to(tmp_path: Path) -> None:
     wait_until(lambda: not writing.running, "the writer to be done")
 
 
-def test_a_device_that_fails_says_why() -> None:
+def test_failing_device_reports_the_reason() -> None:
     """It has no length to go back to."""
     with pytest.raises(StorageFailed, match="/dev/full: No space left on device"):
         write(made(Path("/dev/full")), 0, 1)
@@ -268,16 +268,16 @@ MUCH = 300_000
 """Lines that are several megabytes: those are written past the page cache."""
 
 
-def test_much_at_a_time_is_appended_like_little(tmp_path: Path) -> None:
+def test_large_batch_is_appended_past_the_page_cache(tmp_path: Path) -> None:
     with made(tmp_path / "events") as output:
         write(output, 0, 2)
         write(output, 2, MUCH)
         write(output, MUCH, MUCH + 2)
-    assert (tmp_path / "events").stat().st_size > LARGE
+    assert (tmp_path / "events").stat().st_size > MIN_UNCACHED_BYTES
     assert (tmp_path / "events").read_bytes().splitlines() == numbered(0, MUCH + 2)
 
 
-def test_much_at_a_time_goes_into_a_pipe_too(tmp_path: Path) -> None:
+def test_large_batch_can_be_written_to_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     writing = Task(lambda: write(made(tmp_path / "pipe"), 0, MUCH))
     with (tmp_path / "pipe").open("rb") as pipe:
@@ -293,7 +293,7 @@ def test_much_at_a_time_goes_into_a_pipe_too(tmp_path: Path) -> None:
         NotImplementedError("pwritev2: flags unavailable on this platform"),
     ],
 )
-def test_a_kernel_that_knows_no_such_writes_gets_plain_ones(
+def test_kernel_without_uncached_writes_gets_plain_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Exception
 ) -> None:
     def unable(*_: Any) -> int:
@@ -305,7 +305,7 @@ def test_a_kernel_that_knows_no_such_writes_gets_plain_ones(
     assert (tmp_path / "events").read_bytes().splitlines() == numbered(0, MUCH)
 
 
-def test_a_disk_that_gets_full_takes_nothing_of_much_either(
+def test_full_disk_leaves_no_part_of_a_large_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = made(tmp_path / "events")
@@ -316,7 +316,7 @@ def test_a_disk_that_gets_full_takes_nothing_of_much_either(
         calls[0] += 1
         if calls[0] > 1:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(fd, [pieces[0][: LARGE // 2]], place, flags)
+        return real(fd, [pieces[0][: MIN_UNCACHED_BYTES // 2]], place, flags)
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwritev", full)
@@ -328,12 +328,12 @@ def test_a_disk_that_gets_full_takes_nothing_of_much_either(
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"path": "%x.log"}, "%x is none of %Y"),
-        ({"path": "out%"}, "% is none of"),
+        ({"path": "%x.log"}, "%x is not supported; use %Y"),
+        ({"path": "out%"}, "% is not supported"),
         ({"path": "a", "keep": 3}, "needs rotate_size"),
         ({"path": "a%%", "compress": "gzip"}, "needs rotate_size"),
     ],
 )
-def test_what_makes_no_sense_is_refused(knobs: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        FileSettings.model_validate({"type": "file", **knobs})
+        FileOutputSettings.model_validate({"type": "file", **knobs})

@@ -18,7 +18,7 @@ from tests.outputs.web_blocks import delivered, events, output, with_column
 from tests.outputs.web_servers import Reply, Server, served
 from turnlane.config import loads, shown
 from turnlane.errors import Never, PartlyDelivered, PayloadTooLarge, RetryLater
-from turnlane.outputs.http_requests import WebOutput
+from turnlane.outputs.http_requests import RequestOutput
 
 SECRET = "correct horse battery staple"  # the tests' own
 
@@ -33,7 +33,7 @@ def server() -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("compression", ["none", "gzip", "zstd"])
-def test_json_is_one_array_however_it_is_packed(server: Server, compression: str) -> None:
+def test_json_body_is_one_array_with_any_compression(server: Server, compression: str) -> None:
     delivered("http", events([b"a", b'b"\n', b"c"]), url=server.url, compression=compression)
     [seen] = server.seen
     assert json.loads(seen.body) == [{"value": "a"}, {"value": 'b"\n'}, {"value": "c"}]
@@ -42,14 +42,14 @@ def test_json_is_one_array_however_it_is_packed(server: Server, compression: str
     assert seen.headers["user-agent"].startswith("turnlane/")
 
 
-def test_jsonl_is_a_line_for_each_event(server: Server) -> None:
+def test_jsonl_body_has_a_line_for_each_event(server: Server) -> None:
     delivered("http", events([b"a", b"b"]), url=server.url, format="jsonl")
     assert server.seen[0].body == b'{"value": "a"}\n{"value": "b"}\n'
     assert server.seen[0].headers["content-type"] == "application/x-ndjson"
 
 
 @pytest.mark.parametrize("form", ["json", "jsonl"])
-def test_objects_have_the_ids_of_their_events(server: Server, form: str) -> None:
+def test_event_id_setting_adds_ids_to_json_objects(server: Server, form: str) -> None:
     block = events([b"a", b"b", b"c"], first=7)
     objects = [b'{"value":"a"}', b"{}", b'{"value":{"event_id":1}}']
     block = with_column(block, "payload", pa.array(objects, pa.binary()))
@@ -68,40 +68,42 @@ def test_objects_have_the_ids_of_their_events(server: Server, form: str) -> None
     assert [each['the "id"'] for each in found[1]] == ["alerts/0/8", "alerts/0/9"]
 
 
-def test_objects_that_are_of_no_event_have_no_id(server: Server) -> None:
+def test_rows_without_a_position_get_no_event_id(server: Server) -> None:
     block = events([b"a"]).drop_columns(["partition", "offset"])
     delivered("http", block, url=server.url, event_id="event_id")
     assert server.seen[0].body == b'[{"value": "a"}]'
 
 
-def test_raw_is_the_value_on_a_line(server: Server) -> None:
+def test_raw_body_has_a_line_with_each_value(server: Server) -> None:
     block = with_column(events([b"a", b"b"]), "payload", pa.array([b"a\xff", None], pa.binary()))
     delivered("http", block, url=server.url, format="raw")
     assert server.seen[0].body == b"a\xff\n\n"
     assert server.seen[0].headers["content-type"].startswith("text/plain")
 
 
-def test_a_slice_of_a_block_is_sent_as_such(server: Server) -> None:
+def test_slice_of_a_block_is_sent_without_other_rows(server: Server) -> None:
     """The engine cuts blocks by slices, whose buffers are those of the whole."""
     delivered("http", events([b"a", b"b", b"c", b"d"]).slice(1, 2), url=server.url)
     assert json.loads(server.seen[0].body) == [{"value": "b"}, {"value": "c"}]
 
 
-def test_nothing_is_sent_of_no_events(server: Server) -> None:
+def test_empty_block_sends_no_request(server: Server) -> None:
     delivered("http", events([]), url=server.url)
     delivered("http", events([]), url=server.url + "/{key}")
     assert not server.seen
 
 
 @pytest.mark.parametrize("form", ["json", "raw"])
-def test_one_by_one_is_a_request_for_each_over_one_connection(server: Server, form: str) -> None:
+def test_one_by_one_sends_a_request_per_event_over_one_connection(
+    server: Server, form: str
+) -> None:
     delivered("http", events([b"a", b"b", b"c"]), url=server.url, one_by_one=True, format=form)
     assert [json.loads(seen.body)["value"] for seen in server.seen] == ["a", "b", "c"]
     assert len({seen.headers["idempotency-key"] for seen in server.seen}) == 3
     assert server.connections == 1
 
 
-def test_a_body_of_ones_own_escapes_what_comes_in(server: Server) -> None:
+def test_body_template_escapes_values_for_json(server: Server) -> None:
     hard = 'say "no"\\ \n\x01 ünï'.encode()
     body = '{{"text": "{source}: {value}"}}'
     block = events([hard, b"easy"], sources=["a", None])
@@ -112,18 +114,18 @@ def test_a_body_of_ones_own_escapes_what_comes_in(server: Server) -> None:
     ]
 
 
-def test_a_raw_body_of_ones_own_is_left_as_it_is(server: Server) -> None:
+def test_raw_body_template_does_not_escape_values(server: Server) -> None:
     delivered("http", events([b'"x"']), url=server.url, format="raw", body="<{value}>")
     assert server.seen[0].body == b'<"x">\n'
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH"])
-def test_the_method_is_the_one_asked_for(server: Server, method: str) -> None:
+def test_method_setting_is_used(server: Server, method: str) -> None:
     delivered("http", events([b"a"]), url=server.url, method=method)
     assert server.seen[0].method == method
 
 
-def test_headers_of_ones_own_win(server: Server) -> None:
+def test_configured_headers_replace_default_ones(server: Server) -> None:
     headers = {"content-type": "application/vnd.shop+json", "user-agent": "shop", "X-Org": "1"}
     with output("http", url=server.url, headers=headers) as made:
         made.check()
@@ -135,7 +137,7 @@ def test_headers_of_ones_own_win(server: Server) -> None:
 # ── where to ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_events_go_where_their_columns_say(server: Server) -> None:
+def test_url_template_sends_events_to_different_urls(server: Server) -> None:
     block = events([b"a", b"b", b"c"], keys=["x/../y", "z", "x/../y"])
     url = f"{server.url}/{{key}}?day={{timestamp:%Y-%m-%d}}"
     delivered("http", block, url=url, headers={"X-Key": "k={key}"})
@@ -146,7 +148,7 @@ def test_events_go_where_their_columns_say(server: Server) -> None:
     }
 
 
-def test_no_value_names_another_path_or_another_header(server: Server) -> None:
+def test_values_cannot_change_the_path_or_add_a_header(server: Server) -> None:
     block = events([b"a"], keys=[".."], sources=["b\r\nX-Evil: yes\x00é"])
     url = f"{server.url}/in/{{key}}/out"
     delivered("http", block, url=url, headers={"X-Source": "{source}"})
@@ -156,7 +158,7 @@ def test_no_value_names_another_path_or_another_header(server: Server) -> None:
     assert seen.headers["x-source"].encode("latin-1").decode() == "b  X-Evil: yes é"
 
 
-def test_only_the_events_of_a_place_that_fails_come_again(server: Server) -> None:
+def test_failing_url_fails_only_its_events(server: Server) -> None:
     def behave(handler: Any) -> Reply:
         seen = handler.read()
         return Reply({"/bad": 400, "/gone": 404}.get(seen.path, 200))
@@ -171,7 +173,7 @@ def test_only_the_events_of_a_place_that_fails_come_again(server: Server) -> Non
     assert isinstance(failures[2], RetryLater)
 
 
-def test_after_a_failure_of_the_whole_server_nothing_more_is_tried(server: Server) -> None:
+def test_failing_server_gets_no_further_requests(server: Server) -> None:
     server.answers(Reply(200), Reply(503, headers={"Retry-After": "7"}))
     block = events([b"0", b"1", b"2", b"3"])
     with pytest.raises(PartlyDelivered) as raised:
@@ -181,17 +183,17 @@ def test_after_a_failure_of_the_whole_server_nothing_more_is_tried(server: Serve
     assert len(server.seen) == 2
 
 
-def test_many_requests_do_not_take_for_ever(
+def test_send_of_many_requests_ends_after_its_time(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(WebOutput, "longest_run", 0.0)
+    monkeypatch.setattr(RequestOutput, "max_send_seconds", 0.0)
     with pytest.raises(PartlyDelivered) as raised:
         delivered("http", events([b"0", b"1", b"2"]), url=server.url, one_by_one=True)
     assert set(raised.value.failures) == {1, 2}
     assert len(server.seen) == 1
 
 
-def test_one_bad_event_does_not_keep_others_back(server: Server) -> None:
+def test_one_refused_event_does_not_stop_others(server: Server) -> None:
     server.answers(Reply(200), Reply(422), Reply(200))
     with pytest.raises(PartlyDelivered) as raised:
         delivered("http", events([b"0", b"1", b"2"]), url=server.url, one_by_one=True)
@@ -199,7 +201,7 @@ def test_one_bad_event_does_not_keep_others_back(server: Server) -> None:
     assert len(server.seen) == 3
 
 
-def test_of_those_that_go_together_only_the_bad_one_is_blamed(server: Server) -> None:
+def test_bad_event_of_a_refused_request_is_found(server: Server) -> None:
     def behave(handler: Any) -> Reply:
         seen = handler.read()
         return Reply(400 if b"poison" in seen.body else 413 if b"large" in seen.body else 200)
@@ -222,7 +224,7 @@ def key(server: Server, block: Any, **settings: Any) -> str | None:
     return server.seen[-1].headers.get("idempotency-key")
 
 
-def test_the_same_events_have_the_same_key_and_no_others(server: Server) -> None:
+def test_idempotency_key_is_equal_only_for_the_same_events(server: Server) -> None:
     block = events([b"a", b"b", b"c"], first=7)
     first = key(server, block)
     assert first is not None
@@ -236,23 +238,21 @@ def test_the_same_events_have_the_same_key_and_no_others(server: Server) -> None
     assert key(server, block, idempotency_key=False) is None
 
 
-def test_in_the_main_lane_events_are_mains(server: Server) -> None:
+def test_idempotency_key_in_the_main_lane_names_the_main_queue(server: Server) -> None:
     """There, the column ``queue`` says where they go next."""
     found = key(server, events([b"a"], first=3, queue=["alerts", "orders"]))
     assert found is not None
     assert found.startswith("main/0/3-main/0/3-")
 
 
-def test_rows_that_are_no_events_have_no_key(server: Server) -> None:
+def test_rows_without_a_position_get_no_idempotency_key(server: Server) -> None:
     assert key(server, events([b"a"]).select(["value", "payload"])) is None
 
 
 # ── secrets and certificates ─────────────────────────────────────────────────────────────────────
 
 
-def test_a_token_comes_from_a_file_and_a_changed_one_is_used(
-    server: Server, tmp_path: Path
-) -> None:
+def test_changed_token_file_is_used_for_the_next_request(server: Server, tmp_path: Path) -> None:
     file = tmp_path / "token"
     for secret in ("first", "second"):
         file.write_text(f"{secret}\n")
@@ -260,7 +260,7 @@ def test_a_token_comes_from_a_file_and_a_changed_one_is_used(
         assert server.seen[-1].headers["authorization"] == f"Bearer {secret}"
 
 
-def test_a_password_comes_from_the_environment(
+def test_password_is_read_from_the_environment(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOP_PASSWORD", SECRET)
@@ -271,21 +271,23 @@ def test_a_password_comes_from_the_environment(
     assert base64.b64decode(shown_secret).decode() == f"lane:{SECRET}"
 
 
-def test_events_wait_for_a_secret_that_is_not_there(server: Server, tmp_path: Path) -> None:
+def test_missing_secret_raises_a_retryable_error(server: Server, tmp_path: Path) -> None:
     for auth in ({"token_env": "NOT_SET_ANYWHERE"}, {"token_file": str(tmp_path / "none")}):
         with pytest.raises(RetryLater, match="token"):
             delivered("http", events([b"a"]), url=server.url, auth=auth)
     assert not server.seen
 
 
-def test_a_secret_is_one_line(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_of_several_lines_is_refused(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SHOP_TOKEN", "one\ntwo")
     with pytest.raises(RetryLater, match="SHOP_TOKEN is not one line") as raised:
         delivered("http", events([b"a"]), url=server.url, auth={"token_env": "SHOP_TOKEN"})
     assert "two" not in str(raised.value)
 
 
-def test_no_error_repeats_the_secret(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_do_not_contain_the_secret(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOP_TOKEN", SECRET)
     server.answers(Reply(401, b"no such token"))
     url = f"{server.url}/?key=of+somebody"
@@ -295,7 +297,7 @@ def test_no_error_repeats_the_secret(server: Server, monkeypatch: pytest.MonkeyP
     assert "somebody" not in str(raised.value)
 
 
-def test_the_settings_show_where_a_secret_is_and_not_what() -> None:
+def test_settings_show_the_source_of_a_secret_and_not_its_value() -> None:
     text = """
         node: {data: data}
         main: {}
@@ -311,7 +313,7 @@ def test_the_settings_show_where_a_secret_is_and_not_what() -> None:
     assert "battery" not in found
 
 
-def test_mutual_tls(tmp_path: Path) -> None:
+def test_mutual_tls_delivers(tmp_path: Path) -> None:
     made = Certificates(tmp_path)
     with served(made.server_context(mutual=True)) as server:
         delivered("http", events([b"a"]), url=server.url, tls=made.client_knob())
@@ -320,7 +322,7 @@ def test_mutual_tls(tmp_path: Path) -> None:
             delivered("http", events([b"a"]), url=server.url, tls={"ca": made.ca})
 
 
-def test_a_server_nobody_vouches_for_is_refused_unless_told(tmp_path: Path) -> None:
+def test_untrusted_server_is_refused_unless_verify_is_off(tmp_path: Path) -> None:
     with served(Certificates(tmp_path).server_context()) as server:
         with pytest.raises(RetryLater, match="certificate verify failed"):
             delivered("http", events([b"a"]), url=server.url)
@@ -332,7 +334,7 @@ def test_a_server_nobody_vouches_for_is_refused_unless_told(tmp_path: Path) -> N
 # ── threads ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_threads_share_the_output_and_its_connections(server: Server) -> None:
+def test_several_threads_share_the_connections_of_an_output(server: Server) -> None:
     blocks = [events([b"%d" % number], first=number) for number in range(200)]
     with output("http", url=server.url) as made, ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda block: made.send(made.prepare(block)), blocks))
@@ -347,8 +349,8 @@ def test_threads_share_the_output_and_its_connections(server: Server) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"url": "ftp://h"}, "an address such as"),
-        ({"url": "http://user:pw@h/"}, "belong into auth"),
+        ({"url": "ftp://h"}, "a URL such as"),
+        ({"url": "http://user:pw@h/"}, "set them under auth"),
         ({"url": "http://{source}/"}, "in its host"),
         ({"url": "http://h:99999/"}, "[Pp]ort"),
         ({"body": "{"}, r"write \{\{"),
@@ -357,17 +359,17 @@ def test_threads_share_the_output_and_its_connections(server: Server) -> None:
         ({"headers": {"X": "}"}}, r"write \}\}"),
         ({"headers": {"X": "a\nb"}}, "pattern"),
         ({"url": "http://h/{a"}, r"write \{\{"),
-        ({"auth": {}}, "there is none"),
+        ({"auth": {}}, "none is set"),
         ({"auth": {"token_env": "A", "token_file": "b"}}, "token_env and token_file"),
-        ({"auth": {"password_env": "A"}}, "username with password_env"),
-        ({"auth": {"token_env": "A", "username": "b"}}, "username with password_env"),
-        ({"tls": {"verify": False}}, "is for https"),
+        ({"auth": {"password_env": "A"}}, "need a username"),
+        ({"auth": {"token_env": "A", "username": "b"}}, "needs password_env"),
+        ({"tls": {"verify": False}}, "begins with https"),
         ({"timeout": 0}, "greater than 0"),
-        ({"event_id": "id", "format": "raw"}, "is for events as JSON objects"),
-        ({"event_id": "id", "body": "x"}, "is for events as JSON objects"),
+        ({"event_id": "id", "format": "raw"}, "needs events as JSON objects"),
+        ({"event_id": "id", "body": "x"}, "needs events as JSON objects"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_impossible_settings_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         output("http", **{"url": "http://h/", **settings})
 
@@ -375,13 +377,15 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: 
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{nothing}", "no column 'nothing'"),
-        ("{value:%Y}", "is no time"),
-        ("{headers}", "name a key of it"),
-        ("{value.x}", "has no 'x'"),
+        ("{nothing}", "needs the column 'nothing'"),
+        ("{value:%Y}", "must be a time"),
+        ("{headers}", "name a field of it"),
+        ("{value.x}", "has no field 'x'"),
     ],
 )
-def test_events_wait_until_a_template_is_mended(template: str, words: str) -> None:
+def test_template_that_does_not_fit_the_events_raises_a_retryable_error(
+    template: str, words: str
+) -> None:
     with output("http", url="http://h/", body=template) as made, pytest.raises(
         RetryLater, match=words
     ):  # fmt: skip

@@ -51,7 +51,7 @@ def pipeline(place: Path, **urls: str) -> Path:
     return file
 
 
-def test_destinations_that_answer_are_counted(server: Server, tmp_path: Path) -> None:
+def test_reachable_destinations_are_counted(server: Server, tmp_path: Path) -> None:
     def behave(handler: object) -> Reply:
         seen = handler.read()  # type: ignore[attr-defined]
         server.seen.append(seen)
@@ -69,7 +69,9 @@ def test_destinations_that_answer_are_counted(server: Server, tmp_path: Path) ->
     }
 
 
-def test_each_that_fails_is_named_with_its_place_and_reason(server: Server, tmp_path: Path) -> None:
+def test_each_unreachable_destination_is_listed_with_position_and_reason(
+    server: Server, tmp_path: Path
+) -> None:
     server.answers(Reply(401, b"who are you?"))
     down = unused_url()
     file = pipeline(tmp_path, good=server.url, search=down, otlp=server.url)
@@ -85,13 +87,13 @@ def test_each_that_fails_is_named_with_its_place_and_reason(server: Server, tmp_
     ]
 
 
-def test_without_the_option_nobody_is_asked(server: Server, tmp_path: Path) -> None:
+def test_validate_without_connect_makes_no_request(server: Server, tmp_path: Path) -> None:
     file = pipeline(tmp_path, good=server.url, search=unused_url(), otlp=server.url)
     assert validate(file).exit_code == 0
     assert not server.seen
 
 
-def test_an_output_of_ones_own_may_raise_anything(tmp_path: Path) -> None:
+def test_plugin_output_that_raises_any_error_is_listed(tmp_path: Path) -> None:
     (tmp_path / "odd_output.py").write_text(
         "from turnlane.outputs.api import Output\n"
         "class Odd(Output):\n"

@@ -54,7 +54,7 @@ def taken(server: Server) -> list[int]:
 
 
 @pytest.mark.parametrize(("path", "keys"), [("/", 1), ("/{key}", 3)])
-def test_one_poisoned_event_is_dead_and_all_others_are_delivered(
+def test_one_bad_event_is_dead_and_all_others_are_delivered(
     server: Server, path: str, keys: int
 ) -> None:
     def behave(handler: Handler) -> Reply:
@@ -75,7 +75,7 @@ def test_one_poisoned_event_is_dead_and_all_others_are_delivered(
 
 
 @pytest.mark.parametrize("status", [413, 414, 431])
-def test_what_is_too_large_together_goes_in_parts(server: Server, status: int) -> None:
+def test_too_large_requests_are_split(server: Server, status: int) -> None:
     def behave(handler: Handler) -> Reply:
         seen = handler.read()
         if len(seen.body) > 500:
@@ -91,7 +91,7 @@ def test_what_is_too_large_together_goes_in_parts(server: Server, status: int) -
 @pytest.mark.parametrize(
     ("ordering", "late"), [("none", {1, 3}), ("key", {1, 3, 6, 8}), ("strict", set(range(1, 10)))]
 )
-def test_none_passes_those_whose_address_fails(
+def test_ordered_events_do_not_overtake_events_of_a_failing_url(
     server: Server, ordering: str, late: set[int]
 ) -> None:
     """Five keys have two events each, and every event an address of its own."""
@@ -113,7 +113,7 @@ def test_none_passes_those_whose_address_fails(
 
 
 @pytest.mark.parametrize("status", [413, 414, 431])
-def test_what_is_too_large_alone_is_dead(server: Server, status: int) -> None:
+def test_single_event_that_is_too_large_is_dead(server: Server, status: int) -> None:
     def behave(handler: Handler) -> Reply:
         return Reply(status if b"huge" in handler.read().body else 200)
 
@@ -124,7 +124,7 @@ def test_what_is_too_large_alone_is_dead(server: Server, status: int) -> None:
     assert (dead.numbers.tolist(), dead.error) == ([9], "PayloadTooLarge")
 
 
-def test_a_server_that_fails_now_and_then_has_all_in_the_end(server: Server) -> None:
+def test_server_with_random_failures_gets_every_event(server: Server) -> None:
     count = iter(range(10_000))
 
     def behave(handler: Handler) -> Reply | None:
@@ -149,7 +149,7 @@ def test_a_server_that_fails_now_and_then_has_all_in_the_end(server: Server) -> 
     assert set(taken(server)) == set(range(1000))
 
 
-def test_a_server_that_gets_slow_by_degrees_is_asked_less_at_a_time(server: Server) -> None:
+def test_slower_server_gets_fewer_concurrent_requests(server: Server) -> None:
     """It does one thing at a time, each slower than the one before: the more wait, the longer."""
     working, pace = threading.Lock(), iter(np.linspace(0.0, 0.015, 200))
 
@@ -172,7 +172,7 @@ def test_a_server_that_gets_slow_by_degrees_is_asked_less_at_a_time(server: Serv
     assert status.concurrency <= 8, "more than a few would only wait"
 
 
-def test_retries_come_when_the_backoff_says_as_the_server_sees_it(server: Server) -> None:
+def test_server_sees_retries_at_the_times_of_the_backoff(server: Server) -> None:
     """Waits double from 50 ms up to 200 ms, give or take a fifth; never sooner, hardly later."""
     times: list[float] = []
     failures = 5
@@ -195,7 +195,7 @@ def test_retries_come_when_the_backoff_says_as_the_server_sees_it(server: Server
     assert len(times) == failures + 1
 
 
-def test_events_are_kept_for_a_server_that_wants_a_pause(server: Server) -> None:
+def test_long_retry_after_defers_all_events(server: Server) -> None:
     server.answers(Reply(429, headers={"Retry-After": "3600"}))
     found = outcome(VALUES, url=server.url)
     assert found.deferred.tolist() == list(range(1000))

@@ -24,7 +24,13 @@ from tests.outputs.web_servers import (
 )
 from turnlane.delivery.error_policy import get_error_type
 from turnlane.errors import Never, PayloadTooLarge, RetryLater, TurnlaneError
-from turnlane.outputs.http_connections import LONGEST_WAIT, Answer, error_of, quoted, retry_after
+from turnlane.outputs.http_client import (
+    HttpResponse,
+    get_response_error,
+    parse_retry_after,
+    quote_body,
+)
+from turnlane.retry import MAX_RETRY_AFTER
 
 HASTY = {"timeout": "500ms", "connect_timeout": "500ms"}
 """For servers that never answer: the test waits as long."""
@@ -72,7 +78,7 @@ def replying(reply: Reply) -> Behaviour:
         *((status, RetryLater) for status in (301, 304, 409, 418, 500, 502, 503, 504, 599)),
     ],
 )
-def test_each_status_is_the_error_that_says_what_to_do(
+def test_each_status_becomes_the_right_error(
     server: Server, status: int, kind: type[TurnlaneError]
 ) -> None:
     error = failure(server, replying(Reply(status, b"" if status == 304 else b"because of that")))
@@ -92,11 +98,11 @@ def test_each_status_is_the_error_that_says_what_to_do(
         (504, "timeout"),
     ],
 )
-def test_metrics_count_by_what_went_wrong(server: Server, status: int, kind: str) -> None:
+def test_each_status_has_its_label_in_metrics(server: Server, status: int, kind: str) -> None:
     assert get_error_type(failure(server, replying(Reply(status)))) == kind
 
 
-def test_who_does_not_answer_is_late_and_who_is_not_there_a_matter_of_the_network(
+def test_silent_server_is_a_timeout_and_absent_server_a_network_error(
     server: Server,
 ) -> None:
     server.behave = server.hang
@@ -108,19 +114,19 @@ def test_who_does_not_answer_is_late_and_who_is_not_there_a_matter_of_the_networ
 
 
 @pytest.mark.parametrize("status", [200, 201, 202, 204, 299])
-def test_whatever_is_2xx_is_delivered(server: Server, status: int) -> None:
+def test_every_2xx_status_counts_as_delivered(server: Server, status: int) -> None:
     server.answers(Reply(status))
     delivered("http", events([b"a"]), url=server.url)
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_server_says_when_to_come_back_in_seconds(server: Server, status: int) -> None:
+def test_retry_after_in_seconds_is_passed_on(server: Server, status: int) -> None:
     error = failure(server, replying(Reply(status, headers={"Retry-After": "120"})))
     assert isinstance(error, RetryLater)
     assert error.after == 120.0
 
 
-def test_a_server_says_when_to_come_back_by_a_date(server: Server) -> None:
+def test_retry_after_as_a_date_is_passed_on(server: Server) -> None:
     date = formatdate(time.time() + 3600, usegmt=True)
     error = failure(server, replying(Reply(429, headers={"Retry-After": date})))
     assert isinstance(error, RetryLater)
@@ -139,45 +145,45 @@ def test_a_server_says_when_to_come_back_by_a_date(server: Server) -> None:
         ("soon", None),
         ("nan", None),
         ("inf", None),
-        ("1e300", LONGEST_WAIT),
+        ("1e300", MAX_RETRY_AFTER),
         ("Thu, 01 Jan 1970 00:16:50 GMT", 10.0),
         ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0),
         ("Fri, 31 Dec 99999 23:59:59 GMT", None),
     ],
 )
-def test_retry_after(text: str | None, seconds: float | None) -> None:
-    assert retry_after(text, now=1000.0) == seconds
+def test_retry_after_header_is_parsed(text: str | None, seconds: float | None) -> None:
+    assert parse_retry_after(text, now=1000.0) == seconds
 
 
 @given(st.text())
-def test_no_retry_after_is_too_odd(text: str) -> None:
-    found = retry_after(text, now=1000.0)
-    assert found is None or 0 <= found <= LONGEST_WAIT
+def test_any_retry_after_header_gives_a_valid_wait_or_none(text: str) -> None:
+    found = parse_retry_after(text, now=1000.0)
+    assert found is None or 0 <= found <= MAX_RETRY_AFTER
 
 
 @given(st.integers(100, 999), st.binary(max_size=2000))
-def test_every_answer_but_2xx_is_an_error(status: int, body: bytes) -> None:
-    error = error_of(Answer(status, {}, body), "http://h", 0.0)
+def test_every_status_but_2xx_is_an_error(status: int, body: bytes) -> None:
+    error = get_response_error(HttpResponse(status, {}, body), "http://h", 0.0)
     assert (error is None) == (200 <= status < 300)
-    assert len(quoted(body)) <= 302
+    assert len(quote_body(body)) <= 302
 
 
-def test_a_redirect_is_not_followed(server: Server) -> None:
+def test_redirect_is_not_followed(server: Server) -> None:
     elsewhere = {"Location": f"{server.url}/elsewhere"}
     server.answers(Reply(307, headers=elsewhere))
-    with pytest.raises(RetryLater, match=r"not followed.*elsewhere"):
+    with pytest.raises(RetryLater, match=r"does not follow redirects.*elsewhere"):
         delivered("http", events([b"a"]), url=server.url)
     assert len(server.seen) == 1
 
 
-def test_what_it_is_told_early_is_heard(server: Server) -> None:
+def test_response_before_the_whole_body_is_sent_is_read(server: Server) -> None:
     """The refusal of a body that is too large comes before all of it was sent."""
     server.behave = server.refuse_early
     with pytest.raises(PayloadTooLarge):
         delivered("http", events([b"x" * 40_000_000]), url=server.url)
 
 
-def test_a_long_answer_is_not_read_to_its_end(server: Server) -> None:
+def test_long_response_is_not_read_to_its_end(server: Server) -> None:
     server.answers(Reply(200, b"x" * 10_000_000))
     delivered("http", events([b"a"]), url=server.url)
 
@@ -185,23 +191,23 @@ def test_a_long_answer_is_not_read_to_its_end(server: Server) -> None:
 # ── no answer ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_nobody_is_there() -> None:
+def test_refused_connection_is_retryable() -> None:
     with pytest.raises(RetryLater, match="Connection refused"):
         delivered("http", events([b"a"]), url=unused_url())
 
 
-def test_nobody_has_that_name() -> None:
+def test_unknown_host_is_retryable() -> None:
     with pytest.raises(RetryLater, match=r"nobody\.invalid"):
         delivered("http", events([b"a"]), url="http://nobody.invalid/")
 
 
-def test_a_server_that_hangs_is_left(server: Server) -> None:
+def test_server_that_never_answers_times_out(server: Server) -> None:
     server.behave = server.hang
     with pytest.raises(RetryLater, match=r"no answer within 0\.5 s"):
         delivered("http", events([b"a"]), url=server.url, **HASTY)
 
 
-def test_a_server_that_does_not_even_read_is_left(server: Server) -> None:
+def test_server_that_never_reads_times_out(server: Server) -> None:
     def behave(_: Handler) -> None:
         server.ended.wait(PATIENCE)
 
@@ -210,7 +216,7 @@ def test_a_server_that_does_not_even_read_is_left(server: Server) -> None:
         delivered("http", events([b"x" * 40_000_000]), url=server.url, timeout="1s")
 
 
-def test_a_body_may_take_longer_than_a_connection(server: Server) -> None:
+def test_sending_the_body_may_take_longer_than_connect_timeout(server: Server) -> None:
     """The test waits: it is about time."""
 
     def behave(handler: Handler) -> Reply:
@@ -223,21 +229,21 @@ def test_a_body_may_take_longer_than_a_connection(server: Server) -> None:
     delivered("http", block, url=server.url, connect_timeout="500ms", timeout=PATIENCE)
 
 
-def test_a_server_that_resets_the_connection_in_the_body(server: Server) -> None:
+def test_connection_reset_while_sending_is_retryable(server: Server) -> None:
     assert isinstance(failure(server, server.reset_in_the_body), RetryLater)
 
 
-def test_a_server_that_takes_all_and_vanishes_gets_the_same_key_again(server: Server) -> None:
+def test_request_repeated_after_a_lost_response_has_the_same_key(server: Server) -> None:
     assert isinstance(failure(server, server.vanish), RetryLater)
     first, second = (seen.headers["idempotency-key"] for seen in server.seen)
     assert first == second
 
 
-def test_a_server_that_speaks_no_http(server: Server) -> None:
+def test_response_that_is_not_http_is_retryable(server: Server) -> None:
     assert isinstance(failure(server, server.garbage), RetryLater)
 
 
-def test_an_answer_that_never_ends_is_left(server: Server) -> None:
+def test_response_that_never_ends_is_cut_off(server: Server) -> None:
     """It has said 200: the events are there. But the connection is of no more use."""
     server.behave = server.drip
     began = time.monotonic()
@@ -245,7 +251,7 @@ def test_an_answer_that_never_ends_is_left(server: Server) -> None:
     assert time.monotonic() - began < PATIENCE
 
 
-def test_a_connection_that_was_closed_meanwhile_is_no_error(server: Server) -> None:
+def test_idle_connection_closed_by_the_server_is_replaced(server: Server) -> None:
     server.answers(Reply(200, headers={"Connection": "close"}))
     with output("http", url=server.url) as made:
         for _ in range(3):
@@ -256,13 +262,13 @@ def test_a_connection_that_was_closed_meanwhile_is_no_error(server: Server) -> N
 # ── TLS ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_https_to_a_server_that_has_none(server: Server) -> None:
+def test_https_to_a_plain_server_is_retryable(server: Server) -> None:
     url = server.url.replace("http:", "https:")
     with pytest.raises(RetryLater):
         delivered("http", events([b"a"]), url=url, **HASTY)
 
 
-def test_a_certificate_for_another_name(tmp_path: Path) -> None:
+def test_certificate_for_another_name_is_refused(tmp_path: Path) -> None:
     made = Certificates(tmp_path)
     other = made.issue("other", "example.org")
     with (
@@ -272,7 +278,7 @@ def test_a_certificate_for_another_name(tmp_path: Path) -> None:
         delivered("http", events([b"a"]), url=server.url, tls={"ca": made.ca})
 
 
-def test_events_wait_for_certificates_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_certificate_files_raise_a_retryable_error(tmp_path: Path) -> None:
     missing = str(tmp_path / "none.pem")
     for tls in ({"ca": missing}, {"cert": missing, "key": missing}):
         with pytest.raises(RetryLater, match=r"none\.pem"):
@@ -283,9 +289,7 @@ def test_events_wait_for_certificates_that_are_not_there(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("status", [200, 404, 405])
-def test_check_delivers_nothing_and_is_content_with_a_server_that_is_there(
-    server: Server, status: int
-) -> None:
+def test_check_of_a_reachable_server_passes_without_delivering(server: Server, status: int) -> None:
     server.answers(Reply(status))
     for url in (server.url + "/events", server.url + "/{key}"):
         with output("http", url=url) as made:
@@ -296,7 +300,7 @@ def test_check_delivers_nothing_and_is_content_with_a_server_that_is_there(
     ]
 
 
-def test_check_raises_what_a_delivery_would(server: Server) -> None:
+def test_check_raises_the_error_of_a_delivery(server: Server) -> None:
     server.answers(Reply(401))
     with output("http", url=server.url) as made, pytest.raises(RetryLater, match="401"):
         made.check()

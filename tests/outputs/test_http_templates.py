@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.outputs.web_blocks import events, with_column
-from turnlane.outputs.templates import Template, for_header, for_json, for_url
+from turnlane.outputs.templates import Template, escape_header, escape_json, escape_url
 
 TEXTS = st.lists(st.text(st.characters(codec="utf-8"), max_size=50), min_size=1, max_size=5)
 
@@ -40,31 +40,31 @@ def filled(template: str, block: Any, **how: Any) -> list[str]:
         ("{up}", "true"),
     ],
 )
-def test_what_a_template_holds(template: str, text: str) -> None:
+def test_template_is_filled_with_values(template: str, text: str) -> None:
     block = events([b"caf\xe9"], first=5, keys=["k"], severities=[3], headers=[{"a": "1"}])
     block = with_column(block, "place", pa.array([{"x": 7}]))
     block = with_column(block, "up", [True])
     assert filled(template, block) == [text]
 
 
-def test_the_constant_ones_are_known() -> None:
+def test_template_without_fields_is_constant() -> None:
     assert Template.parse("a{{b").constant == "a{b"
     assert Template.parse("a{b}").constant is None
-    assert Template.parse("a{b}c").before_places() == "a"
+    assert Template.parse("a{b}c").get_text_before_fields() == "a"
 
 
 @given(TEXTS)
-def test_a_value_in_json_is_that_value(texts: list[str]) -> None:
+def test_value_escaped_for_json_is_read_back_unchanged(texts: list[str]) -> None:
     block = events([b""] * len(texts), sources=texts)
-    found = filled('"{source}"', block, escape=for_json)
+    found = filled('"{source}"', block, escape=escape_json)
     assert [json.loads(each) for each in found] == texts
 
 
 @given(TEXTS)
-def test_a_value_in_a_path_is_one_segment(texts: list[str]) -> None:
+def test_value_escaped_for_a_url_is_one_segment(texts: list[str]) -> None:
     block = events([b""] * len(texts), sources=texts)
     for text, url in zip(
-        texts, filled("http://h/a/{source}/b", block, escape=for_url), strict=True
+        texts, filled("http://h/a/{source}/b", block, escape=escape_url), strict=True
     ):
         parts = urlsplit(url)
         assert (parts.netloc, parts.query, parts.fragment) == ("h", "", "")
@@ -75,7 +75,7 @@ def test_a_value_in_a_path_is_one_segment(texts: list[str]) -> None:
 
 
 @given(TEXTS)
-def test_a_value_in_a_header_is_on_one_line(texts: list[str]) -> None:
+def test_value_escaped_for_a_header_is_on_one_line(texts: list[str]) -> None:
     block = events([b""] * len(texts), sources=texts)
-    for text in filled("{source}", block, escape=for_header):
+    for text in filled("{source}", block, escape=escape_header):
         assert not set(text) & {"\r", "\n", "\0"}

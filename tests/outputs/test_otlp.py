@@ -25,7 +25,7 @@ from turnlane.delivery.engine import Engine
 from turnlane.delivery.results import BlockResult
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import Never, PartlyDelivered, PayloadTooLarge, RetryLater
-from turnlane.events import Block, Event, block_of, values_of
+from turnlane.events import Block, Event, block_of, get_values
 from turnlane.formats.otlp import (
     PROTOBUF,
     SEVERITIES,
@@ -143,7 +143,7 @@ def names(request: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("grain", list(Grain))
-def test_telemetry_goes_out_as_it_came_a_request_for_each_signal(
+def test_telemetry_is_sent_unchanged_in_one_request_per_signal(
     server: Server, grain: Grain
 ) -> None:
     delivered("otlp", telemetry(grain), url=server.url)
@@ -156,12 +156,12 @@ def test_telemetry_goes_out_as_it_came_a_request_for_each_signal(
         assert names(decode(signal, seen.body)) == names(SDK[signal])
 
 
-def test_through_our_own_input_it_is_what_the_sdk_made(node: Node) -> None:
+def test_telemetry_through_own_input_equals_the_sdk_request(node: Node) -> None:
     sent = telemetry()
     with serving("otlp", node) as found:
         delivered("otlp", sent, url=f"http://{found.address}")
     got = held(node)
-    assert sorted(event.value or b"" for event in got) == sorted(values_of([sent]))
+    assert sorted(event.value or b"" for event in got) == sorted(get_values([sent]))
     for signal, request in SDK.items():
         values = [e.value or b"" for e in got if e.headers and e.headers["signal"] == signal]
         assert names(decode(signal, joined(values))) == names(request)
@@ -170,7 +170,7 @@ def test_through_our_own_input_it_is_what_the_sdk_made(node: Node) -> None:
 # ── other events ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_other_events_become_log_records(server: Server) -> None:
+def test_events_without_telemetry_become_log_records(server: Server) -> None:
     block = events(
         [b"disk full", b"\xff\xfe", b""],
         first=5,
@@ -205,7 +205,7 @@ def test_other_events_become_log_records(server: Server) -> None:
     assert request.resource_logs[0].scope_logs[0].scope.name == "turnlane"
 
 
-def test_columns_of_ours_are_no_attributes(server: Server) -> None:
+def test_internal_columns_are_not_sent_as_attributes(server: Server) -> None:
     """What tells the rows of one event apart is in their ids."""
     block = with_column(events([b"one", b"two"]), "turnlane_row", [0, 1])
     delivered("otlp", block, url=server.url)
@@ -214,12 +214,12 @@ def test_columns_of_ours_are_no_attributes(server: Server) -> None:
         assert row in attributes(record)["log.record.uid"]
 
 
-def test_severities_come_back_as_they_were(server: Server) -> None:
+def test_severities_survive_the_round_trip(server: Server) -> None:
     delivered("otlp", events([b"x"] * 8, severities=list(range(8))), url=server.url)
     assert [SEVERITIES[each.severity_number] for each in records(server)] == list(range(8))
 
 
-def test_other_events_and_telemetry_may_be_mixed(node: Node) -> None:
+def test_block_with_telemetry_and_other_events_is_sent_in_one_request(node: Node) -> None:
     request = logs_request("telemetry")
     values = [b"plain", request.SerializeToString(), b"text"]
     heads = [None, {"signal": "logs", "content-type": PROTOBUF}, {"signal": "logs"}]
@@ -229,7 +229,7 @@ def test_other_events_and_telemetry_may_be_mixed(node: Node) -> None:
     assert found_names == {"plain", "telemetry", "text"}
 
 
-def test_columns_need_not_be_there() -> None:
+def test_missing_columns_are_left_out() -> None:
     block = events([b"a", b"b"]).select(["value"])
     request = decode(Signal.LOGS, made_request(block, resource={}))
     assert names(request) == {"a", "b"}
@@ -253,7 +253,7 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=200)
         max_size=8,
     )
 )
-def test_records_are_what_protobuf_itself_would_write(rows: list[Any]) -> None:
+def test_log_records_equal_those_of_protobuf(rows: list[Any]) -> None:
     values, numbers, reals, headers, severities = (
         list(column) for column in zip(*rows, strict=True)
     )
@@ -276,21 +276,19 @@ def test_records_are_what_protobuf_itself_would_write(rows: list[Any]) -> None:
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_records_that_were_rejected_are_counted_and_not_sent_again(
+def test_partly_rejected_export_counts_as_delivered(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.answers(Reply(200, answer(Signal.LOGS, rejected=2, why="too old")))
     with output("otlp", url=server.url) as made:
         made.send(made.prepare(events([b"a", b"b", b"c"])))
         assert made.rejected == 2
-    assert "rejected 2 records for good: too old" in caplog.text
+    assert 'records=2 reason="too old"' in caplog.text
     assert len(server.seen) == 1
 
 
 @pytest.mark.parametrize("signal", Signal)
-def test_if_all_were_rejected_nothing_is_delivered_and_nothing_sent_again(
-    server: Server, signal: Signal
-) -> None:
+def test_fully_rejected_export_makes_all_events_dead(server: Server, signal: Signal) -> None:
     block = block_like(sdk_events(signal))
     records = count(signal, SDK[signal])
     server.answers(Reply(200, answer(signal, rejected=records, why="too old")))
@@ -302,7 +300,7 @@ def test_if_all_were_rejected_nothing_is_delivered_and_nothing_sent_again(
     assert gate.get_status().totals["rejected"] == 0
 
 
-def test_how_many_were_rejected_is_reported(server: Server) -> None:
+def test_rejected_records_are_reported_to_the_destination_state(server: Server) -> None:
     replies = [Reply(200, answer(Signal.LOGS, rejected=1, why="too old"))] * 2
     server.answers(*replies)
     results, gate = run([events([b"a", b"b"]), events([b"c", b"d"])], server, batch_events=2)
@@ -310,7 +308,7 @@ def test_how_many_were_rejected_is_reported(server: Server) -> None:
     assert gate.get_status().totals["rejected"] == 2
 
 
-def test_signals_that_have_an_order_do_not_pass_each_other(server: Server) -> None:
+def test_ordered_events_of_different_signals_do_not_overtake_each_other(server: Server) -> None:
     """Spans would be taken while logs before them wait: so each event goes by itself."""
     spans, logs = sdk_events(Signal.TRACES), sdk_events(Signal.LOGS)
     block = block_like([*spans, *logs, *spans])
@@ -331,9 +329,7 @@ def test_signals_that_have_an_order_do_not_pass_each_other(server: Server) -> No
     assert (paths, busy) == ([*traces, *(["/v1/logs"] * len(logs)), *traces], [])
 
 
-def test_a_warning_of_the_collector_is_logged(
-    server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warning_of_a_collector_is_logged(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     kind = {"Content-Type": "application/json; charset=utf-8"}
     server.answers(Reply(200, b'{"partialSuccess": {"errorMessage": "slow down"}}', kind))
     with caplog.at_level(logging.WARNING):
@@ -350,22 +346,24 @@ def test_a_warning_of_the_collector_is_logged(
         Reply(200, b"x" * 100_000, {"Content-Type": PROTOBUF}),
     ],
 )
-def test_an_answer_that_makes_no_sense_delivers_nothing(server: Server, reply: Reply) -> None:
+def test_malformed_response_delivers_nothing(server: Server, reply: Reply) -> None:
     server.answers(reply)
-    with pytest.raises(RetryLater, match="no answer to OTLP"):
+    with pytest.raises(RetryLater, match="not a response of OTLP"):
         delivered("otlp", events([b"a"]), url=server.url)
 
 
 @pytest.mark.parametrize(
     ("status", "kind"), [(400, Never), (413, PayloadTooLarge), (404, RetryLater), (502, RetryLater)]
 )
-def test_a_refusal_is_of_all_records(server: Server, status: int, kind: type[Exception]) -> None:
+def test_error_status_applies_to_all_records(
+    server: Server, status: int, kind: type[Exception]
+) -> None:
     server.answers(Reply(status))
     with pytest.raises(kind):
         delivered("otlp", events([b"a", b"b"]), url=server.url)
 
 
-def test_a_collector_without_one_signal_still_gets_the_others(server: Server) -> None:
+def test_collector_without_one_signal_gets_the_others(server: Server) -> None:
     def behave(handler: Any) -> Reply:
         seen = handler.read()
         return Reply(404 if seen.path == "/v1/metrics" else 200)
@@ -380,7 +378,7 @@ def test_a_collector_without_one_signal_still_gets_the_others(server: Server) ->
     assert all(isinstance(each, RetryLater) for each in raised.value.failures.values())
 
 
-def test_one_malformed_event_does_not_take_others_with_it(node: Node) -> None:
+def test_one_malformed_event_does_not_stop_others(node: Node) -> None:
     head = {"signal": "metrics", "content-type": PROTOBUF}
     good = SDK[Signal.METRICS].SerializeToString()
     values = [good, b"\xff no protobuf", good, b"plain"]
@@ -395,7 +393,7 @@ def test_one_malformed_event_does_not_take_others_with_it(node: Node) -> None:
 # ── before anything is sent ──────────────────────────────────────────────────────────────────────
 
 
-def test_check_exports_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_exports_no_records(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTLP_TOKEN", SECRET)
     with serving("otlp", node, tokens=TOKENS) as found:
         url = f"http://{found.address}"

@@ -51,7 +51,7 @@ def send(output: QueueOutput, block: Block) -> None:
 
 
 @pytest.mark.parametrize("queue", ["orders", "memory", "assisted"])
-def test_events_arrive_with_their_columns(node: Served, queue: str) -> None:
+def test_events_arrive_with_all_columns(node: Served, queue: str) -> None:
     block = handed(
         numbered(0, 3),
         100,
@@ -75,7 +75,7 @@ def test_events_arrive_with_their_columns(node: Served, queue: str) -> None:
     assert not {"partition", "offset", "queue", "payload"} & set(stored[1].schema.names)
 
 
-def test_what_is_sent_again_is_dropped_there_if_the_action_has_a_name(node: Served) -> None:
+def test_repeated_events_with_a_producer_are_dropped(node: Served) -> None:
     """With gaps, where events went to the dead letters."""
     whole = handed(numbered(0, 20))
     with made(node.url, producer="shop") as output:
@@ -89,7 +89,7 @@ def test_what_is_sent_again_is_dropped_there_if_the_action_has_a_name(node: Serv
     assert values == [b"event %d" % number for number in wanted]
 
 
-def test_nodes_are_numbered_apart(node: Served) -> None:
+def test_events_of_two_nodes_have_separate_sequences(node: Served) -> None:
     block = handed(numbered(0, 4), partition=pa.array([0, 0, 1, 1], pa.int32()))
     again = handed(numbered(0, 2), partition=pa.array([1, 1], pa.int32()))
     with made(node.url, producer="shop") as output:
@@ -100,7 +100,7 @@ def test_nodes_are_numbered_apart(node: Served) -> None:
     assert len(events_in(node.queue("orders"))) == 6
 
 
-def test_rows_that_a_transform_made_of_one_event_are_numbered_apart(node: Served) -> None:
+def test_several_rows_of_one_event_have_separate_sequences(node: Served) -> None:
     offsets, rows = pa.array([0, 1, 1, 2]), pa.array([0, 0, 1, 0])
     block = handed(numbered(0, 4), offset=offsets, turnlane_row=rows)
     with made(node.url, producer="shop") as output:
@@ -112,14 +112,14 @@ def test_rows_that_a_transform_made_of_one_event_are_numbered_apart(node: Served
     assert [event.value for event in events_in(node.queue("orders"))] == numbered(0, 4)
 
 
-def test_without_a_name_everything_is_taken(node: Served) -> None:
+def test_repeated_events_without_a_producer_are_stored_again(node: Served) -> None:
     with made(node.url) as output:
         for _ in range(2):
             send(output, handed(numbered(0, 4)))
     assert len(events_in(node.queue("orders"))) == 8
 
 
-def test_a_node_that_is_away_or_comes_back(tmp_path: Path) -> None:
+def test_unavailable_node_is_retryable_and_works_when_it_is_back(tmp_path: Path) -> None:
     port = free_port()
     endpoint = f"turnlane://127.0.0.1:{port}"
     with made(endpoint) as output:
@@ -159,7 +159,7 @@ def served_at(
             plane.stop(5.0)
 
 
-def test_a_full_queue_is_tried_again_later(node: Served) -> None:
+def test_full_queue_is_retryable(node: Served) -> None:
     with made(node.url, "small", timeout="1s", producer="shop") as output:
         send(output, handed(numbered(0, 5)))
         with pytest.raises(RetryLater):
@@ -170,12 +170,12 @@ def test_a_full_queue_is_tried_again_later(node: Served) -> None:
     assert [event.value for event in events_in(node.queue("small"))] == numbered(5, 8)
 
 
-def test_an_event_that_is_too_large_for_the_queue_is_said_to_be(node: Served) -> None:
+def test_event_too_large_for_the_queue_raises_payload_too_large(node: Served) -> None:
     with made(node.url, "narrow") as output, pytest.raises(PayloadTooLarge):
         send(output, handed([b"x" * 200_000]))
 
 
-def test_what_a_person_has_to_put_right_is_waited_for(node: Served) -> None:
+def test_mistakes_that_a_person_can_correct_are_retryable(node: Served) -> None:
     with made(node.url, "missing") as output:
         with pytest.raises(RetryLater, match="missing"):
             send(output, handed(numbered(0, 1)))
@@ -190,7 +190,7 @@ def test_what_a_person_has_to_put_right_is_waited_for(node: Served) -> None:
         output.check()
 
 
-def test_tokens_and_mutual_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_and_mutual_tls_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certificates = Certificates(tmp_path)
     secured = TlsSettings(**certificates.server_knob(mutual=True))
     monkeypatch.setenv("TURNLANE_TEST_TOKEN", "s3cret")
@@ -221,13 +221,13 @@ def test_tokens_and_mutual_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"endpoint": "http://a:1"}, "is not a node's"),
-        ({"endpoint": "turnlane://a:1,b:1"}, "names 2 nodes"),
-        ({"tls": {"ca": "x"}}, "is for turnlanes://"),
+        ({"endpoint": "http://a:1"}, "is not the URL of a node"),
+        ({"endpoint": "turnlane://a:1,b:1"}, "must name one node, not 2"),
+        ({"tls": {"ca": "x"}}, "begins with turnlanes://"),
         ({"endpoint": "turnlanes://a:1", "tls": {"verify": False}}, "always checked"),
     ],
 )
-def test_what_makes_no_sense_is_refused(knobs: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_refused(knobs: dict[str, Any], message: str) -> None:
     given = {"type": "queue", "endpoint": "turnlane://a:1", "queue": "orders"}
     with pytest.raises(ValidationError, match=message):
         QueueOutputSettings.model_validate({**given, **knobs})

@@ -1,4 +1,4 @@
-"""Does a table get every event, once where that is promised, whatever the database does?"""
+"""The SQL output: rows, exactly-once delivery, and errors of the databases."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _moment(at: Any) -> Any:
     return datetime.fromisoformat(at) if isinstance(at, str) else at.replace(tzinfo=UTC)
 
 
-def test_json_of_several_kinds_is_text(bench: Bench) -> None:
+def test_json_values_of_mixed_types_become_text(bench: Bench) -> None:
     bench.make_table("id bigint, note varchar(100)")
     values = [b'{"a": 1}', b'{"a": "two"}', b'{"a": {"b": 3}}', b'{"a": 123456789012345678901234}']
     with bench.output(columns={"id": "offset", "note": "value.a"}) as output:
@@ -130,7 +130,7 @@ def test_json_of_several_kinds_is_text(bench: Bench) -> None:
     assert notes == ["1", "two", '{"b": 3}', "123456789012345678901234"]
 
 
-def test_a_row_replaces_that_of_the_same_key(bench: Bench) -> None:
+def test_a_row_replaces_the_row_with_the_same_key(bench: Bench) -> None:
     with bench.output(key=["id"], columns={"id": "key", "note": "value"}) as output:
         keys = pa.array(["1", "2", "1"])
         send(output, handed([b"one", b"two", b"one again"], key=keys))
@@ -139,7 +139,7 @@ def test_a_row_replaces_that_of_the_same_key(bench: Bench) -> None:
         assert bench.run("SELECT note FROM events ORDER BY id") == [("one again",), ("two again",)]
 
 
-def test_rows_without_a_whole_key_stand_by_themselves(bench: Bench) -> None:
+def test_rows_with_a_null_in_the_key_replace_no_row(bench: Bench) -> None:
     bench.make_table("id bigint UNIQUE, note varchar(20)")
     with bench.output(key=["id"], columns={"id": "key", "note": "value"}) as output:
         send(output, handed(numbered(0, 3), key=pa.array([None, None, "1"])))
@@ -147,7 +147,7 @@ def test_rows_without_a_whole_key_stand_by_themselves(bench: Bench) -> None:
     assert len(bench.run("SELECT id FROM events")) == 4
 
 
-def test_a_table_of_keys_alone_keeps_them(bench: Bench) -> None:
+def test_a_table_with_only_key_columns_keeps_its_rows(bench: Bench) -> None:
     bench.make_table("id bigint PRIMARY KEY")
     with bench.output(key=["id"], columns={"id": "offset"}) as output:
         for _ in range(2):
@@ -158,8 +158,8 @@ def test_a_table_of_keys_alone_keeps_them(bench: Bench) -> None:
 # ── exactly once ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_comes_again_is_left_out_in_any_order(bench: Bench) -> None:
-    bench.make_table("id bigint, note varchar(20)")  # no key would notice
+def test_events_that_are_sent_again_in_any_order_are_skipped(bench: Bench) -> None:
+    bench.make_table("id bigint, note varchar(20)")  # without a key that would hide repeated rows
     pieces = [(first, first + 10) for first in range(0, 200, 10)]
     again = [(5, 25), (0, 200), (95, 105)]
     mixed = random.Random(7).sample(pieces, len(pieces))
@@ -170,8 +170,8 @@ def test_what_comes_again_is_left_out_in_any_order(bench: Bench) -> None:
     assert bench.delivered() == [(0, 200)], "ranges that touch are one"
 
 
-def test_scattered_offsets_are_noted_as_they_are(bench: Bench) -> None:
-    """As with `ordering: key`, where a task has some of the events of a range."""
+def test_scattered_offsets_are_recorded_as_separate_ranges(bench: Bench) -> None:
+    """With `ordering: key`, a task has only some of the events of a range."""
     bench.make_table("id bigint, note varchar(20)")
     whole = handed(numbered(0, 30))
     with bench.output(exactly_once=True) as output:
@@ -184,7 +184,7 @@ def test_scattered_offsets_are_noted_as_they_are(bench: Bench) -> None:
     assert bench.ids() == list(range(30))
 
 
-def test_queues_nodes_and_names_do_not_mix(bench: Bench) -> None:
+def test_queues_nodes_and_names_have_separate_records(bench: Bench) -> None:
     bench.make_table("id bigint, note varchar(20)")
     two_nodes = handed(numbered(0, 4), partition=pa.array([0, 1, 0, 1], pa.int32()))
     with (
@@ -200,7 +200,7 @@ def test_queues_nodes_and_names_do_not_mix(bench: Bench) -> None:
     assert len(bench.ids()) == 4 + 2 + 4 + 4
 
 
-def test_a_commit_whose_answer_is_lost_is_not_repeated(
+def test_rows_are_not_written_again_after_the_answer_to_a_commit_is_lost(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.make_table("id bigint, note varchar(20)")
@@ -223,19 +223,19 @@ def test_a_commit_whose_answer_is_lost_is_not_repeated(
     assert bench.ids() == [*range(10), 100]
 
 
-def test_whoever_empties_the_notes_is_heard_of(bench: Bench) -> None:
+def test_deleted_records_raise_an_error_and_are_created_again(bench: Bench) -> None:
     """Without a row to lock, two senders would not notice each other."""
     with bench.output(exactly_once=True) as output:
         send(output, handed(numbered(0, 3)))
         bench.run("DELETE FROM turnlane_delivered")
-        with pytest.raises(RetryLater, match="emptied turnlane_delivered"):
+        with pytest.raises(RetryLater, match="the rows of turnlane_delivered were deleted"):
             send(output, handed(numbered(3, 6), 3))
         send(output, handed(numbered(3, 6), 3))
     assert bench.ids() == list(range(6))
     assert bench.delivered() == [(3, 6)]
 
 
-def test_what_was_not_written_is_not_noted(bench: Bench) -> None:
+def test_rows_that_were_not_written_are_not_recorded(bench: Bench) -> None:
     with bench.output(exactly_once=True) as output:
         with pytest.raises(Never):
             send(output, handed([b"fits", b"x" * 100]))
@@ -245,8 +245,8 @@ def test_what_was_not_written_is_not_noted(bench: Bench) -> None:
     assert bench.ids() == [0]
 
 
-def test_several_senders_with_the_same_events_write_them_once(bench: Bench) -> None:
-    """As when a task that was given up for dead goes on beside the one that took its place."""
+def test_several_senders_of_the_same_events_write_them_once(bench: Bench) -> None:
+    """A task that Spark replaced may still run beside its replacement."""
     bench.make_table("id bigint, note varchar(20)")
     pieces = [(first, first + 25) for first in range(0, 200, 20)]
     start = threading.Barrier(4)
@@ -275,15 +275,15 @@ def patiently(output: SqlOutput, block: Block) -> None:
     wait_until(sent, "the block to be written", 60)
 
 
-def test_rows_that_sql_made_have_no_place() -> None:
+def test_rows_made_by_sql_cannot_be_delivered_exactly_once() -> None:
     block = handed(numbered(0, 2)).drop_columns(["offset"])
     output = Bench("sqlite:///a.db").output(exactly_once=True, columns={"note": "value"})
     with pytest.raises(RetryLater, match="no queue"):
         output.prepare(block)
 
 
-def test_rows_of_one_event_are_not_taken_for_one_that_comes_again(bench: Bench) -> None:
-    """Each is written once, whichever of them come again, and with whom."""
+def test_several_rows_of_one_event_are_each_written_once(bench: Bench) -> None:
+    """It does not matter which of the rows are sent again, and together with which others."""
     offsets, rows = pa.array([0, 1, 1, 1, 2]), pa.array([0, 0, 1, 2, 0])
     block = handed(numbered(0, 5), offset=offsets, turnlane_row=rows)
     bench.make_table("id varchar(40) PRIMARY KEY, note varchar(20)")
@@ -297,7 +297,7 @@ def test_rows_of_one_event_are_not_taken_for_one_that_comes_again(bench: Bench) 
 
 
 @given(st.lists(st.integers(0, 60), max_size=40), st.lists(st.integers(0, 60), max_size=40))
-def test_runs_and_what_is_in_none(some: list[int], others: list[int]) -> None:
+def test_find_runs_and_select_outside_agree_with_sets(some: list[int], others: list[int]) -> None:
     known = RangeSet(find_runs(np.array(others, dtype=np.int64)))
     assert {each for first, end in known for each in range(first, end)} == set(others)
     fresh = select_outside(np.array(some, dtype=np.int64), known)
@@ -305,9 +305,7 @@ def test_runs_and_what_is_in_none(some: list[int], others: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])
-def test_a_write_that_waits_for_a_lock_ends_when_nobody_waits_for_it(
-    servers: dict[str, Bench], kind: str
-) -> None:
+def test_cancel_ends_a_write_that_waits_for_a_lock(servers: dict[str, Bench], kind: str) -> None:
     bench = servers[kind]
     bench.make_table()
     bench.run("INSERT INTO events (id, note) VALUES (0, 'there')")
@@ -330,7 +328,7 @@ def test_a_write_that_waits_for_a_lock_ends_when_nobody_waits_for_it(
         writer.start()
 
         def cancelled() -> bool:
-            output.cancel()  # it may not have begun to wait before
+            output.cancel()  # again, since it may not have waited yet
             return not writer.is_alive()
 
         wait_until(cancelled, "the write to end", 60)
@@ -340,7 +338,7 @@ def test_a_write_that_waits_for_a_lock_ends_when_nobody_waits_for_it(
     assert bench.run("SELECT note FROM events") == [("another",)]
 
 
-# ── what goes wrong ──────────────────────────────────────────────────────────────────────────────
+# ── errors ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -353,18 +351,18 @@ def test_a_write_that_waits_for_a_lock_ends_when_nobody_waits_for_it(
     ],
     ids=["too long", "the same key", "null", "no number"],
 )
-def test_what_the_table_refuses_never_fits(bench: Bench, block: Block) -> None:
+def test_a_value_that_the_table_refuses_raises_never(bench: Bench, block: Block) -> None:
     with bench.output() as output:
         send(output, handed([b"first"], 1))
         if bench.kind == "sqlite" and block.column("offset").to_pylist() == ["one"]:
             bench.make_table("id integer, note text, CHECK (typeof(id) = 'integer')")
         with pytest.raises(Never):
             send(output, block)
-        send(output, handed([b"second"], 2))  # the connection is sound
+        send(output, handed([b"second"], 2))  # the connection still works
 
 
-def test_a_poison_is_found_and_everything_else_is_written_once(bench: Bench) -> None:
-    """A lane's engine halves the batch until the poison is alone."""
+def test_a_bad_event_becomes_a_dead_letter_and_all_others_are_written_once(bench: Bench) -> None:
+    """The engine of a lane halves the batch until it has found the bad event."""
     values = numbered(0, 400)
     values[123] = b"x" * 21
     settings = DeliverySettings.model_validate({"max_time": "60s"})
@@ -389,14 +387,14 @@ def test_a_poison_is_found_and_everything_else_is_written_once(bench: Bench) -> 
         ({"password_file": Path("/nowhere/password")}, "/nowhere/password"),
     ],
 )
-def test_what_a_person_has_to_put_right_is_waited_for(
+def test_an_error_that_a_person_has_to_correct_is_retried(
     bench: Bench, knobs: dict[str, Any], message: str
 ) -> None:
     with bench.output(**knobs) as output, pytest.raises(RetryLater, match=message):
         send(output, handed(numbered(0, 1)))
 
 
-def test_a_database_that_is_away_is_tried_again_later(tmp_path: Path) -> None:
+def test_an_unreachable_database_is_retried(tmp_path: Path) -> None:
     for url in (
         "postgresql://postgres@127.0.0.1:1/postgres",
         "mysql://root@127.0.0.1:1/turnlane",
@@ -409,7 +407,7 @@ def test_a_database_that_is_away_is_tried_again_later(tmp_path: Path) -> None:
                 send(output, handed(numbered(0, 1)))
 
 
-def test_a_wrong_password_is_waited_for(
+def test_a_wrong_password_is_retried(
     servers: dict[str, Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = servers["mysql"]
@@ -427,7 +425,7 @@ def test_a_wrong_password_is_waited_for(
     assert bench.ids() == [0]
 
 
-def test_a_row_that_somebody_else_has_locked_is_waited_for_and_then_left(bench: Bench) -> None:
+def test_a_write_waits_for_a_locked_row_and_then_gives_up(bench: Bench) -> None:
     bench.run("INSERT INTO events (id, note) VALUES (1, 'there')")
     begin = {"sqlite": "BEGIN IMMEDIATE", "mysql": "BEGIN", "postgresql": "BEGIN"}[bench.kind]
     with bench.connected() as other, bench.output(key=["id"], timeout="1s") as output:
@@ -442,7 +440,7 @@ def test_a_row_that_somebody_else_has_locked_is_waited_for_and_then_left(bench: 
 
 
 KILL = {
-    # Waits until the backend is gone: what is only marked to go may still take a statement.
+    # Wait until the backend has ended: one that only got the signal may still accept a statement.
     "postgresql": "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity "
     "WHERE application_name = 'turnlane'",
     "mysql": "SELECT id FROM information_schema.processlist WHERE db = 'turnlane' "
@@ -456,7 +454,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])
-def test_a_connection_that_the_server_has_closed_is_replaced(
+def test_a_connection_closed_by_the_server_is_replaced(
     servers: dict[str, Bench], kind: str
 ) -> None:
     bench = servers[kind]
@@ -467,14 +465,14 @@ def test_a_connection_that_the_server_has_closed_is_replaced(
             if kind == "mysql":
                 bench.run(f"KILL {found}")
         wait_until(lambda: not bench.run(LEFT[kind]), "the connection to be closed", 60.0)
-        with output._writers.borrow() as writer:  # whichever it is, it is open
+        with output._writers.borrow() as writer:  # an open connection, old or new
             assert writer.is_open
         send(output, handed(numbered(5, 10), 5))
     assert bench.ids() == list(range(10))
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])
-def test_a_connection_lost_in_a_transaction_leaves_nothing(
+def test_a_connection_lost_in_a_transaction_leaves_no_rows(
     servers: dict[str, Bench], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = servers[kind]
@@ -500,13 +498,13 @@ def test_a_connection_lost_in_a_transaction_leaves_nothing(
     assert bench.ids() == list(range(9))
 
 
-def test_bytes_that_are_no_text_fit_into_no_text(bench: Bench) -> None:
+def test_bytes_that_are_not_utf8_do_not_fit_a_text_column(bench: Bench) -> None:
     with bench.output() as output, pytest.raises(Never):
         send(output, handed([b"\xff\xfe"]))
 
 
-def test_of_a_header_given_twice_the_last_counts() -> None:
-    """As for templates, and for whoever reads the event itself."""
+def test_the_last_of_two_equal_headers_is_used() -> None:
+    """Templates and readers of the event use the last one, too."""
     kind = block_of([]).schema.field("headers").type
     twice: Any = pa.array([[("team", "a"), ("team", "b")]], kind)
     found = build_rows(
@@ -515,13 +513,13 @@ def test_of_a_header_given_twice_the_last_counts() -> None:
     assert found.columns.column("team").to_pylist() == ["b"]
 
 
-def test_bytes_in_lists_are_base64() -> None:
+def test_bytes_in_lists_become_base64() -> None:
     parts: Any = pa.array([[b"\xff\xfe", None], None], pa.list_(pa.binary()))
     found = build_rows(handed([b"x", b"y"], parts=parts), {"parts": "parts"}, with_positions=False)
     assert found.columns.column("parts").to_pylist() == ['["//4=", null]', None]
 
 
-def test_json_that_is_none_never_gets_better() -> None:
+def test_invalid_json_raises_never() -> None:
     output = Bench("sqlite:///a.db").output(columns={"id": "offset", "note": "value.a"})
     with pytest.raises(Never, match="not JSON"):
         output.prepare(handed([b"{}", b"{"]))
@@ -583,11 +581,11 @@ def test_errors_of_sqlite_say_whether_the_events_are_the_cause(tmp_path: Path) -
         ({"table": 'a"; DROP TABLE b'}, "pattern"),
         ({"columns": {}}, "at least 1"),
         ({"key": ["other"]}, "other is none of the columns"),
-        ({"delivered_as": "x"}, "means nothing without exactly_once"),
+        ({"delivered_as": "x"}, "needs exactly_once: true"),
         ({"tls": {"verify": False}}, "means nothing for a file"),
     ],
 )
-def test_what_makes_no_sense_is_refused(knobs: dict[str, Any], message: str) -> None:
+def test_contradictory_settings_are_refused(knobs: dict[str, Any], message: str) -> None:
     given_: dict[str, Any] = {
         "type": "sql",
         "url": "sqlite:///a.db",

@@ -1,4 +1,4 @@
-"""Is TLS insisted on where it is asked for, and is the server known to be the right one?"""
+"""The SQL output with TLS: it requires TLS if the settings ask for it, and checks the server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mine(certificates: Certificates) -> dict[str, Path]:
     return knob
 
 
-def test_mariadb_over_mutual_tls(certificates: Certificates) -> None:
+def test_mariadb_accepts_mutual_tls(certificates: Certificates) -> None:
     cert, key = certificates.server
     options = [f"--ssl-ca={certificates.ca}", f"--ssl-cert={cert}", f"--ssl-key={key}"]
     with mariadb_server(*options) as url:
@@ -42,7 +42,7 @@ def test_mariadb_over_mutual_tls(certificates: Certificates) -> None:
 
 
 class Postgres:
-    """Speaks PostgreSQL as far as the question for TLS, and hangs up after the first words."""
+    """Speaks PostgreSQL up to the TLS handshake, and closes the connection after the first data."""
 
     def __init__(self, context: ssl.SSLContext | None) -> None:
         self._context = context
@@ -64,7 +64,7 @@ class Postgres:
                 with self._context.wrap_socket(plain, server_side=True) as secured:
                     self.heard.append((secured.recv(1000), secured.getpeercert()))
             except OSError:
-                return  # the client did not like us
+                return  # the client refused the certificate
 
     def close(self) -> None:
         self._thread.join(60)
@@ -80,7 +80,7 @@ def postgres(context: ssl.SSLContext | None) -> Iterator[Postgres]:
         server.close()
 
 
-def test_postgresql_gets_our_certificate_and_nothing_in_the_clear(
+def test_postgresql_gets_the_client_certificate_and_no_plain_text(
     certificates: Certificates,
 ) -> None:
     with (
@@ -95,7 +95,7 @@ def test_postgresql_gets_our_certificate_and_nothing_in_the_clear(
 
 
 @pytest.mark.parametrize("wrong", ["no TLS", "an unknown authority"])
-def test_postgresql_that_cannot_be_trusted_hears_nothing(
+def test_an_untrusted_postgresql_server_gets_no_data(
     certificates: Certificates, wrong: str, tmp_path: Path
 ) -> None:
     tls = mine(certificates)

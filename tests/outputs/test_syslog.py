@@ -48,7 +48,7 @@ def host(tmp_path: Path) -> Iterator[Node]:
 # ── real receivers ───────────────────────────────────────────────────────────────────────────────
 
 
-def test_rsyslogd_understands_rfc5424_over_tcp(tmp_path: Path) -> None:
+def test_rsyslogd_reads_rfc5424_over_tcp(tmp_path: Path) -> None:
     columns = {
         "facility": pa.array([23, None, 99], pa.int8()),
         "severity": pa.array([3, None, 9], pa.int8()),
@@ -80,7 +80,7 @@ def test_rsyslogd_understands_rfc5424_over_tcp(tmp_path: Path) -> None:
     assert (third["hostname"], third["app-name"]) == ("me", "_" * 48)
 
 
-def test_messages_have_the_ids_of_their_events() -> None:
+def test_event_id_setting_adds_ids_to_structured_data() -> None:
     with made("a:514", event_id="event@32473", framing="newline", hostname="me") as output:
         data = bytes(output.prepare(handed([b"x", b"y"], 7, queue='a"]\\b')).data)
         (none,) = bytes(
@@ -95,7 +95,7 @@ def test_messages_have_the_ids_of_their_events() -> None:
 
 
 @pytest.mark.parametrize("protocol", ["udp", "tcp"])
-def test_rsyslogd_understands_rfc3164(tmp_path: Path, protocol: str) -> None:
+def test_rsyslogd_reads_rfc3164(tmp_path: Path, protocol: str) -> None:
     columns = {"proc_id": pa.array(["42", None]), "app_name": pa.array(["shop", "cron"])}
     with (
         rsyslogd_receiving(tmp_path / "rsyslog", protocol) as received,
@@ -113,7 +113,7 @@ def test_rsyslogd_understands_rfc3164(tmp_path: Path, protocol: str) -> None:
     assert "11-18T11:06:40" in first["timereported"]
 
 
-def test_rsyslogd_takes_it_over_mutual_tls(tmp_path: Path) -> None:
+def test_rsyslogd_receives_over_mutual_tls(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     with (
         rsyslogd_receiving(tmp_path / "rsyslog", "tls", certificates) as received,
@@ -127,7 +127,7 @@ def test_rsyslogd_takes_it_over_mutual_tls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("framing", ["octet", "newline"])
-def test_raw_values_come_as_they_were(host: Node, framing: str) -> None:
+def test_raw_values_arrive_unchanged(host: Node, framing: str) -> None:
     values = [b"<11>1 - - - - - - any \xff bytes", b"and no syslog"]
     with listening(host, tcp="127.0.0.1:0", framing=framing) as source:
         with made(f"127.0.0.1:{port(source)}", format="raw", framing=framing) as output:
@@ -136,7 +136,7 @@ def test_raw_values_come_as_they_were(host: Node, framing: str) -> None:
 
 
 @given(st.lists(st.binary(max_size=300), max_size=20))
-def test_octet_counts_are_those_of_the_messages(values: list[bytes]) -> None:
+def test_octet_counts_equal_the_lengths_of_messages(values: list[bytes]) -> None:
     data = bytes(strung(octet_counted(large(pa.array(values, pa.binary())))).data)
     found = []
     while data:
@@ -147,7 +147,7 @@ def test_octet_counts_are_those_of_the_messages(values: list[bytes]) -> None:
 
 
 @given(st.lists(st.binary(max_size=300), max_size=20))
-def test_a_newline_only_ends_a_message(values: list[bytes]) -> None:
+def test_newlines_inside_messages_are_replaced(values: list[bytes]) -> None:
     data = bytes(strung(newline_ended(large(pa.array(values, pa.binary())))).data)
     assert data.split(b"\n")[:-1] == [value.replace(b"\n", b" ") for value in values]
 
@@ -181,7 +181,7 @@ def receiver() -> Iterator[Receiver]:
         found.close()
 
 
-def test_a_connection_is_used_again_and_replaced_once_the_peer_has_hung_up() -> None:
+def test_connection_is_reused_and_replaced_after_the_peer_closes_it() -> None:
     with receiver() as peer, made(peer.address, format="raw", framing="newline") as output:
         send(output, b"one")
         first = peer.accept()
@@ -194,7 +194,7 @@ def test_a_connection_is_used_again_and_replaced_once_the_peer_has_hung_up() -> 
             assert stream.readline() == b"three\n"
 
 
-def test_a_peer_that_hangs_up_without_reading_does_not_swallow_the_batch() -> None:
+def test_batch_is_not_lost_if_the_peer_closes_without_reading() -> None:
     """Whether its reset comes while we send, while we wait, or after: the batch comes again."""
     with receiver() as peer, made(peer.address, format="raw") as output:
         send(output, b"one")
@@ -212,7 +212,7 @@ def test_a_peer_that_hangs_up_without_reading_does_not_swallow_the_batch() -> No
         thread.join()
 
 
-def test_what_the_peer_has_not_confirmed_is_not_delivered() -> None:
+def test_unconfirmed_bytes_are_not_delivered() -> None:
     """It fits into our own buffers, and nobody reads."""
     with receiver() as peer, made(peer.address, format="raw", timeout="500ms") as output:
         peer._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -221,7 +221,7 @@ def test_what_the_peer_has_not_confirmed_is_not_delivered() -> None:
         peer.accept().close()
 
 
-def test_without_confirmation_the_systems_buffer_is_enough() -> None:
+def test_without_confirm_the_send_buffer_is_enough() -> None:
     with receiver() as peer:
         peer._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         with made(peer.address, format="raw", confirm=False) as output:
@@ -229,7 +229,7 @@ def test_without_confirmation_the_systems_buffer_is_enough() -> None:
             peer.accept().close()
 
 
-def test_a_peer_that_is_away_is_tried_again_later() -> None:
+def test_unavailable_peer_is_retryable() -> None:
     for address in (f"127.0.0.1:{free_port()}", "no-such-host.invalid:514"):
         for protocol in ("tcp", "tls"):
             with made(address, protocol=protocol) as output:
@@ -241,12 +241,12 @@ def test_a_peer_that_is_away_is_tried_again_later() -> None:
         send(output, b"one")
 
 
-def test_an_address_that_udp_cannot_use_now_is_tried_again_later() -> None:
+def test_unusable_udp_address_is_retryable() -> None:
     with made("255.255.255.255:514", protocol="udp") as output, pytest.raises(RetryLater):
         output.check()
 
 
-def test_udp_hears_of_a_port_where_nobody_listens() -> None:
+def test_udp_port_without_a_listener_is_reported() -> None:
     with made(f"127.0.0.1:{free_port()}", protocol="udp") as output:
 
         def refused() -> bool:
@@ -259,7 +259,7 @@ def test_udp_hears_of_a_port_where_nobody_listens() -> None:
         wait_until(refused, "the refusal to come back")
 
 
-def test_a_message_that_fits_into_no_datagram_harms_no_other() -> None:
+def test_message_too_large_for_a_datagram_does_not_stop_others() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
         peer.bind(("127.0.0.1", 0))
         peer.settimeout(20)
@@ -273,7 +273,7 @@ def test_a_message_that_fits_into_no_datagram_harms_no_other() -> None:
 
 
 @pytest.mark.parametrize("identity", ["none", "stranger"])
-def test_a_certificate_that_is_refused_swallows_nothing(
+def test_refused_client_certificate_loses_no_batch(
     host: Node, tmp_path: Path, identity: str
 ) -> None:
     """In TLS 1.3 the refusal comes after the handshake: a batch could be on its way by then."""
@@ -290,7 +290,7 @@ def test_a_certificate_that_is_refused_swallows_nothing(
                 send(output, b"one")
 
 
-def test_a_server_that_cannot_be_trusted_gets_nothing(host: Node, tmp_path: Path) -> None:
+def test_untrusted_server_gets_no_events(host: Node, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     with listening(host, tls=secured(certificates, mutual=False)) as source:
         address = f"127.0.0.1:{port(source, 'tls')}"
@@ -323,6 +323,6 @@ def test_a_server_that_cannot_be_trusted_gets_nothing(host: Node, tmp_path: Path
         ({"address": "a:514", "event_id": "a]b"}, "pattern"),
     ],
 )
-def test_what_makes_no_sense_is_refused(knobs: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         SyslogOutputSettings.model_validate({"type": "syslog", **knobs})

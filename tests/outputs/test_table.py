@@ -21,8 +21,8 @@ from turnlane.errors import Never, RetryLater
 from turnlane.events import Block
 from turnlane.outputs.table import TableOutput, TableOutputSettings
 from turnlane.table import Database, TableQueue, connect
-from turnlane.table.fenced_writes import Inserts
-from turnlane.table.queue import Selection
+from turnlane.table.queue import EventSelection
+from turnlane.table.rows import EventInserter
 from turnlane.table.sharded import connect_shards
 
 COLUMNS = "customer BIGINT, note VARCHAR(20) NOT NULL, raw BLOB, seen TIMESTAMP"
@@ -53,7 +53,9 @@ class Shop:
         return self.opened.enter_context(TableOutput(TableOutputSettings.model_validate(given)))
 
     def rows(self) -> list[dict[str, Any]]:
-        return sorted(self.queue.scan.events(Selection()), key=lambda row: row["event_id"])
+        return sorted(
+            self.queue.scan.read_events(EventSelection()), key=lambda row: row["event_id"]
+        )
 
     def notes(self) -> list[str]:
         return [row["note"] for row in self.rows()]
@@ -119,7 +121,7 @@ def test_columns_become_a_row_that_fires_on_time(shop: Shop) -> None:
     assert abs(two["fire_at"] - before) < 600 * 10**9
 
 
-def test_what_is_there_is_not_scheduled_again(shop: Shop) -> None:
+def test_repeated_event_is_not_scheduled_again(shop: Shop) -> None:
     output = shop.output()
     send(output, handed(numbered(0, 3)))
     send(output, handed(numbered(0, 5)))  # as if the first answer was lost
@@ -130,7 +132,7 @@ def test_what_is_there_is_not_scheduled_again(shop: Shop) -> None:
     assert shop.notes()[5:] == ["a", "c", "e"]
 
 
-def test_what_has_fired_since_is_not_scheduled_again(shop: Shop) -> None:
+def test_event_that_has_fired_is_not_scheduled_again(shop: Shop) -> None:
     output = shop.output(exactly_once=True, delivered_as=f"test {time.time_ns()}")
     send(output, handed(numbered(0, 3)))
     shop.empty()
@@ -140,18 +142,18 @@ def test_what_has_fired_since_is_not_scheduled_again(shop: Shop) -> None:
     assert shop.notes() == notes
 
 
-def test_what_was_cut_off_is_neither_scheduled_nor_noted(
+def test_aborted_write_neither_schedules_nor_records(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = shop.output(exactly_once=True, delivered_as=f"test {time.time_ns()}")
-    insert = Inserts.enqueue_many
+    insert = EventInserter.enqueue_many
 
-    def cut_off(self: Inserts, *given: Any) -> int:
+    def cut_off(self: EventInserter, *given: Any) -> int:
         insert(self, *given)
         raise OSError("the connection is gone")
 
     with monkeypatch.context() as broken:
-        broken.setattr(Inserts, "enqueue_many", cut_off)
+        broken.setattr(EventInserter, "enqueue_many", cut_off)
         with pytest.raises(RetryLater, match="the connection is gone"):
             send(output, handed(numbered(0, 3)))
     assert shop.notes() == []
@@ -159,9 +161,7 @@ def test_what_was_cut_off_is_neither_scheduled_nor_noted(
     assert shop.notes() == ["event 0", "event 1", "event 2"]
 
 
-def test_a_delay_counts_from_the_events_own_time_or_from_now(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_delay_counts_from_fire_at_or_from_now(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the clock of the database: that of the node is hours ahead."""
     columns = {"note": "value", "fire_at": "at"}
     output = shop.output(columns=columns, delay="1h")
@@ -176,7 +176,7 @@ def test_a_delay_counts_from_the_events_own_time_or_from_now(
     assert all(before <= each - 3600 * 10**9 <= shop.now() for each in others)
 
 
-def test_a_poisoned_event_is_told_from_a_table_that_is_away(shop: Shop) -> None:
+def test_bad_event_and_missing_table_raise_different_errors(shop: Shop) -> None:
     output = shop.output()
     for poison in (b"much too long for that column", b"\xff"):
         if poison[0] != 0xFF and shop.database.dialect.name == "sqlite":
@@ -197,7 +197,7 @@ def test_a_poisoned_event_is_told_from_a_table_that_is_away(shop: Shop) -> None:
         shop.output(password_env="TURNLANE_NO_SUCH_VARIABLE").check()
 
 
-def test_a_server_that_is_away_is_waited_for(tmp_path: Path) -> None:
+def test_unavailable_server_is_retryable(tmp_path: Path) -> None:
     settings = {"type": "table", "table": "jobs", "columns": PLAIN}
     for url in ("postgresql://u@127.0.0.1:1/db", "mysql://u@127.0.0.1:1/db"):
         given = TableOutputSettings.model_validate({**settings, "url": url})
@@ -213,7 +213,7 @@ def test_a_server_that_is_away_is_waited_for(tmp_path: Path) -> None:
             TableOutputSettings.model_validate({**settings, **wrong})
 
 
-def test_shards_get_what_is_theirs_once(tmp_path: Path) -> None:
+def test_each_shard_gets_its_own_events_once(tmp_path: Path) -> None:
     shards = [
         {"url": f"sqlite:///{tmp_path}/{name}.db", "range": part}
         for name, part in (("a", "-80"), ("b", "80-"))
@@ -236,12 +236,12 @@ def test_shards_get_what_is_theirs_once(tmp_path: Path) -> None:
             send(output, handed(values))
         customers = []
         for shard in queue.map.shards:
-            rows = list(queue.queue(shard).scan.events(Selection()))
+            rows = list(queue.queue(shard).scan.read_events(EventSelection()))
             assert all(shard.key_range.contains(row["keyspace_id"]) for row in rows)
             customers += [row["customer"] for row in rows]
         assert sorted(customers) == list(range(30))
         for shard in queue.map.shards:
-            queue.queue(shard).cancel(queue.queue(shard).scan.ids(Selection()))
+            queue.queue(shard).cancel(queue.queue(shard).scan.read_ids(EventSelection()))
         with TableOutput(settings) as output:
             send(output, handed(values))  # it knows all of them
             queue.reshard([(f"sqlite:///{tmp_path}/c.db", "-")])
@@ -250,5 +250,5 @@ def test_shards_get_what_is_theirs_once(tmp_path: Path) -> None:
             send(output, handed(values))
             send(output, handed([b'{"to": 99}'], 30))
         (merged,) = queue.map.shards
-        scanned = queue.queue(merged).scan.events(Selection())
+        scanned = queue.queue(merged).scan.read_events(EventSelection())
         assert [row["customer"] for row in scanned] == [99]

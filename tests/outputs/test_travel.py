@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_settings_travel(kind: str) -> None:
+def test_settings_survive_the_way_to_a_task(kind: str) -> None:
     model = api.load(kind).settings_type
     given = model.model_validate({"type": kind, **SETTINGS[kind]})
     arrived = model.model_validate(json.loads(json.dumps(given.model_dump(mode="json"))))

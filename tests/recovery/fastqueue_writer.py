@@ -9,16 +9,16 @@ import json
 import struct
 from pathlib import Path
 
-import cramjam
+import pyarrow as pa
 
 from turnlane.events import BASE_SCHEMA
-from turnlane.storage.fastqueue import FastQueueDirectory, Fault
+from turnlane.storage.fastqueue import FastQueueDirectory, FastQueueFault
 
 Block = tuple[int, bytes]
 
 
 def framed(value: bytes, *, snappy: bool) -> bytes:
-    data = bytes(cramjam.snappy.compress_raw(value)) if snappy else value
+    data = pa.Codec("snappy").compress(value).to_pybytes() if snappy else value
     return struct.pack("<Q", len(data) | snappy << 63) + data
 
 
@@ -84,10 +84,10 @@ def read(path: Path, start: int | None = None, batch_events: int = 1024) -> list
     return found
 
 
-def faults(path: Path) -> list[Fault]:
+def faults(path: Path) -> list[FastQueueFault]:
     return list(FastQueueDirectory.open(path).faults())
 
 
-def the_fault(path: Path) -> Fault:
+def the_fault(path: Path) -> FastQueueFault:
     (fault,) = faults(path)
     return fault

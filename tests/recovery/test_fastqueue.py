@@ -150,7 +150,7 @@ def test_a_start_within_a_block_gives_the_whole_block(writer: Writer) -> None:
     inside = writer.blocks[4][0] + 3
     writer.metadata(reader=inside)
     assert read(writer.path) == writer.blocks[4:]
-    assert the_fault(writer.path).what == f"reader_offset {inside} lies within the block at 112"
+    assert the_fault(writer.path).what == f"reader_offset {inside} is within the block at 112"
 
 
 def test_a_reader_at_the_end_has_nothing_unread(writer: Writer) -> None:
@@ -170,7 +170,7 @@ def test_without_metadata_everything_is_unread(writer: Writer) -> None:
     assert read(writer.path) == writer.blocks
     fault = the_fault(writer.path)
     assert fault.file == writer.path / "fastqueue.meta"
-    assert fault.what == "missing; everything counts as unread"
+    assert fault.what == "is missing; everything counts as unread"
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_reader_offset_whose_chunk_is_gone_is_told(small_chunks: Writer) -> No
     small_chunks.metadata(reader=0)
     (small_chunks.path / "0000000000000000").unlink()
     assert read(small_chunks.path) == small_chunks.blocks[1:]
-    assert the_fault(small_chunks.path).what == "reader_offset 0 lies in no chunk"
+    assert the_fault(small_chunks.path).what == "reader_offset 0 is in no chunk"
 
 
 def test_metadata_that_contradicts_itself_or_is_of_the_future_is_told(writer: Writer) -> None:
@@ -293,8 +293,8 @@ def test_fastqueue_directories_are_recognised(tmp_path: Path) -> None:
     (only_metadata / "fastqueue.meta").touch()
     only_chunk.mkdir()
     (only_chunk / "0000000000000000").touch()
-    assert FastQueueDirectory.recognises(only_metadata)
-    assert FastQueueDirectory.recognises(str(only_chunk))
+    assert FastQueueDirectory.is_fastqueue(only_metadata)
+    assert FastQueueDirectory.is_fastqueue(str(only_chunk))
     assert read(only_metadata) == read(only_chunk) == []
 
 
@@ -332,6 +332,6 @@ def test_other_directories_are_refused_with_a_reason(
 ) -> None:
     path = tmp_path / "other"
     make(path)
-    assert not FastQueueDirectory.recognises(path)
+    assert not FastQueueDirectory.is_fastqueue(path)
     with pytest.raises(NotAQueue, match=why):
         FastQueueDirectory.open(path)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.recovery.fastqueue_writer import Writer, faults, framed, read, the_fault
 from turnlane.storage import fastqueue
-from turnlane.storage.fastqueue import FastQueueDirectory, Fault
+from turnlane.storage.fastqueue import FastQueueDirectory, FastQueueFault
 
 # Damage in the chunks.
 
@@ -86,7 +86,7 @@ def test_snappy_data_that_claims_too_much_is_not_believed(writer: Writer, data: 
     writer.put(b"after")
     writer.metadata()
     assert read(writer.path) == writer.blocks
-    assert "length that cannot be" in the_fault(writer.path).what
+    assert "begins with a false length" in the_fault(writer.path).what
 
 
 def test_the_best_that_snappy_can_do_is_believed(writer: Writer) -> None:
@@ -135,7 +135,7 @@ def test_a_hole_is_told_and_what_follows_it_is_found(
         writer.put(bytes(range(1, 256)) * size, snappy=snappy)
     writer.metadata()
     assert read(writer.path) == writer.blocks
-    assert the_fault(writer.path) == Fault(
+    assert the_fault(writer.path) == FastQueueFault(
         writer.chunk(0), begin, f"{hole} bytes of zeros: never written"
     )
 

@@ -23,10 +23,10 @@ import pytest
 
 from turnlane.ledger import Outcome
 from turnlane.storage.disk_io import Buffers, Disk
-from turnlane.storage.frames import Position, Stamp
-from turnlane.storage.journal import NAMES, Journal
+from turnlane.storage.frames import LogPosition, ProducerSequence
+from turnlane.storage.journal import JOURNAL_FILES, Journal
 from turnlane.storage.journal_records import JournalState
-from turnlane.storage.producer_sequences import Accepted
+from turnlane.storage.producer_sequences import AcceptedSequences
 from turnlane.testing import FaultyDisk
 
 ID = "0123456789abcdef" * 2
@@ -39,7 +39,7 @@ RECORD = 48
 
 def settle(journal: Journal, numbers: range) -> None:
     for number in numbers:
-        journal.settled(number, number + 1, 1, DELIVERED)
+        journal.record_settled(number, number + 1, 1, DELIVERED)
 
 
 def reopen(path: Path, disk: Disk | None = None) -> tuple[Journal, JournalState]:
@@ -141,7 +141,7 @@ def test_a_file_cut_anywhere_keeps_what_is_before_the_cut(
         os.truncate(path / "journal.a", length)
         whole = min(5, max(0, length - start) // RECORD)
         assert low(path) == (3 + whole if length >= payload_end else 3), length
-        assert all((path / name).stat().st_size == SIZE for name in NAMES)
+        assert all((path / name).stat().st_size == SIZE for name in JOURNAL_FILES)
 
 
 def test_dead_records_behind_damage_stay_dead(kept: Path) -> None:
@@ -164,7 +164,7 @@ GARBAGE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-@pytest.mark.parametrize("names", [("journal.a",), ("journal.b",), NAMES], ids="+".join)
+@pytest.mark.parametrize("names", [("journal.a",), ("journal.b",), JOURNAL_FILES], ids="+".join)
 def test_garbage_is_kept_aside_and_never_an_obstacle(
     kept: Path, names: tuple[str, ...], garbage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -173,11 +173,13 @@ def test_garbage_is_kept_aside_and_never_an_obstacle(
     assert low(kept) == {"journal.a": 3, "journal.b": 8}[names[0]] * (len(names) == 1)
     for name in names:
         assert (kept / "quarantine" / name).read_bytes() == GARBAGE[garbage]
-        assert f"{name} was moved" in caplog.text
+        assert f"quarantine.file_moved file={kept / name} " in caplog.text
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 0)])
-@pytest.mark.parametrize(("names", "left"), [(("journal.a",), 3), (("journal.b",), 8), (NAMES, 0)])
+@pytest.mark.parametrize(
+    ("names", "left"), [(("journal.a",), 3), (("journal.b",), 8), (JOURNAL_FILES, 0)]
+)
 def test_missing_and_empty_files_are_made_anew(
     kept: Path, damage: Callable[[Path], None], names: tuple[str, ...], left: int
 ) -> None:
@@ -188,7 +190,7 @@ def test_missing_and_empty_files_are_made_anew(
 
 
 def test_zeros_are_no_journal_and_no_trouble(kept: Path) -> None:
-    for name in NAMES:
+    for name in JOURNAL_FILES:
         (kept / name).write_bytes(bytes(SIZE))
     journal, state = reopen(kept)
     journal.close()
@@ -210,7 +212,7 @@ def test_the_journal_of_another_queue_is_kept_aside(kept: Path) -> None:
     journal, state = Journal.open(kept, Disk(), "f" * 32, file_size=SIZE)
     journal.close()
     assert state == JournalState()
-    assert sorted(path.name for path in (kept / "quarantine").iterdir()) == list(NAMES)
+    assert sorted(path.name for path in (kept / "quarantine").iterdir()) == list(JOURNAL_FILES)
 
 
 def test_a_length_is_not_believed_beyond_the_file(kept: Path) -> None:
@@ -266,7 +268,7 @@ def test_old_copies_of_both_say_what_was_then(kept: Path, copies: Iterator[Path]
     journal, _ = reopen(kept)
     settle(journal, range(8, 600))
     journal.close()
-    for name in NAMES:
+    for name in JOURNAL_FILES:
         shutil.copy(old / name, kept / name)
     assert low(kept) == 8
 
@@ -361,7 +363,7 @@ def test_while_files_cannot_be_changed_the_one_grows(tmp_path: Path, op: str, nt
     settle(journal, range(2000, 3000))
     journal.close()
     assert low(tmp_path) == 3000
-    assert all((tmp_path / name).stat().st_size == SIZE for name in NAMES)
+    assert all((tmp_path / name).stat().st_size == SIZE for name in JOURNAL_FILES)
 
 
 @pytest.mark.parametrize(
@@ -448,10 +450,10 @@ def test_a_record_that_could_not_be_written_is_written_when_told_again(tmp_path:
         before = journal.state()
         disk.tear(keep_bytes=keep)
         with pytest.raises(OSError, match="Input/output"):
-            journal.settled(keep, keep + 1, 1, DELIVERED)
+            journal.record_settled(keep, keep + 1, 1, DELIVERED)
         assert journal.state() == before
         assert Journal.read(tmp_path, Disk(), ID).low in {keep, keep + 1}
-        journal.settled(keep, keep + 1, 1, DELIVERED)
+        journal.record_settled(keep, keep + 1, 1, DELIVERED)
     journal.close()
     assert low(tmp_path) == RECORD
 
@@ -460,14 +462,14 @@ def test_what_a_torn_write_left_never_turns_a_producer_back(tmp_path: Path) -> N
     disk = FaultyDisk()
     journal, _ = reopen(tmp_path, disk)
     disk.tear(keep_bytes=3 * RECORD)
-    old = [Stamp(bytes([number]) * 16, 100) for number in range(3)]
+    old = [ProducerSequence(bytes([number]) * 16, 100) for number in range(3)]
     with pytest.raises(OSError, match="Input/output"):
-        journal.advanced(Position(0, 8, 100), 1, old)
-    journal.advanced(Position(0, 16, 200), 2, [Stamp(bytes([2]) * 16, 200)])
+        journal.record_position(LogPosition(0, 8, 100), 1, old)
+    journal.record_position(LogPosition(0, 16, 200), 2, [ProducerSequence(bytes([2]) * 16, 200)])
     journal.close()
     state = Journal.read(tmp_path, Disk(), ID)
-    assert state.position == Position(0, 16, 200)
-    assert state.producers[bytes([2]) * 16] == Accepted(200)
+    assert state.position == LogPosition(0, 16, 200)
+    assert state.producers[bytes([2]) * 16] == AcceptedSequences(200)
 
 
 def test_stamps_are_found_without_their_position_but_never_the_other_way(tmp_path: Path) -> None:
@@ -476,7 +478,9 @@ def test_stamps_are_found_without_their_position_but_never_the_other_way(tmp_pat
     for keep in range(3 * RECORD):
         disk.tear(keep_bytes=keep)
         with pytest.raises(OSError, match="Input/output"):
-            journal.advanced(Position(0, 8, 100), 1 << 63, [Stamp(P1, 5), Stamp(P2, 6)])
+            journal.record_position(
+                LogPosition(0, 8, 100), 1 << 63, [ProducerSequence(P1, 5), ProducerSequence(P2, 6)]
+            )
         assert Journal.read(tmp_path, Disk(), ID).position is None
     journal.close()
 
@@ -518,7 +522,7 @@ disk = FaultyDisk()
 {plan}
 journal, state = Journal.open(Path(sys.argv[1]), disk, sys.argv[2], file_size=int(sys.argv[3]))
 for number in range(state.low, state.low + 1000):
-    journal.settled(number, number + 1, 1, Outcome.DELIVERED)
+    journal.record_settled(number, number + 1, 1, Outcome.DELIVERED)
     os.write(1, b".")
 """
 
@@ -539,7 +543,7 @@ DEATHS = {
     # The first opening, and the first change of files ("a" is its target)
     **{
         f"{op} {nth} of {name}": f"disk.kill({op!r}, {nth}, match={name!r})"
-        for name in NAMES
+        for name in JOURNAL_FILES
         for op in ("write", "sync")
         for nth in (1, 2)
     },

@@ -21,10 +21,11 @@ from tests.log_harness import (
     three_frames,
     values,
 )
-from turnlane.events import block_of, values_of
+from turnlane.events import block_of, get_values
 from turnlane.ledger import Outcome
-from turnlane.storage.log import Fault, Found, Log, SyncFailed
-from turnlane.storage.segments import schema_frame
+from turnlane.storage.log import Log, SyncFailed
+from turnlane.storage.reader import StoredEvents, UnreadableRange
+from turnlane.storage.segments import encode_schema_frame
 from turnlane.testing import FaultyDisk
 
 # Writes that fail
@@ -52,7 +53,7 @@ def test_a_disk_that_fills_up_mid_append_leaves_the_log_as_it_was(
 
 def test_a_disk_that_fills_up_at_a_rotation_leaves_the_log_as_it_was(tmp_path: Path) -> None:
     disk = FaultyDisk()
-    log = open_log(tmp_path, disk, chunk_size=1000)
+    log = open_log(tmp_path, disk, segment_size=1000)
     fill(log, 10)
     for room in (0, 100, 400):
         disk.fill(after_bytes=room)
@@ -74,7 +75,7 @@ def test_a_write_that_can_not_be_cut_back_is_cut_before_the_next(tmp_path: Path)
     blocks = [block_of(values(10 + 20 * n, 20), timestamps=1) for n in range(5)]
     for _ in range(2):
         with pytest.raises(OSError, match="Input/output"):
-            log.append_many(10, [[block] for block in blocks])
+            log.append_frames(10, [[block] for block in blocks])
     log.append(10, block_of(values(10, 1), timestamps=1))
     log.close()
     log = open_log(tmp_path)
@@ -84,14 +85,14 @@ def test_a_write_that_can_not_be_cut_back_is_cut_before_the_next(tmp_path: Path)
 
 def test_appending_many_goes_on_where_a_full_disk_stopped_it(tmp_path: Path) -> None:
     disk = FaultyDisk()
-    log = open_log(tmp_path, disk, chunk_size=3000)
+    log = open_log(tmp_path, disk, segment_size=3000)
     blocks = [block_of(values(20 * n, 20), timestamps=1) for n in range(20)]
     disk.fill(after_bytes=8000)
     with pytest.raises(OSError, match="No space"):
-        log.append_many(0, [[block] for block in blocks])
+        log.append_frames(0, [[block] for block in blocks])
     assert 0 < log.end < 400
     disk.unfill()
-    log.append_many(0, [[block] for block in blocks])
+    log.append_frames(0, [[block] for block in blocks])
     assert drained(log) == values(0, 400)
 
 
@@ -135,34 +136,34 @@ def test_after_a_failed_sync_everything_is_written_again(tmp_path: Path, synced:
     disk = FaultyDisk()
     log = failed_sync(tmp_path, disk, synced)
     total = 10 * (synced + 3)
-    reader = log.reader()
-    assert isinstance(reader.read(total - 5, 2), Found)
+    reader = log.create_reader()
+    assert isinstance(reader.read(total - 5, 2), StoredEvents)
     for refused in (log.sync, lambda: fill(log, 1), log.rotate):
         with pytest.raises(SyncFailed):
             refused()
-    assert log.rescue() == []
+    assert log.rewrite_after_failed_sync() == []
     assert log.synced_end == log.end == total
     fill(log, 10)
     log.sync()
     assert drained(log) == values(0, total + 10)
     found = reader.read(total - 1, 5)
-    assert isinstance(found, Found)
+    assert isinstance(found, StoredEvents)
     log.close()
     log = open_log(tmp_path)
     assert drained(log) == values(0, total + 10)
-    assert [span.first for span in log.chunks()] == sorted({0, 10 * synced})
+    assert [span.first for span in log.list_segments()] == sorted({0, 10 * synced})
 
 
 def test_a_sync_that_fails_at_a_rotation_is_rescued_and_the_append_goes_on(
     tmp_path: Path,
 ) -> None:
     disk = FaultyDisk()
-    log = open_log(tmp_path, disk, chunk_size=1500)
+    log = open_log(tmp_path, disk, segment_size=1500)
     fill(log, 50)
     disk.fail("sync")
     with pytest.raises(SyncFailed):
         fill(log, 50)
-    assert log.rescue() == []
+    assert log.rewrite_after_failed_sync() == []
     fill(log, 50)
     log.sync()
     assert drained(log) == values(0, 100)
@@ -170,13 +171,13 @@ def test_a_sync_that_fails_at_a_rotation_is_rescued_and_the_append_goes_on(
 
 def test_several_unsynced_chunks_are_all_rescued(tmp_path: Path) -> None:
     disk = FaultyDisk()
-    log = open_log(tmp_path, disk, chunk_size=1500, durable=False)
+    log = open_log(tmp_path, disk, segment_size=1500, durable=False)
     fill(log, 10, blocks=12)
-    assert len(log.chunks()) > 2
+    assert len(log.list_segments()) > 2
     disk.fail("sync", nth=2)
     with pytest.raises(SyncFailed):
         log.sync()
-    assert log.rescue() == []
+    assert log.rewrite_after_failed_sync() == []
     fill(log, 10)
     assert drained(log) == values(0, 130)
 
@@ -204,12 +205,12 @@ def test_what_can_not_be_read_back_is_reported_and_kept(
         file.write(b"?")
     damaged = (tmp_path / CHUNK_0).read_bytes()[start:stop]
     lost = 10 * synced + 10
-    assert log.rescue() == [(lost, lost + 10)]
+    assert log.rewrite_after_failed_sync() == [(lost, lost + 10)]
     assert kept(tmp_path) == damaged
     total = 10 * synced + 30
     expected = [
         *values(0, lost),
-        Fault(lost, lost + 10, Outcome.MISSING),
+        UnreadableRange(lost, lost + 10, Outcome.MISSING),
         *values(lost + 10, total - lost - 10),
     ]
     assert drained(log) == expected
@@ -221,11 +222,11 @@ def test_a_rescue_that_fails_can_be_tried_again(tmp_path: Path, operation: str) 
     log = failed_sync(tmp_path, disk, 1)
     disk.fail(operation)
     with pytest.raises(OSError, match="Input/output"):
-        log.rescue()
+        log.rewrite_after_failed_sync()
     assert drained(log) == values(0, 40)
     with pytest.raises(SyncFailed):
         log.sync()
-    assert log.rescue() == []
+    assert log.rewrite_after_failed_sync() == []
     fill(log, 10)
     assert drained(log) == values(0, 50)
 
@@ -251,7 +252,7 @@ def test_a_crash_anywhere_in_a_rescue_loses_and_repeats_nothing(
         disk = FaultyDisk()
         log = failed_sync(tmp_path, disk, synced)
         disk.kill(operation, nth)
-        log.rescue()
+        log.rewrite_after_failed_sync()
         os._exit(0)  # not every rescue has a second truncate
     os.waitpid(child, 0)
     total = 10 * synced + 30
@@ -268,7 +269,7 @@ def test_offsets_in_two_chunks_are_read_once_and_from_the_later(tmp_path: Path) 
     frames = path.read_bytes()[first:]
     flip(path, second + 50)
     schema = block_of([b""], timestamps=1).select(["value", "timestamp"]).schema
-    head = b"".join(bytes(memoryview(piece)) for piece in schema_frame(schema, 10, QUEUE_ID))
+    head = b"".join(bytes(memoryview(piece)) for piece in encode_schema_frame(schema, 10, QUEUE_ID))
     (tmp_path / f"{10:016x}.chunk").write_bytes(head + frames)
     log = open_log(tmp_path)
     assert drained(log) == values(0, 30)
@@ -276,11 +277,11 @@ def test_offsets_in_two_chunks_are_read_once_and_from_the_later(tmp_path: Path) 
 
 def follow(log: Log, total: int, problems: list[object]) -> None:
     """Read along with the writer, and note whatever is not as it was written."""
-    reader, offset = log.reader(), 0
+    reader, offset = log.create_reader(), 0
     while offset < total:
         result = reader.read(offset, 7)
-        if isinstance(result, Found):
-            if values_of([result.block]) != values(offset, result.block.num_rows):
+        if isinstance(result, StoredEvents):
+            if get_values([result.block]) != values(offset, result.block.num_rows):
                 problems.append(offset)
             offset += result.block.num_rows
         elif result is not None:
@@ -303,7 +304,7 @@ def test_readers_are_not_disturbed_by_a_rescue(tmp_path: Path) -> None:
             disk.fail("sync")
             with pytest.raises(SyncFailed):
                 log.sync()
-            log.rescue()
+            log.rewrite_after_failed_sync()
         elif number % 10 == 0:
             log.sync()
     for thread in threads:

@@ -25,8 +25,10 @@ from turnlane.errors import NotAQueue
 from turnlane.events import block_of
 from turnlane.ledger import Outcome
 from turnlane.storage.disk_io import Disk
-from turnlane.storage.frames import FrameKind, Mode, Position, checksum, encode
-from turnlane.storage.log import Fault, Found, Log, SyncFailed
+from turnlane.storage.encoder import CompressionMode
+from turnlane.storage.frames import FrameKind, LogPosition, compute_checksum, encode_frame
+from turnlane.storage.log import Log, SyncFailed
+from turnlane.storage.reader import StoredEvents, UnreadableRange
 from turnlane.testing import FaultyDisk
 
 
@@ -53,7 +55,7 @@ def test_a_tail_torn_at_any_byte_is_kept_and_cut(tmp_path: Path) -> None:
         directory = tmp_path / str(size)
         shutil.copytree(source, directory)
         (directory / CHUNK_0).write_bytes(data[:size])
-        log = open_log(directory, hint=Position(0, second, 20))
+        log = open_log(directory, hint=LogPosition(0, second, 20))
         assert (log.end, log.torn_bytes) == (20, size - second)
         assert kept(directory) == data[second:size]
         fill(log, 10)
@@ -112,7 +114,7 @@ def test_a_full_disk_does_not_keep_a_log_with_a_torn_tail_shut(tmp_path: Path) -
     disk.unfill()
     fill(log, 10)
     assert drained(log) == values(0, 40)
-    log.remove(0)
+    log.remove_segment(0)
     assert b"torn" * 25 in kept(tmp_path)
 
 
@@ -120,7 +122,9 @@ def test_a_full_disk_does_not_keep_a_log_with_a_torn_tail_shut(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("mode", ["none", "snappy"])
-def test_a_flipped_bit_in_any_header_byte_costs_one_frame(tmp_path: Path, mode: Mode) -> None:
+def test_a_flipped_bit_in_any_header_byte_costs_one_frame(
+    tmp_path: Path, mode: CompressionMode
+) -> None:
     log = open_log(tmp_path, mode=mode)
     fill(log, 10)
     start = log.position.byte
@@ -134,7 +138,7 @@ def test_a_flipped_bit_in_any_header_byte_costs_one_frame(tmp_path: Path, mode: 
         flip(path, start + byte)
         damaged = path.read_bytes()[start:stop]
         log = open_log(tmp_path)
-        expected = [*values(0, 10), Fault(10, 20, Outcome.CORRUPT), *values(20, 10)]
+        expected = [*values(0, 10), UnreadableRange(10, 20, Outcome.CORRUPT), *values(20, 10)]
         assert drained(log) == expected
         assert drained(log) == expected  # not copied a second time
         assert kept(tmp_path) == damaged
@@ -146,22 +150,22 @@ def test_a_flipped_bit_in_any_header_byte_costs_one_frame(tmp_path: Path, mode: 
 def test_a_corrupt_last_frame_is_a_torn_tail_and_its_offsets_are_missing(tmp_path: Path) -> None:
     path, (_, second, third) = three_frames(tmp_path)
     flip(path, third - 20)
-    log = open_log(tmp_path, hint=Position(0, second, 20), floor=30)
+    log = open_log(tmp_path, hint=LogPosition(0, second, 20), floor=30)
     assert log.torn_bytes == third - second
-    assert drained(log) == [*values(0, 20), Fault(20, 30, Outcome.MISSING)]
+    assert drained(log) == [*values(0, 20), UnreadableRange(20, 30, Outcome.MISSING)]
 
 
 def test_a_header_that_claims_two_exabytes_allocates_nothing(tmp_path: Path) -> None:
     path, (first, *_) = three_frames(tmp_path)
     data = bytearray(path.read_bytes())
     data[first : first + 8] = (1 << 62 | 1 << 61).to_bytes(8, "little")
-    data[first + 24 : first + 28] = checksum([bytes(data[first : first + 24])]).to_bytes(
+    data[first + 24 : first + 28] = compute_checksum([bytes(data[first : first + 24])]).to_bytes(
         4, "little"
     )
     path.write_bytes(bytes(data))
     disk = WatchedDisk()
     log = open_log(tmp_path, disk, floor=30)
-    assert drained(log) == [*values(0, 10), Fault(10, 30, Outcome.MISSING)]
+    assert drained(log) == [*values(0, 10), UnreadableRange(10, 30, Outcome.MISSING)]
     assert disk.most <= len(data)
     assert kept(tmp_path) == bytes(data[first:])
 
@@ -176,7 +180,11 @@ def test_a_torn_chunk_before_the_last_is_read_as_far_as_it_goes(tmp_path: Path) 
     data = path.read_bytes()
     path.write_bytes(data[:-50])
     log = open_log(tmp_path)
-    assert drained(log) == [*values(0, 10), Fault(10, 20, Outcome.CORRUPT), *values(20, 10)]
+    assert drained(log) == [
+        *values(0, 10),
+        UnreadableRange(10, 20, Outcome.CORRUPT),
+        *values(20, 10),
+    ]
     assert data.endswith(kept(tmp_path) + data[-50:])
 
 
@@ -187,7 +195,7 @@ def test_a_chunk_cut_by_somebody_else_while_it_is_open_is_read_as_far_as_it_goes
     log = open_log(tmp_path)
     for size in (third - 8, second + 40, second + 8):
         os.truncate(path, size)
-        assert drained(log) == [*values(0, 20), Fault(20, 30, Outcome.CORRUPT)]
+        assert drained(log) == [*values(0, 20), UnreadableRange(20, 30, Outcome.CORRUPT)]
 
 
 def test_a_chunk_without_its_schema_is_moved_aside_whole(tmp_path: Path) -> None:
@@ -199,7 +207,7 @@ def test_a_chunk_without_its_schema_is_moved_aside_whole(tmp_path: Path) -> None
     flip(tmp_path / CHUNK_0, 3)
     data = (tmp_path / CHUNK_0).read_bytes()
     log = open_log(tmp_path)
-    assert drained(log) == [Fault(0, 10, Outcome.CORRUPT), *values(10, 10)]
+    assert drained(log) == [UnreadableRange(0, 10, Outcome.CORRUPT), *values(10, 10)]
     assert kept(tmp_path) == data
 
 
@@ -211,7 +219,7 @@ def test_a_last_chunk_without_its_schema_still_says_where_the_log_ends(tmp_path:
     assert log.end == 30
     assert kept(tmp_path) == data
     fill(log, 10)
-    assert drained(log) == [Fault(0, 30, Outcome.MISSING), *values(30, 10)]
+    assert drained(log) == [UnreadableRange(0, 30, Outcome.MISSING), *values(30, 10)]
 
 
 def test_a_corrupt_frame_on_a_full_disk_is_kept_with_its_chunk(tmp_path: Path) -> None:
@@ -222,8 +230,12 @@ def test_a_corrupt_frame_on_a_full_disk_is_kept_with_its_chunk(tmp_path: Path) -
     log = open_log(tmp_path, disk)
     log.rotate()
     disk.fill()
-    assert drained(log) == [*values(0, 10), Fault(10, 20, Outcome.CORRUPT), *values(20, 10)]
-    log.remove(0)
+    assert drained(log) == [
+        *values(0, 10),
+        UnreadableRange(10, 20, Outcome.CORRUPT),
+        *values(20, 10),
+    ]
+    log.remove_segment(0)
     assert kept(tmp_path) == data
 
 
@@ -234,15 +246,17 @@ def test_a_corrupt_frame_on_a_full_disk_is_kept_with_its_chunk(tmp_path: Path) -
     "hint",
     [
         None,
-        Position(0, 0, 0),
-        Position(0, 8, 5),
-        Position(0, 1 << 40, 10_000),
-        Position(0, 12, 10),
-        Position(99, 0, 99),
-        Position(1 << 63, 1 << 62, 1 << 61),
+        LogPosition(0, 0, 0),
+        LogPosition(0, 8, 5),
+        LogPosition(0, 1 << 40, 10_000),
+        LogPosition(0, 12, 10),
+        LogPosition(99, 0, 99),
+        LogPosition(1 << 63, 1 << 62, 1 << 61),
     ],
 )
-def test_a_hint_that_cannot_be_true_is_not_believed(tmp_path: Path, hint: Position | None) -> None:
+def test_a_hint_that_cannot_be_true_is_not_believed(
+    tmp_path: Path, hint: LogPosition | None
+) -> None:
     three_frames(tmp_path)
     log = open_log(tmp_path, hint=hint)
     assert (log.end, log.torn_bytes) == (30, 0)
@@ -252,10 +266,14 @@ def test_a_hint_that_cannot_be_true_is_not_believed(tmp_path: Path, hint: Positi
 def test_data_behind_the_journal_is_missing_not_reused(tmp_path: Path) -> None:
     path, (_, second, third) = three_frames(tmp_path)
     os.truncate(path, second)
-    log = open_log(tmp_path, hint=Position(0, third, 30), floor=30)
+    log = open_log(tmp_path, hint=LogPosition(0, third, 30), floor=30)
     assert log.end == 30
     fill(log, 5)
-    assert drained(log) == [*values(0, 20), Fault(20, 30, Outcome.MISSING), *values(30, 5)]
+    assert drained(log) == [
+        *values(0, 20),
+        UnreadableRange(20, 30, Outcome.MISSING),
+        *values(30, 5),
+    ]
 
 
 def test_a_true_hint_spares_reading_what_lies_before_it(tmp_path: Path) -> None:
@@ -277,9 +295,13 @@ def test_a_missing_chunk_is_reported(tmp_path: Path) -> None:
     log.close()
     (tmp_path / f"{10:016x}.chunk").unlink()
     log = open_log(tmp_path)
-    assert drained(log) == [*values(0, 10), Fault(10, 20, Outcome.MISSING), *values(20, 20)]
+    assert drained(log) == [
+        *values(0, 10),
+        UnreadableRange(10, 20, Outcome.MISSING),
+        *values(20, 20),
+    ]
     (tmp_path / f"{20:016x}.chunk").unlink()
-    assert drained(log, 20) == [Fault(20, 30, Outcome.MISSING), *values(30, 10)]
+    assert drained(log, 20) == [UnreadableRange(20, 30, Outcome.MISSING), *values(30, 10)]
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -300,8 +322,10 @@ def test_a_foreign_chunk_is_put_aside(tmp_path: Path, which: int) -> None:
     (tmp_path / name).write_bytes(foreign)
     log = open_log(tmp_path, floor=30)
     found = drained(log)
-    expected: list[bytes | Fault | None] = list(values(0, 30))
-    expected[which * 10 : which * 10 + 10] = [Fault(which * 10, which * 10 + 10, Outcome.MISSING)]
+    expected: list[bytes | UnreadableRange | None] = list(values(0, 30))
+    expected[which * 10 : which * 10 + 10] = [
+        UnreadableRange(which * 10, which * 10 + 10, Outcome.MISSING)
+    ]
     assert found == expected
     assert (tmp_path / (name + ".foreign")).read_bytes() == foreign
     assert not (tmp_path / name).exists()
@@ -311,7 +335,7 @@ def test_an_unknown_format_is_refused_and_nothing_is_touched(tmp_path: Path) -> 
     path, _ = three_frames(tmp_path)
     future = pa.schema([]).with_metadata({"turnlane.format": "9"})
     with (tmp_path / f"{30:016x}.chunk").open("wb") as file:
-        for piece in encode(FrameKind.SCHEMA, 30, 0, [future.serialize()]):
+        for piece in encode_frame(FrameKind.SCHEMA, 30, 0, [future.serialize()]):
             file.write(memoryview(piece))
     with path.open("ab") as file:
         file.write(b"torn")
@@ -329,10 +353,10 @@ def test_columns_that_came_later_are_null_before(tmp_path: Path) -> None:
     log.close()
     log = open_log(tmp_path)
     log.append(11, block_of([b"y"]))
-    reader = log.reader()
+    reader = log.create_reader()
     for offset, expected in ((0, None), (10, [7]), (11, [None])):
         found = reader.read(offset, 10)
-        assert isinstance(found, Found)
+        assert isinstance(found, StoredEvents)
         if expected is None:
             assert "level" not in found.block.schema.names
         else:
@@ -345,21 +369,21 @@ def test_columns_that_came_later_are_null_before(tmp_path: Path) -> None:
 class LogMachine(RuleBasedStateMachine):
     """The log against a list, over appends, failures, crashes and removals."""
 
-    @initialize(chunk_size=st.sampled_from([500, 2000, 1 << 20]))
-    def start(self, chunk_size: int) -> None:
+    @initialize(segment_size=st.sampled_from([500, 2000, 1 << 20]))
+    def start(self, segment_size: int) -> None:
         import tempfile
 
         self.directory = Path(tempfile.mkdtemp())
         self.disk = FaultyDisk()
-        self.chunk_size = chunk_size
+        self.segment_size = segment_size
         self.model: list[bytes] = []
         self.gone = 0
-        self.hint: Position | None = None
+        self.hint: LogPosition | None = None
         self.log = self.reopened()
 
     def reopened(self) -> Log:
         return open_log(
-            self.directory, self.disk, chunk_size=self.chunk_size, hint=self.hint, mode="snappy"
+            self.directory, self.disk, segment_size=self.segment_size, hint=self.hint, mode="snappy"
         )
 
     @rule(count=st.integers(0, 60), keyed=st.booleans())
@@ -388,7 +412,7 @@ class LogMachine(RuleBasedStateMachine):
         try:
             self.log.sync()
         except SyncFailed:
-            assert self.log.rescue() == []
+            assert self.log.rewrite_after_failed_sync() == []
         self.disk.clear()
 
     @rule(torn=st.binary(max_size=100))
@@ -403,9 +427,9 @@ class LogMachine(RuleBasedStateMachine):
     @rule()
     def remove_oldest(self) -> None:
         self.log.rotate()
-        if len(self.log.chunks()) > 1:
-            span = self.log.chunks()[0]
-            self.log.remove(span.first)
+        if len(self.log.list_segments()) > 1:
+            span = self.log.list_segments()[0]
+            self.log.remove_segment(span.first)
             self.gone = span.end
 
     @invariant()

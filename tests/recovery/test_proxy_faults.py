@@ -15,7 +15,7 @@ from tests.contract.harness import PATIENCE, Task, wait_until
 from tests.queue_internals import state_of
 from tests.recovery.hooked_disk import HookedDisk
 from tests.recovery.proxy_harness import Publisher, await_values, impatience, open_proxy
-from turnlane.events import values_of
+from turnlane.events import get_values
 from turnlane.queues import open_buffered_queue
 from turnlane.queues.api import AckLevel
 from turnlane.queues.buffered import BufferedQueue
@@ -204,7 +204,7 @@ def test_does_a_real_node_that_was_killed_get_everything_again(tmp_path: Path) -
     arrived: list[bytes | None] = []
     while len(arrived) < 61:
         with far[1].get(timeout=PATIENCE) as batch:
-            arrived += values_of([batch.block])
+            arrived += get_values([batch.block])
     assert arrived == [b"before", *values]
     assert far[1].stats().ledger.accepted == 61
     for each in far:

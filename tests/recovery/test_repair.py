@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import turnlane
 from tests.acceptance.queue_commands import drained
-from turnlane.events import block_of, values_of
-from turnlane.storage.inspect import Selection
-from turnlane.storage.offline import Inspection, Repair
+from turnlane.events import block_of, get_values
+from turnlane.storage.inspection import QueueInspection, QueueRepair
 from turnlane.storage.verify import FindingKind
+from turnlane.storage.walk import Selection
 
 Harm = Callable[[bytearray, random.Random], bytearray | None]
 
@@ -83,8 +83,8 @@ def harm_file(path: Path, harm: Harm, rng: random.Random) -> None:
 def pending(path: Path) -> dict[int, bytes | None]:
     """All unsettled events that can be read, by offset."""
     found: dict[int, bytes | None] = {}
-    for piece in Inspection(path).slices(Selection()):
-        found |= zip(piece.offsets.tolist(), values_of([piece.block]), strict=True)
+    for piece in QueueInspection(path).slices(Selection()):
+        found |= zip(piece.offsets.tolist(), get_values([piece.block]), strict=True)
     return found
 
 
@@ -105,17 +105,17 @@ def test_any_harm_is_seen_and_repaired(
     for harm, which in harms:
         if (file := files[which % len(files)]).exists():
             harm_file(file, harm, rng)
-    report, readable = Inspection(path).verify(), pending(path)
+    report, readable = QueueInspection(path).verify(), pending(path)
     if report.clean:
         assert readable == pending(sound)
-    repaired = Repair(path).run()
+    repaired = QueueRepair(path).run()
     after = pending(path)
     assert after.items() <= readable.items()
     assert repaired.saved == len(after)
     if not any(finding.kind is FindingKind.JOURNAL for finding in report.faults):
         assert after == readable
         assert sum(repaired.lost.values()) == report.lost
-    assert Inspection(path).verify().clean
-    assert Inspection(path).account().ledger.adds_up
+    assert QueueInspection(path).verify().clean
+    assert QueueInspection(path).account().ledger.adds_up
     assert drained(path) == list(after.values())
     shutil.rmtree(path.parent)

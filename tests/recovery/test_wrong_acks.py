@@ -191,7 +191,7 @@ def test_is_what_is_being_settled_persisted_when_the_log_passes_it(
     for value in numbered(10, 95):
         producer.publish(value)
     wait_until(lambda: bool(queue.storage_failure), "the spill that fails")
-    record = store_of(queue).journal.settled
+    record = store_of(queue).journal.record_settled
     reached, go = threading.Event(), threading.Event()
 
     def fail_late(first: int, end: int, size: int, outcome: Outcome) -> None:
@@ -201,7 +201,7 @@ def test_is_what_is_being_settled_persisted_when_the_log_passes_it(
             raise OSError(errno.EIO, "no acks now")
         record(first, end, size, outcome)
 
-    monkeypatch.setattr(store_of(queue).journal, "settled", fail_late)
+    monkeypatch.setattr(store_of(queue).journal, "record_settled", fail_late)
     done = Task(batch.done)
     assert reached.wait(PATIENCE)
     disk.clear()

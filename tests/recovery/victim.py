@@ -75,7 +75,7 @@ class Opened:
     def by(cls, queue: BufferedQueue, started: float) -> Self:
         """How it was found, after an opening that began at ``started``."""
         seconds = time.perf_counter() - started
-        chunks = store_of(queue).log._catalog.chunks
+        chunks = store_of(queue).log._catalog.segments
         written = chunks[-1].end if chunks else 0
         return cls(seconds, queue.low, queue.end, written, queue.stats().ledger.as_dict())
 

@@ -35,13 +35,13 @@ def names(checkpoint: Path) -> list[str]:
     return sorted(each.name for each in checkpoint.parent.iterdir())
 
 
-def test_a_query_that_comes_again_goes_on(kept: Checkpoints) -> None:
+def test_same_query_continues_with_its_checkpoint(kept: Checkpoints) -> None:
     first = committed(kept.prepare(A, stays=False))
     assert kept.prepare(A, stays=False) == first
     assert (first / "commits" / "0").exists()
 
 
-def test_one_that_has_done_no_batch_leaves_the_one_before_as_it_is(kept: Checkpoints) -> None:
+def test_query_without_a_batch_leaves_the_earlier_checkpoint(kept: Checkpoints) -> None:
     """It may fail for ever, and whoever brings the one before back loses nothing."""
     first = committed(kept.prepare(A, stays=False))
     cleaner = CheckpointCleaner(kept)
@@ -52,7 +52,7 @@ def test_one_that_has_done_no_batch_leaves_the_one_before_as_it_is(kept: Checkpo
     assert (first / "commits" / "0").exists()
 
 
-def test_after_a_batch_those_of_other_queries_are_gone(kept: Checkpoints) -> None:
+def test_checkpoints_of_other_queries_are_removed_after_a_batch(kept: Checkpoints) -> None:
     first = committed(kept.prepare(A, stays=False))
     cleaner = CheckpointCleaner(kept)
     second = committed(cleaner.prepare(B, stays=False))
@@ -63,13 +63,13 @@ def test_after_a_batch_those_of_other_queries_are_gone(kept: Checkpoints) -> Non
     assert names(second) == [second.name]
 
 
-def test_a_lane_that_keeps_nothing_removes_what_one_before_it_kept(kept: Checkpoints) -> None:
+def test_lane_without_a_checkpoint_removes_earlier_checkpoints(kept: Checkpoints) -> None:
     first = committed(kept.prepare(A, stays=False))
     CheckpointCleaner(kept).on_progress(did(5))
     assert not first.exists()
 
 
-def test_a_stale_one_is_not_used_if_a_kill_came_before_it_was_removed(kept: Checkpoints) -> None:
+def test_outdated_checkpoint_is_emptied_after_a_kill(kept: Checkpoints) -> None:
     first = committed(kept.prepare(A, stays=False))
     second = committed(kept.prepare(B, stays=False))
     assert kept.prepare(A, stays=False) == first
@@ -80,7 +80,7 @@ def test_a_stale_one_is_not_used_if_a_kill_came_before_it_was_removed(kept: Chec
     assert not (second / "commits").exists()
 
 
-def test_a_kill_in_the_middle_leaves_no_half_of_one(
+def test_kill_during_removal_leaves_no_partial_checkpoint(
     kept: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     committed(kept.prepare(A, stays=False))
@@ -93,7 +93,7 @@ def test_a_kill_in_the_middle_leaves_no_half_of_one(
     assert names(second) == [second.name], "what was left is swept up"
 
 
-def test_one_that_cannot_be_removed_stops_no_lane(
+def test_failed_removal_does_not_stop_the_lane(
     kept: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(*_: Any) -> None:
@@ -111,7 +111,7 @@ def test_one_that_cannot_be_removed_stops_no_lane(
         kept.prepare(A, stays=False)
 
 
-def test_those_of_files_stay_and_are_used_again(kept: Checkpoints) -> None:
+def test_checkpoints_of_files_stay_and_are_used_again(kept: Checkpoints) -> None:
     """Without it, Spark would pass over what comes to the same path."""
     files = committed(kept.prepare(A, stays=True))
     kept.remove_unused(committed(kept.prepare(B, stays=False)))
@@ -119,7 +119,7 @@ def test_those_of_files_stay_and_are_used_again(kept: Checkpoints) -> None:
     assert (files / "commits" / "0").exists()
 
 
-def test_those_of_other_actions_and_unknown_ones_stay(kept: Checkpoints) -> None:
+def test_checkpoints_of_other_actions_and_unknown_ones_stay(kept: Checkpoints) -> None:
     used = committed(kept.prepare(A, stays=False))
     directory = used.parent
     other = committed(Checkpoints(directory, "sums-more").prepare(A, stays=False))

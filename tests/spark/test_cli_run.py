@@ -75,7 +75,7 @@ def wait_until_file_has(file: Path, expected: list[str], program: Program) -> No
         time.sleep(0.05)
 
 
-def test_syslog_comes_out_of_files_the_configuration_changes_and_a_signal_ends_it(
+def test_run_delivers_syslog_reloads_the_file_and_ends_on_a_signal(
     start: Start, tmp_path: Path
 ) -> None:
     config = tmp_path / "c.yaml"
@@ -111,9 +111,7 @@ def test_syslog_comes_out_of_files_the_configuration_changes_and_a_signal_ends_i
     assert "turnlane: stopped" in program.errors  # the node, too
 
 
-def test_a_node_that_dies_comes_back_as_it_was_although_the_file_was_rejected(
-    start: Start, tmp_path: Path
-) -> None:
+def test_killed_node_restarts_with_the_accepted_configuration(start: Start, tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     running = CONFIG.replace('tcp: "127.0.0.1:0"', f'tcp: "127.0.0.1:{free_port()}"')
     config.write_text(running)
@@ -142,9 +140,7 @@ def test_a_node_that_dies_comes_back_as_it_was_although_the_file_was_rejected(
     assert program.ended() == 0, program.errors
 
 
-def test_only_the_pipeline_runs_against_a_node_elsewhere_and_makes_its_queues(
-    start: Start, tmp_path: Path
-) -> None:
+def test_pipeline_command_creates_queues_on_another_node(start: Start, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG)
     with serving(tmp_path / "elsewhere", {"main": {}}) as served:
         message = b"<11>1 2026-01-01T12:00:00Z web shop 1 - - far away"
@@ -162,9 +158,7 @@ def test_only_the_pipeline_runs_against_a_node_elsewhere_and_makes_its_queues(
         assert program.ended() == 0, program.errors
 
 
-def test_a_pipeline_whose_nodes_have_become_others_reads_from_those(
-    start: Start, tmp_path: Path
-) -> None:
+def test_reload_with_other_nodes_reads_from_them(start: Start, tmp_path: Path) -> None:
     config, out = tmp_path / "c.yaml", tmp_path / "all.jsonl"
     message = "<14>1 2026-01-01T12:00:00Z web shop 1 - - {}"
     with (
@@ -183,9 +177,7 @@ def test_a_pipeline_whose_nodes_have_become_others_reads_from_those(
         assert program.ended() == 0, program.errors
 
 
-def test_a_pipeline_whose_spark_is_killed_ends_and_takes_its_node_along(
-    start: Start, tmp_path: Path
-) -> None:
+def test_killed_spark_ends_the_pipeline_and_its_node(start: Start, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG)
     program = start("run", "c.yaml")
     node = program.wait_for("node", state="ready")["pid"]
@@ -207,7 +199,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-def test_a_signal_ends_it_also_while_spark_is_starting(
+def test_signal_while_spark_starts_ends_the_command(
     start: Start, tmp_path: Path, temporary: Path
 ) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG)
@@ -220,7 +212,7 @@ def test_a_signal_ends_it_also_while_spark_is_starting(
     assert not list(temporary.iterdir())
 
 
-def test_a_node_that_can_never_start_ends_it_with_the_nodes_exit_code(
+def test_node_that_cannot_start_ends_the_command_with_its_exit_code(
     start: Start, tmp_path: Path, temporary: Path
 ) -> None:
     elsewhere = 'insecure: true, tcp: "203.0.113.7:5514"'  # no address of any machine
@@ -231,7 +223,7 @@ def test_a_node_that_can_never_start_ends_it_with_the_nodes_exit_code(
     assert not list(temporary.iterdir())
 
 
-def test_a_node_whose_address_is_still_taken_is_started_again(start: Start, tmp_path: Path) -> None:
+def test_node_whose_address_is_taken_is_started_again(start: Start, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f'tcp: "127.0.0.1:{taken.getsockname()[1]}"'
         (tmp_path / "c.yaml").write_text(CONFIG.replace('tcp: "127.0.0.1:0"', address))
@@ -254,7 +246,7 @@ def rules(function: str, tag: str) -> str:
     return RULES.replace("FUNCTION", function).replace("TAG", tag)
 
 
-def test_a_reload_takes_the_code_of_transforms_as_it_is_now(start: Start, tmp_path: Path) -> None:
+def test_reload_uses_changed_code_of_transforms(start: Start, tmp_path: Path) -> None:
     config, code, out = tmp_path / "c.yaml", tmp_path / "rules.py", tmp_path / "all.jsonl"
     code.write_text(rules("first", "a"))
     config.write_text(f"{CONFIG}transform: rules:first\n")

@@ -86,13 +86,13 @@ def turnlane(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return run
 
 
-def test_cases_that_are_as_expected(turnlane: Run) -> None:
+def test_matching_cases_pass(turnlane: Run) -> None:
     said = turnlane("test", CONFIG)
     assert said.stdout == "ok     server errors\n1 case, 0 failed\n", said.output
     assert said.exit_code == 0
 
 
-def test_a_difference_is_shown_and_fails(turnlane: Run) -> None:
+def test_difference_is_shown_and_fails_the_command(turnlane: Run) -> None:
     wrong = CONFIG.replace("{status: 500, user: ann, key", "{status: 501, user: ann, key")
     said = turnlane("test", wrong)
     assert said.exit_code == 1
@@ -106,7 +106,7 @@ def test_a_difference_is_shown_and_fails(turnlane: Run) -> None:
     assert lines[-1] == "1 case, 1 failed"
 
 
-def test_cases_of_other_files_and_for_programs(turnlane: Run) -> None:
+def test_cases_in_other_files_are_reported_as_json(turnlane: Run) -> None:
     text, _, tests = CONFIG.partition("tests:\n")
     Path("one.yaml").write_text(f"tests:\n{tests}")
     Path("two.yaml").write_text("tests: [{name: two, events: ['{}'], expect: {all: 2}}]")
@@ -143,7 +143,7 @@ tests:
 """
 
 
-def test_a_case_whose_transform_raises_fails_with_the_reason_and_others_are_tried(
+def test_raising_transform_fails_its_case_and_others_are_tried(
     turnlane: Run,
 ) -> None:
     Path("shop_totals.py").write_text(RAISES)
@@ -163,12 +163,12 @@ def test_a_case_whose_transform_raises_fails_with_the_reason_and_others_are_trie
     ]
 
 
-def test_the_example_passes_its_own_cases(turnlane: Run) -> None:
+def test_example_configuration_passes_its_cases(turnlane: Run) -> None:
     said = turnlane("test", example())
     assert said.stdout.endswith("1 case, 0 failed\n"), said.output
 
 
-def test_a_transform_beside_the_configuration_is_found(turnlane: Run) -> None:
+def test_transform_beside_the_configuration_is_found(turnlane: Run) -> None:
     Path("shop_rules.py").write_text(
         "def loud(events):\n    return events.withColumn('user', events.user.cast('string'))"
         ".selectExpr('*', 'upper(user) AS loud')\n"
@@ -199,7 +199,7 @@ def test_a_transform_beside_the_configuration_is_found(turnlane: Run) -> None:
         ),
     ],
 )
-def test_what_spark_refuses_is_told_with_its_place(
+def test_error_of_spark_is_reported_with_its_place(
     turnlane: Run, old: str, new: str, place: str, words: str
 ) -> None:
     said = turnlane("validate", CONFIG.replace(old, new, 1), "--spark")
@@ -237,7 +237,7 @@ class BadOrder(Exception):
         ("column", "[ATTRIBUTE_NOT_SUPPORTED] Attribute `team` is not supported."),
     ],
 )
-def test_a_transform_that_raises_is_told_with_what_and_where(
+def test_raising_transform_is_reported_with_its_line(
     turnlane: Run, function: str, reason: str
 ) -> None:
     Path("shop_teams.py").write_text(TEAMS)
@@ -247,7 +247,7 @@ def test_a_transform_that_raises_is_told_with_what_and_where(
     assert said.stderr == f"c.yaml:4:12: transform: {reason}\n"
 
 
-def test_all_that_spark_refuses_is_told_at_once(turnlane: Run) -> None:
+def test_all_errors_of_spark_are_reported_together(turnlane: Run) -> None:
     said = turnlane(
         "validate",
         """\
@@ -289,6 +289,6 @@ actions:
     ], said.stderr
 
 
-def test_what_spark_accepts_is_valid(turnlane: Run) -> None:
+def test_configuration_that_spark_accepts_is_valid(turnlane: Run) -> None:
     said = turnlane("validate", CONFIG, "--spark")
     assert said.stdout == "c.yaml: ok, 1 queue, 0 inputs, 7 actions\n", said.output

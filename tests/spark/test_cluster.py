@@ -157,7 +157,7 @@ def pipeline(
     program.close()
 
 
-def test_an_executor_that_is_killed_in_the_midst_of_a_batch_loses_and_doubles_nothing(
+def test_executor_killed_during_a_batch_loses_and_duplicates_nothing(
     cluster: Cluster, node: Served, pipeline: Program, tmp_path: Path
 ) -> None:
     node.publish("main", numbers(0, EVENTS))

@@ -44,7 +44,7 @@ def parquet(path: Path, **knobs: Any) -> SparkSinkSettings:
     return SparkSinkSettings(type="spark", format="parquet", path=str(path), **knobs)
 
 
-def test_trickles_make_few_files_and_groups_one_in_each_folder(
+def test_few_events_make_few_files_and_one_per_partition_folder(
     spark: SparkSession, node: Served, tmp_path: Path
 ) -> None:
     # More than what comes would fill a file: only their age has the events written.
@@ -105,7 +105,7 @@ def publish(node: Served, first: int, moment: int) -> None:
     )
 
 
-def test_a_day_of_little_makes_few_files_and_much_is_written_at_once(tmp_path: Path) -> None:
+def test_quiet_day_makes_few_files_and_many_events_are_written_at_once(tmp_path: Path) -> None:
     """An event a second, and in the end as many at once as fill a file."""
     lane = with_file_batching(action("a", LaneSettings(), parquet(tmp_path))).lane
     wait = BatchWait(lane.min_events, lane.max_age)
@@ -118,7 +118,7 @@ def test_a_day_of_little_makes_few_files_and_much_is_written_at_once(tmp_path: P
     assert wait.compute_wait(waiting + MIN_EVENTS_PER_FILE, 86_400.0) == 0.0
 
 
-def test_only_files_are_waited_for_and_only_if_nothing_is_said(tmp_path: Path) -> None:
+def test_only_file_sinks_without_settings_wait_for_events(tmp_path: Path) -> None:
     usual, quick = LaneSettings(), LaneSettings(min_events=1)
     waiting = with_file_batching(action("a", usual, parquet(tmp_path))).lane
     assert (waiting.min_events, waiting.max_age) == (MIN_EVENTS_PER_FILE, MAX_FILE_DELAY)

@@ -58,21 +58,21 @@ def copied(node: Served, routes: dict[int, int]) -> TaskResult:
     return done
 
 
-def test_every_queue_gets_what_its_bit_says(node: Served) -> None:
+def test_each_queue_gets_the_events_with_its_bit(node: Served) -> None:
     node.publish("main", numbers(0, 5000))
     copied(node, {at: at % 4 for at in range(5000) if at % 4})
     assert node.values("a") == [b"%d" % at for at in range(5000) if at % 4 in (1, 3)]
     assert node.values("b") == [b"%d" % at for at in range(5000) if at % 4 in (2, 3)]
 
 
-def test_places_far_apart_are_found(node: Served) -> None:
+def test_offsets_far_apart_are_copied(node: Served) -> None:
     count = 3 * MAX_GAP
     node.publish("main", numbers(0, count))
     copied(node, {0: 1, MAX_GAP + 7: 1, count - 1: 1})
     assert node.values("a") == [b"0", b"%d" % (MAX_GAP + 7), b"%d" % (count - 1)]
 
 
-def test_events_keep_all_their_columns_be_they_different_ones(node: Served) -> None:
+def test_events_with_different_columns_keep_all_of_them(node: Served) -> None:
     node.publish("main", [b"plain"], keys=["k"], sources=["here"], severities=[3])
     extra = block_of([b"more"]).append_column("colour", pa.array(["red"]))
     node.queue("main").producer(ack="persisted").publish_block(extra)
@@ -86,7 +86,7 @@ def test_events_keep_all_their_columns_be_they_different_ones(node: Served) -> N
     assert found[b"more"]["colour"] == "red"
 
 
-def test_what_is_gone_meanwhile_is_not_copied_and_the_rest_is(node: Served) -> None:
+def test_settled_events_are_not_copied_and_the_others_are(node: Served) -> None:
     node.publish("main", numbers(0, 100))
     node.queue("main").settle(0, 50)
     copied(node, dict.fromkeys(range(100), 1))
@@ -94,7 +94,7 @@ def test_what_is_gone_meanwhile_is_not_copied_and_the_rest_is(node: Served) -> N
 
 
 @pytest.mark.parametrize("names", [["value"], []])
-def test_a_share_is_read_whole_or_not_at_all(
+def test_spans_of_a_task_are_read_completely_or_raise(
     node: Served, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What its commit settles was read, or was settled before."""
@@ -112,7 +112,7 @@ def test_a_share_is_read_whole_or_not_at_all(
         list(read_task_spans(nodes, "main", share, maker))
 
 
-def test_nothing_to_copy_is_fine(node: Served) -> None:
+def test_task_without_rows_has_no_stages(node: Served) -> None:
     assert copied(node, {}).stages == {}
 
 
@@ -127,7 +127,7 @@ def test_nothing_to_copy_is_fine(node: Served) -> None:
         st.integers(1, 4),
     )
 )
-def test_a_share_is_the_same_after_its_way_through_spark(share: TaskSpans) -> None:
+def test_task_spans_survive_encoding(share: TaskSpans) -> None:
     assert list(decode_task_spans(encode_task_spans(share, to_arrow_schema(SPAN_ROW_SCHEMA)))) == [
         share
     ]

@@ -72,14 +72,14 @@ def ages(*seconds: float) -> Iterator[float]:
     yield from seconds
 
 
-def test_the_second_output_gets_what_the_first_cannot_take(tmp_path: Path) -> None:
+def test_second_output_gets_rows_that_the_first_cannot_take(tmp_path: Path) -> None:
     with delivering(tmp_path / "out", ages(AWAY)) as delivery:
         ((_, outcome),) = delivery.run([block("a1", "b1")])
     assert (outcome.delivered, len(outcome.deferred)) == (2, 0)
     assert (tmp_path / "out").read_text() == "a1\nb1\n"
 
 
-def test_the_second_output_has_no_more_time_than_a_task_has(tmp_path: Path) -> None:
+def test_second_output_stops_at_the_deadline_of_the_task(tmp_path: Path) -> None:
     def blocks() -> Iterator[Block]:
         yield block("a1")
         time.sleep(0.2)  # the task's time is over then, however slow the machine is
@@ -90,7 +90,7 @@ def test_the_second_output_has_no_more_time_than_a_task_has(tmp_path: Path) -> N
     assert outcomes[1].deferred.tolist() == [0], "it is left to the next batch"
 
 
-def test_a_send_may_take_the_time_that_its_output_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grace_covers_the_timeouts_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is given up sooner has arrived, comes again, and so for ever."""
     graces: list[float] = []
 
@@ -108,7 +108,7 @@ def test_a_send_may_take_the_time_that_its_output_allows(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("ordering", "written"), [("strict", ""), ("key", "b2\n")])
-def test_none_overtakes_those_that_were_kept_before(
+def test_ordered_rows_do_not_overtake_deferred_rows(
     tmp_path: Path, ordering: str, written: str
 ) -> None:
     """The breaker has been open for long enough only when the second block comes."""

@@ -107,7 +107,7 @@ def world(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield World(node, pipeline, place / "steady", **at)
 
 
-def test_a_destination_that_is_away_gets_everything_when_it_is_back(world: World) -> None:
+def test_destination_gets_all_events_after_an_outage(world: World) -> None:
     """Meanwhile its query runs on, and so do the other lanes."""
     plain = world.at["plain"]
     world.drained("plain", "steady")
@@ -125,7 +125,7 @@ def test_a_destination_that_is_away_gets_everything_when_it_is_back(world: World
     wait_until(lambda: world.lane("plain").suspended is None, "the end of it", PATIENCE)
 
 
-def test_one_poison_in_a_thousand_is_found_and_kept_apart(world: World) -> None:
+def test_one_bad_event_in_a_thousand_becomes_a_dead_letter(world: World) -> None:
     plain = world.at["plain"]
     world.drained("plain")
     before, refused = Counter(plain.taken), plain.refused
@@ -139,7 +139,7 @@ def test_one_poison_in_a_thousand_is_found_and_kept_apart(world: World) -> None:
     assert world.node.queue("plain").stats().ledger.dead == 1
 
 
-def test_what_was_being_sent_when_its_sender_was_killed_comes_again(world: World) -> None:
+def test_events_in_flight_at_a_kill_are_sent_again(world: World) -> None:
     """kill -9 of the Python process of a task, while the server has a request and no answer yet."""
     plain = world.at["plain"]
     world.drained("plain")
@@ -165,7 +165,7 @@ def test_what_was_being_sent_when_its_sender_was_killed_comes_again(world: World
     assert after.adds_up
 
 
-def test_a_direct_action_that_is_away_holds_the_main_lane_up_and_that_is_shown(
+def test_direct_action_that_is_away_suspends_the_main_lane_visibly(
     world: World,
 ) -> None:
     direct = world.at["direct"]

@@ -85,7 +85,7 @@ def action(name: str, output: Any, **more: Any) -> ActionSettings:
     return ActionSettings(name=name, queue=queue, output=output, **more)
 
 
-def test_each_gets_everything(
+def test_each_output_gets_all_events(
     spark: SparkSession, node: Served, database: Path, tmp_path: Path
 ) -> None:
     columns = {"id": "event_id", "number": "value", "side": "side"}
@@ -127,7 +127,7 @@ def test_each_gets_everything(
 
 
 @pytest.mark.parametrize("once", [True, False])
-def test_a_transform_that_spreads_an_events_rows_is_refused_where_they_are_counted(
+def test_repartitioning_transform_is_refused_for_exactly_once_outputs(
     spark: SparkSession, node: Served, database: Path, tmp_path: Path, *, once: bool
 ) -> None:
     sql = SqlSettings(

@@ -96,7 +96,7 @@ def cursed(events: DataFrame) -> DataFrame:
     return events.where(F.expr("if(value = '7', raise_error('seven is cursed'), true)"))
 
 
-def test_a_lane_whose_transform_throws_keeps_its_backlog_and_others_run_on(
+def test_raising_transform_keeps_the_backlog_and_other_lanes_run(
     node: Served, make: Make, tmp_path: Path
 ) -> None:
     healthy = action("other", to_file(tmp_path / "other"))
@@ -119,7 +119,7 @@ def test_a_lane_whose_transform_throws_keeps_its_backlog_and_others_run_on(
     assert set(values(tmp_path / "taken")) == {*numbers(0, 200)}
 
 
-def test_a_transform_of_all_events_that_throws_leaves_them_in_the_main_queue(
+def test_raising_pipeline_transform_keeps_events_in_the_main_queue(
     node: Served, make: Make, tmp_path: Path
 ) -> None:
     node.publish("main", numbers(0, 20))
@@ -155,7 +155,7 @@ actions:
         ("sevrity < 3", "c.yaml:5:13: actions[0].filter: [UNRESOLVED_COLUMN"),
     ],
 )
-def test_a_filter_that_cannot_be_is_pointed_at_in_the_file(
+def test_invalid_filter_is_reported_with_its_place_in_the_file(
     written: str, message: str, spark: SparkSession, tmp_path: Path
 ) -> None:
     config = loads(CONFIG.replace("FILTER", written), "c.yaml", {})
@@ -169,7 +169,9 @@ def test_a_filter_that_cannot_be_is_pointed_at_in_the_file(
 # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_stateless_lane_needs_no_checkpoint(node: Served, make: Make, tmp_path: Path) -> None:
+def test_stateless_lane_continues_without_its_checkpoint(
+    node: Served, make: Make, tmp_path: Path
+) -> None:
     """It is deleted while the lane does not run: the node knows where to go on."""
     taken = action("taken", to_file(tmp_path / "taken"))
     for first in (0, 100):
@@ -182,7 +184,7 @@ def test_a_stateless_lane_needs_no_checkpoint(node: Served, make: Make, tmp_path
     assert values(tmp_path / "taken") == sorted(numbers(0, 200))
 
 
-def test_files_of_a_spark_sink_go_on_when_the_configuration_changes(
+def test_spark_sink_continues_its_files_after_a_configuration_change(
     spark: SparkSession, node: Served, make: Make, tmp_path: Path
 ) -> None:
     """The numbers of its batches must go on, or Spark would pass over those it thinks it has."""
@@ -202,7 +204,7 @@ def test_files_of_a_spark_sink_go_on_when_the_configuration_changes(
     assert sorted(bytes(row.value) for row in found) == sorted(numbers(0, 200))
 
 
-def test_a_spark_sink_whose_checkpoint_is_gone_says_so_and_passes_nothing_over(
+def test_spark_sink_without_its_checkpoint_fails_and_skips_nothing(
     node: Served, make: Make, tmp_path: Path
 ) -> None:
     sink = SparkSinkSettings(type="spark", format="parquet", path=str(tmp_path / "files"))
@@ -223,7 +225,7 @@ def test_a_spark_sink_whose_checkpoint_is_gone_says_so_and_passes_nothing_over(
 
 
 @pytest.mark.parametrize("sql", [None, "SELECT value FROM events"])
-def test_a_lane_with_a_checkpoint_reads_all_of_a_queue_that_was_made_anew(
+def test_lane_with_a_checkpoint_reads_all_of_a_recreated_queue(
     spark: SparkSession, node: Served, make: Make, tmp_path: Path, sql: str | None
 ) -> None:
     """Also if there is more in it by then than the lane had read of the one before."""
@@ -247,7 +249,7 @@ def test_a_lane_with_a_checkpoint_reads_all_of_a_queue_that_was_made_anew(
 
 
 @pytest.mark.parametrize("sql", [None, "SELECT value FROM events"])
-def test_a_lane_that_gets_a_checkpoint_reads_nothing_that_is_settled(
+def test_lane_that_gets_a_checkpoint_reads_no_settled_events(
     spark: SparkSession, node: Served, make: Make, tmp_path: Path, sql: str | None
 ) -> None:
     """A lane without one was there before it, which settles in any order."""
@@ -269,7 +271,7 @@ def test_a_lane_that_gets_a_checkpoint_reads_nothing_that_is_settled(
 COUNT = "SELECT 'all' AS what, count(*) AS events FROM events"
 
 
-def test_a_lane_with_state_begins_anew_if_its_checkpoint_is_gone_or_its_query_another(
+def test_stateful_lane_starts_empty_without_checkpoint_or_with_another_query(
     node: Served, make: Make, tmp_path: Path
 ) -> None:
     """What it had counted is forgotten, as the documentation says, but no event is passed over."""
@@ -299,7 +301,7 @@ def once_each(events: DataFrame) -> DataFrame:
     return events.withWatermark("timestamp", "1 hour").dropDuplicatesWithinWatermark(["key"])
 
 
-def test_a_transform_that_removes_duplicates_remembers_what_came_before_a_restart(
+def test_deduplicating_transform_keeps_its_state_across_a_restart(
     node: Served, make: Make, tmp_path: Path
 ) -> None:
     taken = action("taken", to_file(tmp_path / "taken"), transform=f"{__name__}:once_each")
@@ -312,7 +314,7 @@ def test_a_transform_that_removes_duplicates_remembers_what_came_before_a_restar
     assert values(tmp_path / "taken") == [b"a", b"b", b"c"]
 
 
-def test_what_sql_writes_into_a_queue_is_there_once_if_its_batch_comes_again(
+def test_repeated_batch_of_sql_is_in_the_queue_once(
     node: Served, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver dies after the node has the batch, and before Spark has noted that."""
@@ -343,7 +345,7 @@ def full(disk: FaultyDisk, match: str) -> Callable[[], None]:
     return disk.clear
 
 
-def test_a_commit_that_finds_the_nodes_disk_full_waits_for_room(
+def test_commit_on_a_full_disk_waits_for_room(
     node: Served,
     make: Make,
     disk: FaultyDisk,

@@ -52,7 +52,7 @@ def route_of(row: dict[str, Any]) -> int:
 
 
 @given(st.lists(events, min_size=1, max_size=4), st.integers(0, 1 << 40))
-def test_every_event_is_routed_as_if_it_were_a_row_of_its_own(
+def test_grouped_events_have_the_routes_of_single_rows(
     blocks: list[list[tuple[int, Any]]], start: int
 ) -> None:
     expected: list[tuple[int, int]] = []
@@ -73,12 +73,12 @@ def test_every_event_is_routed_as_if_it_were_a_row_of_its_own(
 
 
 @given(events)
-def test_events_that_look_the_same_are_one_row(some: list[tuple[int, Any]]) -> None:
+def test_events_with_equal_columns_are_one_row(some: list[tuple[int, Any]]) -> None:
     rows = group_rows(block_of(some, 0), GROUPED)
     assert rows.num_rows == len({look for _, look in some})
 
 
-def test_more_looks_than_fit_into_16_bits_are_told_apart() -> None:
+def test_more_groups_than_16_bits_are_distinguished() -> None:
     count = 70_000
     sources = [str(number) for number in range(count)]
     columns: list[Any] = [

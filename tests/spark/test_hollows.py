@@ -25,7 +25,7 @@ def blocks(spark: SparkSession, rows: Sequence[tuple[object, ...]]) -> tuple[pa.
     return frame.toArrow(), encode_nulls(frame).toArrow()
 
 
-def test_nulls_travel_as_empty_values_and_are_nulls_again(spark: SparkSession) -> None:
+def test_nulls_are_encoded_as_empty_values_and_decoded(spark: SparkSession) -> None:
     before, travelling = blocks(spark, ROWS)
 
     assert travelling.column("headers").null_count == travelling.column("tags").null_count == 0
@@ -34,7 +34,7 @@ def test_nulls_travel_as_empty_values_and_are_nulls_again(spark: SparkSession) -
     assert decode_nulls(arrived).schema.names == before.schema.names
 
 
-def test_a_column_that_is_null_all_over_is_so_again(spark: SparkSession) -> None:
+def test_column_of_nulls_is_decoded(spark: SparkSession) -> None:
     _, travelling = blocks(spark, [(each, None, None, None) for each in "abc"])
 
     (arrived,) = travelling.combine_chunks().to_batches()
@@ -42,7 +42,7 @@ def test_a_column_that_is_null_all_over_is_so_again(spark: SparkSession) -> None
     assert decode_nulls(arrived).column("headers").type == travelling.schema.field("headers").type
 
 
-def test_rows_without_lists_and_maps_go_as_they_are(spark: SparkSession) -> None:
+def test_rows_without_lists_and_maps_are_not_changed(spark: SparkSession) -> None:
     frame = spark.createDataFrame([("a",)], "value string")
 
     assert encode_nulls(frame) is frame

@@ -45,7 +45,7 @@ def healthy(tmp_path: Path) -> Iterator[Served]:
 def both(hung: Victim, healthy: Served, monkeypatch: pytest.MonkeyPatch) -> Nodes:
     """The one that will hang is the first."""
     monkeypatch.setattr(nodes_module, "GRACE_SECONDS", 0.3)
-    monkeypatch.setattr(nodes, "BATCH_SECONDS", 0.3)
+    monkeypatch.setattr(nodes, "PLAN_SECONDS", 0.3)
     made = Nodes(f"{hung.url},{healthy.plane.address}", Credentials())
     for node in range(2):
         publish(made, node, 10)
@@ -73,7 +73,7 @@ class Away(set[int]):
         return found
 
 
-def test_lanes_may_find_at_once_that_a_node_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_lanes_may_notice_at_once_that_a_node_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes_module, "GRACE_SECONDS", 0.0)
     nodes, late = Nodes("turnlane://127.0.0.1:1,127.0.0.1:2", Credentials()), Late()
     with pytest.raises(TransportDown):
@@ -102,7 +102,7 @@ def spans(nodes: Nodes) -> dict[int, list[tuple[int, int]]]:
     return {node: each.spans for node, each in lane_of(nodes).find_pending(100, 0, 0.0).items()}
 
 
-def test_lanes_plan_and_commit_without_it_and_with_it_once_it_goes_on(
+def test_lane_plans_and_commits_without_a_hung_node_and_with_it_later(
     hung: Victim, healthy: Served, both: Nodes
 ) -> None:
     assert spans(both) == {0: [(0, 10)], 1: [(0, 10)]}
@@ -124,7 +124,7 @@ def committed(nodes: Nodes) -> bool:
     return not any(spans(nodes).values())
 
 
-def test_a_batch_of_nothing_is_committed(both: Nodes) -> None:
+def test_empty_batch_is_committed(both: Nodes) -> None:
     """Spark makes one at first, whether something waits or not."""
     assert lane_of(both).plan_batch({}, 1) == {}
     LaneCommit(both, "main", "r").commit({}, {}, {})
@@ -132,9 +132,7 @@ def test_a_batch_of_nothing_is_committed(both: Nodes) -> None:
         LaneCommit(both, "main", "r").commit({1: ["stage"]}, {}, {})
 
 
-def test_what_it_has_heard_of_too_late_is_not_settled(
-    hung: Victim, healthy: Served, both: Nodes
-) -> None:
+def test_plan_that_arrives_late_settles_nothing(hung: Victim, healthy: Served, both: Nodes) -> None:
     """It hangs while a batch is planned: it is left out, and nobody reads what it has for that."""
     waiting = spans(both)
     hung.freeze(frozen=True)
@@ -154,7 +152,7 @@ def heard(nodes: Nodes) -> bool:
         return False
 
 
-def test_breakers_are_asked_of_another_one(hung: Victim, both: Nodes) -> None:
+def test_breakers_are_read_from_another_node(hung: Victim, both: Nodes) -> None:
     hung.freeze(frozen=True)
     for _ in range(20):
         assert BreakerClient(both).get_states(["a"]) == {}
@@ -165,7 +163,9 @@ def test_breakers_are_asked_of_another_one(hung: Victim, both: Nodes) -> None:
     assert set(BreakerClient(both).get_states(["a"])) == {"a"}
 
 
-def test_settling_goes_on_elsewhere(hung: Victim, healthy: Served, both: Nodes) -> None:
+def test_other_nodes_are_settled_while_one_hangs(
+    hung: Victim, healthy: Served, both: Nodes
+) -> None:
     hung.freeze(frozen=True)
     settling = QuerySettler(both, "main")
     for end in range(1, 11):
@@ -180,17 +180,17 @@ def has_settled(settling: QuerySettler, nodes: Nodes) -> bool:
     return nodes[0].wait("main", -1, 0.0).low == 10
 
 
-def test_reading_ends_when_nothing_comes(
+def test_reading_from_a_hung_node_ends(
     hung: Victim, both: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_client, "STEP_SECONDS", 0.1)
     assert sum(block.num_rows for _, block in both.read(0, "main", 0, 10)) == 10
     hung.freeze(frozen=True)
-    with pytest.raises(TransportDown, match=r"nothing has come of it in 0\.1 seconds"):
+    with pytest.raises(TransportDown, match=r"no answer within 0\.1 seconds"):
         list(both.read(0, "main", 0, 10))
 
 
-def test_a_stream_whose_next_step_takes_too_long_is_cancelled() -> None:
+def test_stream_is_cancelled_if_its_next_step_takes_too_long() -> None:
     cancelled = threading.Event()
 
     def step() -> None:
@@ -198,11 +198,11 @@ def test_a_stream_whose_next_step_takes_too_long_is_cancelled() -> None:
             assert cancelled.wait(PATIENCE)
             raise OSError("cancelled")
 
-    with pytest.raises(TransportDown, match=r"here: nothing has come of it in 0\.1 seconds"):
+    with pytest.raises(TransportDown, match=r"here: no answer within 0\.1 seconds"):
         step()
 
 
-def test_staging_ends_when_nothing_comes_of_it(
+def test_staging_on_a_hung_node_ends(
     hung: Victim, both: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -212,11 +212,11 @@ def test_staging_ends_when_nothing_comes_of_it(
     stage = both[0].stage("main", block.schema)
     stage.write(block)
     hung.freeze(frozen=True)
-    with pytest.raises(TransportDown, match=r"nothing has come of it in 0\.1 seconds"):
+    with pytest.raises(TransportDown, match=r"no answer within 0\.1 seconds"):
         stage.finish()
 
 
-def test_an_error_is_raised_once_and_the_question_asked_again(healthy: Served) -> None:
+def test_error_is_raised_once_and_the_next_call_asks_again(healthy: Served) -> None:
     nodes = Nodes(healthy.url, Credentials())
     with pytest.raises(NoSuchQueue):
         nodes.wait_for_events("later", {0: -1}, 0.0)

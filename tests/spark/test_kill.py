@@ -212,7 +212,7 @@ def publisher(victim: Victim) -> Iterator[Publisher]:
     publisher.end()
 
 
-def test_every_event_comes_once_whatever_is_killed(
+def test_each_event_arrives_once_after_any_kill(
     victim: Victim, publisher: Publisher, tmp_path: Path
 ) -> None:
     seed = random.randrange(1 << 32)
@@ -355,7 +355,7 @@ class Held:
             self.let_go.wait(PATIENCE)
 
 
-def test_of_what_is_being_sent_at_a_kill_all_comes_again_and_of_the_rest_nothing(
+def test_only_events_in_flight_at_a_kill_are_sent_again(
     tmp_path: Path,
 ) -> None:
     """The driver is killed first, then the node, each while the server has an open request."""

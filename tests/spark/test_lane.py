@@ -144,8 +144,8 @@ def only_news(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("only_news")
-class TestNews:
-    def test_every_batch_counts_however_quick(self) -> None:
+class TestQueryEvents:
+    def test_every_batch_is_counted(self) -> None:
         query = Query()
         lane = started(query)
         for batch in range(20):
@@ -155,7 +155,7 @@ class TestNews:
         status = ended(lane, query)
         assert (status.batches, status.rows) == (20, 60)
 
-    def test_those_before_the_query_is_known_and_after_its_end_too(self) -> None:
+    def test_events_before_the_start_and_after_the_end_are_counted(self) -> None:
         query = Query()
         query.late = [query.news(1, 5)]
         lane = made(query)
@@ -165,7 +165,7 @@ class TestNews:
         status = ended(lane, query)
         assert (status.batches, status.rows) == (2, 7)
 
-    def test_that_of_another_run_is_nothing_to_it(self) -> None:
+    def test_events_of_another_run_are_ignored(self) -> None:
         query, other = Query(), Query()
         lane = started(query)
         lane.on_event(other.news(0, 100))
@@ -175,7 +175,7 @@ class TestNews:
         assert query.isActive
         assert ended(lane, query).rows == 1
 
-    def test_of_its_end_has_it_started_again_with_the_reason(
+    def test_failed_query_is_started_again_and_the_reason_shown(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(lanes, "FIRST_PAUSE", 0.0)
@@ -194,7 +194,7 @@ class TestNews:
         status = ended(lane, second)
         assert (status.restarts, status.rows) == (1, 8)
 
-    def test_is_for_the_watch_on_the_lanes_own_thread(self) -> None:
+    def test_progress_handler_is_called_on_the_lanes_thread(self) -> None:
         seen: list[tuple[str, int]] = []
         query = Query()
 
@@ -209,10 +209,8 @@ class TestNews:
         assert seen == [("lane-a", 0), ("lane-a", 1)]
 
 
-class TestWithoutNews:
-    def test_a_query_with_nothing_to_do_is_seen_to_run(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+class TestWithoutEvents:
+    def test_idle_query_is_reported_as_running(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lanes, "POLL_SECONDS", NEVER)
         seen: list[int] = []
         query = Query()
@@ -222,7 +220,7 @@ class TestWithoutNews:
         assert ended(lane, query).batches == 0
         assert seen == [7]
 
-    def test_the_watch_tries_again_what_it_could_not_do(
+    def test_progress_handler_is_called_again_with_the_last_progress(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(lanes, "POLL_SECONDS", 0.001)
@@ -234,7 +232,7 @@ class TestWithoutNews:
         assert ended(lane, query).batches == 1
         assert set(seen) == {3}
 
-    def test_an_end_of_which_nobody_tells_is_seen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_end_without_an_event_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lanes, "POLL_SECONDS", 0.001)
         monkeypatch.setattr(lanes, "EVENT_SECONDS", 0.0)
         query = Query()
@@ -248,7 +246,7 @@ class TestWithoutNews:
         lane.stop()
 
 
-class TestSilence:
+class TestStallDetector:
     """A batch that takes very long may hang: people hear of it."""
 
     @pytest.fixture(autouse=True)
@@ -256,14 +254,14 @@ class TestSilence:
         monkeypatch.setattr(lanes, "POLL_SECONDS", 0.001)
         monkeypatch.setattr(lane, "STALL_SECONDS", 0.01)
 
-    def test_is_mentioned_first_after_a_while_and_then_when_it_is_twice_as_long(self) -> None:
+    def test_stall_is_reported_again_each_time_it_doubles(self) -> None:
         quiet = lane.STALL_SECONDS
         found = StallDetector(100.0)
         moments = [0.5, 1.5, 1.6, 2.9, 3.1, 6.1, 6.3]
         said = [found.check(100.0 + each * quiet) is not None for each in moments]
         assert said == [False, True, False, False, True, False, True]
 
-    def test_of_a_query_at_a_batch_is_mentioned(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_stall_during_a_batch_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
         query = Query()
         lane = made(query)
         query.did(0, 1)
@@ -275,7 +273,7 @@ class TestSilence:
                 r'lane\.stalled lane=a seconds=\d+ spark="Processing new data"', each
             )
 
-    def test_of_one_that_waits_for_data_is_not(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_idle_query_is_no_stall(self, caplog: pytest.LogCaptureFixture) -> None:
         query = Query()
         query.batch_ended.set()
         lane = made(query)
@@ -286,7 +284,7 @@ class TestSilence:
         assert caplog.messages == []
 
 
-def test_a_batch_that_is_under_way_may_end_first() -> None:
+def test_stop_waits_for_the_batch_in_progress() -> None:
     query = Query()
     lane = started(query)
     lane.ask_to_stop()
@@ -298,7 +296,7 @@ def test_a_batch_that_is_under_way_may_end_first() -> None:
     assert lane.status.state is LaneState.STOPPED
 
 
-def test_one_that_does_not_end_in_time_is_ended() -> None:
+def test_batch_that_takes_too_long_is_interrupted() -> None:
     query = Query()
     lane = started(query)
     assert lane.stop(timeout=0.0)
@@ -337,7 +335,7 @@ class Late:
 
 
 @pytest.mark.parametrize("patience", [NEVER, 0.01], ids=["Spark waits", "Spark gives up"])
-def test_one_whose_query_does_not_end_is_not_said_to_have_ended(
+def test_stop_returns_false_while_the_query_runs(
     patience: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lanes, "HURRY_SECONDS", 0.1)
@@ -351,7 +349,7 @@ def test_one_whose_query_does_not_end_is_not_said_to_have_ended(
     assert lane.status.state is LaneState.STOPPED
 
 
-def test_what_holds_a_lane_up_is_told_with_the_time_of_the_next_try() -> None:
+def test_open_breaker_is_reported_with_the_time_of_the_next_try() -> None:
     suspension = Suspension(12.3, why="a: RetryLater: HTTP 503")
     status = LaneStatus("a", LaneState.RUNNING, 0, None, 1, 10, suspension)
     assert _said(status) == "lane a: suspended: RetryLater: HTTP 503, next try in 12s"

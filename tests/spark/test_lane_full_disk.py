@@ -64,7 +64,7 @@ def unsettled(node: Served) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("fault", ["write", "sync"])
-def test_dead_letters_wait_for_the_disk_in_the_queue_they_are_in(
+def test_events_of_dead_letters_stay_in_the_queue_while_the_disk_is_full(
     node: Served, disk: FaultyDisk, picky: Destination, fault: str
 ) -> None:
     node.publish("a", VALUES)
@@ -85,7 +85,7 @@ def test_dead_letters_wait_for_the_disk_in_the_queue_they_are_in(
         assert ledger.dead == dead
 
 
-def test_a_batch_that_cannot_be_committed_comes_again(
+def test_batch_that_cannot_be_committed_is_repeated(
     node: Served, disk: FaultyDisk, picky: Destination
 ) -> None:
     node.publish("a", VALUES)
@@ -100,7 +100,7 @@ def test_a_batch_that_cannot_be_committed_comes_again(
     assert node.queue("a").stats().ledger.adds_up
 
 
-def test_with_memory_for_dead_letters_a_lane_goes_on(
+def test_lane_continues_with_dead_letters_in_memory(
     node: Served, disk: FaultyDisk, picky: Destination
 ) -> None:
     node.publish("a", VALUES)

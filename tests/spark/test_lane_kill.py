@@ -82,7 +82,7 @@ def ledgers(client: Client) -> dict[str, Any] | None:
     return {name: each["ledger"] for name, each in found.items()}
 
 
-def test_every_event_is_delivered_or_dead_and_the_ledger_adds_up(tmp_path: Path) -> None:
+def test_each_event_is_delivered_or_dead_after_kills(tmp_path: Path) -> None:
     port = int(unused_url().rpartition(":")[2])
     (tmp_path / "node.yaml").write_text(config(port))
     url = f"turnlane://127.0.0.1:{port}"

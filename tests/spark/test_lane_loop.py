@@ -113,7 +113,7 @@ def each_once(taken: list[bytes], values: list[bytes]) -> None:
     assert Counter(taken) == Counter(values)
 
 
-def test_a_destination_that_is_away_gets_everything_when_it_is_back(world: World) -> None:
+def test_destination_gets_all_events_after_an_outage(world: World) -> None:
     """Meanwhile one probe at a time goes, the reason is shown, and another lane runs on."""
     away = world.destination()
     away.away()
@@ -153,7 +153,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def test_a_port_that_was_closed_gets_everything_when_it_is_open(world: World) -> None:
+def test_closed_port_gets_all_events_after_it_opens(world: World) -> None:
     """Nobody is there to answer with an error: connections are refused."""
     port = Port(free_port())
     with Pipe(world.node.url, http("a", port, delivery={"max_time": 0.1})) as pipe:
@@ -168,15 +168,13 @@ def test_a_port_that_was_closed_gets_everything_when_it_is_open(world: World) ->
     assert world.ledger("a").delivered == 500
 
 
-def test_a_lane_that_is_idle_asks_but_one_thing(
-    world: World, asked: list[tuple[str, dict[str, Any]]]
-) -> None:
+def test_idle_lane_makes_one_call(world: World, asked: list[tuple[str, dict[str, Any]]]) -> None:
     lane = Pipe(world.node.url, http("a", world.destination())).lanes["a"]
     assert not lane.turn()
     assert [kind for kind, _ in asked] == ["unsettled"]
 
 
-def test_one_that_is_suspended_asks_for_no_more_than_a_probe(
+def test_suspended_lane_reads_no_more_than_a_probe(
     world: World, asked: list[tuple[str, dict[str, Any]]]
 ) -> None:
     away = world.destination()
@@ -194,7 +192,7 @@ def test_one_that_is_suspended_asks_for_no_more_than_a_probe(
     ]
 
 
-def test_what_holds_lanes_up_is_asked_for_all_of_them_at_once(
+def test_breakers_of_all_lanes_are_read_in_one_call(
     world: World,
     asked: list[tuple[str, dict[str, Any]]],
     monkeypatch: pytest.MonkeyPatch,
@@ -211,7 +209,7 @@ def test_what_holds_lanes_up_is_asked_for_all_of_them_at_once(
     assert asked == [("breakers", {"actions": ["a", "b"]})]
 
 
-def test_while_failures_are_running_no_more_is_read_than_a_request(world: World) -> None:
+def test_failing_destination_gets_one_request_at_a_time(world: World) -> None:
     """The breaker never opens here: the count of failures is enough."""
     away = world.destination()
     away.away()
@@ -227,7 +225,7 @@ def test_while_failures_are_running_no_more_is_read_than_a_request(world: World)
     assert max(lane.batches[1:]) > 100, "and then more again"
 
 
-def test_a_flapping_destination_loses_nothing(world: World) -> None:
+def test_flapping_destination_loses_no_events(world: World) -> None:
     flapping = world.destination()
     turn = iter(range(1_000_000))
     flapping.refuse = lambda _: Reply(500) if next(turn) % 3 == 1 else None
@@ -238,7 +236,7 @@ def test_a_flapping_destination_loses_nothing(world: World) -> None:
     assert world.ledger("a").delivered == 8000
 
 
-def test_poison_is_found_and_kept_apart_with_its_reason(world: World) -> None:
+def test_bad_events_become_dead_letters_with_their_reason(world: World) -> None:
     picky = world.destination()
     poison = {b"a 17", b"a 617", b"a 618"}
     picky.refuse = lambda values: Reply(400, b"no") if poison & set(values) else None
@@ -257,7 +255,7 @@ def test_poison_is_found_and_kept_apart_with_its_reason(world: World) -> None:
     assert not {"payload", "queue", "offset", "partition", DIRECT} & set(letter)
 
 
-def test_a_destination_is_left_alone_for_as_long_as_it_says(world: World) -> None:
+def test_retry_after_of_a_destination_is_respected(world: World) -> None:
     busy = world.destination()
     asked: list[float] = []
 
@@ -276,7 +274,7 @@ def test_a_destination_is_left_alone_for_as_long_as_it_says(world: World) -> Non
 
 
 @pytest.mark.parametrize("ordering", ["strict", "key"])
-def test_order_is_kept_over_failures(world: World, ordering: str) -> None:
+def test_order_is_kept_across_failures(world: World, ordering: str) -> None:
     slow = world.destination()
     turn = iter(range(1_000_000))
     slow.refuse = lambda _: Reply(503) if next(turn) % 4 == 2 else None
@@ -293,7 +291,7 @@ def test_order_is_kept_over_failures(world: World, ordering: str) -> None:
         assert mine == values[key::3]
 
 
-def test_a_second_output_takes_over_until_the_first_is_back(world: World) -> None:
+def test_second_output_is_used_until_the_first_is_back(world: World) -> None:
     first = world.destination()
     first.away()
     second = FileOutputSettings(type="file", path=world.place / "second", format="raw")
@@ -314,7 +312,7 @@ def test_a_second_output_takes_over_until_the_first_is_back(world: World) -> Non
     each_once(first.taken + world.file("second"), values + more + last)
 
 
-def test_fresh_events_do_not_wait_for_the_end_of_a_backlog(world: World) -> None:
+def test_new_events_are_delivered_during_a_backlog(world: World) -> None:
     slow = world.destination()
     values = world.send("a", 3000)
     fresh: list[bytes] = []
@@ -338,7 +336,7 @@ def test_fresh_events_do_not_wait_for_the_end_of_a_backlog(world: World) -> None
     assert hurried.is_set(), "fresh events went before the backlog was through"
 
 
-def test_what_is_tried_at_once_goes_into_its_queue_if_that_fails(world: World) -> None:
+def test_try_direct_queues_events_that_fail(world: World) -> None:
     tried = world.destination()
     values = world.send("a", 50)
     with Pipe(world.node.url, http("a", tried, delivery={"mode": "try_direct", **BRIEFLY})):
@@ -354,7 +352,7 @@ def test_what_is_tried_at_once_goes_into_its_queue_if_that_fails(world: World) -
     each_once(tried.taken, values + more)
 
 
-def test_one_action_stands_in_for_another_that_is_suspended(world: World) -> None:
+def test_action_takes_over_from_a_suspended_action(world: World) -> None:
     first = world.destination()
     values = world.send("a", 20)
     instead = file(world, "b", filter="a", delivery=DeliverySettings(only_when_suspended=True))
@@ -369,7 +367,7 @@ def test_one_action_stands_in_for_another_that_is_suspended(world: World) -> Non
         first.back()
 
 
-def test_a_queue_stands_in_for_an_action_that_is_suspended(world: World) -> None:
+def test_queue_takes_over_from_a_suspended_action(world: World) -> None:
     first = world.destination()
     first.away()
     values = world.send("a", 20)
@@ -381,7 +379,7 @@ def test_a_queue_stands_in_for_an_action_that_is_suspended(world: World) -> None
     assert world.node.queue("b").end == 20
 
 
-def test_a_direct_action_holds_up_what_it_cannot_deliver_and_nothing_else(world: World) -> None:
+def test_direct_action_defers_only_its_own_events(world: World) -> None:
     """An event that it refuses for ever is a dead letter; others get where they belong, once."""
     blocking = world.destination()
     blocking.away()
@@ -416,9 +414,7 @@ def thrice(**routes: list[list[str]]) -> Change:
 
 
 @pytest.mark.parametrize("cut", [None, 1, 2, 5])
-def test_rows_of_one_event_go_into_a_queue_once_however_often_another_of_them_waits(
-    world: World, cut: int | None
-) -> None:
+def test_rows_of_a_deferred_event_are_queued_once(world: World, cut: int | None) -> None:
     """Wherever Spark cuts between them."""
     blocking = world.destination()
     blocking.away()
@@ -436,9 +432,7 @@ def test_rows_of_one_event_go_into_a_queue_once_however_often_another_of_them_wa
 
 
 @pytest.mark.parametrize("cut", [None, 1, 2])
-def test_a_row_that_is_refused_for_ever_is_buried_once_however_often_another_one_waits(
-    world: World, cut: int | None
-) -> None:
+def test_dead_row_of_a_deferred_event_has_one_dead_letter(world: World, cut: int | None) -> None:
     back = threading.Event()
     picky = world.destination()
 
@@ -459,7 +453,7 @@ def test_a_row_that_is_refused_for_ever_is_buried_once_however_often_another_one
     assert set(picky.taken) == {b"x.0", b"x.2"}
 
 
-def test_a_queue_without_room_makes_nobody_deliver_anything_twice(tmp_path: Path) -> None:
+def test_full_queue_causes_no_repeated_delivery(tmp_path: Path) -> None:
     """The main lane takes no more than goes into all queues, and the rest once there is room."""
     queues: dict[str, dict[str, Any]] = {
         "main": {},
@@ -492,7 +486,7 @@ def why(lane: Loop) -> str | None:
     return None if found is None else found.why
 
 
-def test_a_slow_destination_makes_small_batches(world: World) -> None:
+def test_slow_destination_gets_small_batches(world: World) -> None:
     slow = world.destination()
 
     def refuse(_: list[bytes]) -> None:
@@ -507,7 +501,7 @@ def test_a_slow_destination_makes_small_batches(world: World) -> None:
     assert pipe.lanes["a"].batches[1] < 600
 
 
-def test_a_run_that_is_superseded_settles_nothing_more(world: World) -> None:
+def test_superseded_run_settles_nothing(world: World) -> None:
     """As after a driver was thought dead: another one has done its batch meanwhile."""
     taken = world.destination()
     action = http("a", taken)
@@ -525,7 +519,7 @@ def test_a_run_that_is_superseded_settles_nothing_more(world: World) -> None:
     assert set(taken.taken) == {b"a 0"}, "to a destination it may come twice"
 
 
-def test_of_two_nodes_one_that_is_away_delays_only_its_own(tmp_path: Path) -> None:
+def test_node_that_is_away_delays_only_its_events(tmp_path: Path) -> None:
     """Its events come, each once, when it is back; the breaker moves to the other meanwhile."""
     queues: dict[str, dict[str, Any]] = {name: {} for name in ("main", "a", "a.dead")}
     with ExitStack() as opened:

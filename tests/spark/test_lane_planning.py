@@ -46,13 +46,15 @@ def offsets(spans: Any) -> list[int]:
     return [offset for first, end in spans for offset in range(first, end)]
 
 
-class TestShares:
+class TestTaskSpans:
     @given(
         st.dictionaries(st.integers(0, 3), scattered, min_size=1),
         st.integers(1, 8),
         st.integers(1, 200),
     )
-    def test_are_the_batch(self, batch: dict[int, list[Span]], most: int, per: int) -> None:
+    def test_tasks_have_all_events_once_in_order(
+        self, batch: dict[int, list[Span]], most: int, per: int
+    ) -> None:
         shares = split_into_tasks(batch, Ordering.NONE, at_most=most, per=per)
         for node, spans in batch.items():
             mine = [
@@ -62,21 +64,21 @@ class TestShares:
         assert all(each.spans for each in shares)
 
     @given(scattered, st.integers(1, 8))
-    def test_of_keys_have_all_offsets_each(self, spans: list[Span], most: int) -> None:
+    def test_tasks_by_key_have_all_offsets(self, spans: list[Span], most: int) -> None:
         shares = split_into_tasks({0: spans}, Ordering.KEY, at_most=most, per=10)
         assert [each.part for each in shares] == list(range(shares[0].parts))
         assert all(each.spans == tuple(spans) for each in shares)
 
-    def test_of_a_strict_order_are_one_for_each_node(self) -> None:
+    def test_strict_order_has_one_task_per_node(self) -> None:
         batch = {0: [(0, 1000)], 1: [(5, 10)], 2: []}
         expected = [TaskSpans(0, ((0, 1000),)), TaskSpans(1, ((5, 10),))]
         assert split_into_tasks(batch, Ordering.STRICT, at_most=8, per=1) == expected
 
-    def test_of_nothing_are_none(self) -> None:
+    def test_empty_batch_has_no_tasks(self) -> None:
         assert split_into_tasks({0: []}, Ordering.NONE, at_most=8, per=1) == []
 
     @given(scattered)
-    def test_are_read_in_few_ranges_and_nothing_else_comes_of_it(self, spans: list[Span]) -> None:
+    def test_spans_are_read_in_few_ranges_without_other_events(self, spans: list[Span]) -> None:
         read = list(merge_near_spans(spans))
         assert read == list(RangeSet(read)), "in order, and apart"
         found = [
@@ -87,7 +89,7 @@ class TestShares:
         assert found == offsets(spans)
 
     @given(st.lists(st.integers(0, 300)))
-    def test_offsets_become_spans(self, places: list[int]) -> None:
+    def test_offsets_are_converted_to_spans(self, places: list[int]) -> None:
         spans = convert_to_spans(np.array(places, dtype=np.int64))
         assert spans == list(RangeSet((place, place + 1) for place in places))
 
@@ -98,7 +100,7 @@ class TestBatch:
         st.integers(1, 3000),
         st.floats(0, 1),
     )
-    def test_has_what_there_is_up_to_its_size(
+    def test_batch_has_pending_events_up_to_its_size(
         self, waiting: dict[int, list[Span]], events: int, newest: float
     ) -> None:
         batch = select_batch(waiting, events, newest)
@@ -107,27 +109,27 @@ class TestBatch:
         for node, spans in batch.items():
             assert set(offsets(spans)) <= set(offsets(waiting[node]))
 
-    def test_of_a_backlog_has_a_share_of_the_newest(self) -> None:
+    def test_batch_of_a_backlog_has_a_share_of_the_newest_events(self) -> None:
         assert select_batch({0: [(0, 100)]}, 20, 0.1) == {0: [(0, 18), (98, 100)]}
         assert select_batch({0: [(0, 100)]}, 20, 0.0) == {0: [(0, 20)]}
 
 
-class TestSize:
+class TestBatchSize:
     FIRST = BatchSize.from_limits(1000, 1_000_000, 5.0)
 
-    def test_is_the_most_at_first(self) -> None:
+    def test_first_batch_has_the_largest_size(self) -> None:
         assert self.FIRST.events == 1_000_000
 
-    def test_is_what_can_be_sent_in_time(self) -> None:
+    def test_size_follows_the_rate_of_the_destination(self) -> None:
         slow = self.FIRST.adjust(1_000_000, 990_000, 2.5)
         assert slow.events == 20_000
 
-    def test_is_not_held_against_it_that_spark_takes_time(self) -> None:
+    def test_time_of_spark_does_not_reduce_the_size(self) -> None:
         size = self.FIRST.adjust(1_000_000, 990_000, 20.0)
         assert size.events == 10_000, "they were sent in the five seconds of a task"
         assert size.adjust(10_000, 0, 20.0).events == 20_000
 
-    def test_grows_again_when_batches_are_quick(self) -> None:
+    def test_size_grows_after_quick_batches(self) -> None:
         slow = self.FIRST.adjust(1_000_000, 999_990, 10.0)
         assert slow.events == 1000, "but one send is always possible"
         sizes = []
@@ -136,7 +138,7 @@ class TestSize:
             sizes.append(slow.events)
         assert sizes == [4000, 16_000, 64_000, 256_000, 1_000_000, 1_000_000]
 
-    def test_is_the_same_when_nothing_could_be_sent_or_it_is_the_most(self) -> None:
+    def test_size_stays_if_nothing_was_sent_or_it_is_the_largest(self) -> None:
         assert self.FIRST.adjust(100, 100, 1.0) is self.FIRST
         assert self.FIRST.adjust(100, 0, 4.0) == self.FIRST
 
@@ -150,36 +152,36 @@ def breaker(state: str = "closed", wait: float = 0.0, **more: Any) -> dict[str, 
 
 
 class TestSuspension:
-    def test_nothing_is_known_so_it_goes(self) -> None:
+    def test_unknown_breakers_do_not_suspend(self) -> None:
         assert find_suspension([[way("a")]], {}) == Suspension(0.0)
         assert find_suspension([], {}) == Suspension(0.0)
 
-    def test_waits_for_the_backoff_without_being_called_suspended(self) -> None:
+    def test_backoff_waits_without_a_reason(self) -> None:
         assert find_suspension([[way("a")]], {"a": breaker(wait=2.0)}) == Suspension(2.0)
 
-    def test_waits_while_the_breaker_is_open(self) -> None:
+    def test_open_breaker_suspends_the_lane(self) -> None:
         found = find_suspension(
             [[way("a")], [way("b")]], {"a": breaker("open", 12.0), "b": breaker()}
         )
         assert found == Suspension(12.0, is_probe=False, why="a: refused")
 
-    def test_goes_for_one_probe(self) -> None:
+    def test_half_open_breaker_allows_a_probe(self) -> None:
         found = find_suspension([[way("a")]], {"a": breaker("half_open")})
         assert found == Suspension(0.0, is_probe=True, why="a: refused")
 
-    def test_reads_no_more_than_a_probe_while_failures_are_running(self) -> None:
+    def test_failures_allow_only_a_probe(self) -> None:
         failing = {"a": breaker(failures=2), "b": breaker()}
         assert find_suspension([[way("a")], [way("b")]], failing) == Suspension(0.0, is_probe=True)
         assert find_suspension([[way("a"), way("b")]], failing) == Suspension(0.0), "b is free"
 
-    def test_goes_another_way_if_that_is_free(self) -> None:
+    def test_open_alternative_path_avoids_suspension(self) -> None:
         lane = [[way("a"), way("b")]]
         away = {"a": breaker("open", 12.0)}
         assert find_suspension(lane, away) == Suspension(0.0)
         both = away | {"b": breaker("open", 3.0)}
         assert find_suspension(lane, both) == Suspension(3.0, why="a: refused")
 
-    def test_goes_to_the_second_output_once_the_first_was_away_for_long(self) -> None:
+    def test_second_output_is_used_after_the_first_was_away_long_enough(self) -> None:
         lane = [[way("a"), way("a.failover", after=60.0)]]
         early = {"a": breaker("open", 30.0, open_for=50.0)}
         assert find_suspension(lane, early) == Suspension(10.0, why="a: refused")
@@ -187,7 +189,7 @@ class TestSuspension:
         assert find_suspension(lane, late) == Suspension(0.0)
         assert find_suspension(lane, {"a": breaker(wait=1.0)}) == Suspension(1.0)
 
-    def test_a_second_output_waits_for_its_own_first(self) -> None:
+    def test_second_output_depends_on_its_own_first_output(self) -> None:
         lane = [[way("a"), way("b"), way("b.failover", after=60.0)]]
         away = {"a": breaker("open", 30.0, open_for=500.0)}
         early = away | {"b": breaker("open", 30.0, open_for=5.0)}
@@ -197,7 +199,7 @@ class TestSuspension:
 
 
 class TestSteps:
-    def test_ways_are_those_without_which_a_lane_cannot_go_on(self) -> None:
+    def test_required_paths_leave_out_steps_with_a_queue(self) -> None:
         second = DeliverySettings(failover=FailoverSettings(output={"type": "file"}, after=9))
         steps = [
             LaneStep(action="a", source_queue="main", output={}, delivery=second),
@@ -214,7 +216,9 @@ class TestSteps:
         ("orders", "expected"),
         [([], "none"), (["none", "key"], "key"), (["strict", "key"], "strict")],
     )
-    def test_the_strictest_order_counts(self, orders: list[str], expected: str) -> None:
+    def test_strictest_ordering_of_all_steps_applies(
+        self, orders: list[str], expected: str
+    ) -> None:
         steps = [
             LaneStep(
                 action=each, source_queue="main", delivery=DeliverySettings(ordering=Ordering(each))

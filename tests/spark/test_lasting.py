@@ -9,11 +9,11 @@ import pytest
 
 PROGRAM = """
 import gc, importlib.machinery, sys
-from turnlane.spark.session import lasting
+from turnlane.spark.session import freeze_gc_after
 sys.modules["__main__"].__spec__ = importlib.machinery.ModuleSpec({name!r}, None)
 counts = []
 for kind in ("read", "read", "write"):
-    with lasting(kind):
+    with freeze_gc_after(kind):
         held = [[] for _ in range(1000)]
         counts.append(held)
     print(gc.get_freeze_count())
@@ -28,7 +28,7 @@ def frozen(name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["pyspark.daemon", "turnlane.spark.daemon"])
-def test_after_the_first_call_of_each_kind(name: str) -> None:
+def test_objects_are_frozen_after_the_first_call_of_each_kind(name: str) -> None:
     first, again, other = frozen(name)
     assert first > 1000
     assert again == first
@@ -36,5 +36,5 @@ def test_after_the_first_call_of_each_kind(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["turnlane", "pyspark"])
-def test_in_nobodys_own_process(name: str) -> None:
+def test_nothing_is_frozen_in_other_processes(name: str) -> None:
     assert frozen(name) == [0, 0, 0]

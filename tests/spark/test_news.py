@@ -48,7 +48,7 @@ def run(rows: DataFrame, name: str, checkpoint: Path) -> StreamingQuery:
     return query
 
 
-def test_every_batch_is_told_once_and_then_the_end(
+def test_each_batch_is_an_event_followed_by_the_end(
     spark: SparkSession, lines: DataFrame, tmp_path: Path
 ) -> None:
     mine, other = Told(), Told()
@@ -77,7 +77,7 @@ class Hard(Told):
         super().__call__(news)
 
 
-def test_news_that_cannot_be_handed_on_keep_nobody_from_the_next(
+def test_failing_handler_does_not_stop_later_events(
     spark: SparkSession, lines: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     hard = Hard()
@@ -96,7 +96,7 @@ def test_news_that_cannot_be_handed_on_keep_nobody_from_the_next(
     assert 'query_events.dispatch_failed event_text="no json"' in caplog.text
 
 
-def test_a_run_that_fails_ends_too(spark: SparkSession, lines: DataFrame, tmp_path: Path) -> None:
+def test_failed_run_sends_its_end(spark: SparkSession, lines: DataFrame, tmp_path: Path) -> None:
     mine = Told()
     listener = QueryEventListener(spark, {"mine": mine})
     listener.start()
@@ -109,7 +109,7 @@ def test_a_run_that_fails_ends_too(spark: SparkSession, lines: DataFrame, tmp_pa
     assert [each.progress for each in mine.news] == [None]
 
 
-def test_a_run_that_had_started_before_is_nobodys(
+def test_run_started_before_the_listener_is_ignored(
     spark: SparkSession, lines: DataFrame, tmp_path: Path
 ) -> None:
     early, late = Told(), Told()
@@ -132,9 +132,7 @@ def test_a_run_that_had_started_before_is_nobodys(
     assert not late.news
 
 
-def test_runs_leave_no_threads_behind(
-    spark: SparkSession, lines: DataFrame, tmp_path: Path
-) -> None:
+def test_runs_leave_no_threads(spark: SparkSession, lines: DataFrame, tmp_path: Path) -> None:
     """A lane that fails for ever is started again for ever."""
     mine = Told()
     listener = QueryEventListener(spark, {"mine": mine})

@@ -27,14 +27,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "spark-source.md"
 NODE = {"endpoint": "turnlane://127.0.0.1:1"}
 
 
-def test_names_may_be_in_any_case() -> None:
+def test_option_names_may_be_in_any_case() -> None:
     given = {**NODE, "QUEUE": "main", "startingoffsets": "LATEST", "maxBytesPerTrigger": "1Mi"}
     options = ReadOptions.from_spark(given)
     assert (options.queue, options.starting_offsets) == ("main", "latest")
     assert options.max_bytes_per_trigger == 1 << 20
 
 
-def test_offsets_by_node() -> None:
+def test_offsets_by_node_are_parsed() -> None:
     options = ReadOptions.from_spark(
         {**NODE, "queue": "main", "startingOffsets": '{"0": 23, "1": 7}'}
     )
@@ -49,7 +49,10 @@ def test_offsets_by_node() -> None:
         ({"startingOffsets": "{0: 1}"}, "^startingOffsets: .*JSON"),
         ({"startingOffsets": '{"0": "1"}'}, "^startingOffsets: .*JSON"),
         ({"startingOffsets": "[1]"}, "^startingOffsets: .*JSON"),
-        ({"endpoint": "http://x"}, "^endpoint: 'http://x' is not a node's; write turnlane://"),
+        (
+            {"endpoint": "http://x"},
+            "^endpoint: 'http://x' is not the URL of a node; write turnlane://",
+        ),
         ({"tlsCert": "c.pem"}, "^tlsCert: and tlsKey belong together"),
         ({"maxOffsetsPerTrigger": "0"}, "maxOffsetsPerTrigger: must be at least 1"),
         ({"maxOffsetsPerTrigger": "many"}, "maxOffsetsPerTrigger: must be a whole number"),
@@ -61,12 +64,12 @@ def test_offsets_by_node() -> None:
         ({"endingOffsets": '{"0": -2}'}, "endingOffsets.*nothing before the earliest"),
     ],
 )
-def test_wrong_ones_are_named(given: dict[str, str], message: str) -> None:
+def test_invalid_option_is_named_in_the_error(given: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ReadOptions.from_spark({**NODE, "queue": "main", **given})
 
 
-def test_where_to_end_is_nothing_for_a_stream() -> None:
+def test_stream_refuses_ending_offsets() -> None:
     source = TurnlaneSource({**NODE, "queue": "main", "endingOffsets": "latest"})
     with pytest.raises(ConfigError, match="endingOffsets: is for batch queries"):
         source.streamReader(StructType())
@@ -74,7 +77,7 @@ def test_where_to_end_is_nothing_for_a_stream() -> None:
 
 
 @pytest.mark.parametrize("option", ["queue", "QUEUE"])
-def test_a_path_is_the_queue_and_contradicts_no_other(option: str) -> None:
+def test_path_is_the_queue_and_must_not_contradict_it(option: str) -> None:
     schema = StructType().add("value", "binary")
     assert merge_path({"path": "main"}, "queue") == {"queue": "main"}
     assert merge_path({option: "main", "path": "main"}, "queue") == {option: "main"}
@@ -84,7 +87,7 @@ def test_a_path_is_the_queue_and_contradicts_no_other(option: str) -> None:
             ask(schema)
 
 
-def test_what_is_required_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_required_option_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TURNLANE_URL", raising=False)
     with pytest.raises(ConfigError, match="queue: is required"):
         ReadOptions.from_spark(NODE)
@@ -96,7 +99,7 @@ def test_what_is_required_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ReadOptions.from_spark({"queue": "main"}).endpoint == "turnlane://elsewhere:1"
 
 
-def test_the_token_is_never_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_token_is_never_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     options = WriteOptions.from_spark({**NODE, "token": "s3cret"})
     assert "s3cret" not in repr(options)
     assert options.read_token() == "s3cret"
@@ -106,7 +109,7 @@ def test_the_token_is_never_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: obj
         WriteOptions.from_spark({**NODE, "tokenFile": "/nowhere/token"}).read_token()
 
 
-def test_the_options_of_lanes_are_theirs_alone() -> None:
+def test_options_of_lanes_are_refused_for_others() -> None:
     for name in ("steps", "run", "ways", "probeEvents"):
         with pytest.raises(ConfigError, match="there is no such option") as error:
             ReadOptions.from_spark({**NODE, "queue": "main", name: "1"})
@@ -120,13 +123,13 @@ def test_the_options_of_lanes_are_theirs_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", [SourceOptions, ReadOptions, WriteOptions])
-def test_every_option_is_in_the_documentation(kind: type[Options]) -> None:
+def test_every_option_is_documented(kind: type[Options]) -> None:
     page = PAGE.read_text()
     missing = [row for row in map(row_of, kind.model_fields.values()) if row not in page]
     assert not missing, "\n".join(missing)
 
 
-def test_every_column_is_in_the_documentation() -> None:
+def test_every_column_is_documented() -> None:
     page = PAGE.read_text()
     for column in get_read_schema(include_headers=True).split(", "):
         name, kind = column.split()

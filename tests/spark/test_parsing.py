@@ -85,7 +85,7 @@ def test_syslog_agrees_with_a_plain_parser_on_picked_messages(spark: SparkSessio
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_syslog_agrees_with_a_plain_parser_on_mutilated_messages(
+def test_syslog_agrees_with_a_plain_parser_on_damaged_messages(
     spark: SparkSession, seed: int
 ) -> None:
     choice = random.Random(seed)
@@ -110,20 +110,20 @@ def mutilated(choice: random.Random) -> str:
     return text
 
 
-def test_a_line_may_end_after_structured_data_that_is_nil(spark: SparkSession) -> None:
+def test_line_may_end_after_nil_structured_data(spark: SparkSession) -> None:
     check_syslog(spark, [b"<13>1 - h a p m -\n", b"<13>1 - h a p m -\nx", b"<13>1 - h a p m -x"])
     (row,) = rows_of(parse_events(events(spark, [b"<13>1 - h a p m -\n"]), SYSLOG))
     assert (row["structured_data"], row["message"], row["parse_error"]) == (None, "", None)
 
 
-def test_syslog_severity_comes_from_the_message_if_it_has_one(spark: SparkSession) -> None:
+def test_syslog_severity_comes_from_the_message(spark: SparkSession) -> None:
     values = [b"<0>a: b", b"Oct 11 22:14:15 h a: b", b"nothing", b"<999>x"]
     found = parse_events(events(spark, values, severity=5), SYSLOG)
     assert [row["severity"] for row in rows_of(found)] == [0, 5, 5, 5]
     assert dict(found.dtypes)["severity"] == "tinyint"
 
 
-def test_syslog_times_without_a_zone_are_in_the_zone_of_the_settings(spark: SparkSession) -> None:
+def test_syslog_time_without_a_zone_uses_the_configured_zone(spark: SparkSession) -> None:
     values = [
         b"<1>Jan  1 00:30:00 h a: b", b"<1>2025-07-01T12:00:00 h a: b",
         b"<1>1 2025-07-01T12:00:00 h a - - -",
@@ -152,7 +152,7 @@ def test_long_messages_do_not_exhaust_the_stack(spark: SparkSession) -> None:
     check_syslog(spark, values)
 
 
-def test_a_filter_on_the_severity_does_not_take_messages_apart(spark: SparkSession) -> None:
+def test_filter_on_severity_does_not_split_messages(spark: SparkSession) -> None:
     found = (
         parse_events(events(spark, [b"<1>a: b"]), SYSLOG).filter("severity <= 3").select("value")
     )
@@ -162,7 +162,7 @@ def test_a_filter_on_the_severity_does_not_take_messages_apart(spark: SparkSessi
     assert found.count() == 1
 
 
-def test_the_priority_alone_is_what_it_is_with_all_the_rest(spark: SparkSession) -> None:
+def test_priority_columns_are_the_same_with_and_without_the_others(spark: SparkSession) -> None:
     odd = [b"<1\xff>", b"<1\xc3>x", b"<13\xc3\xa9>", b"<", b"<>", b"", b"<1 >", b"<+1>", b"<0001>"]
     values = [None, *odd, *(text.encode() for text in SAMPLES), *NO_UTF_8]
     source = events(spark, values, severity=5)
@@ -174,7 +174,7 @@ def test_the_priority_alone_is_what_it_is_with_all_the_rest(spark: SparkSession)
         assert row["facility"] == reference.parse(value, ARRIVAL)["facility"], value
 
 
-def test_the_priority_is_the_same_if_it_was_found_before(spark: SparkSession) -> None:
+def test_priority_column_gives_the_same_result_as_the_message(spark: SparkSession) -> None:
     """By the column, not by Spark: it is all that a lane by severity looks at."""
     odd = [b"<1\xff>", b"<13\xc3\xa9>", b"<", b"<>", b"", b"<1 >", b"<+1>", b"<0001>", b"<7"]
     values: Any = [None, *odd, *(text.encode() for text in SAMPLES), *NO_UTF_8]
@@ -211,7 +211,7 @@ def test_regex_groups_become_columns(spark: SparkSession) -> None:
     ]
 
 
-def test_a_regex_matches_anywhere_and_first(spark: SparkSession) -> None:
+def test_regex_uses_the_first_match_anywhere(spark: SparkSession) -> None:
     pattern = r"(?<number>\d+)(?<unit>ms|s)\b|(?<word>never)"
     df = parse_events(
         events(spark, [b"took 12ms not 3s\n", b"a\nnever 5"]),
@@ -221,7 +221,7 @@ def test_a_regex_matches_anywhere_and_first(spark: SparkSession) -> None:
     assert found == [("12", "ms", None), (None, None, "never")]
 
 
-def test_a_regex_may_have_comments(spark: SparkSession) -> None:
+def test_regex_may_have_comments(spark: SparkSession) -> None:
     pattern = r"(?x) (?<number> \d+ ) # a number"
     df = parse_events(
         events(spark, [b"a 12 b", b"a"]), settings_of(format="regex", pattern=pattern)
@@ -229,7 +229,7 @@ def test_a_regex_may_have_comments(spark: SparkSession) -> None:
     assert [row["number"] for row in rows_of(df)] == ["12", None]
 
 
-def test_a_pattern_only_java_can_judge_is_refused_before_any_event(spark: SparkSession) -> None:
+def test_pattern_that_java_refuses_is_a_configuration_error(spark: SparkSession) -> None:
     settings = settings_of(format="regex", pattern=r"(?<a>x{2,1})")
     with pytest.raises(ConfigError, match=r"parse\.pattern: Java does not take"):
         parse_events(events(spark, [b"x"]), settings)
@@ -238,7 +238,7 @@ def test_a_pattern_only_java_can_judge_is_refused_before_any_event(spark: SparkS
 # ── json, otlp, none ────────────────────────────────────────────────────────────────────────────
 
 
-def test_json_is_a_variant_with_columns_picked_from_it(spark: SparkSession) -> None:
+def test_json_becomes_a_variant_with_picked_columns(spark: SparkSession) -> None:
     values = [
         b'{"http": {"status": 503}, "tags": ["a", "b"], "odd key": 1}',
         b'{"http": {"status": "x"}}', b"[1]", b"null", b"", b"{", None, b'{"a": "\xff"}',
@@ -258,7 +258,7 @@ def test_json_is_a_variant_with_columns_picked_from_it(spark: SparkSession) -> N
     assert df.filter("status >= 500").count() == 1
 
 
-def test_a_value_is_one_json_text_and_nothing_behind_it(spark: SparkSession) -> None:
+def test_text_after_the_json_is_a_parse_error(spark: SparkSession) -> None:
     good = [b'{"a":1}', b' {"a":1}\n', b'\xef\xbb\xbf{"a":1}', b"null", b"[1,2]", b'"x"', b"1"]
     bad = [b'{"a":1} trailing', b'{"a":1}\n{"a":2}', b'{"a":1},{"a":2}', b'{"a":1}}', b'{"a":1}]']
     bad += [b"1 2", b"[1],[2]", b"", b" ", b'{"a":1,"a":2}']
@@ -271,7 +271,7 @@ def test_a_value_is_one_json_text_and_nothing_behind_it(spark: SparkSession) -> 
     assert [(row["gone"], row["parse_error"]) for row in rows[len(good) :]] == [(True, why)] * 10
 
 
-def test_otlp_columns_are_those_of_the_record(spark: SparkSession) -> None:
+def test_otlp_record_becomes_columns(spark: SparkSession) -> None:
     values, signals = telemetry(9)
     headers: list[dict[str, str] | None] = [{"signal": signal} for signal in signals]
     df = parse_events(
@@ -288,12 +288,12 @@ def test_otlp_columns_are_those_of_the_record(spark: SparkSession) -> None:
     assert rows[-1]["value"] == b"\xff"
 
 
-def test_otlp_without_headers_says_what_to_set(spark: SparkSession) -> None:
+def test_otlp_without_headers_names_the_missing_option(spark: SparkSession) -> None:
     with pytest.raises(ConfigError, match="includeHeaders"):
         parse_events(events(spark, [b""]).drop("headers"), settings_of(format="otlp"))
 
 
-def test_none_leaves_events_alone(spark: SparkSession) -> None:
+def test_format_none_does_not_change_events(spark: SparkSession) -> None:
     df = events(spark, [b"x"])
     assert parse_events(df, ParseSettings()).columns == df.columns
 
@@ -308,7 +308,7 @@ def test_none_leaves_events_alone(spark: SparkSession) -> None:
     ],
     ids=lambda knobs: knobs["format"],
 )
-def test_streams_are_parsed_and_keep_the_columns_events_have(
+def test_parsed_streams_keep_the_columns_of_events(
     spark: SparkSession, tmp_path: Path, knobs: dict[str, Any]
 ) -> None:
     events(spark, [b"<1>a: b", None, b"{}"]).write.parquet(str(tmp_path / "in"))

@@ -72,39 +72,39 @@ def where(mask: Mask) -> list[int]:
     return found
 
 
-def test_everybody_gets_what_is_routed_to_them() -> None:
+def test_each_step_gets_its_routed_rows() -> None:
     result, asked = sent(step("a"), step("b"), routes={"a": {0, 1}, "b": {1, 5}})
     assert asked == {"a": [0, 1], "b": [1, 5]}
     assert not result.deferred.any()
 
 
-def test_an_event_that_one_action_cannot_deliver_comes_again_as_a_whole() -> None:
+def test_undeliverable_event_is_deferred_for_all_later_steps() -> None:
     """Later actions are not even asked; earlier ones had it."""
     result, asked = sent(step("a"), step("b"), step("c"), away={"b": {2}})
     assert where(result.deferred) == [2]
     assert asked == {"a": [0, 1, 2, 3, 4, 5], "b": [0, 1, 2, 3, 4, 5], "c": [0, 1, 3, 4, 5]}
 
 
-def test_what_is_tried_directly_goes_into_its_queue_instead() -> None:
+def test_undelivered_rows_of_try_direct_go_into_the_queue() -> None:
     result, _ = sent(step("a", queue="a"), step("b"), away={"a": {1, 2}, "b": {2}})
     assert where(result.deferred) == [2]
     assert where(result.queued["a"]) == [1, 2], "which of these goes is known when all are through"
 
 
-def test_an_action_stands_in_for_the_one_before() -> None:
+def test_suspended_step_is_replaced_by_the_next() -> None:
     result, asked = sent(step("a"), step("b", instead=True), away={"a": {1, 2, 3}, "b": {3}})
     assert asked["b"] == [1, 2, 3]
     assert where(result.deferred) == [3]
 
 
-def test_who_stands_in_takes_only_what_its_filter_says() -> None:
+def test_replacing_step_takes_only_its_routed_rows() -> None:
     routes = {"a": {0, 1, 2}, "b": {2, 3}}
     result, asked = sent(step("a"), step("b", instead=True), routes=routes, away={"a": {1, 2}})
     assert asked["b"] == [2]
     assert where(result.deferred) == [1]
 
 
-def test_a_queue_stands_in_too() -> None:
+def test_queue_step_takes_undelivered_rows() -> None:
     steps = [step("a"), step("b", output=False, queue="b", instead=True)]
     result, asked = sent(*steps, away={"a": {4}})
     assert "b" not in asked
@@ -112,14 +112,14 @@ def test_a_queue_stands_in_too() -> None:
     assert where(result.queued["b"]) == [4]
 
 
-def test_what_who_stands_in_leaves_goes_into_the_queue_of_the_first() -> None:
+def test_rows_left_by_a_group_go_into_its_first_queue() -> None:
     steps = [step("a", queue="a"), step("b", instead=True)]
     result, _ = sent(*steps, away={"a": {1, 2}, "b": {2}})
     assert where(result.queued["a"]) == [2]
     assert not result.deferred.any()
 
 
-def test_the_dead_are_known_by_their_rows_unless_they_come_again() -> None:
+def test_dead_mask_leaves_out_deferred_rows() -> None:
     routes = {"a": {1, 3, 5}}
     result, _ = sent(step("a"), step("b"), routes=routes, dead={"a": {3, 5}}, away={"b": {5}})
     (dead,) = result.dead
@@ -127,7 +127,7 @@ def test_the_dead_are_known_by_their_rows_unless_they_come_again() -> None:
     assert where(result.dead_mask) == [3]
 
 
-def test_all_rows_of_an_event_wait_for_the_one_that_cannot_be_delivered_now() -> None:
+def test_all_rows_of_an_event_are_deferred_together() -> None:
     """Whatever they were routed to: later actions are not asked, and no queue gets them."""
     steps = [step("a", queue="a"), step("b"), step("c")]
     routes = {"a": {2, 4}, "b": {1, 3}, "c": {0, 2, 5}}
@@ -138,7 +138,7 @@ def test_all_rows_of_an_event_wait_for_the_one_that_cannot_be_delivered_now() ->
     assert where(result.queued["a"] & ~result.deferred) == [4]
 
 
-def test_a_dead_row_is_not_given_up_while_another_of_its_event_waits() -> None:
+def test_dead_row_of_a_deferred_event_is_deferred() -> None:
     routes = {"a": {0, 2}, "b": {1, 5}}
     result, _ = sent(
         step("a"),

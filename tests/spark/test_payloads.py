@@ -25,23 +25,21 @@ def payloads(rows: DataFrame) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("value", [b"", b"plain", "Zoë €\x00🙂".encode(), b'{"a": "\\"\n"}'])
-def test_bytes_that_are_text_are_text(spark: SparkSession, value: bytes) -> None:
+def test_utf8_bytes_are_text_in_json(spark: SparkSession, value: bytes) -> None:
     assert payloads(events(spark, value)) == [{"value": value.decode(), "key": "k"}]
 
 
 @pytest.mark.parametrize("value", NO_TEXT, ids=lambda value: value[:6].hex())
-def test_bytes_that_are_no_text_are_base64_under_another_name(
-    spark: SparkSession, value: bytes
-) -> None:
+def test_other_bytes_are_base64_under_another_name(spark: SparkSession, value: bytes) -> None:
     encoded = base64.b64encode(value).decode()
     assert payloads(events(spark, value)) == [{"value_base64": encoded, "key": "k"}]
 
 
-def test_no_value_is_left_out(spark: SparkSession) -> None:
+def test_null_value_is_left_out(spark: SparkSession) -> None:
     assert payloads(events(spark, None)) == [{"key": "k"}]
 
 
-def test_a_column_of_bytes_that_a_transform_has_made_is_told_of_likewise(
+def test_binary_column_of_a_transform_is_text_or_base64(
     spark: SparkSession,
 ) -> None:
     rows = events(spark, b"text").withColumn("a.b", F.unhex(F.lit("fffe")))
@@ -50,7 +48,7 @@ def test_a_column_of_bytes_that_a_transform_has_made_is_told_of_likewise(
     assert payloads(rows) == [found]
 
 
-def test_a_name_that_is_taken_is_left_to_its_column(spark: SparkSession) -> None:
+def test_existing_base64_column_keeps_its_name(spark: SparkSession) -> None:
     rows = events(spark, b"\xff", b"text").withColumn("value_base64", F.lit("mine"))
     assert payloads(rows) == [
         {"value_base64_": "/w==", "key": "k", "value_base64": "mine"},
@@ -58,12 +56,12 @@ def test_a_name_that_is_taken_is_left_to_its_column(spark: SparkSession) -> None
     ]
 
 
-def test_raw_payloads_are_the_bytes(spark: SparkSession) -> None:
+def test_raw_payload_is_the_value(spark: SparkSession) -> None:
     rows = add_payload(events(spark, *NO_TEXT), "raw").collect()
     assert [bytes(row.payload) for row in rows] == NO_TEXT
 
 
-def test_no_python_is_called_for_it(spark: SparkSession) -> None:
+def test_payloads_need_no_python(spark: SparkSession) -> None:
     made = add_payload(spark.range(1).selectExpr("CAST(id AS string)::binary AS value"), "json")
     plan = made._jdf.queryExecution().executedPlan().toString()
     assert "Python" not in plan

@@ -81,7 +81,7 @@ def to_file(path: Path) -> FileOutputSettings:
     return FileOutputSettings(type="file", path=path)
 
 
-def test_every_action_gets_what_its_filter_says(
+def test_each_action_gets_the_events_of_its_filter(
     spark: SparkSession, node: Served, make: Make, tmp_path: Path
 ) -> None:
     """Direct, queued, discarding, any Spark sink, and SQL with state, all in one pipeline."""
@@ -138,9 +138,7 @@ def test_every_action_gets_what_its_filter_says(
     assert len(spark.streams._jsqm.listListeners()) == listeners, "nobody listens any more"
 
 
-def test_outputs_that_take_values_get_them_by_any_filter(
-    node: Served, make: Make, tmp_path: Path
-) -> None:
+def test_raw_outputs_get_values_with_any_filter(node: Served, make: Make, tmp_path: Path) -> None:
     """Nothing but the filters reads what parsing makes: queues keep the events alone."""
     raw = {
         name: FileOutputSettings(type="file", path=tmp_path / name, format="raw")
@@ -167,9 +165,7 @@ def test_outputs_that_take_values_get_them_by_any_filter(
     assert "app_name" not in node.queue("archive").columns()
 
 
-def test_bytes_that_are_no_text_are_whole_in_files_of_json(
-    node: Served, make: Make, tmp_path: Path
-) -> None:
+def test_binary_values_are_complete_in_json_files(node: Served, make: Make, tmp_path: Path) -> None:
     """From the main lane, and from a lane of its own."""
     sent = [b"\xff\xfe\x00abc", b"plain", bytes(range(256))]
     pipeline = make(
@@ -193,7 +189,7 @@ def value_of(row: dict[str, str]) -> bytes:
 
 
 @pytest.mark.parametrize("condition", [None, "severity = 7"])
-def test_a_pipeline_that_only_discards_settles_everything(
+def test_pipeline_that_only_discards_settles_all_events(
     node: Served, make: Make, condition: str | None
 ) -> None:
     """What no filter names goes nowhere, either."""
@@ -220,7 +216,7 @@ def archive(path: Path) -> ActionSettings:
     )
 
 
-def test_a_checkpoint_is_found_that_spark_was_given_as_a_path(
+def test_checkpoint_given_as_a_path_is_found_again(
     spark: SparkSession,
     node: Served,
     make: Make,
@@ -248,7 +244,7 @@ def settled(node: Served, name: str, count: int) -> bool:
     return node.queue(name).low >= count
 
 
-def test_checkpoints_are_files_here_whatever_file_system_is_hadoops_own(
+def test_checkpoints_are_local_with_any_default_file_system(
     spark: SparkSession, node: Served, make: Make, tmp_path: Path
 ) -> None:
     pipeline = make(archive(tmp_path / "archive"))
@@ -260,7 +256,7 @@ def test_checkpoints_are_files_here_whatever_file_system_is_hadoops_own(
     assert any((tmp_path / "checkpoints").glob("archive-*/commits/0"))
 
 
-def test_what_does_not_parse_is_kept_apart_and_json_is_known_in_lanes(
+def test_unparsed_events_become_dead_letters_and_lanes_read_json(
     node: Served, make: Make, tmp_path: Path
 ) -> None:
     raw = FileOutputSettings(type="file", path=tmp_path / "raw", format="raw")
@@ -291,7 +287,7 @@ def test_what_does_not_parse_is_kept_apart_and_json_is_known_in_lanes(
     assert found[1].column("parse_error").to_pylist()[0]
 
 
-def test_a_lane_that_fails_for_ever_harms_nobody(node: Served, make: Make, tmp_path: Path) -> None:
+def test_failing_lane_does_not_affect_others(node: Served, make: Make, tmp_path: Path) -> None:
     """Its file is a directory: others run on, its backlog is kept, the reason is shown."""
     (tmp_path / "broken").mkdir()
     soon = DeliverySettings(backoff=0.1, max_backoff=0.1, breaker_failures=2, breaker_reset=0.5)
@@ -325,7 +321,7 @@ def test_a_lane_that_fails_for_ever_harms_nobody(node: Served, make: Make, tmp_p
     assert all(status.state is LaneState.STOPPED for status in pipeline.status())
 
 
-def test_a_lane_goes_on_at_its_cursor(node: Served, make: Make, tmp_path: Path) -> None:
+def test_lane_continues_at_its_cursor(node: Served, make: Make, tmp_path: Path) -> None:
     """Its checkpoint is thrown away, its filter changes: nothing is lost or repeated."""
     node.publish("main", messages(0, 100))
     for filter_ in ("severity < 4", "severity >= 4"):
@@ -366,7 +362,7 @@ def raising(events: DataFrame) -> DataFrame:
         ({"transform": f"{__name__}:raising"}, r"actions\[0\].transform: .*a column"),
     ],
 )
-def test_what_could_never_run_is_refused_with_its_place(
+def test_pipeline_that_cannot_run_is_refused_with_its_place(
     change: dict[str, Any], message: str, make: Make, tmp_path: Path
 ) -> None:
     action = ActionSettings(
@@ -376,7 +372,7 @@ def test_what_could_never_run_is_refused_with_its_place(
         make(action).start()
 
 
-def test_outputs_are_found_by_type() -> None:
+def test_outputs_are_loaded_by_type() -> None:
     assert api.load("file") is FileOutput
     with pytest.raises(ConfigError, match="there is no output 'flie'; did you mean file"):
         api.load("flie")

@@ -70,7 +70,7 @@ def lines(path: Path) -> list[Any]:
     ],
     ids=["by look", "by place", "by chance", "all", "by value"],
 )
-def test_events_go_where_filters_say_if_spark_sees_only_what_these_read(
+def test_copying_by_reference_routes_events_by_their_filters(
     make: Make, spark: SparkSession, tmp_path: Path, filters: list[str], may_group: bool
 ) -> None:
     actions = "".join(
@@ -103,7 +103,7 @@ def has_lines_of(path: Path, expected: list[bytes]) -> bool:
     return path.exists() and len(path.read_bytes().splitlines()) >= len(expected)
 
 
-def test_a_join_takes_events_out_of_a_queue_that_is_kept_for_it(make: Make, tmp_path: Path) -> None:
+def test_join_settles_the_events_of_the_joined_queue(make: Make, tmp_path: Path) -> None:
     """By its name, whatever that is, with the columns of JSON, and without a lane of its own."""
     pipeline, node = make("""
 parse: json
@@ -130,7 +130,7 @@ actions:
     wait_until(lambda: node.queue("web-1.logins").low > 0, "settled", PATIENCE)
 
 
-def test_an_event_that_does_not_fit_passes_no_filter_and_stops_nothing(
+def test_value_that_does_not_fit_passes_no_filter_and_stops_no_lane(
     make: Make, tmp_path: Path
 ) -> None:
     pipeline, node = make("""
@@ -156,7 +156,7 @@ actions:
     assert [lane.restarts for lane in pipeline.status()] == [0, 0, 0]
 
 
-def test_jdbc_takes_batches(make: Make, spark: SparkSession, tmp_path: Path) -> None:
+def test_jdbc_sink_takes_batches(make: Make, spark: SparkSession, tmp_path: Path) -> None:
     jvm: Any = spark._jvm
     jvm.System.setProperty("derby.stream.error.file", str(tmp_path / "derby.log"))
     url = "jdbc:derby:memory:shop;create=true"
@@ -276,7 +276,7 @@ ROWS = "output: {type: sql, url: 'sqlite:///x', table: t, columns: {a: value.a.b
         (OUT, "parse: {format: regex, pattern: 'a(?x) (?<n>1) # c'}", "parse: Java does not take"),
     ],
 )
-def test_what_no_lane_could_run_is_found_by_the_check(
+def test_check_finds_plans_that_cannot_run(
     action: str, more: str, fault: str, spark: SparkSession
 ) -> None:
     config = loads(f"node: {{data: d}}\n{more}\nactions:\n  - {{name: a, {action}}}\n")
@@ -284,7 +284,7 @@ def test_what_no_lane_could_run_is_found_by_the_check(
         pipeline_of(config, spark).check()
 
 
-def test_what_lanes_can_run_passes_the_check(spark: SparkSession) -> None:
+def test_check_accepts_plans_that_can_run(spark: SparkSession) -> None:
     config = loads(
         """
 node: {data: d}

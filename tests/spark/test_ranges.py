@@ -24,7 +24,7 @@ extents = st.dictionaries(
 
 
 @given(extents, st.none() | st.integers(1, 20_000))
-def test_a_limit_is_kept_and_used(
+def test_limit_is_respected_and_used_fully(
     given_extents: dict[int, tuple[int, int]], limit: int | None
 ) -> None:
     start = {node: first for node, (first, _) in given_extents.items()}
@@ -37,7 +37,7 @@ def test_a_limit_is_kept_and_used(
 
 
 @given(extents, st.integers(1, 10), st.integers(1, 10), st.integers(1, 3000))
-def test_slices_are_the_range(
+def test_ranges_cover_the_batch(
     given_extents: dict[int, tuple[int, int]], least: int, most: int, per: int
 ) -> None:
     start = {node: first for node, (first, _) in given_extents.items()}
@@ -52,7 +52,7 @@ def test_slices_are_the_range(
         assert at == end[node]
 
 
-def test_as_many_tasks_as_the_backlog_asks_for() -> None:
+def test_number_of_tasks_follows_the_backlog() -> None:
     def tasks(events: int) -> int:
         return len(cut_into_ranges({0: 5}, {0: 5 + events}, at_least=1, at_most=4, per=100))
 
@@ -60,7 +60,7 @@ def test_as_many_tasks_as_the_backlog_asks_for() -> None:
 
 
 @given(extents, st.integers(1, 20), st.integers(1, 3000))
-def test_there_are_as_many_tasks_as_asked_for(
+def test_requested_number_of_tasks_is_reached(
     given_extents: dict[int, tuple[int, int]], asked: int, per: int
 ) -> None:
     start = {node: first for node, (first, _) in given_extents.items()}
@@ -70,11 +70,11 @@ def test_there_are_as_many_tasks_as_asked_for(
     assert tasks == max(min(asked, sum(counts.values())), len(counts))
 
 
-def test_nobody_starves() -> None:
+def test_every_node_gets_a_part_of_the_limit() -> None:
     assert limit_ends({0: 0, 1: 0}, {0: 1000, 1: 10}, 100) == {0: 90, 1: 10}
 
 
-def test_filters_on_the_place_decide_what_is_read() -> None:
+def test_filters_on_offset_and_partition_limit_the_range() -> None:
     kept: list[Filter] = [IsNotNull(("offset",)), EqualTo(("key",), "a")]
     pushed: list[Filter] = [
         GreaterThan(("offset",), 10),
@@ -93,7 +93,7 @@ def test_filters_on_the_place_decide_what_is_read() -> None:
     ]
 
 
-def test_a_list_of_offsets_bounds_what_is_read_and_is_left_to_spark() -> None:
+def test_list_of_offsets_limits_the_range_and_stays_with_spark() -> None:
     some: Filter = In(("offset",), (7, 30, 11))
     bounds, rest = extract_bounds([some])
     assert rest == [some]

@@ -122,7 +122,7 @@ def failed(cause: str) -> StreamingQueryException:
         ("turnlane.errors.Never: it says no", "Never: it says no"),
     ],
 )
-def test_of_a_function_that_raises_it_is_what_was_raised(raised: str, reason: str) -> None:
+def test_exception_of_a_function_is_the_reason(raised: str, reason: str) -> None:
     assert describe_failure(failed(WORKER.format(raised=raised))) == reason
 
 
@@ -136,23 +136,23 @@ def test_of_a_function_that_raises_it_is_what_was_raised(raised: str, reason: st
         ("[USER_RAISED_EXCEPTION] not below SQLSTATE: P0001", "[USER_RAISED_EXCEPTION] not below"),
     ],
 )
-def test_it_is_found_in_whatever_spark_puts_around_it(cause: str, reason: str) -> None:
+def test_exception_is_found_within_errors_of_spark(cause: str, reason: str) -> None:
     assert describe_failure(failed(cause)) == reason
 
 
-def test_spark_need_not_have_run_a_query_for_it() -> None:
+def test_exception_is_found_without_a_query() -> None:
     text = WORKER.format(raised="BadOrder: order 17").replace(": Traceback", ":\nTraceback")
     assert describe_failure(PySparkException(message=text)) == "BadOrder: order 17"
     java = "An error occurred while calling o1.start.\n: java.io.IOException: no\n\tat java.lang"
     assert describe_failure(Py4JError(java)) == "java.io.IOException: no"
 
 
-def test_there_is_always_one_and_none_is_endless() -> None:
+def test_every_error_has_a_reason_of_limited_length() -> None:
     assert describe_failure(PySparkException(message="")) == "PySparkException"
     assert len(describe_failure(PySparkException(message="x" * 10_000))) == MAX_REASON_LENGTH
 
 
-def test_of_errors_of_our_own_it_is_what_they_say() -> None:
+def test_own_error_is_described_by_its_message() -> None:
     assert describe_failure(TransportDown("a:1 is away")) == "a:1 is away"
 
 
@@ -186,7 +186,7 @@ def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTyp
         (lambda _: importlib.import_module("no.such"), "ModuleNotFoundError: No module named 'no'"),
     ],
 )
-def test_of_all_others_it_is_what_and_where_in_the_users_own_module(
+def test_other_error_is_described_with_the_line_of_the_users_module(
     call: Callable[[Any], Any], reason: str, rules: ModuleType
 ) -> None:
     with pytest.raises(Exception) as caught:
@@ -195,7 +195,7 @@ def test_of_all_others_it_is_what_and_where_in_the_users_own_module(
 
 
 @pytest.mark.parametrize("cause", [WORKER.format(raised="BadOrder"), TASK])
-def test_a_lane_that_fails_again_with_the_same_is_no_news(cause: str) -> None:
+def test_repeated_failure_with_the_same_reason_is_no_change(cause: str) -> None:
     class Failing(PipelineRunner):
         def __init__(self) -> None:
             self._reported, self._stage = {}, 0

@@ -95,7 +95,7 @@ def plan(node: Served, place: Path, *names: str) -> PipelinePlan:
     return PipelinePlan(settings, queues, {"endpoint": node.url}, place / "checkpoints")
 
 
-def test_events_that_come_throughout_a_reload_are_in_each_queue_once(
+def test_events_published_during_a_reload_are_in_each_queue_once(
     node: Served, publisher: Publisher, runner: PipelineRunner, tmp_path: Path
 ) -> None:
     runner.start(plan(node, tmp_path, "held"))
@@ -113,7 +113,7 @@ def test_events_that_come_throughout_a_reload_are_in_each_queue_once(
     assert more == numbers(publisher.count - len(more), publisher.count)
 
 
-def test_a_plan_waits_for_lanes_that_cannot_end_and_says_what_they_wait_for(
+def test_reload_waits_for_blocked_lanes_and_names_the_reason(
     node: Served, runner: PipelineRunner, disk: FaultyDisk, tmp_path: Path, caplog: Caplog
 ) -> None:
     """The main lane is at a commit into a queue whose disk is full; nothing interrupts that."""
@@ -142,7 +142,7 @@ def test_a_plan_waits_for_lanes_that_cannot_end_and_says_what_they_wait_for(
     assert "already active" not in caplog.text
 
 
-def test_a_plan_is_checked_once_and_while_the_one_before_it_runs(
+def test_plan_is_checked_once_while_the_earlier_plan_runs(
     node: Served, runner: PipelineRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To check it again would find nothing else, and what fails then leaves nothing running."""

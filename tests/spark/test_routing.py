@@ -41,17 +41,17 @@ def plan_size(rows: DataFrame) -> int:
     return len(str(rows._jdf.queryExecution().analyzed()))
 
 
-def test_discards_add_to_a_plan_and_do_not_multiply_it(spark: SparkSession) -> None:
+def test_plan_grows_linearly_with_discards(spark: SparkSession) -> None:
     few, more, most = (plan_size(routes(spark, count)) for count in (5, 10, 15))
     assert most - more < 2 * (more - few)
 
 
-def test_what_many_discards_leave_is_taken(spark: SparkSession) -> None:
+def test_events_left_by_many_discards_are_routed(spark: SparkSession) -> None:
     rows = routes(spark, DISCARDS).select("id", DIRECT).collect()
     assert {(row[0], *row[1]) for row in rows} == {(DISCARDS, "taken"), (DISCARDS + 1, "taken")}
 
 
-def test_every_queue_has_a_bit(spark: SparkSession) -> None:
+def test_each_queue_has_a_bit(spark: SparkSession) -> None:
     actions = [taking(f"a{at}", f"id >= {at}", queued=True) for at in range(MAX_COPY_TARGETS)]
     rows = add_route_bits(spark.range(-1, MAX_COPY_TARGETS), actions).select("id", ROUTES).collect()
     assert {row[0]: row[1] for row in rows} == {
@@ -59,7 +59,7 @@ def test_every_queue_has_a_bit(spark: SparkSession) -> None:
     }
 
 
-def test_what_a_discard_takes_by_chance_no_action_after_it_gets(spark: SparkSession) -> None:
+def test_event_of_a_random_discard_is_not_routed(spark: SparkSession) -> None:
     """And no action before it misses: these are not asked."""
     before, after = taking("first", queued=True), [taking("a"), taking("b", queued=True)]
     rows = add_routes(spark.range(EVENTS), [before, discard("d", HALF), *after, taking("c")])
@@ -69,7 +69,7 @@ def test_what_a_discard_takes_by_chance_no_action_after_it_gets(spark: SparkSess
     assert len(found) == EVENTS
 
 
-def test_neither_does_an_action_that_has_a_bit(spark: SparkSession) -> None:
+def test_event_of_a_random_discard_has_no_bit(spark: SparkSession) -> None:
     after = [taking(name, queued=True) for name in "abc"]
     rows = add_route_bits(spark.range(EVENTS), [discard("d", HALF), *after])
     assert rows.columns == ["id", ROUTES]
@@ -78,7 +78,7 @@ def test_neither_does_an_action_that_has_a_bit(spark: SparkSession) -> None:
     assert 0 < len(numbers) < EVENTS
 
 
-def test_discards_leave_to_chance_only_what_each_is_asked(spark: SparkSession) -> None:
+def test_random_discards_are_independent(spark: SparkSession) -> None:
     """A half of a half is left, and nothing that a discard takes for sure."""
     sure = discard("sure", "id % 2 = 0")
     actions = [discard("one", HALF), sure, discard("two", HALF), taking("a"), taking("b")]
@@ -88,7 +88,7 @@ def test_discards_leave_to_chance_only_what_each_is_asked(spark: SparkSession) -
     assert EVENTS / 16 < len(rows) < EVENTS / 4
 
 
-def test_chance_decides_once_whether_an_action_takes_an_event(spark: SparkSession) -> None:
+def test_random_discard_is_decided_once_per_event(spark: SparkSession) -> None:
     """However often its route is looked at afterwards."""
     actions = [taking("a", HALF), taking("b", HALF, queued=True)]
     rows = encode_nulls(add_routes(spark.range(EVENTS), actions))
@@ -99,7 +99,7 @@ def test_chance_decides_once_whether_an_action_takes_an_event(spark: SparkSessio
     assert 0 < len(looked) < EVENTS
 
 
-def test_nothing_is_decided_apart_that_is_the_same_for_equal_events(spark: SparkSession) -> None:
+def test_deterministic_discard_adds_no_column(spark: SparkSession) -> None:
     """Even if chance has made the events: the plan is that of the conditions alone."""
     events = spark.range(EVENTS).withColumn("drawn", F.rand())
     rows = add_routes(events, [discard("d", "drawn < 0.5"), taking("a"), taking("b")])

@@ -45,12 +45,12 @@ def told(states: list[LaneStatus]) -> list[tuple[str, str | None]]:
     return said
 
 
-def test_a_lane_is_told_of_only_when_something_has_changed() -> None:
+def test_only_changed_lanes_are_listed() -> None:
     starting, running = lane(LaneState.STARTING), lane(LaneState.RUNNING)
     assert told([starting, starting, running, running]) == [("starting", None), ("running", None)]
 
 
-def test_a_lane_that_fails_again_and_again_is_told_of_once_for_each_reason() -> None:
+def test_failing_lane_is_listed_once_per_reason() -> None:
     away = [lane(LaneState.WAITING, "away", 1), lane(LaneState.STARTING, "away", 1)]
     assert told([*away, *away, *away]) == [("waiting", "away")]
     other = lane(LaneState.WAITING, "full", 2)
@@ -65,7 +65,7 @@ def plan(endpoint: str, **queues: dict[str, Any]) -> PipelinePlan:
     return PipelinePlan(PipelineSettings(), queues, {"endpoint": endpoint}, Path())
 
 
-def test_queues_that_are_missing_are_made_and_the_others_left_alone(tmp_path: Path) -> None:
+def test_missing_queues_are_created_and_others_not_changed(tmp_path: Path) -> None:
     with serving(tmp_path, {"main": {"size": 7}}) as served:
         served.publish("main", [b"kept"])
         create_missing_queues(
@@ -76,7 +76,7 @@ def test_queues_that_are_missing_are_made_and_the_others_left_alone(tmp_path: Pa
         assert served.values("main") == [b"kept"]
 
 
-def test_a_node_that_is_away_is_told(tmp_path: Path) -> None:
+def test_unreachable_node_raises_an_error(tmp_path: Path) -> None:
     with serving(tmp_path, {}) as served:
         url = served.url
     with pytest.raises(TransportDown):

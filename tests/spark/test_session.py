@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 from turnlane.spark.session import JavaMissing, find_java, override_settings
 
 
-def test_workers_import_pyspark_from_where_it_is_installed(spark: SparkSession) -> None:
+def test_python_processes_import_the_installed_pyspark(spark: SparkSession) -> None:
     """From the zip that Spark has of it, each of them would need nearly a second for that."""
 
     def place(_: int) -> str:
@@ -24,7 +24,7 @@ def test_workers_import_pyspark_from_where_it_is_installed(spark: SparkSession) 
     assert ".zip" not in found
 
 
-def test_workers_are_born_with_what_they_need(spark: SparkSession) -> None:
+def test_python_processes_start_with_turnlane_imported(spark: SparkSession) -> None:
     """Each of them would need a second to import it."""
 
     def place(_: int) -> list[str]:
@@ -38,7 +38,7 @@ def test_workers_are_born_with_what_they_need(spark: SparkSession) -> None:
     assert "turnlane.spark.source" in found
 
 
-def test_options_for_java_come_behind_those_of_turnlane(tmp_path: Path) -> None:
+def test_users_java_options_follow_the_defaults(tmp_path: Path) -> None:
     """So they win, and what Spark says is still what was asked for."""
     program = """
 import sys
@@ -58,7 +58,7 @@ print(*jvm.java.lang.management.ManagementFactory.getRuntimeMXBean().getInputArg
     assert {"-Dmine=1", "-Dturnlane.log.level=error"} <= set(given)
 
 
-def test_settings_are_for_what_is_begun_meanwhile(spark: SparkSession) -> None:
+def test_overridden_settings_apply_only_in_the_body(spark: SparkSession) -> None:
     unset, known = "spark.sql.test.unset", "spark.sql.shuffle.partitions"
     before = spark.conf.get(known)
     with override_settings(spark, {unset: "a", known: "7"}):
@@ -77,7 +77,7 @@ def test_settings_are_for_what_is_begun_meanwhile(spark: SparkSession) -> None:
         ("something else", None),
     ],
 )
-def test_a_java_that_spark_does_not_run_on_is_told_of(
+def test_old_java_is_refused_with_its_version(
     says: str, fault: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     java = tmp_path / "bin" / "java"
@@ -92,7 +92,7 @@ def test_a_java_that_spark_does_not_run_on_is_told_of(
         find_java()
 
 
-def test_without_java_it_is_told_what_to_install(
+def test_missing_java_names_the_package_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))

@@ -67,7 +67,7 @@ def taken(place: Path) -> set[bytes]:
     return {json.loads(line)["value"].encode() for line in lines}
 
 
-def test_a_node_that_is_away_delays_only_its_own_events(
+def test_node_that_is_away_delays_only_its_events(
     runner: Callable[[], PipelineRunner], first: Served, port: int, tmp_path: Path
 ) -> None:
     """It is away when the lanes start, comes, goes while they run, and comes again."""
@@ -98,7 +98,7 @@ def test_a_node_that_is_away_delays_only_its_own_events(
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_rows_go_to_the_node_of_their_key_or_value_however_they_are_cut() -> None:
+def test_rows_go_to_the_node_of_their_key_or_value() -> None:
     values = [b"%d" % number for number in range(1000)]
     keys = [None if number % 3 else f"k{number}" for number in range(1000)]
     rows = pa.RecordBatch.from_arrays(
@@ -120,12 +120,12 @@ def test_rows_go_to_the_node_of_their_key_or_value_however_they_are_cut() -> Non
         assert whole[value] == find_node(value.decode() if key is None else key, 3)
 
 
-def test_rows_without_key_or_value_have_a_node_too() -> None:
+def test_rows_without_key_and_value_have_a_node() -> None:
     rows = pa.RecordBatch.from_arrays([pa.array([None, None], pa.binary())], names=["value"])
     assert [(node, part.num_rows) for node, part in split_by_content(rows, 2)] == [(0, 2)]
 
 
-def test_a_batch_that_is_written_again_is_known_on_every_node(
+def test_repeated_batch_is_recognised_on_every_node(
     spark: SparkSession,
     first: Served,
     port: int,

@@ -38,14 +38,14 @@ def cut(*blocks: Block) -> list[Any]:
     return [block.column("offset").to_pylist() for block in group_rows_by_event(iter(blocks))]
 
 
-def test_who_has_siblings_brings_them_wherever_they_are() -> None:
+def test_mask_is_extended_to_all_rows_of_an_event() -> None:
     block = rows(5, 6, 6, 7, 6)
     assert chosen(block, 2) == [1, 2, 4]
     assert chosen(block, 0, 4) == [0, 1, 2, 4]
     assert chosen(block) == []
 
 
-def test_the_same_offset_on_another_node_is_no_sibling() -> None:
+def test_same_offset_on_another_node_is_another_event() -> None:
     block = join_blocks([rows(5, 5), rows(5, 5, partition=1)])
     assert chosen(block, 0) == [0, 1]
     assert chosen(block, 3) == [2, 3]
@@ -53,13 +53,13 @@ def test_the_same_offset_on_another_node_is_no_sibling() -> None:
 
 
 @pytest.mark.parametrize("lost", ["partition", "offset"])
-def test_rows_that_do_not_say_where_they_come_from_have_none(lost: str) -> None:
+def test_rows_without_partition_or_offset_are_single(lost: str) -> None:
     block = rows(5, 5, 5).drop_columns([lost])
     assert chosen(block, 1) == [1]
     assert [each.num_rows for each in group_rows_by_event(iter([block, block]))] == [3, 3]
 
 
-def test_an_event_that_a_block_ends_with_gets_the_rest_from_the_next() -> None:
+def test_last_event_of_a_block_gets_its_rows_from_the_next() -> None:
     assert cut(rows(5, 6), rows(6, 6, 7), rows(8)) == [[5, 6, 6, 6], [7], [8]]
     assert cut(rows(5, 6), rows(6), rows(), rows(6), rows(6, 7)) == [[5, 6, 6, 6, 6], [7]]
     assert cut(rows(5), rows(5, partition=1)) == [[5], [5]]
@@ -67,7 +67,7 @@ def test_an_event_that_a_block_ends_with_gets_the_rest_from_the_next() -> None:
     assert cut(rows()) == cut() == []
 
 
-def test_events_of_one_row_are_not_copied() -> None:
+def test_blocks_of_single_rows_are_not_copied() -> None:
     blocks = [rows(5, 6), rows(7, 8), rows(2)]
     for block, found in zip(blocks, group_rows_by_event(iter(blocks)), strict=True):
         mine, given = (each.column("offset").buffers()[1] for each in (found, block))
@@ -77,9 +77,7 @@ def test_events_of_one_row_are_not_copied() -> None:
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=30), st.sets(st.integers(1, 60)))
-def test_each_event_is_in_one_block_and_each_row_is_there_once(
-    counts: list[int], cuts: set[int]
-) -> None:
+def test_each_event_is_in_one_block_and_no_row_is_lost(counts: list[int], cuts: set[int]) -> None:
     offsets = np.repeat(np.arange(len(counts)), counts)
     edges = [0, *sorted(cuts & set(range(len(offsets)))), len(offsets)]
     blocks = [rows(*offsets[first:end].tolist(), first=first) for first, end in pairwise(edges)]

@@ -40,7 +40,7 @@ def all_rows(frame: DataFrame, checkpoint: Path) -> list[bytes]:
 
 
 class TestBatch:
-    def test_reads_the_queue_as_it_is(self, spark: SparkSession, node: Served) -> None:
+    def test_batch_reads_the_queue_as_it_is(self, spark: SparkSession, node: Served) -> None:
         node.publish(
             "main",
             [b"one", b"two"],
@@ -62,9 +62,7 @@ class TestBatch:
         assert (bytes(two.value), two.key, two.headers, two.offset) == (b"two", None, None, 1)
         assert "headers" not in read(spark, node).columns
 
-    def test_ranges_and_filters_decide_what_is_read(
-        self, spark: SparkSession, node: Served
-    ) -> None:
+    def test_ranges_and_filters_limit_the_rows(self, spark: SparkSession, node: Served) -> None:
         node.publish("main", numbers(0, 100), timestamps=[1_000_000 * n for n in range(100)])
         some = read(spark, node, startingOffsets='{"0": 10}', endingOffsets='{"0": 30}')
         assert some.count() == 20
@@ -80,12 +78,14 @@ class TestBatch:
         finally:
             spark.conf.unset("spark.sql.python.filterPushdown.enabled")
 
-    def test_leaves_the_queue_alone(self, spark: SparkSession, node: Served) -> None:
+    def test_batch_settles_nothing(self, spark: SparkSession, node: Served) -> None:
         node.publish("main", numbers(0, 10))
         assert read(spark, node).count() == read(spark, node).count() == 10
         assert node.queue("main").low == 0
 
-    def test_writes_all_or_nothing(self, spark: SparkSession, node: Served) -> None:
+    def test_batch_is_written_completely_or_not_at_all(
+        self, spark: SparkSession, node: Served
+    ) -> None:
         rows = spark.range(100).selectExpr("cast(id as string) as value", "'k' as key")
         rows.write.format("turnlane").options(endpoint=node.url).mode("append").save("all")
         assert sorted(node.values("all")) == sorted(numbers(0, 100))
@@ -94,7 +94,7 @@ class TestBatch:
             failing.write.format("turnlane").options(endpoint=node.url).mode("append").save("odd")
         assert node.values("odd") == []
 
-    def test_rows_say_where_they_go(self, spark: SparkSession, node: Served) -> None:
+    def test_column_queue_routes_rows(self, spark: SparkSession, node: Served) -> None:
         rows = spark.range(10).selectExpr(
             "cast(id as string) as value", "if(id % 2 = 1, array('odd', 'all'), array('all')) queue"
         )
@@ -111,7 +111,7 @@ class TestBatch:
             "if(id > 1, array(cast(null as string)), array('all', null))",
         ],
     )
-    def test_a_row_without_a_queue_is_no_row_to_lose(
+    def test_row_without_a_queue_fails_the_batch(
         self, queue: str, spark: SparkSession, node: Served
     ) -> None:
         rows = spark.range(0, 10, 1, 1).selectExpr("cast(id as string) value", f"{queue} queue")
@@ -146,28 +146,28 @@ class TestWrongOptions:
             ({"endpoint": "{url}", "queue": "nope"}, "there is no queue 'nope'"),
         ],
     )
-    def test_fail_at_once_by_name(
+    def test_invalid_option_fails_with_its_name(
         self, options: dict[str, str], message: str, spark: SparkSession, node: Served
     ) -> None:
         given = {name: value.format(url=node.url) for name, value in options.items()}
         with pytest.raises(Exception, match=message):
             spark.read.format("turnlane").options(**given).load().count()
 
-    def test_columns_that_a_queue_does_not_take(self, spark: SparkSession, node: Served) -> None:
+    def test_invalid_columns_are_refused(self, spark: SparkSession, node: Served) -> None:
         writer = spark.range(1).write.format("turnlane").option("endpoint", node.url)
         with pytest.raises(AnalysisException, match="no column `value`"):
             writer.mode("append").save("all")
 
 
 class TestStream:
-    def test_available_now_reads_what_there_is(
+    def test_available_now_reads_existing_events(
         self, spark: SparkSession, node: Served, tmp_path: Path
     ) -> None:
         node.publish("main", numbers(0, 1000))
         frame = stream(spark, node, maxOffsetsPerTrigger="300")
         assert sorted(all_rows(frame, tmp_path / "c")) == sorted(numbers(0, 1000))
 
-    def test_goes_on_where_its_checkpoint_is(
+    def test_stream_continues_at_its_checkpoint(
         self, spark: SparkSession, node: Served, tmp_path: Path
     ) -> None:
         node.publish("main", numbers(0, 10))
@@ -177,14 +177,14 @@ class TestStream:
         assert sorted(all_rows(stream(spark, node), tmp_path / "c")) == sorted(numbers(0, 15))
         assert node.queue("main").low == 15
 
-    def test_latest_begins_at_the_end(
+    def test_latest_starts_at_the_end(
         self, spark: SparkSession, node: Served, tmp_path: Path
     ) -> None:
         node.publish("main", numbers(0, 10))
         frame = stream(spark, node, startingOffsets="latest")
         assert all_rows(frame, tmp_path / "c") == []
 
-    def test_exactly_once_into_a_queue_across_restarts(
+    def test_stream_writes_exactly_once_across_restarts(
         self, spark: SparkSession, node: Served, tmp_path: Path
     ) -> None:
         """The commit log of the last batch is lost: Spark writes the batch again, the node not."""
@@ -196,9 +196,7 @@ class TestStream:
                 file.unlink()
         assert sorted(node.values("all")) == sorted(numbers(0, 100))
 
-    def test_lag_is_in_the_progress(
-        self, spark: SparkSession, node: Served, tmp_path: Path
-    ) -> None:
+    def test_progress_has_the_lag(self, spark: SparkSession, node: Served, tmp_path: Path) -> None:
         node.publish("main", numbers(0, 100))
         frame = stream(spark, node, maxOffsetsPerTrigger="40")
         query = into(node, frame, tmp_path / "c")
@@ -207,7 +205,7 @@ class TestStream:
         assert positions(json.loads(first.endOffset)) == {"0": 40}
         assert json.loads(first.latestOffset) == {"0": 100}
 
-    def test_data_that_is_gone_is_not_passed_over_in_silence(
+    def test_lost_events_fail_the_query(
         self, spark: SparkSession, node: Served, tmp_path: Path
     ) -> None:
         node.publish("main", numbers(0, 10))
@@ -219,7 +217,7 @@ class TestStream:
 
 
 class TestLanes:
-    def test_a_commit_publishes_and_moves_the_cursor(
+    def test_commit_publishes_and_moves_the_cursor(
         self, spark: SparkSession, node: Served, tmp_path: Path
     ) -> None:
         node.publish("main", numbers(0, 1000))
@@ -229,7 +227,7 @@ class TestLanes:
         assert sorted(node.values("odd")) == sorted(numbers(0, 1000)[1::2])
         assert sorted(node.values("all")) == sorted(numbers(0, 1000))
 
-    def test_a_run_that_was_superseded_is_over(
+    def test_superseded_run_cannot_commit(
         self, spark: SparkSession, node: Served, tmp_path: Path
     ) -> None:
         node.publish("main", numbers(0, 10))
@@ -260,7 +258,7 @@ def _lane(spark: SparkSession, node: Served, run: str, checkpoint: Path) -> Stre
     )
 
 
-def test_several_nodes_are_partitions(spark: SparkSession, node: Served, tmp_path: Path) -> None:
+def test_each_node_is_a_partition(spark: SparkSession, node: Served, tmp_path: Path) -> None:
     with serving(tmp_path / "second", {"main": {}, "all": {}}) as second:
         node.publish("main", numbers(0, 5))
         second.publish("main", numbers(5, 12))

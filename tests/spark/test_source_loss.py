@@ -65,7 +65,7 @@ def values_in(query: QueueStreamReader, parts: Sequence[InputPartition]) -> list
 
 
 class TestSettling:
-    def test_a_backlog_that_was_not_read_is_left_alone(
+    def test_unread_backlog_is_not_settled(
         self, spark: SparkSession, node: Served, tmp_path: Path
     ) -> None:
         node.publish("main", numbers(0, 100))
@@ -85,7 +85,9 @@ class TestSettling:
             {"startingTimestamp": "10000"},
         ],
     )
-    def test_only_from_where_it_began(self, node: Served, start: dict[str, str]) -> None:
+    def test_settling_starts_where_the_query_began(
+        self, node: Served, start: dict[str, str]
+    ) -> None:
         node.publish("main", numbers(0, 10), timestamps=[1_000_000 * n for n in range(10)])
         query = reader(node.url, **start)
         offset = query.initialOffset()
@@ -96,14 +98,14 @@ class TestSettling:
         assert node.queue("main").low == 0
         assert node.queue("main").find_unsettled(100).spans == [(0, 10)]
 
-    def test_from_the_earliest_it_settles_everything(self, node: Served) -> None:
+    def test_query_from_the_earliest_event_settles_all(self, node: Served) -> None:
         node.publish("main", numbers(0, 10))
         query = reader(node.url)
         offset, rows = drained(query, query.initialOffset())
         query.commit(offset)
         assert (rows, node.queue("main").low) == (10, 10)
 
-    def test_a_batch_is_settled_once_the_next_is_asked_for(self, node: Served) -> None:
+    def test_batch_is_settled_when_the_next_is_requested(self, node: Served) -> None:
         node.publish("main", numbers(0, 10))
         query = reader(node.url)
         offset, rows = batch(query, query.initialOffset())
@@ -111,7 +113,7 @@ class TestSettling:
         assert batch(query, offset) == (offset, 0)
         assert node.queue("main").low == 10
 
-    def test_a_node_that_is_no_longer_there_is_not_told(self, node: Served, second: Served) -> None:
+    def test_removed_node_is_not_settled(self, node: Served, second: Served) -> None:
         node.publish("main", numbers(0, 3))
         query = reader(both(node, second))
         offset, _ = drained(query, query.initialOffset())
@@ -119,8 +121,8 @@ class TestSettling:
         assert node.queue("main").low == 3
 
 
-class TestNodesThatCome:
-    def test_a_query_with_a_checkpoint_reads_them_from_the_beginning(
+class TestAddedNodes:
+    def test_added_node_is_read_from_its_first_event(
         self, spark: SparkSession, node: Served, second: Served, tmp_path: Path
     ) -> None:
         node.publish("main", numbers(0, 10))
@@ -131,7 +133,9 @@ class TestNodesThatCome:
         assert rows_of(run(frame, tmp_path / "c")) == 15
 
     @pytest.mark.parametrize("start", ["latest", '{"0": 0}'])
-    def test_wherever_the_query_began(self, node: Served, second: Served, start: str) -> None:
+    def test_added_node_is_read_from_its_first_event_for_any_start(
+        self, node: Served, second: Served, start: str
+    ) -> None:
         query = reader(node.url, startingOffsets=start)
         offset = query.initialOffset()
         node.publish("main", numbers(0, 5))
@@ -141,7 +145,7 @@ class TestNodesThatCome:
 
 
 class TestLoss:
-    def test_what_somebody_else_settled_is_lost(
+    def test_events_settled_by_another_client_are_lost(
         self, spark: SparkSession, node: Served, tmp_path: Path
     ) -> None:
         node.publish("main", numbers(0, 10))
@@ -152,7 +156,7 @@ class TestLoss:
             run(stream(spark, node), tmp_path / "c")
         assert rows_of(run(stream(spark, node, failOnDataLoss="false"), tmp_path / "c")) == 10
 
-    def test_it_is_told_once(self, node: Served, caplog: pytest.LogCaptureFixture) -> None:
+    def test_loss_is_logged_once(self, node: Served, caplog: pytest.LogCaptureFixture) -> None:
         node.publish("main", numbers(0, 10))
         node.queue("main").settle(0, 5)
         knobs = {"minOffsetsPerTrigger": "100", "failOnDataLoss": "false"}
@@ -161,7 +165,7 @@ class TestLoss:
             query.latestOffset({"0": 2}, ReadAllAvailable())
         assert sum("2 to 4" in record.getMessage() for record in caplog.records) == 1
 
-    def test_what_is_settled_between_planning_and_reading_is_lost(self, node: Served) -> None:
+    def test_events_settled_between_plan_and_read_are_lost(self, node: Served) -> None:
         node.publish("main", numbers(0, 10))
         query = reader(node.url)
         start = query.initialOffset()
@@ -172,7 +176,7 @@ class TestLoss:
         with pytest.raises(DataLost, match=r"queue 'main': on node 0 .* 0 to 4 .*failOnDataLoss"):
             next(rows)
 
-    def test_or_told_and_the_others_are_read(
+    def test_loss_is_logged_and_other_events_are_read(
         self, node: Served, caplog: pytest.LogCaptureFixture
     ) -> None:
         node.publish("main", numbers(0, 10))
@@ -183,7 +187,7 @@ class TestLoss:
         assert values_in(query, parts) == numbers(5, 10)
         assert sum("0 to 4 are gone" in record.getMessage() for record in caplog.records) == 1
 
-    def test_what_is_damaged_is_lost(self, tmp_path: Path) -> None:
+    def test_damaged_events_are_lost(self, tmp_path: Path) -> None:
         with serving(tmp_path / "damaged", QUEUES) as node:
             for first in (0, 10, 20):
                 node.publish("main", numbers(first, first + 10))
@@ -195,7 +199,7 @@ class TestLoss:
             query = reader(node.url, failOnDataLoss="false")
             assert drained(query, query.initialOffset())[1] == 20
 
-    def test_a_batch_query_fails_too(self, node: Served) -> None:
+    def test_batch_query_fails_on_loss(self, node: Served) -> None:
         node.publish("main", numbers(0, 10))
         query = QueueBatchReader(
             ReadOptions.from_spark({"endpoint": node.url, "queue": "main"}), SCHEMA
@@ -205,7 +209,7 @@ class TestLoss:
         with pytest.raises(DataLost, match="0 to 4 are gone"):
             list(query.read(part))
 
-    def test_a_message_names_some_of_what_lies_scattered(self, tmp_path: Path) -> None:
+    def test_message_names_the_first_lost_spans(self, tmp_path: Path) -> None:
         values = [b"value %d." % number for number in range(16)]
         with serving(tmp_path / "damaged", QUEUES) as node:
             for value in values:
@@ -217,13 +221,13 @@ class TestLoss:
             with pytest.raises(DataLost, match=r"offsets 1 to 1, .*, 9 to 9 and 3 more spans"):
                 drained(query, query.initialOffset())
 
-    def test_a_batch_that_is_planned_again_is_looked_at_too(self, node: Served) -> None:
+    def test_repeated_plan_is_checked_for_loss(self, node: Served) -> None:
         node.publish("main", numbers(0, 10))
         node.queue("main").settle(0, 5)
         with pytest.raises(DataLost, match="2 to 4"):
             reader(node.url).partitions({"0": 2}, {"0": 10})
 
-    def test_what_the_query_settled_itself_is_not_lost(self, node: Served) -> None:
+    def test_events_settled_by_the_query_itself_are_no_loss(self, node: Served) -> None:
         node.publish("main", numbers(0, 10))
         query = reader(node.url)
         offset, _ = drained(query, query.initialOffset())
@@ -232,7 +236,7 @@ class TestLoss:
         offset, rows = drained(reader(node.url), offset)
         assert (positions(offset), rows) == ({"0": 12}, 2)
 
-    def test_a_queue_that_was_made_anew_is_read_from_its_beginning(
+    def test_recreated_queue_is_read_from_its_first_event(
         self, spark: SparkSession, node: Served, second: Served, tmp_path: Path
     ) -> None:
         node.publish("main", numbers(0, 100))
@@ -243,7 +247,7 @@ class TestLoss:
         second.publish("main", numbers(50, 120))
         assert rows_of(run(anew, tmp_path / "c")) == 70
 
-    def test_a_queue_that_was_made_anew_is_settled_too(self, node: Served, second: Served) -> None:
+    def test_recreated_queue_is_settled(self, node: Served, second: Served) -> None:
         node.publish("main", numbers(0, 100))
         query = reader(node.url, startingOffsets="latest")
         start = query.initialOffset()
@@ -254,14 +258,14 @@ class TestLoss:
         assert (positions(offset), rows, second.queue("main").low) == ({"0": 50}, 50, 50)
 
 
-class TestSkippingWhatIsSettled:
-    def test_only_what_is_not_settled_is_read(self, node: Served) -> None:
+class TestSkipSettled:
+    def test_only_unsettled_events_are_read(self, node: Served) -> None:
         node.publish("main", numbers(0, 30))
         for span in ((0, 3), (5, 8), (12, 18), (29, 30)):
             node.queue("main").settle(*span)
         assert pending_of(node) == [*numbers(3, 5), *numbers(8, 12), *numbers(18, 29)]
 
-    def test_what_lies_widely_scattered_too(self, node: Served) -> None:
+    def test_scattered_unsettled_events_are_read(self, node: Served) -> None:
         count = 2 * MAX_SPANS + 100
         node.node.create("late", kind="memory")
         node.queue("late").producer().publish_block(block_of(numbers(0, count)))
@@ -269,7 +273,9 @@ class TestSkippingWhatIsSettled:
             node.queue("late").settle(offset, offset + 1)
         assert pending_of(node, "late") == numbers(0, count)[::2]
 
-    def test_a_task_asks_once(self, node: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_task_asks_once_for_unsettled_events(
+        self, node: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         node.publish("main", numbers(0, 30))
         node.queue("main").settle(5, 8)
         asked = []
@@ -283,7 +289,7 @@ class TestSkippingWhatIsSettled:
         assert len(pending_of(node, minPartitions="3")) == 27
         assert len(asked) == 3
 
-    def test_a_batch_that_is_done_again_has_the_same_rows(self, node: Served) -> None:
+    def test_repeated_batch_has_the_same_rows(self, node: Served) -> None:
         node.publish("main", numbers(0, 10))
         node.queue("main").settle(2, 4)
         query = reader(node.url, skipSettled="true")
@@ -293,7 +299,7 @@ class TestSkippingWhatIsSettled:
         again = reader(node.url, skipSettled="true")
         assert values_in(again, again.partitions(start, end)) == expected
 
-    def test_what_somebody_else_settles_meanwhile_is_no_loss(
+    def test_events_settled_by_another_client_are_no_loss(
         self, node: Served, caplog: pytest.LogCaptureFixture
     ) -> None:
         node.publish("main", numbers(0, 10))
@@ -307,7 +313,7 @@ class TestSkippingWhatIsSettled:
         assert values_in(query, parts) == []
         assert "gone" not in caplog.text
 
-    def test_what_cannot_be_read_yet_is_tried_again(self, node: Served) -> None:
+    def test_unreadable_events_are_retried(self, node: Served) -> None:
         """It would be settled with the batch, though nobody has read it."""
         node.node.create("late", kind="memory")
         node.queue("late").producer().publish_block(block_of(numbers(0, 10)))
@@ -344,10 +350,10 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-class TestOutgrown:
+class TestRecreatedQueueWithMoreEvents:
     """A queue that was made anew, and goes farther by now than the query had come."""
 
-    def test_with_spark(self, spark: SparkSession, node: Served, tmp_path: Path) -> None:
+    def test_query_fails_in_spark(self, spark: SparkSession, node: Served, tmp_path: Path) -> None:
         made_anew(node, 0, 100)
         assert rows_of(run(stream(spark, node, "late"), tmp_path / "c")) == 100
         made_anew(node, 1000, 1150)
@@ -360,7 +366,7 @@ class TestOutgrown:
         made_anew(node, 2000, 2150)
         assert rows_of(run(anew, tmp_path / "c")) == 150, "it knows the one from the other"
 
-    def test_a_query_fails_and_settles_nothing(self, node: Served, kind: str) -> None:
+    def test_query_fails_and_settles_nothing(self, node: Served, kind: str) -> None:
         made_anew(node, 0, 100, kind=kind)
         offset = read_up(node)
         made_anew(node, 1000, 1150, kind=kind)
@@ -371,7 +377,9 @@ class TestOutgrown:
         assert node.queue("late").low == 0
 
     @pytest.mark.parametrize("events", [50, 100, 150])
-    def test_or_reads_all_of_it(self, node: Served, kind: str, events: int) -> None:
+    def test_query_without_fail_on_data_loss_reads_all_events(
+        self, node: Served, kind: str, events: int
+    ) -> None:
         made_anew(node, 0, 100, kind=kind)
         offset = read_up(node, startingOffsets="latest")
         made_anew(node, 1000, 1000 + events, kind=kind)
@@ -379,7 +387,7 @@ class TestOutgrown:
         offset, rows = drained(query, offset)
         assert (rows, node.queue("late").low) == (events, events)
 
-    def test_while_the_query_runs(self, node: Served) -> None:
+    def test_recreation_is_noticed_while_the_query_runs(self, node: Served) -> None:
         made_anew(node, 0, 100)
         query = reader(node.url, "late", failOnDataLoss="false")
         offset, _ = drained(query, query.initialOffset())
@@ -387,7 +395,7 @@ class TestOutgrown:
         offset, rows = drained(query, offset)
         assert (positions(offset), rows, node.queue("late").low) == ({"0": 100}, 100, 100)
 
-    def test_what_is_settled_of_it_does_not_count(self, node: Served) -> None:
+    def test_settled_events_of_the_new_queue_do_not_count(self, node: Served) -> None:
         made_anew(node, 0, 100)
         offset = read_up(node)
         made_anew(node, 1000, 1150)
@@ -397,7 +405,7 @@ class TestOutgrown:
         assert (positions(end), rows) == ({"0": 120}, 0)
         assert drained(query, end)[1] == 30
 
-    def test_a_batch_that_is_planned_again_has_nothing_of_it(self, node: Served) -> None:
+    def test_repeated_plan_has_no_events_of_the_new_queue(self, node: Served) -> None:
         made_anew(node, 0, 100)
         query = reader(node.url, "late", maxOffsetsPerTrigger="50")
         begun = query.initialOffset()
@@ -413,7 +421,7 @@ class TestOutgrown:
         assert node.queue("late").low == 0
         assert drained(query, end)[1] == 150
 
-    def test_what_other_nodes_have_is_read_on(self, node: Served, second: Served) -> None:
+    def test_other_nodes_are_read_on(self, node: Served, second: Served) -> None:
         for each in (node, second):
             made_anew(each, 0, 100)
         options = {"failOnDataLoss": "false"}
@@ -425,10 +433,10 @@ class TestOutgrown:
         assert (positions(offset), rows) == ({"0": 150, "1": 110}, 160)
 
 
-class TestCheckpointsOfOld:
+class TestOldCheckpoints:
     """They do not say of which queue they are."""
 
-    def test_they_are_read_on_and_learn_it(self, node: Served) -> None:
+    def test_old_checkpoint_continues_and_gets_the_queue_id(self, node: Served) -> None:
         made_anew(node, 0, 100)
         of_old = {"0": 40, "from": {"0": 10}}
         query = reader(node.url, "late", consume="false", startingOffsets="latest")
@@ -437,7 +445,7 @@ class TestCheckpointsOfOld:
         assert (offset, rows) == (expected, 60)
 
     @pytest.mark.parametrize("least", ["1", "100"])
-    def test_at_once(self, node: Served, least: str) -> None:
+    def test_old_checkpoint_gets_the_queue_id_at_once(self, node: Served, least: str) -> None:
         made_anew(node, 0, 100)
         query = reader(node.url, "late", minOffsetsPerTrigger=least)
         offset, rows = drained(query, {"0": 100})
@@ -446,13 +454,13 @@ class TestCheckpointsOfOld:
         with pytest.raises(DataLost, match="created it again"):
             query.latestOffset(offset, ReadAllAvailable())
 
-    def test_one_that_ends_before_them_is_another(self, node: Served) -> None:
+    def test_queue_that_ends_before_an_old_checkpoint_is_another(self, node: Served) -> None:
         made_anew(node, 0, 50)
         with pytest.raises(DataLost, match="ends at offset 50, before 100"):
             reader(node.url, "late").latestOffset({"0": 100}, ReadAllAvailable())
 
 
-def test_a_lane_does_not_settle_what_it_has_not_read(node: Served) -> None:
+def test_lane_does_not_settle_events_of_another_queue(node: Served) -> None:
     """Lanes with a checkpoint settle by what Spark says of their progress."""
     made_anew(node, 0, 100)
     settling = QuerySettler(

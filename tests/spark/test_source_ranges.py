@@ -32,7 +32,7 @@ def limited(url: str, **options: str) -> int:
 
 
 @pytest.mark.parametrize("options", [{}, {"pushFilters": "true"}])
-def test_a_batch_without_events_has_no_rows(
+def test_batch_without_events_has_no_rows(
     spark: SparkSession, node: Served, options: dict[str, str]
 ) -> None:
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
@@ -62,7 +62,7 @@ def test_offsets_by_node_may_be_earliest_and_latest(spark: SparkSession, node: S
         ({"startingOffsets": '{"1": 3}'}, r"startingOffsets: names nodes \[1\]"),
     ],
 )
-def test_offsets_that_are_not_there_are_told(
+def test_missing_offsets_are_named_in_the_error(
     spark: SparkSession, node: Served, options: dict[str, str], message: str
 ) -> None:
     node.publish("main", numbers(0, 10))
@@ -71,7 +71,7 @@ def test_offsets_that_are_not_there_are_told(
         read(spark, node, **options).count()
 
 
-def test_a_time_is_found_around_what_cannot_be_read(tmp_path: Path) -> None:
+def test_time_is_found_around_unreadable_events(tmp_path: Path) -> None:
     place = tmp_path / "damaged"
     with serving(place, QUEUES) as node:
         for span in ((0, 40), (40, 60), (60, 100)):
@@ -90,7 +90,7 @@ def test_a_time_is_found_around_what_cannot_be_read(tmp_path: Path) -> None:
         ] * 3
 
 
-def test_the_smaller_of_both_limits_is_kept(node: Served) -> None:
+def test_smaller_of_both_limits_applies(node: Served) -> None:
     node.publish("main", [b"x" * 1000] * 100)
     events = limited(node.url, maxBytesPerTrigger="10k")
     assert 1 <= events <= 10
@@ -102,7 +102,7 @@ def test_the_smaller_of_both_limits_is_kept(node: Served) -> None:
     assert positions(everything) == {"0": 100}
 
 
-def test_a_node_that_is_away_has_no_say_in_the_limit(node: Served, tmp_path: Path) -> None:
+def test_node_that_is_away_does_not_affect_the_limit(node: Served, tmp_path: Path) -> None:
     with serving(tmp_path / "second", QUEUES) as second:
         url = both(node, second)
     node.publish("main", [b"x" * 1000] * 100)
@@ -111,7 +111,7 @@ def test_a_node_that_is_away_has_no_say_in_the_limit(node: Served, tmp_path: Pat
     assert 1 <= end["0"] <= 10
 
 
-def test_there_are_as_many_partitions_as_asked_for(node: Served, tmp_path: Path) -> None:
+def test_requested_number_of_partitions_is_reached(node: Served, tmp_path: Path) -> None:
     with serving(tmp_path / "second", QUEUES) as second:
         node.publish("main", numbers(0, 100))
         second.publish("main", numbers(0, 100))

@@ -23,7 +23,7 @@ def node(tmp_path: Path) -> Iterator[Served]:
         yield served
 
 
-def test_a_new_checkpoint_in_the_same_place_writes_anew(
+def test_new_checkpoint_at_the_same_path_writes_again(
     spark: SparkSession, node: Served, tmp_path: Path
 ) -> None:
     node.publish("main", numbers(0, 10))
@@ -35,9 +35,7 @@ def test_a_new_checkpoint_in_the_same_place_writes_anew(
     assert sorted(node.values("all")) == sorted(numbers(0, 20))
 
 
-def test_a_writer_that_is_ahead_is_not_taken_for_a_repeat(
-    spark: SparkSession, node: Served, tmp_path: Path
-) -> None:
+def test_writer_that_is_ahead_fails(spark: SparkSession, node: Served, tmp_path: Path) -> None:
     node.publish("main", numbers(0, 10))
     frame = stream(spark, node, consume="false", maxOffsetsPerTrigger="5")
     into(node, frame, tmp_path / "c", writerId="w").awaitTermination()
@@ -46,14 +44,14 @@ def test_a_writer_that_is_ahead_is_not_taken_for_a_repeat(
     assert sorted(node.values("all")) == sorted(numbers(0, 10))
 
 
-def test_overwriting_is_refused(spark: SparkSession, node: Served) -> None:
+def test_overwrite_is_refused(spark: SparkSession, node: Served) -> None:
     rows = spark.range(3).selectExpr("cast(id as string) as value")
-    with pytest.raises(AnalysisException, match="only ever appended to"):
+    with pytest.raises(AnalysisException, match='only "append" is supported'):
         rows.write.format("turnlane").option("endpoint", node.url).mode("overwrite").save("all")
     assert node.values("all") == []
 
 
-def test_a_writer_is_known_by_its_checkpoints_query(tmp_path: Path) -> None:
+def test_writer_id_is_the_query_of_the_checkpoint(tmp_path: Path) -> None:
     place = tmp_path / "a b"
     assert find_writer_id("w", str(place)) == "w"
     assert find_writer_id(None, None) is None

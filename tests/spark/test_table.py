@@ -96,7 +96,7 @@ def read(spark: SparkSession, url: str, **options: str) -> DataFrame:
     return spark.read.format("turnlane_table").options(url=url, **options).load("mails")
 
 
-def test_rows_are_scheduled_and_read_as_they_are(spark: SparkSession, shop: Shop) -> None:
+def test_rows_are_scheduled_and_read_back(spark: SparkSession, shop: Shop) -> None:
     day = date(2026, 11, 16)
     row = (7, "Zoë", True, Decimal("12.50"), 0.25, b"\x00\xff", day, NOON, '{"a": 1}')
     schema = ddl(
@@ -133,7 +133,7 @@ def utc(naive: datetime) -> datetime:
     return naive.astimezone(UTC)
 
 
-def test_partitions_and_filters_read_their_part(spark: SparkSession, shop: Shop) -> None:
+def test_partitions_and_filters_limit_the_rows(spark: SparkSession, shop: Shop) -> None:
     at = int(NOON.timestamp()) * 10**9
     shop.enqueue(
         [
@@ -160,7 +160,7 @@ def test_partitions_and_filters_read_their_part(spark: SparkSession, shop: Shop)
         spark.conf.unset("spark.sql.python.filterPushdown.enabled")
 
 
-def test_pushed_filters_are_the_databases(shop: Shop) -> None:
+def test_pushed_filters_are_applied_by_the_database(shop: Shop) -> None:
     shop.enqueue([{"customer": n, "subject": f"s{n}"} for n in range(10)])
     source = TurnlaneTableSource({"url": shop.url, "path": "mails", "pushFilters": "true"})
     reader = source.reader(source.schema())
@@ -180,9 +180,7 @@ def test_pushed_filters_are_the_databases(shop: Shop) -> None:
     assert list(reader.read(InputPartition(None))) == []
 
 
-def test_a_stream_schedules_every_batch_once(
-    spark: SparkSession, shop: Shop, tmp_path: Path
-) -> None:
+def test_stream_schedules_each_batch_once(spark: SparkSession, shop: Shop, tmp_path: Path) -> None:
     place, checkpoint = tmp_path / "in", tmp_path / "checkpoint"
     place.mkdir()
 
@@ -214,7 +212,7 @@ def writer(shop: Shop, name: str = "w") -> TableStreamWriter:
     return TableStreamWriter(TableWriteOptions.from_spark(options))
 
 
-def test_what_was_cut_off_is_committed_once_or_not_at_all(shop: Shop) -> None:
+def test_interrupted_batch_is_committed_once_or_not_at_all(shop: Shop) -> None:
     first = writer(shop)
     message = first.write(rows("a", "b"))
     writer(shop).write(rows("of a task that was killed"))
@@ -237,7 +235,7 @@ def test_what_was_cut_off_is_committed_once_or_not_at_all(shop: Shop) -> None:
     assert shop.subjects() == ["a", "b", "c", "d"]
 
 
-def test_a_new_checkpoint_in_the_same_place_writes_anew(shop: Shop, tmp_path: Path) -> None:
+def test_new_checkpoint_at_the_same_path_writes_again(shop: Shop, tmp_path: Path) -> None:
     def commit(query: str, subject: str) -> None:
         (tmp_path / "metadata").write_text(json.dumps({"id": query}))
         options = {"url": shop.url, "table": "mails", "checkpointLocation": str(tmp_path)}
@@ -251,7 +249,7 @@ def test_a_new_checkpoint_in_the_same_place_writes_anew(shop: Shop, tmp_path: Pa
     assert shop.staged() == 0
 
 
-def test_a_writer_that_is_ahead_is_not_written_over(shop: Shop) -> None:
+def test_writer_that_is_ahead_fails(shop: Shop) -> None:
     ahead = writer(shop, "ahead")
     ahead.commit([ahead.write(rows("a"))], 5)
     with pytest.raises(WriterAhead, match=r"'ahead' has written batch 5 .*batch 0"):
@@ -263,11 +261,11 @@ def rows(*names: str) -> Iterator[pa.RecordBatch]:
     return iter([pa.RecordBatch.from_pydict({"subject": list(names)})])
 
 
-def test_mistakes_are_told_before_anything_is_written(spark: SparkSession, shop: Shop) -> None:
+def test_errors_are_raised_before_anything_is_written(spark: SparkSession, shop: Shop) -> None:
     frame = spark.createDataFrame([("x",)], "customr string")
     with pytest.raises(AnalysisException, match="takes no column 'customr'"):
         shop.save(frame)
-    with pytest.raises(AnalysisException, match="only ever appended to"):
+    with pytest.raises(AnalysisException, match='only "append" is supported'):
         frame.write.format("turnlane_table").option("url", shop.url).mode("overwrite").save("mails")
     with pytest.raises(AnalysisException, match="did you mean numPartitions"):
         read(spark, shop.url, numPartition="4")
@@ -275,7 +273,9 @@ def test_mistakes_are_told_before_anything_is_written(spark: SparkSession, shop:
         spark.read.format("turnlane_table").option("url", shop.url).load("mials")
 
 
-def test_shards_are_written_by_key_and_read_together(spark: SparkSession, tmp_path: Path) -> None:
+def test_shards_are_written_by_key_and_read_as_one_table(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     shards = {"-80": f"sqlite:///{tmp_path}/a.db", "80-": f"sqlite:///{tmp_path}/b.db"}
     with connect_shards((url, key_range) for key_range, url in shards.items()) as databases:
         databases.sql("CREATE QUEUE mails (customer BIGINT, subject TEXT) SHARD BY (customer)")

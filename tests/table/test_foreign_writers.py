@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import turnlane
-from tests.table.site import PATIENCE, eventually
+from tests.table.database_fixture import TIMEOUT, eventually
 from turnlane import table
 from turnlane.config import Config
-from turnlane.events import events_of
+from turnlane.events import iterate_events
 from turnlane.service import Service
 
 WRITER = Path(__file__).with_name("foreign_writer.py")
@@ -47,7 +47,7 @@ def service(database: Path, tmp_path: Path) -> Iterator[Service]:
         yield running
 
 
-def test_rows_of_a_foreign_program_all_arrive(service: Service, database: Path) -> None:
+def test_all_rows_of_a_foreign_program_arrive(service: Service, database: Path) -> None:
     """The program connects for every row; the node must not let it delete the write-ahead log."""
     settings = [str(database), "served,copied", str(ROWS), str(SECONDS)]
     expected = {f"p{at}" for at in range(ROWS)}
@@ -58,31 +58,31 @@ def test_rows_of_a_foreign_program_all_arrive(service: Service, database: Path) 
         subprocess.Popen([sys.executable, str(WRITER), *settings]) as writer,
     ):
         while len(received) < ROWS:
-            events = receiver.take(100, timeout=PATIENCE / 2)
+            events = receiver.take(100, timeout=TIMEOUT / 2)
             assert events, f"{len(received)} of {ROWS} rows arrived"
             received += [event["payload"] for event in events]
             receiver.ack(events)
-        assert receiver.flush(PATIENCE)
-        assert writer.wait(PATIENCE) == 0
+        assert receiver.flush(TIMEOUT)
+        assert writer.wait(TIMEOUT) == 0
     assert sorted(received) == sorted(expected)
-    assert copied(service) == expected
-    assert check(database) == "ok"
+    assert read_copied_payloads(service) == expected
+    assert check_integrity(database) == "ok"
 
 
-def copied(service: Service) -> set[str]:
+def read_copied_payloads(service: Service) -> set[str]:
     """The payloads that the input has put into the queue of the node."""
     queue = service.node.queue("main")
     eventually(lambda: queue.end >= ROWS)
     found: set[str] = set()
     start = queue.low
     while (read := queue.read(start, ROWS)) is not None:
-        events = list(events_of(read[1], read[0]))
+        events = list(iterate_events(read[1], read[0]))
         found |= {json.loads(event.value or b"")["payload"] for event in events}
         start += len(events)
     return found
 
 
-def check(database: Path) -> str:
+def check_integrity(database: Path) -> str:
     """What SQLite itself says about the file, in another process and with the node at work."""
     run = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); "
     ask = "print(*c.execute('PRAGMA integrity_check').fetchone())"

@@ -1,4 +1,4 @@
-"""What happens to rows between two looks of a manager: acked, locked, edited by others."""
+"""Rows that others ack, lock or edit between two reads of a manager."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from typing import Any
 
 import psycopg
 import pytest
-from turnlane.table.sql.dialect import Failure, Row
-from turnlane.table.sql.postgres import Postgres
+from turnlane.table.sql.dialect import Row
 
+from tests.table.database_fixture import (
+    TIMEOUT,
+    DatabaseFixture,
+    eventually,
+    payloads,
+    settle,
+    step_until,
+    take,
+)
 from tests.table.servers import PostgresServer
-from tests.table.site import PATIENCE, Site, eventually, payloads, settle, step_until, take
+from turnlane.databases import ErrorKind, Row, load_dialect
 from turnlane.errors import LeadLost, NameTaken
 from turnlane.node.tables import TableStream
 from turnlane.table.event import TableEvent
@@ -25,77 +33,77 @@ from turnlane.table.shards import KeyRange, keyspace_id
 from turnlane.table.store import TableStore
 
 SOON = 20.0
-"""Seconds: long on a busy machine, short beside the ack timeout of these tests."""
+"""Seconds: long on a busy machine, short compared with the ack timeout of these tests."""
 
 
-def _acked(site: Site, queue: TableQueue, event_id: int) -> None:
-    site.execute(f"UPDATE {queue.name} SET state = 'acked' WHERE event_id = {event_id}")
+def _ack_by_sql(db: DatabaseFixture, queue: TableQueue, event_id: int) -> None:
+    db.execute(f"UPDATE {queue.name} SET state = 'acked' WHERE event_id = {event_id}")
 
 
-def _rows(site: Site, queue: TableQueue) -> list[Row]:
-    return site.execute(f"SELECT state, attempts FROM {queue.name} ORDER BY event_id")
+def _read_rows(db: DatabaseFixture, queue: TableQueue) -> list[Row]:
+    return db.execute(f"SELECT state, attempts FROM {queue.name} ORDER BY event_id")
 
 
-def _attached(manager: Manager) -> Receiver:
+def _attach_receiver(manager: Manager) -> Receiver:
     receiver = Receiver()
     manager.attach(receiver)
     return receiver
 
 
-def _received(manager: Manager, receiver: Receiver) -> list[TableEvent]:
-    """The next events that come while the manager is stepped by hand."""
+def _receive_by_hand(manager: Manager, receiver: Receiver) -> list[TableEvent]:
+    """Step the manager by hand until events come; returns them."""
     seen: list[TableEvent] = []
 
-    def came() -> bool:
+    def has_come() -> bool:
         seen.extend(receiver.take(timeout=0))
         return bool(seen)
 
-    step_until(manager, came, SOON)
+    step_until(manager, has_come, SOON)
     return seen
 
 
 # ── events that wait for a receiver ──────────────────────────────────────────────────────────────
 
 
-def test_an_event_acked_by_sql_while_it_waits_at_a_receiver_is_not_given_out(site: Site) -> None:
-    queue = site.queue(ack_timeout="60s")
-    site.fill(queue, 1)
-    with site.manager(queue) as manager:
-        receiver = _attached(manager)
+def test_event_acked_by_sql_while_it_waits_is_not_sent(db: DatabaseFixture) -> None:
+    queue = db.queue(ack_timeout="60s")
+    db.fill(queue, 1)
+    with db.manager(queue) as manager:
+        receiver = _attach_receiver(manager)
         step_until(manager, lambda: manager.in_flight == 1)
-        _acked(site, queue, 1)
+        _ack_by_sql(db, queue, 1)
         step_until(manager, lambda: manager.in_flight == 0)
         assert receiver.take(timeout=0) == []
 
 
-class AckedBehind(TableStore):
-    """Somebody acks what was read, before the manager does anything with it."""
+class AckedAfterReadStore(TableStore):
+    """A store whose rows are acked by plain SQL right after they were read."""
 
-    site: Site
+    db: DatabaseFixture
 
     def read_due(self, *arguments: Any) -> list[Row]:
         rows = super().read_due(*arguments)
         if rows:
-            self.site.execute(f"UPDATE {self.definition.name} SET state = 'acked'")
+            self.db.execute(f"UPDATE {self.definition.name} SET state = 'acked'")
         return rows
 
 
-def test_an_event_of_an_earlier_leader_is_asked_about_before_it_fires(site: Site) -> None:
-    queue = site.queue()
-    site.fill(queue, 1)
-    site.execute(f"UPDATE {queue.name} SET attempts = 1")  # somebody has it, and may ack it
-    store = AckedBehind(site.dialect, queue.definition)
-    store.site = site
-    with site.manager(queue, store) as manager:
-        receiver = _attached(manager)
+def test_event_of_an_earlier_leader_is_checked_before_it_fires(db: DatabaseFixture) -> None:
+    queue = db.queue()
+    db.fill(queue, 1)
+    db.execute(f"UPDATE {queue.name} SET attempts = 1")  # a receiver has it, and may ack it
+    store = AckedAfterReadStore(db.dialect, queue.definition)
+    store.db = db
+    with db.manager(queue, store) as manager:
+        receiver = _attach_receiver(manager)
         step_until(manager, lambda: queue.counts()["acked"] == 1)
         assert manager.counts.fired == 0
         assert receiver.take(timeout=0) == []
 
 
-def test_what_nobody_took_is_not_counted_as_an_attempt(site: Site) -> None:
-    queue = site.queue(ack_timeout="200ms", max_attempts=1)
-    site.fill(queue, 1)
+def test_event_not_taken_does_not_count_as_an_attempt(db: DatabaseFixture) -> None:
+    queue = db.queue(ack_timeout="200ms", max_attempts=1)
+    db.fill(queue, 1)
     with queue.receive() as receiver:
         manager = queue.manager()
         eventually(lambda: manager.counts.fired == 1 and manager.in_flight == 0, SOON)
@@ -104,117 +112,117 @@ def test_what_nobody_took_is_not_counted_as_an_attempt(site: Site) -> None:
     eventually(lambda: queue.counts()["dead"] == 1)  # it was received once, and not acked
 
 
-def test_what_a_receiver_never_took_goes_to_another_at_once(site: Site) -> None:
-    queue = site.queue(ack_timeout="60s", ordering="key")
-    with site.transaction() as connection:
+def test_event_not_taken_goes_to_another_receiver_at_once(db: DatabaseFixture) -> None:
+    queue = db.queue(ack_timeout="60s", ordering="key")
+    with db.transaction() as connection:
         for payload in ("first", "second"):
             queue.enqueue(connection, {"user_id": 1, "payload": payload})
-    with site.manager(queue) as manager:
-        receiver = _attached(manager)
-        step_until(manager, lambda: _rows(site, queue)[0] == ("fired", 1))
+    with db.manager(queue) as manager:
+        receiver = _attach_receiver(manager)
+        step_until(manager, lambda: _read_rows(db, queue)[0] == ("fired", 1))
         receiver.close()
-        other = _attached(manager)
-        seen = _received(manager, other)
+        other = _attach_receiver(manager)
+        seen = _receive_by_hand(manager, other)
         assert payloads(seen) == ["first"]
         assert seen[0].attempts == 0
 
 
-def test_what_nobody_took_is_as_if_never_fired_when_the_manager_closes(site: Site) -> None:
-    queue = site.queue(ack_timeout="60s")
-    site.fill(queue, 1)
-    with site.manager(queue) as manager:
-        _attached(manager)
-        step_until(manager, lambda: _rows(site, queue) == [("fired", 1)])
-    assert _rows(site, queue) == [("to_be_fired", 0)]
+def test_event_not_taken_is_unmarked_when_the_manager_closes(db: DatabaseFixture) -> None:
+    queue = db.queue(ack_timeout="60s")
+    db.fill(queue, 1)
+    with db.manager(queue) as manager:
+        _attach_receiver(manager)
+        step_until(manager, lambda: _read_rows(db, queue) == [("fired", 1)])
+    assert _read_rows(db, queue) == [("to_be_fired", 0)]
 
 
 # ── acks that are lost ───────────────────────────────────────────────────────────────────────────
 
 
-def test_every_thread_hears_of_acks_that_were_lost(site: Site) -> None:
-    queue = site.queue(lease="60s", ack_timeout="60s")
-    site.fill(queue, 3)
+def test_every_thread_hears_of_lost_acks(db: DatabaseFixture) -> None:
+    queue = db.queue(lease="60s", ack_timeout="60s")
+    db.fill(queue, 3)
     with queue.receive() as receiver, ThreadPoolExecutor(1) as other:
         stored, lost, both = take(receiver, 3)
         settle(receiver, [stored])
-        assert other.submit(receiver.flush, PATIENCE).result()
-        _take_the_lead_away(site, queue)
+        assert other.submit(receiver.flush, TIMEOUT).result()
+        _take_lease_away(db, queue)
         receiver.ack([lost, both])
         eventually(lambda: queue.manager().lost_acks > 0)
         with pytest.raises(LeadLost):
-            receiver.flush(PATIENCE)
+            receiver.flush(TIMEOUT)
         with pytest.raises(LeadLost):
-            other.submit(receiver.flush, PATIENCE).result()
-        assert receiver.flush(PATIENCE)  # it was told
-        assert receiver.flush(PATIENCE, [stored])
+            other.submit(receiver.flush, TIMEOUT).result()
+        assert receiver.flush(TIMEOUT)  # this thread knows it already
+        assert receiver.flush(TIMEOUT, [stored])
         for _ in range(2):
             with pytest.raises(LeadLost):
-                receiver.flush(PATIENCE, [stored, lost])
+                receiver.flush(TIMEOUT, [stored, lost])
 
 
-def test_an_ack_over_http_that_was_lost_is_refused_however_often_it_comes(site: Site) -> None:
-    queue = site.queue(lease="60s", ack_timeout="60s")
-    site.fill(queue, 2)
+def test_lost_ack_over_http_is_refused_every_time(db: DatabaseFixture) -> None:
+    queue = db.queue(lease="60s", ack_timeout="60s")
+    db.fill(queue, 2)
     with TableStream(queue.name, queue.receive(), queue.definition) as stream:
         sent = 0
         while sent < 2:
             sent += sum(block.num_rows for _, block in stream.take(SOON))
-        assert stream.store([(0, 1)], PATIENCE)
-        _take_the_lead_away(site, queue)
+        assert stream.store([(0, 1)], TIMEOUT)
+        _take_lease_away(db, queue)
         for _ in range(2):
             with pytest.raises(LeadLost):
-                stream.store([(1, 2)], PATIENCE)
-        assert stream.store([(0, 1)], PATIENCE)
+                stream.store([(1, 2)], TIMEOUT)
+        assert stream.store([(0, 1)], TIMEOUT)
 
 
-def _take_the_lead_away(site: Site, queue: TableQueue) -> None:
+def _take_lease_away(db: DatabaseFixture, queue: TableQueue) -> None:
     taken = "SET token = token + 1, expires_at = 0"
-    site.execute(f"UPDATE turnlane_lease {taken} WHERE queue = '{queue.name}'")
+    db.execute(f"UPDATE turnlane_lease {taken} WHERE queue = '{queue.name}'")
 
 
 # ── order ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("how", ["ack", "sql", "cancel"])
-def test_a_key_does_not_wait_for_a_retry_that_was_settled(site: Site, how: str) -> None:
-    queue = site.queue(ordering="key", window="1s", ack_timeout="2s")
-    with site.transaction() as connection:
+def test_settled_retry_releases_its_key(db: DatabaseFixture, how: str) -> None:
+    queue = db.queue(ordering="key", window="1s", ack_timeout="2s")
+    with db.transaction() as connection:
         for payload in ("first", "second"):
             queue.enqueue(connection, {"user_id": 1, "payload": payload})
     with queue.receive() as receiver:
         (first,) = take(receiver, 1)
-        first.nack(delay=3600)  # far beyond the window
-        eventually(lambda: _rows(site, queue)[0] == ("to_be_fired", 1))
+        first.nack(delay=3600)  # far after the window
+        eventually(lambda: _read_rows(db, queue)[0] == ("to_be_fired", 1))
         if how == "ack":
             first.ack()
         elif how == "sql":
-            _acked(site, queue, first.id)
+            _ack_by_sql(db, queue, first.id)
         else:
             queue.cancel([first.id])
         assert payloads(take(receiver, 1, SOON)) == ["second"]
 
 
-class NotYet(TableStore):
-    """Its clock is a little behind what the manager thinks: the first mark comes too early."""
+class LateClockStore(TableStore):
+    """A store whose clock is a little late: the first mark comes too early."""
 
     early = True
 
-    def mark(self, token: int, ids: Sequence[int]) -> set[int]:
+    def mark_fired(self, token: int, ids: Sequence[int]) -> set[int]:
         if self.early:
             self.early = False
             return set()
-        return super().mark(token, ids)
+        return super().mark_fired(token, ids)
 
 
-def test_an_event_that_is_not_quite_due_keeps_its_place(site: Site) -> None:
-    queue = site.queue(ordering="key")
-    with site.transaction() as connection:
+def test_event_not_quite_due_keeps_its_key(db: DatabaseFixture) -> None:
+    queue = db.queue(ordering="key")
+    with db.transaction() as connection:
         for payload in ("first", "second"):
             queue.enqueue(connection, {"user_id": 1, "payload": payload}, delay=1.5)
-    store = NotYet(site.dialect, queue.definition)
-    with site.manager(queue, store) as manager:
-        receiver = _attached(manager)
-        seen = _received(manager, receiver)
+    store = LateClockStore(db.dialect, queue.definition)
+    with db.manager(queue, store) as manager:
+        receiver = _attach_receiver(manager)
+        seen = _receive_by_hand(manager, receiver)
         assert not store.early
         assert payloads(seen) == ["first"]
 
@@ -222,19 +230,19 @@ def test_an_event_that_is_not_quite_due_keeps_its_place(site: Site) -> None:
 # ── rows that others hold, and old ones ──────────────────────────────────────────────────────────
 
 
-def test_an_ack_in_an_open_transaction_holds_nothing_up(served_site: Site) -> None:
-    site = served_site
-    queue = site.queue(ack_timeout="2s")
-    site.fill(queue, 2)
+def test_ack_in_an_open_transaction_blocks_no_other_event(server_db: DatabaseFixture) -> None:
+    db = server_db
+    queue = db.queue(ack_timeout="2s")
+    db.fill(queue, 2)
     with queue.receive() as receiver:
         locked, other = take(receiver, 2)
-        with contextlib.suppress(ZeroDivisionError), site.transaction() as connection:
+        with contextlib.suppress(ZeroDivisionError), db.transaction() as connection:
             assert queue.ack(connection, [locked.id]) == 1
-            # The other one is marked, retried, received and acked, and so are new ones.
+            # The other event is marked, retried, received and acked; new ones too.
             (again,) = take(receiver, 1, SOON)
             assert again.id == other.id
             settle(receiver, [again])
-            site.fill(queue, 1)
+            db.fill(queue, 1)
             settle(receiver, take(receiver, 1, SOON))
             raise ZeroDivisionError
         (back,) = take(receiver, 1, SOON)
@@ -245,143 +253,143 @@ def test_an_ack_in_an_open_transaction_holds_nothing_up(served_site: Site) -> No
 
 @pytest.mark.parametrize("retention", ["0s", "1h"])
 @pytest.mark.parametrize("group", [None, "g"])
-def test_a_row_that_is_locked_holds_up_no_ack_but_its_own(
-    served_site: Site, retention: str, group: str | None
+def test_locked_row_delays_only_its_own_ack(
+    server_db: DatabaseFixture, retention: str, group: str | None
 ) -> None:
-    site = served_site
-    queue = site.queue(ack_timeout="60s", retention=retention)
-    site.fill(queue, 4, event_group=group)
+    db = server_db
+    queue = db.queue(ack_timeout="60s", retention=retention)
+    db.fill(queue, 4, event_group=group)
     with queue.receive(prefetch=2) as first, queue.receive(prefetch=2) as second:
         mine, others = take(first, 2), take(second, 2)
-        with site.transaction() as connection:
-            # As a user does who changes a column of his own.
+        with db.transaction() as connection:
+            # Like a user who changes a column.
             change = f"UPDATE {queue.name} SET payload = 'x' WHERE event_id = {mine[0].id}"
             connection.cursor().execute(change)
             first.ack(mine)
             assert not first.flush(0.5), "an ack was confirmed that is not stored"
             settle(second, others)
             unsettled = f"SELECT event_id FROM {queue.name} WHERE state <> 'acked'"
-            eventually(lambda: site.execute(unsettled) == [(mine[0].id,)], SOON)
+            eventually(lambda: db.execute(unsettled) == [(mine[0].id,)], SOON)
         assert first.flush(SOON)
-        assert site.execute(unsettled) == []
+        assert db.execute(unsettled) == []
 
 
-def test_an_event_fires_with_the_last_ack_of_its_group(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+def test_last_ack_of_a_group_fires_the_waiting_event(
+    db: DatabaseFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No sweep and no round of the collector is needed for it."""
-    monkeypatch.setattr("turnlane.table.fetcher.SWEEP_SECONDS", 600.0)
+    """It needs no sweep and no round of the collector."""
+    monkeypatch.setattr("turnlane.table.row_finder.SWEEP_SECONDS", 600.0)
     monkeypatch.setattr("turnlane.table.leader.COLLECT_SECONDS", 600.0)
-    queue = site.queue(ack_timeout="30m", window="1h")
+    queue = db.queue(ack_timeout="30m", window="1h")
     with queue.receive() as receiver:
-        site.fill(queue, 1)
+        db.fill(queue, 1)
         settle(receiver, take(receiver, 1))  # the first sweep is over
-        with site.transaction() as connection:
+        with db.transaction() as connection:
             for _ in range(2):
                 queue.enqueue(connection, {"payload": "member"}, group="g")
             queue.enqueue(connection, {"payload": "last"}, after_group="g")
         for event in take(receiver, 2):
             settle(receiver, [event])
         assert payloads(take(receiver, 1, SOON)) == ["last"]
-        with site.transaction() as connection:  # of a group that nobody is a member of
+        with db.transaction() as connection:  # a group without members
             queue.enqueue(connection, {"payload": "alone"}, after_group="h")
         assert payloads(take(receiver, 1, SOON)) == ["alone"]
 
 
 @pytest.mark.parametrize("count", [1, 5_000])
-def test_what_a_long_transaction_committed_fires_within_seconds(
-    served_site: Site, count: int, monkeypatch: pytest.MonkeyPatch
+def test_events_of_a_long_transaction_fire_within_seconds(
+    server_db: DatabaseFixture, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its events were due an hour ago, and their ids are long passed by."""
-    site = served_site
-    monkeypatch.setattr("turnlane.table.id_gaps.STALE_AFTER", 0.0)
-    queue = site.queue(retention="1h")
-    an_hour_ago = site.now() - 3600 * 10**9
+    """Its events were due an hour ago, and their ids are far below the highest one."""
+    db = server_db
+    monkeypatch.setattr("turnlane.table.row_finder.STALE_AFTER", 0.0)
+    queue = db.queue(retention="1h")
+    an_hour_ago = db.now() - 3600 * 10**9
     with queue.receive() as receiver:
-        site.fill(queue, 1)  # so that the manager leads, and misses ids from here on
+        db.fill(queue, 1)  # now the manager leads, and higher ids can be missing
         settle(receiver, take(receiver, 1))
-        with site.transaction() as connection:
+        with db.transaction() as connection:
             slow = [{"user_id": at, "fire_at": an_hour_ago} for at in range(count)]
             queue.enqueue_many(connection, slow)
             for _ in range(3):
-                site.fill(queue, 1)
+                db.fill(queue, 1)
                 settle(receiver, take(receiver, 1))
             queue.enqueue(connection, {"user_id": -1, "fire_at": an_hour_ago})
-            lapsed = queue.manager()._reign.reader._gaps.lapsed  # type: ignore[union-attr]
+            lapsed = queue.manager()._term.finder._gaps.stale  # type: ignore[union-attr]
             eventually(lambda: bool(lapsed))
         seen = 0
         while seen <= count:
             events = receiver.take(timeout=SOON)
-            assert events, f"{seen} came"
+            assert events, f"{seen} has_come"
             settle(receiver, events)
             seen += len(events)
 
 
-def test_what_was_rolled_back_is_asked_for_only_while_it_may_appear(
-    served_site: Site, monkeypatch: pytest.MonkeyPatch
+def test_rolled_back_ids_are_read_only_while_they_may_appear(
+    server_db: DatabaseFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site = served_site
-    monkeypatch.setattr("turnlane.table.id_gaps.STALE_AFTER", 0.0)
-    monkeypatch.setattr("turnlane.table.fetcher.STALE_POLL", 0.05)
-    queue = site.queue()
+    db = server_db
+    monkeypatch.setattr("turnlane.table.row_finder.STALE_AFTER", 0.0)
+    monkeypatch.setattr("turnlane.table.row_finder.STALE_POLL", 0.05)
+    queue = db.queue()
     with queue.receive() as receiver:
-        site.fill(queue, 1)
+        db.fill(queue, 1)
         settle(receiver, take(receiver, 1))
-        with contextlib.suppress(ZeroDivisionError), site.transaction() as connection:
+        with contextlib.suppress(ZeroDivisionError), db.transaction() as connection:
             queue.enqueue(connection, {"payload": "never"})
             raise ZeroDivisionError
-        site.fill(queue, 1)
+        db.fill(queue, 1)
         settle(receiver, take(receiver, 1))
-        lapsed = queue.manager()._reign.reader._gaps.lapsed  # type: ignore[union-attr]
-        eventually(lambda: bool(lapsed.ids) or site.dialect.running is not None, SOON)
-        # MySQL does not say which transactions are open: there the last ones are kept.
-        eventually(lambda: not lapsed.ids or site.dialect.running is None, SOON)
+        lapsed = queue.manager()._term.finder._gaps.stale  # type: ignore[union-attr]
+        eventually(lambda: bool(lapsed.ids) or db.dialect.snapshot_query is not None, SOON)
+        # MySQL does not say which transactions are open: there the last ids stay.
+        eventually(lambda: not lapsed.ids or db.dialect.snapshot_query is None, SOON)
 
 
-def test_a_transaction_that_is_older_than_the_lead_is_not_overlooked(
+def test_transaction_older_than_the_lease_is_not_missed(
     postgres: PostgresServer,
 ) -> None:
-    with Site(postgres.url, postgres) as site:
-        queue = site.queue(retention="1h")
-        with site.transaction() as connection:
-            row = {"payload": "slow", "fire_at": site.now() - 3600 * 10**9}
+    with DatabaseFixture(postgres.url, postgres) as db:
+        queue = db.queue(retention="1h")
+        with db.transaction() as connection:
+            row = {"payload": "slow", "fire_at": db.now() - 3600 * 10**9}
             queue.enqueue_many(connection, [row])
-            site.fill(queue, 1)  # the manager will begin above it
+            db.fill(queue, 1)  # the manager begins above it
             receiver = queue.receive()
             settle(receiver, take(receiver, 1))
         assert payloads(take(receiver, 1, SOON)) == ["slow"]
         receiver.close()
 
 
-def test_old_events_that_no_receiver_covered_come_to_one_that_does(site: Site) -> None:
-    queue = site.queue()
-    site.fill(queue, 20, fire_at=site.now() - 3600 * 10**9)
+def test_old_events_reach_a_receiver_that_covers_them_later(db: DatabaseFixture) -> None:
+    queue = db.queue()
+    db.fill(queue, 20, fire_at=db.now() - 3600 * 10**9)
     with queue.receive("-80") as receiver:
-        lower = take(receiver, _share(queue, "-80"))
+        lower = take(receiver, _count_in_range(queue, "-80"))
         settle(receiver, lower)
         with queue.receive("80-") as other:
             settle(other, take(other, 20 - len(lower), SOON))
 
 
-def test_a_full_receiver_holds_up_no_other_key_range(site: Site) -> None:
-    queue = site.queue(ack_timeout="60s")
-    site.fill(queue, 400)
-    upper = _share(queue, "80-")
+def test_full_receiver_does_not_delay_other_key_ranges(db: DatabaseFixture) -> None:
+    queue = db.queue(ack_timeout="60s")
+    db.fill(queue, 400)
+    upper = _count_in_range(queue, "80-")
     with queue.receive("-80", prefetch=1) as full, queue.receive("80-", prefetch=5) as receiver:
-        take(full, 1)  # and it is never acked
+        take(full, 1)  # it is never acked
         for _ in range(upper):
             settle(receiver, take(receiver, 1, SOON))
 
 
-def _share(queue: TableQueue, key_range: str) -> int:
-    return len(queue.scan.ids(EventSelection(key_range=KeyRange.parse(key_range))))
+def _count_in_range(queue: TableQueue, key_range: str) -> int:
+    return len(queue.scan.read_ids(EventSelection(key_range=KeyRange.parse(key_range))))
 
 
 # ── events through the manager ───────────────────────────────────────────────────────────────────
 
 
-class LostThen(TableStore):
-    """Another manager takes the lead right after events were written."""
+class LeaseLostAfterInsertStore(TableStore):
+    """A store whose lease is taken by another manager right after an insert."""
 
     def insert_fired(self, token: int, columns: Sequence[str], rows: Sequence[Row]) -> list[int]:
         ids = super().insert_fired(token, columns, rows)
@@ -390,55 +398,55 @@ class LostThen(TableStore):
 
     lost = False
 
-    def renew(self, token: int, seconds: float) -> int:
+    def renew_lease(self, token: int, seconds: float) -> int:
         if self.lost:
             self.lost = False
             raise LeadLost("another manager leads")
-        return super().renew(token, seconds)
+        return super().renew_lease(token, seconds)
 
 
-def test_what_was_stored_before_the_lead_was_lost_is_not_stored_twice(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+def test_event_stored_before_the_lease_was_lost_is_not_stored_twice(
+    db: DatabaseFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue = site.queue()
-    store = LostThen(site.dialect, queue.definition)
-    with site.manager(queue, store) as manager:
-        _attached(manager)
-        step_until(manager, lambda: manager.fires and manager.receivers == 1)
+    queue = db.queue()
+    store = LeaseLostAfterInsertStore(db.dialect, queue.definition)
+    with db.manager(queue, store) as manager:
+        _attach_receiver(manager)
+        step_until(manager, lambda: manager.can_fire and manager.receivers == 1)
         monkeypatch.setattr("turnlane.table.lease.WRITE_PROOF_SECONDS", 0.0)
         assert not manager.enqueue([{"payload": "once"}], timeout=0)
         step_until(manager, lambda: manager.counts.lost_leads == 1)
         monkeypatch.undo()
-        step_until(manager, lambda: manager.fires)
+        step_until(manager, lambda: manager.can_fire)
         assert sum(queue.counts().values()) == 1
 
 
-def test_a_manager_of_a_queue_that_was_made_anew_changes_nothing(site: Site) -> None:
-    queue = site.queue()
-    store = TableStore(site.dialect, queue.definition)
-    old = store.acquire("old", 60.0)
-    site.database.catalog.drop(queue.name)
-    site.database.catalog.create(queue.definition)
-    site.fill(queue, 1)
-    new = store.acquire("new", 60.0)
+def test_manager_of_a_recreated_queue_changes_nothing(db: DatabaseFixture) -> None:
+    queue = db.queue()
+    store = TableStore(db.dialect, queue.definition)
+    old = store.acquire_lease("old", 60.0)
+    db.database.catalog.drop(queue.name)
+    db.database.catalog.create(queue.definition)
+    db.fill(queue, 1)
+    new = store.acquire_lease("new", 60.0)
     assert old is not None
     assert new is not None
     with pytest.raises(LeadLost):
-        store.ack(old.token, [1])
+        store.store_acks(old.token, [1])
     assert queue.counts()["to_be_fired"] == 1
     store.close()
 
 
 @pytest.mark.parametrize("column", ["fire_at", "priority", "attempts"])
-def test_a_row_that_is_no_event_is_refused(site: Site, column: str) -> None:
-    queue = site.queue()
-    site.fill(queue, 1)
+def test_invalid_row_is_refused(db: DatabaseFixture, column: str) -> None:
+    queue = db.queue()
+    db.fill(queue, 1)
     for statement in (
         f"INSERT INTO {queue.name} (payload, {column}) VALUES ('x', 'soon')",
         f"UPDATE {queue.name} SET {column} = 'soon'",
     ):
-        with pytest.raises(site.dialect.error):
-            site.execute(statement)
+        with pytest.raises(db.dialect.error):
+            db.execute(statement)
     with queue.receive() as receiver:
         settle(receiver, take(receiver, 1))
 
@@ -447,20 +455,20 @@ UNREADABLE = {
     "sqlite": ("payload TEXT", "payload", "CAST(x'ff' AS TEXT)"),
     "postgres": ("day DATE, moment TIMESTAMP", "day", "'infinity'"),
 }
-"""What a database takes and its driver cannot give: columns, one of them, and a value."""
+"""Values that a database stores and its driver cannot read: columns, one column, a value."""
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_a_row_that_cannot_be_read_stops_no_other(site: Site, when: str) -> None:
-    if site.kind == "mysql":
-        return  # its driver reads all that it takes
-    columns, column, value = UNREADABLE[site.kind]
-    queue = site.queue(f"user_id BIGINT, {columns}")
+def test_unreadable_row_does_not_stop_others(db: DatabaseFixture, when: str) -> None:
+    if db.kind == "mysql":
+        return  # its driver reads every value
+    columns, column, value = UNREADABLE[db.kind]
+    queue = db.queue(f"user_id BIGINT, {columns}")
     insert = f"INSERT INTO {queue.name} (user_id, {column}) VALUES (%s, {value})"
     good = [{"user_id": at} for at in range(20)]
     with contextlib.ExitStack() as opened:
         receiver = None if when == "before" else opened.enter_context(queue.receive())
-        with site.transaction() as connection:
+        with db.transaction() as connection:
             for at in (100, 101):
                 queue.enqueue_many(connection, good[10 * (at - 100) :][:10])
                 connection.cursor().execute(insert % at)
@@ -472,15 +480,15 @@ def test_a_row_that_cannot_be_read_stops_no_other(site: Site, when: str) -> None
         assert queue.manager().counts.lost_leads == 0
         dead = queue.peek("dead")
         assert ["cannot be read" in row["last_error"] for row in dead] == [True, True]
-        site.execute(f"UPDATE {queue.name} SET {column} = NULL")
+        db.execute(f"UPDATE {queue.name} SET {column} = NULL")
         assert queue.retry() == 2
         assert sorted(event["user_id"] for event in take(receiver, 2)) == [100, 101]
 
 
-def test_a_key_that_cannot_be_read_stops_no_other(tmp_path: Path) -> None:
-    with Site(f"sqlite:///{tmp_path}/queue.db", None) as site:
-        queue = site.queue("user_id TEXT")
-        with site.transaction() as connection:
+def test_unreadable_key_does_not_stop_others(tmp_path: Path) -> None:
+    with DatabaseFixture(f"sqlite:///{tmp_path}/queue.db", None) as db:
+        queue = db.queue("user_id TEXT")
+        with db.transaction() as connection:
             connection.execute(f"INSERT INTO {queue.name} (user_id) VALUES (CAST(x'ff' AS TEXT))")
             queue.enqueue_many(connection, [{"user_id": str(at)} for at in range(20)])
         with queue.receive("-80") as lower, queue.receive("80-") as upper:
@@ -490,11 +498,11 @@ def test_a_key_that_cannot_be_read_stops_no_other(tmp_path: Path) -> None:
         assert queue.counts()["dead"] == 1
 
 
-def test_no_number_of_attempts_stops_the_manager(site: Site) -> None:
-    queue = site.queue(ack_timeout="1s")
-    site.fill(queue, 3)
-    site.execute(f"UPDATE {queue.name} SET attempts = 2147483647 WHERE event_id = 1")
-    site.execute(f"UPDATE {queue.name} SET attempts = -2147483648 WHERE event_id = 2")
+def test_any_number_of_attempts_is_accepted(db: DatabaseFixture) -> None:
+    queue = db.queue(ack_timeout="1s")
+    db.fill(queue, 3)
+    db.execute(f"UPDATE {queue.name} SET attempts = 2147483647 WHERE event_id = 1")
+    db.execute(f"UPDATE {queue.name} SET attempts = -2147483648 WHERE event_id = 2")
     with queue.receive() as receiver:
         events = take(receiver, 3)
         settle(receiver, [event for event in events if event.id != 1])
@@ -502,58 +510,58 @@ def test_no_number_of_attempts_stops_the_manager(site: Site) -> None:
         assert queue.manager().counts.lost_leads == 0
 
 
-def test_a_fired_event_of_any_time_is_collected(site: Site) -> None:
-    queue = site.queue(ack_timeout="200ms")
-    site.fill(queue, 1)
-    site.execute(f"UPDATE {queue.name} SET fire_at = -1, state = 'fired', attempts = 1")
+def test_forgotten_fired_event_with_any_fire_time_is_collected(db: DatabaseFixture) -> None:
+    queue = db.queue(ack_timeout="200ms")
+    db.fill(queue, 1)
+    db.execute(f"UPDATE {queue.name} SET fire_at = -1, state = 'fired', attempts = 1")
     with queue.receive() as receiver:
         settle(receiver, take(receiver, 1, SOON))
 
 
-def test_every_event_that_the_last_leader_may_have_died_of_is_marked_first(site: Site) -> None:
-    queue = site.queue(window_events=10, ack_timeout="60s")
-    store = TableStore(site.dialect, queue.definition)
-    assert store.acquire("dies", 0.0) is not None
+def test_events_that_may_have_killed_the_last_leader_are_marked_first(db: DatabaseFixture) -> None:
+    queue = db.queue(window_events=10, ack_timeout="60s")
+    store = TableStore(db.dialect, queue.definition)
+    assert store.acquire_lease("dies", 0.0) is not None
     store.close()
-    site.fill(queue, 40)
-    with site.manager(queue) as manager:
-        receiver = _attached(manager)
+    db.fill(queue, 40)
+    with db.manager(queue) as manager:
+        receiver = _attach_receiver(manager)
         seen = 0
         while seen < 40:
-            events = _received(manager, receiver)
-            rows = dict(site.execute(f"SELECT event_id, state FROM {queue.name}"))
+            events = _receive_by_hand(manager, receiver)
+            rows = dict(db.execute(f"SELECT event_id, state FROM {queue.name}"))
             assert {rows[event.id] for event in events} == {"fired"}
             receiver.ack(events)
             seen += len(events)
 
 
-def test_groups_that_wait_cost_no_statement_each(site: Site) -> None:
-    queue = site.queue()
-    store = TableStore(site.dialect, queue.definition)
-    with site.transaction() as connection:
+def test_waiting_groups_cost_no_statement_each(db: DatabaseFixture) -> None:
+    queue = db.queue()
+    store = TableStore(db.dialect, queue.definition)
+    with db.transaction() as connection:
         for at in range(20):
             queue.enqueue(connection, {"user_id": at}, group=f"g{at}")
             queue.enqueue(connection, {"user_id": at}, after_group=f"g{at}")
-    grant = store.acquire("me", 60.0)
+    grant = store.acquire_lease("me", 60.0)
     assert grant is not None
-    site.execute(f"UPDATE {queue.name} SET state = 'acked' WHERE event_group = 'g7'")
+    db.execute(f"UPDATE {queue.name} SET state = 'acked' WHERE event_group = 'g7'")
     before = store.session.statements
     assert store.release_groups(grant.token) == 1
     assert store.session.statements - before < 10
     store.close()
 
 
-def test_what_a_database_refuses_is_told_in_our_words(site: Site) -> None:
-    queue = site.queue()
+def test_refused_insert_raises_a_turnlane_error(db: DatabaseFixture) -> None:
+    queue = db.queue()
     with pytest.raises(NameTaken):
         queue.insert([{"payload": "p", "event_name": "once"}] * 2)
     assert queue.counts()["to_be_fired"] == 0
 
 
 @pytest.mark.parametrize("delay", [None, 1e12, float("inf"), float("nan")])
-def test_no_nack_stops_the_manager(site: Site, delay: float | None) -> None:
-    queue = site.queue(retention="1h")
-    site.fill(queue, 2)
+def test_any_nack_delay_is_accepted(db: DatabaseFixture, delay: float | None) -> None:
+    queue = db.queue(retention="1h")
+    db.fill(queue, 2)
     with queue.receive() as receiver:
         event, other = take(receiver, 2)
         event.nack(delay, "a\0b\ud800" + "x" * 100_000)
@@ -562,7 +570,13 @@ def test_no_nack_stops_the_manager(site: Site, delay: float | None) -> None:
         assert queue.manager().counts.lost_leads == 0
 
 
-def test_a_value_that_postgresql_cannot_have_is_no_failure_of_the_database() -> None:
-    dialect = Postgres("postgresql://nowhere/none")
-    assert dialect.failure(psycopg.DataError("text cannot contain NUL")) is Failure.OTHER
-    assert dialect.failure(psycopg.OperationalError("connection refused")) is Failure.DISCONNECTED
+def test_value_that_postgresql_refuses_is_not_a_database_failure() -> None:
+    dialect = load_dialect("postgresql://nowhere/none")
+    assert (
+        dialect.classify_error(psycopg.DataError("text cannot contain NUL"))
+        is ErrorKind.REFUSED_DATA
+    )
+    assert (
+        dialect.classify_error(psycopg.OperationalError("connection refused"))
+        is ErrorKind.UNAVAILABLE
+    )

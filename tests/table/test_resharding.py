@@ -1,4 +1,4 @@
-"""Resharding: nothing is lost, nothing acked comes again, whoever dies when."""
+"""Resharding: no event is lost and no acked event comes again, no matter which process dies."""
 
 from __future__ import annotations
 
@@ -15,44 +15,50 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from turnlane.table.url import dialect_of
 
-from tests.table.mortal import Killed
-from tests.table.shard_site import OPTIONS, ShardOracle, ShardSite, sqlite_site, sqlite_url
-from tests.table.site import PATIENCE, Site, eventually, take
+from tests.table.database_fixture import TIMEOUT, DatabaseFixture, eventually, take
+from tests.table.dying_store import ProcessKilled
+from tests.table.sharded_fixture import (
+    OPTIONS,
+    ShardDeliveryChecker,
+    ShardedFixture,
+    open_sqlite_shards,
+    sqlite_url,
+)
 from turnlane import table
 from turnlane.errors import LeadLost, ReshardUnderWay, RetryLater
 from turnlane.table.batch_commit import BatchStaging, get_job_id
+from turnlane.table.queue_sql import load_queue_dialect
 from turnlane.table.reshard import Resharder, ReshardProgress, ReshardStep, RowMover
-from turnlane.table.row_codec import TransferFilter
+from turnlane.table.row_transfer import TransferFilter
 from turnlane.table.shard_directory import ShardDirectory, ShardRouter
 from turnlane.table.shard_store import ShardStore
 from turnlane.table.shards import KeyRange, Shard, ShardMap, keyspace_id
 
-RESHARDER = Path(__file__).with_name("resharder.py")
+RESHARDING_PROCESS = Path(__file__).with_name("resharding_process.py")
 
 STEPS = (
-    "newest_map",
-    "keep_map",
-    "set_plan",
-    "plan",
-    "shut",
-    "open",
-    "take",
-    "first_batch",
-    "arrive",
-    "strike",
-    "map_of",
-    "is_led",
-    "end_plan",
-    "schedules",
-    "keep_schedule",
-    "drop_schedule",
+    "read_newest_map",
+    "save_map",
+    "save_plan",
+    "read_plan",
+    "close_lease",
+    "open_lease",
+    "move_to_outbox",
+    "read_first_batch",
+    "insert_batch",
+    "delete_batch",
+    "read_map",
+    "has_leader",
+    "delete_plan",
+    "read_schedules",
+    "add_schedule",
+    "remove_schedule",
 )
 
 
-class MortalShardStore(ShardStore):
-    """Dies before or after one call of one operation, counted over all stores of a process."""
+class DyingShardStore(ShardStore):
+    """Raises before or after one call of one operation, counted over all stores of a process."""
 
     fatal = ""
     after = False
@@ -61,7 +67,7 @@ class MortalShardStore(ShardStore):
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
-        kind = MortalShardStore
+        kind = DyingShardStore
         if name not in STEPS or name != kind.fatal:
             return found
 
@@ -71,27 +77,29 @@ class MortalShardStore(ShardStore):
                 return found(*arguments)
             if kind.after:
                 found(*arguments)
-            raise Killed
+            raise ProcessKilled
 
         return dying
 
 
-class MortalSites(ShardDirectory):
-    """Sites whose stores die."""
+class DyingShardDirectory(ShardDirectory):
+    """A directory whose stores raise ``ProcessKilled``."""
 
-    def store(self, shard: Shard) -> ShardStore:
+    def get_store(self, shard: Shard) -> ShardStore:
         with self._lock:
             if shard.address not in self._stores:
-                self._stores[shard.address] = MortalShardStore(self.dialect(shard), self.definition)
+                self._stores[shard.address] = DyingShardStore(
+                    self.get_dialect(shard), self.definition
+                )
             return self._stores[shard.address]
 
 
-def split(directory: Path) -> list[Shard]:
-    return [Shard.of((sqlite_url(directory, each), each)) for each in ("-40", "40-80")]
+def make_split_targets(directory: Path) -> list[Shard]:
+    return [Shard.from_spec((sqlite_url(directory, each), each)) for each in ("-40", "40-80")]
 
 
-def fill(queue: table.ShardedQueue, label: str, count: int) -> set[str]:
-    """Events that are due now, soon, and far beyond any window."""
+def put_events(queue: table.ShardedQueue, label: str, count: int) -> set[str]:
+    """Put events that are due now, soon, and far after the window."""
     now = time.time_ns()
     rows = [
         {"user_id": at, "payload": f"{label} {at}", "fire_at": now + (at % 3 == 2) * 10**11 * 9}
@@ -101,28 +109,30 @@ def fill(queue: table.ShardedQueue, label: str, count: int) -> set[str]:
     return {str(row["payload"]) for row in rows}
 
 
-def hurry(site: ShardSite, shards: ShardMap) -> None:
-    """Have everything due now."""
+def make_all_due(db: ShardedFixture, shards: ShardMap) -> None:
+    """Make all events due now."""
     for shard in shards.shards:
         later = f"state = 'to_be_fired' AND fire_at > {time.time_ns()}"
-        site.execute(shard.url, f"UPDATE {site.name} SET fire_at = {time.time_ns()} WHERE {later}")
+        db.execute(shard.url, f"UPDATE {db.name} SET fire_at = {time.time_ns()} WHERE {later}")
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("operation", STEPS)
-def test_a_reshard_killed_at_every_step_is_resumed(
+def test_reshard_killed_at_every_step_is_resumed(
     tmp_path: Path, operation: str, after: bool
 ) -> None:
-    """Killed at the first call of an operation, then at the second one, … until it gets through."""
-    with sqlite_site(tmp_path, "-80", "80-") as site:
-        queue = site.queue()
-        expected = fill(queue, "before", 60)
+    """Killed at the first call of an operation, then at the second, and so on until it ends."""
+    with open_sqlite_shards(tmp_path, "-80", "80-") as db:
+        queue = db.queue()
+        expected = put_events(queue, "before", 60)
         for key in (1, 6, 9):
             queue.schedule(f"tick {key}", "0 3 * * *", user_id=key)
         scheduled = queue.schedules()
-        MortalShardStore.fatal, MortalShardStore.after = operation, after
-        sites, deaths = site.sites(), 0
-        while reshard_until_killed(sites, ShardMap.of(site.shards), split(tmp_path), deaths):
+        DyingShardStore.fatal, DyingShardStore.after = operation, after
+        directory, deaths = db.directory(), 0
+        while reshard_until_killed(
+            directory, ShardMap.from_shards(db.shards), make_split_targets(tmp_path), deaths
+        ):
             deaths += 1
             assert deaths < 60
         assert deaths
@@ -131,54 +141,57 @@ def test_a_reshard_killed_at_every_step_is_resumed(
         stored = [
             payload
             for shard in queue.map.shards
-            for (payload,) in site.execute(shard.url, f"SELECT payload FROM {site.name}")
+            for (payload,) in db.execute(shard.url, f"SELECT payload FROM {db.name}")
         ]
-        assert sorted(stored) == sorted(expected)  # each of them, once
+        assert sorted(stored) == sorted(expected)  # each of them once
         assert queue.schedules() == scheduled
-        assert site.rows(site.shards[0][0]) == 0
+        assert db.rows(db.shards[0][0]) == 0
         for shard in queue.map.shards:
-            lease = f"SELECT owner FROM turnlane_lease WHERE queue = '{site.name}'"
-            assert site.execute(shard.url, lease) == [(None,)]
+            lease = f"SELECT owner FROM turnlane_lease WHERE queue = '{db.name}'"
+            assert db.execute(shard.url, lease) == [(None,)]
 
 
 def reshard_until_killed(
-    sites: ShardDirectory, shards: ShardMap, targets: list[Shard], survive: int
+    directory: ShardDirectory, shards: ShardMap, targets: list[Shard], survive: int
 ) -> bool:
-    """Whether it died."""
-    MortalShardStore.calls, MortalShardStore.survive = 0, survive
-    definition = sites.definition
-    with MortalSites(definition, [shard.url for shard in shards.shards]) as mortal:
+    """Reshard; whether it was killed."""
+    DyingShardStore.calls, DyingShardStore.survive = 0, survive
+    definition = directory.definition
+    with DyingShardDirectory(definition, [shard.url for shard in shards.shards]) as dying_directory:
         try:
-            Resharder.begin(mortal, mortal.newest(shards), targets).run()
-        except Killed:
+            Resharder.begin(dying_directory, dying_directory.find_newest_map(shards), targets).run()
+        except ProcessKilled:
             return True
     return False
 
 
-def test_a_split_and_a_merge_under_load(tmp_path: Path) -> None:
-    """Events come and fire all the while, through clients with old maps and with new ones."""
-    with sqlite_site(tmp_path, "-80", "80-") as site:
-        queue, oracle, expected = site.queue(), ShardOracle(), set[str]()
-        with Load(site, expected), queue.receive() as receiver, Eater(oracle, receiver):
-            for targets in (split(tmp_path), [Shard.of((sqlite_url(tmp_path, "all"), "-"))]):
-                site.queue().reshard(targets)
-                confirmed_beyond(oracle, len(oracle.confirmed) + 50)
+def test_split_and_merge_under_load_lose_nothing(tmp_path: Path) -> None:
+    """Events come and fire during both, through clients with old and with new maps."""
+    with open_sqlite_shards(tmp_path, "-80", "80-") as db:
+        queue, checker, expected = db.queue(), ShardDeliveryChecker(), set[str]()
+        with InsertLoad(db, expected), queue.receive() as receiver, AckingThread(checker, receiver):
+            for targets in (
+                make_split_targets(tmp_path),
+                [Shard.from_spec((sqlite_url(tmp_path, "all"), "-"))],
+            ):
+                db.queue().reshard(targets)
+                wait_for_confirmed(checker, len(checker.confirmed) + 50)
         queue.refresh()
         assert [str(shard.key_range) for shard in queue.map.shards] == ["-"]
         assert len(queue.map.retired) == 4
         with queue.receive() as receiver:
-            oracle.drain(receiver, expected)
+            checker.drain(receiver, expected)
 
 
-def confirmed_beyond(oracle: ShardOracle, count: int) -> None:
-    eventually(lambda: len(oracle.confirmed) > count)
+def wait_for_confirmed(checker: ShardDeliveryChecker, count: int) -> None:
+    eventually(lambda: len(checker.confirmed) > count)
 
 
-class Load:
-    """Inserts events by plain SQL into the first shards, and by a client that follows the map."""
+class InsertLoad:
+    """Inserts events, by plain SQL into the first shards and by a client that follows the map."""
 
-    def __init__(self, site: ShardSite, expected: set[str]) -> None:
-        self._site = site
+    def __init__(self, db: ShardedFixture, expected: set[str]) -> None:
+        self._site = db
         self._expected = expected
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -191,23 +204,21 @@ class Load:
         self._thread.join()
 
     def _run(self) -> None:
-        site, queue, at = self._site, self._site.queue(), 0
-        old = ShardMap.of(site.shards)
+        db, queue, at = self._site, self._site.queue(), 0
+        old = ShardMap.from_shards(db.shards)
         while not self._over.wait(0.005):
             at += 1
-            url = old.shard_of(keyspace_id(at)).url
-            site.execute(
-                url, f"INSERT INTO {site.name} (user_id, payload) VALUES ({at}, 'old {at}')"
-            )
+            url = old.find_shard(keyspace_id(at)).url
+            db.execute(url, f"INSERT INTO {db.name} (user_id, payload) VALUES ({at}, 'old {at}')")
             queue.put([{"user_id": at, "payload": f"new {at}"}])
             self._expected |= {f"old {at}", f"new {at}"}
 
 
-class Eater:
-    """Receives on a thread."""
+class AckingThread:
+    """Receives and acks on a thread."""
 
-    def __init__(self, oracle: ShardOracle, receiver: table.Receiver) -> None:
-        self._oracle = oracle
+    def __init__(self, checker: ShardDeliveryChecker, receiver: table.Receiver) -> None:
+        self._oracle = checker
         self._receiver = receiver
         self._over = threading.Event()
         self._failure: BaseException | None = None
@@ -230,36 +241,36 @@ class Eater:
             self._failure = error
 
 
-def test_a_resharder_killed_again_and_again_under_load(tmp_path: Path) -> None:
-    """kill -9 at random moments; one that is let live finishes."""
-    with sqlite_site(tmp_path, "-80", "80-") as site:
-        targets = [(shard.url, str(shard.key_range)) for shard in split(tmp_path)]
+def test_resharder_killed_repeatedly_under_load_loses_nothing(tmp_path: Path) -> None:
+    """kill -9 at random moments; the last process is not killed and finishes."""
+    with open_sqlite_shards(tmp_path, "-80", "80-") as db:
+        targets = [(shard.url, str(shard.key_range)) for shard in make_split_targets(tmp_path)]
         chance = random.Random(7)
-        reshard_through_kills(site, targets, 6_000, [chance.randrange(1, 8) for _ in range(4)])
+        reshard_through_kills(db, targets, 6_000, [chance.randrange(1, 8) for _ in range(4)])
 
 
 def reshard_through_kills(
-    site: ShardSite, targets: list[tuple[str, str]], count: int, kills: list[int]
+    db: ShardedFixture, targets: list[tuple[str, str]], count: int, kills: list[int]
 ) -> None:
-    """Under load, killed after so many lines each time, with so many events at the start."""
-    queue, oracle = site.queue(), ShardOracle()
-    expected = fill(queue, "first", count)
-    arguments = [site.name, json.dumps(site.shards), json.dumps(targets)]
-    with Load(site, expected), queue.receive() as receiver, Eater(oracle, receiver):
+    """Reshard under load; each process is killed after some lines of progress."""
+    queue, checker = db.queue(), ShardDeliveryChecker()
+    expected = put_events(queue, "first", count)
+    arguments = [db.name, json.dumps(db.shards), json.dumps(targets)]
+    with InsertLoad(db, expected), queue.receive() as receiver, AckingThread(checker, receiver):
         for lines in kills:
             kill_after(arguments, lines)
         assert kill_after(arguments, 10**6) == 0
         queue.refresh()
     assert queue.map.version == 1
-    hurry(site, queue.map)
+    make_all_due(db, queue.map)
     with queue.receive() as receiver:
-        oracle.drain(receiver, expected)
+        checker.drain(receiver, expected)
 
 
 def kill_after(arguments: list[str], lines: int) -> int:
-    """Run the resharder, and kill it once it has said so many lines."""
+    """Run the resharding process, and kill it after ``lines`` lines of progress."""
     with subprocess.Popen(
-        [sys.executable, str(RESHARDER), *arguments],
+        [sys.executable, str(RESHARDING_PROCESS), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -269,20 +280,20 @@ def kill_after(arguments: list[str], lines: int) -> int:
             pass
         if process.poll() is None and lines < 10**6:
             process.kill()
-        _, errors = process.communicate(timeout=PATIENCE)
+        _, errors = process.communicate(timeout=TIMEOUT)
         assert process.returncode in (0, -9), errors
         return process.returncode
 
 
 @pytest.fixture(params=["postgres", "mariadb"])
 def served_shards(request: pytest.FixtureRequest) -> list[str]:
-    """Addresses of empty databases on a server."""
-    return databases_of(request.getfixturevalue(request.param))
+    """Create empty databases on a server; returns their urls."""
+    return create_databases(request.getfixturevalue(request.param))
 
 
-def databases_of(server: Any) -> list[str]:
+def create_databases(server: Any) -> list[str]:
     names = [f"shard_{uuid.uuid4().hex[:8]}" for _ in range(3)]
-    with contextlib.closing(dialect_of(server.url).connect()) as connection:
+    with contextlib.closing(load_queue_dialect(server.url).connect()) as connection:
         for name in names:
             connection.cursor().execute(f"CREATE DATABASE {name}")
     base, mark, query = server.url.partition("?")
@@ -290,63 +301,63 @@ def databases_of(server: Any) -> list[str]:
     return [f"{root}/{name}{mark}{query}" for name in names]
 
 
-def test_a_split_under_load_on_a_server(served_shards: list[str]) -> None:
+def test_split_under_load_on_a_server_loses_nothing(served_shards: list[str]) -> None:
     first, *others = served_shards
-    with ShardSite([(first, "-")]) as site:
-        queue, oracle = site.queue(), ShardOracle()
-        expected = fill(queue, "first", 3_000)
+    with ShardedFixture([(first, "-")]) as db:
+        queue, checker = db.queue(), ShardDeliveryChecker()
+        expected = put_events(queue, "first", 3_000)
         targets = list(zip(others, ("-80", "80-"), strict=True))
-        with Load(site, expected), queue.receive() as receiver, Eater(oracle, receiver):
+        with InsertLoad(db, expected), queue.receive() as receiver, AckingThread(checker, receiver):
             steps: list[ReshardProgress] = []
-            moved = site.queue().reshard(targets, steps.append)
+            moved = db.queue().reshard(targets, steps.append)
             assert moved >= 1_000
             eventually(lambda: queue.map.version == 1)
         assert [step.step for step in steps if step.step is ReshardStep.DONE] == [ReshardStep.DONE]
-        hurry(site, queue.map)
+        make_all_due(db, queue.map)
         with queue.receive() as receiver:
-            oracle.drain(receiver, expected)
+            checker.drain(receiver, expected)
         for url, key_range in targets:
             wanted = KeyRange.parse(key_range)
-            ids = site.execute(url, f"SELECT keyspace_id FROM {site.name}")
+            ids = db.execute(url, f"SELECT keyspace_id FROM {db.name}")
             assert all(wanted.contains(row[0]) for row in ids)
 
 
-def test_a_resharder_killed_under_load_on_a_server(served_shards: list[str]) -> None:
-    """While events are moved ahead, and while it drains."""
+def test_resharder_killed_under_load_on_a_server_loses_nothing(served_shards: list[str]) -> None:
+    """Killed while events are moved ahead, and while it drains."""
     first, *others = served_shards
-    with ShardSite([(first, "-")]) as site:
+    with ShardedFixture([(first, "-")]) as db:
         targets = list(zip(others, ("-80", "80-"), strict=True))
-        reshard_through_kills(site, targets, 600, [2, 5])
+        reshard_through_kills(db, targets, 600, [2, 5])
 
 
 @pytest.fixture(params=["sqlite", "postgres", "mariadb"])
 def shard_urls(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
-    """Addresses of three empty databases."""
+    """Create three empty databases; returns their urls."""
     if request.param == "sqlite":
         return [sqlite_url(tmp_path, each) for each in "abc"]
-    return databases_of(request.getfixturevalue(request.param))
+    return create_databases(request.getfixturevalue(request.param))
 
 
-def test_an_id_never_means_two_events(shard_urls: list[str]) -> None:
-    """Neither after a merge of shards that were made together nor after a split."""
+def test_event_id_never_names_two_events(shard_urls: list[str]) -> None:
+    """After a merge of shards that were created together, and after a split."""
     first, second, third = shard_urls
-    with ShardSite([(first, "-80"), (second, "80-")]) as site:
-        queue = site.queue()
+    with ShardedFixture([(first, "-80"), (second, "80-")]) as db:
+        queue = db.queue()
         rows = [{"user_id": at, "payload": f"p{at}", "fire_at": 2**62} for at in range(50)]
         queue.put(rows)
-        before = {row[0] for url in (first, second) for row in ids_in(site, url)}
+        before = {row[0] for url in (first, second) for row in read_ids_in(db, url)}
         assert len(before) == 50
         queue.reshard([(third, "-")])
-        after = {row[0] for row in ids_in(site, third)}
+        after = {row[0] for row in read_ids_in(db, third)}
         assert len(after) == 50
         assert not before & after
         assert queue.map.shards[0].first_id <= min(after)
 
 
-def test_an_ack_of_an_event_that_was_moved_acks_no_other(shard_urls: list[str]) -> None:
+def test_ack_of_a_moved_event_acks_no_other(shard_urls: list[str]) -> None:
     first, *others = shard_urls
-    with ShardSite([(first, "-")], OPTIONS + ", ack_timeout = 60s") as site:
-        queue = site.queue()
+    with ShardedFixture([(first, "-")], OPTIONS + ", ack_timeout = 60s") as db:
+        queue = db.queue()
         queue.put({"user_id": 7, "payload": f"p{at}"} for at in range(3))
         with queue.receive() as receiver:
             stale = take(receiver, 3)
@@ -355,11 +366,11 @@ def test_an_ack_of_an_event_that_was_moved_acks_no_other(shard_urls: list[str]) 
                 transaction.ack(stale[0])
             for url in others:
                 shown = ", ".join(str(event.id) for event in stale)
-                acked = f"UPDATE {site.name} SET state = 'acked' WHERE event_id IN ({shown})"
-                site.execute(url, acked)
+                acked = f"UPDATE {db.name} SET state = 'acked' WHERE event_id IN ({shown})"
+                db.execute(url, acked)
             again = take(receiver, 3)
             assert {event["payload"] for event in again} == {"p0", "p1", "p2"}
-            elsewhere = next(at for at in range(99) if not same_half(at, 7))
+            elsewhere = next(at for at in range(99) if not is_same_half(at, 7))
             with (
                 pytest.raises(ValueError, match="does not lie in shard"),
                 queue.transaction(elsewhere) as transaction,
@@ -371,37 +382,37 @@ def test_an_ack_of_an_event_that_was_moved_acks_no_other(shard_urls: list[str]) 
         assert queue.counts()["to_be_fired"] + queue.counts()["fired"] == 0
 
 
-def ids_in(site: ShardSite, url: str) -> list[tuple[Any, ...]]:
-    return site.execute(url, f"SELECT event_id FROM {site.name}")
+def read_ids_in(db: ShardedFixture, url: str) -> list[tuple[Any, ...]]:
+    return db.execute(url, f"SELECT event_id FROM {db.name}")
 
 
-def same_half(one: int, other: int) -> bool:
+def is_same_half(one: int, other: int) -> bool:
     lower = KeyRange.parse("-80")
     return lower.contains(keyspace_id(one)) == lower.contains(keyspace_id(other))
 
 
-def test_a_row_that_somebody_holds_delays_only_the_end_of_a_reshard(
+def test_locked_row_delays_only_the_end_of_a_reshard(
     served_shards: list[str],
 ) -> None:
     first, *others = served_shards
-    with ShardSite([(first, "-")]) as site, ThreadPoolExecutor(1) as threads:
-        queue = site.queue()
+    with ShardedFixture([(first, "-")]) as db, ThreadPoolExecutor(1) as threads:
+        queue = db.queue()
         queue.put({"user_id": at, "payload": f"p{at}"} for at in range(10))
-        dialect = dialect_of(first)
+        dialect = load_queue_dialect(first)
         with contextlib.closing(dialect.connect()) as connection:
             with dialect.transaction(connection):
-                held = f"SELECT payload FROM {site.name} WHERE user_id = 3 FOR UPDATE"
+                held = f"SELECT payload FROM {db.name} WHERE user_id = 3 FOR UPDATE"
                 connection.cursor().execute(held)
                 targets = list(zip(others, ("-80", "80-"), strict=True))
-                reshard = threads.submit(site.queue().reshard, targets)
+                reshard = threads.submit(db.queue().reshard, targets)
                 eventually(lambda: queue.map.version == 1)
                 with queue.receive() as receiver:
                     events = take(receiver, 9)
                     assert "p3" not in {event["payload"] for event in events}
                     receiver.ack(events)
-                    assert receiver.flush(PATIENCE)
+                    assert receiver.flush(TIMEOUT)
                 assert not reshard.done()
-            assert reshard.result(PATIENCE) == 10
+            assert reshard.result(TIMEOUT) == 10
         with queue.receive() as receiver:
             assert [event["payload"] for event in take(receiver, 1)] == ["p3"]
 
@@ -410,87 +421,85 @@ UNREADABLE = {
     "sqlite": ("payload TEXT NOT NULL", "payload", "CAST(x'6f64ff64' AS TEXT)", "od\\xffd"),
     "postgres": ("day DATE NOT NULL, ready BOOLEAN", "day", "'infinity'", "infinity"),
 }
-"""What a database takes and its driver cannot give: columns, one, a value, and how it arrives."""
+"""Values that a driver cannot read: columns, one column, a value, and how it arrives."""
 
 
 @pytest.mark.parametrize("database", UNREADABLE)
-def test_a_row_that_cannot_be_read_stops_no_reshard(
+def test_unreadable_row_does_not_stop_a_reshard(
     tmp_path: Path, request: pytest.FixtureRequest, database: str
 ) -> None:
-    """Neither one that is moved ahead, nor one that is drained; each becomes a dead letter."""
+    """Moved ahead or drained, the row becomes a dead letter."""
     if database == "sqlite":
         first, *others = [sqlite_url(tmp_path, each) for each in "abc"]
     else:
-        first, *others = databases_of(request.getfixturevalue(database))
+        first, *others = create_databases(request.getfixturevalue(database))
     columns, column, value, arrived = UNREADABLE[database]
-    with ShardSite([(first, "-")], OPTIONS, f"user_id BIGINT, {columns}") as site:
-        queue = site.queue()
+    with ShardedFixture([(first, "-")], OPTIONS, f"user_id BIGINT, {columns}") as db:
+        queue = db.queue()
         good = {"sqlite": "'good'", "postgres": "'2026-11-17'"}[database]
         for at in range(20):
             odd, later = at in {3, 14, 15}, time.time_ns() + (at >= 10) * 10**12
-            site.execute(
+            db.execute(
                 first,
-                f"INSERT INTO {site.name} (user_id, fire_at, event_name, {column}) "
+                f"INSERT INTO {db.name} (user_id, fire_at, event_name, {column}) "
                 f"VALUES ({at}, {later}, 'n{at}', {value if odd else good})",
             )
         assert queue.reshard(list(zip(others, ("-80", "80-"), strict=True))) == 20
-        assert site.rows(first) == 0
+        assert db.rows(first) == 0
         counts = queue.counts()
         assert (counts["to_be_fired"], counts["dead"]) == (17, 3)
-        dead = f"FROM {site.name} WHERE state = 'dead'"
+        dead = f"FROM {db.name} WHERE state = 'dead'"
         shown = f"SELECT user_id, event_name, last_error, CAST({column} AS TEXT) {dead}"
-        found = sorted(row for url in others for row in site.execute(url, shown))
+        found = sorted(row for url in others for row in db.execute(url, shown))
         assert [row[:2] for row in found] == [(3, "n3"), (14, "n14"), (15, "n15")]
         assert all(row[2].startswith("cannot be read: ") and row[3] == arrived for row in found)
         with queue.receive() as receiver:
             assert len(take(receiver, 9)) == 9
 
 
-def test_a_retired_shard_s_late_rows_are_moved_on(tmp_path: Path) -> None:
-    """Through two reshards, with nobody but a plain INSERT into the very first shard."""
-    with sqlite_site(tmp_path, "-") as site:
-        site.queue().reshard(
-            [(sqlite_url(tmp_path, "a"), "-80"), (sqlite_url(tmp_path, "b"), "80-")]
-        )
-        site.queue().reshard([(sqlite_url(tmp_path, "c"), "-")])
-        first = site.shards[0][0]
-        with site.queue().receive() as receiver:
-            site.execute(first, f"INSERT INTO {site.name} (user_id, payload) VALUES (1, 'late')")
+def test_late_rows_of_a_retired_shard_are_moved(tmp_path: Path) -> None:
+    """A plain INSERT into the first shard arrives after two reshards."""
+    with open_sqlite_shards(tmp_path, "-") as db:
+        db.queue().reshard([(sqlite_url(tmp_path, "a"), "-80"), (sqlite_url(tmp_path, "b"), "80-")])
+        db.queue().reshard([(sqlite_url(tmp_path, "c"), "-")])
+        first = db.shards[0][0]
+        with db.queue().receive() as receiver:
+            db.execute(first, f"INSERT INTO {db.name} (user_id, payload) VALUES (1, 'late')")
             (event,) = take(receiver, 1)
             assert event["payload"] == "late"
             event.ack()
-            assert receiver.flush(PATIENCE)
-        assert site.rows(first) == 0
+            assert receiver.flush(TIMEOUT)
+        assert db.rows(first) == 0
 
 
-def test_an_event_is_delivered_by_the_map_it_was_taken_by(tmp_path: Path) -> None:
-    """Or one that had arrived before a crash would come a second time, by a newer map."""
-    with sqlite_site(tmp_path, "-") as site:
-        queue, sites = site.queue(), site.sites()
+def test_batch_is_delivered_by_the_map_of_its_version(tmp_path: Path) -> None:
+    """By a newer map, an event that arrived before a crash would come a second time."""
+    with open_sqlite_shards(tmp_path, "-") as db:
+        queue, directory = db.queue(), db.directory()
         (source,) = queue.map.shards
-        first = Shard.of((sqlite_url(tmp_path, "a"), "-"))
+        first = Shard.from_spec((sqlite_url(tmp_path, "a"), "-"))
         queue.reshard([first])
-        site.execute(source.url, f"INSERT INTO {site.name} (user_id, payload) VALUES (1, 'one')")
-        store = sites.store(source)
-        assert store.take(TransferFilter.PLAIN, 1) == 1
-        batch = store.first_batch()
+        db.execute(source.url, f"INSERT INTO {db.name} (user_id, payload) VALUES (1, 'one')")
+        store = directory.get_store(source)
+        assert store.move_to_outbox(TransferFilter.PLAIN, 1) == 1
+        batch = store.read_first_batch()
         assert batch is not None
-        assert sites.store(first).arrive(store.id, batch.number, batch.rows)
-        # Killed here, before it was struck off.
+        assert directory.get_store(first).insert_batch(store.id, batch.number, batch.rows)
+        # Killed here, before the batch was deleted from the outbox.
         last = (sqlite_url(tmp_path, "b"), "-")
         queue.reshard([last])
-        RowMover(sites, source).drain(2)
-        assert [site.rows(each) for each in (source.url, first.url, last[0])] == [0, 0, 1]
+        RowMover(directory, source).drain(2)
+        assert [db.rows(each) for each in (source.url, first.url, last[0])] == [0, 0, 1]
 
 
-def test_what_was_acked_stays_acked(tmp_path: Path) -> None:
-    with sqlite_site(tmp_path, "-", options=f"{OPTIONS}, retention = 1h") as site:
-        queue = site.queue()
+def test_acked_events_stay_acked_after_a_reshard(tmp_path: Path) -> None:
+    with open_sqlite_shards(tmp_path, "-", options=f"{OPTIONS}, retention = 1h") as db:
+        queue = db.queue()
         queue.put([{"user_id": at, "payload": f"p{at}"} for at in range(50)])
         with queue.receive() as receiver:
             events = take(receiver, 50)
             receiver.ack(events[:30])
-            assert receiver.flush(PATIENCE)
+            assert receiver.flush(TIMEOUT)
         queue.reshard([(sqlite_url(tmp_path, "a"), "-80"), (sqlite_url(tmp_path, "b"), "80-")])
         assert queue.counts()["acked"] == 30
         acked = {event["payload"] for event in events[:30]}
@@ -501,56 +510,58 @@ def test_what_was_acked_stays_acked(tmp_path: Path) -> None:
             assert receiver.take(timeout=0.3) == []
 
 
-def test_the_old_manager_can_confirm_nothing_after_the_switch(tmp_path: Path) -> None:
-    """An ack that comes when its event was moved is refused; the event fires again."""
-    with sqlite_site(tmp_path, "-") as site:
-        old, sites = site.queue(), site.sites()
+def test_old_manager_cannot_store_acks_after_the_switch(tmp_path: Path) -> None:
+    """An ack of a moved event is refused; the event fires again."""
+    with open_sqlite_shards(tmp_path, "-") as db:
+        old, directory = db.queue(), db.directory()
         old.put([{"user_id": 1, "payload": "one"}])
-        target = Shard.of((sqlite_url(tmp_path, "a"), "-"))
+        target = Shard.from_spec((sqlite_url(tmp_path, "a"), "-"))
         with old.receive() as receiver:
             (event,) = take(receiver, 1)
-            Resharder(sites, Resharder.begin(sites, old.map, [target]).plan, grace=0.0).run()
+            Resharder(
+                directory, Resharder.begin(directory, old.map, [target]).plan, leave_seconds=0.0
+            ).run()
             event.ack()
             with pytest.raises(LeadLost):
-                receiver.flush(PATIENCE)
-            oracle = ShardOracle()
-            oracle.drain(receiver, {"one"})  # from the new shard, by the same receiver
+                receiver.flush(TIMEOUT)
+            checker = ShardDeliveryChecker()
+            checker.drain(receiver, {"one"})  # the same receiver gets it from the new shard
 
 
-def test_near_events_are_not_taken_while_a_manager_may_have_them(tmp_path: Path) -> None:
-    with sqlite_site(tmp_path, "-") as site:
-        queue, sites = site.queue(), site.sites()
-        fill(queue, "x", 9)
-        store = sites.store(queue.map.shards[0])
-        with pytest.raises(LeadLost, match="not shut"):
-            store.take(TransferFilter.PLAIN, 1)
-        assert store.take(TransferFilter.FAR, 1, store.now() + 10**11) == 3
-        assert site.rows(site.shards[0][0]) == 6
+def test_events_in_the_window_are_not_moved_while_a_manager_leads(tmp_path: Path) -> None:
+    with open_sqlite_shards(tmp_path, "-") as db:
+        queue, directory = db.queue(), db.directory()
+        put_events(queue, "x", 9)
+        store = directory.get_store(queue.map.shards[0])
+        with pytest.raises(LeadLost, match="not closed"):
+            store.move_to_outbox(TransferFilter.PLAIN, 1)
+        assert store.move_to_outbox(TransferFilter.FAR, 1, store.read_now() + 10**11) == 3
+        assert db.rows(db.shards[0][0]) == 6
 
 
-def test_a_shard_that_is_shut_is_led_by_nobody(tmp_path: Path) -> None:
-    with sqlite_site(tmp_path, "-") as site:
-        queue, sites = site.queue(), site.sites()
+def test_closed_shard_has_no_leader(tmp_path: Path) -> None:
+    with open_sqlite_shards(tmp_path, "-") as db:
+        queue, directory = db.queue(), db.directory()
         (shard,) = queue.map.shards
-        store = sites.store(shard)
-        store.shut()
+        store = directory.get_store(shard)
+        store.close_lease()
         queue.put([{"user_id": 1, "payload": "one"}])
         with queue.receive() as receiver:
             assert receiver.take(timeout=0.5) == []
-            store.open()
+            store.open_lease()
             assert take(receiver, 1)[0]["payload"] == "one"
 
 
-def test_order_by_key_holds_through_a_reshard(tmp_path: Path) -> None:
+def test_key_order_survives_a_reshard(tmp_path: Path) -> None:
     options = f"{OPTIONS}, ordering = key"
-    with sqlite_site(tmp_path, "-", options=options) as site:
-        queue = site.queue()
+    with open_sqlite_shards(tmp_path, "-", options=options) as db:
+        queue = db.queue()
         queue.put([{"user_id": at % 5, "payload": f"{at % 5} {at:03}"} for at in range(60)])
         seen: dict[str, list[str]] = {}
         with queue.receive() as receiver:
             for at in range(60):
                 if at == 20:
-                    site.queue().reshard(
+                    db.queue().reshard(
                         [(sqlite_url(tmp_path, "a"), "-80"), (sqlite_url(tmp_path, "b"), "80-")]
                     )
                 (event,) = take(receiver, 1)
@@ -559,7 +570,7 @@ def test_order_by_key_holds_through_a_reshard(tmp_path: Path) -> None:
                     seen[key].append(number)
                 event.ack()
                 try:
-                    receiver.flush(PATIENCE)
+                    receiver.flush(TIMEOUT)
                 except LeadLost:
                     continue
                 if sum(map(len, seen.values())) == 60:
@@ -567,9 +578,9 @@ def test_order_by_key_holds_through_a_reshard(tmp_path: Path) -> None:
         assert all(numbers == sorted(numbers) for numbers in seen.values())
 
 
-def test_a_group_ends_after_its_last_member_wherever_they_are(tmp_path: Path) -> None:
-    with sqlite_site(tmp_path, "-") as site:
-        queue = site.queue()
+def test_group_ends_after_its_last_member_across_shards(tmp_path: Path) -> None:
+    with open_sqlite_shards(tmp_path, "-") as db:
+        queue = db.queue()
         with queue.transaction(1) as transaction:
             for at in range(3):
                 transaction.enqueue({"user_id": 1, "payload": f"m{at}"}, group="g", delay=900.0)
@@ -578,65 +589,63 @@ def test_a_group_ends_after_its_last_member_wherever_they_are(tmp_path: Path) ->
         with queue.receive() as receiver:
             assert receiver.take(timeout=0.5) == []
             for shard in queue.map.shards:
-                site.execute(
+                db.execute(
                     shard.url,
-                    f"UPDATE {site.name} SET fire_at = {time.time_ns()} WHERE event_group = 'g'",
+                    f"UPDATE {db.name} SET fire_at = {time.time_ns()} WHERE event_group = 'g'",
                 )
             order = []
             for _ in range(4):
                 (event,) = take(receiver, 1)
                 order.append(event["payload"])
                 event.ack()
-                assert receiver.flush(PATIENCE)
+                assert receiver.flush(TIMEOUT)
         assert order[3] == "end"
         assert set(order[:3]) == {"m0", "m1", "m2"}
 
 
-def test_merged_shards_may_have_had_the_same_name_for_two_events(tmp_path: Path) -> None:
-    with sqlite_site(tmp_path, "-80", "80-") as site:
-        queue = site.queue()
-        keys = {queue.map.shard_of(keyspace_id(key)).address: key for key in range(50)}
+def test_merged_shards_keep_both_events_of_one_name(tmp_path: Path) -> None:
+    with open_sqlite_shards(tmp_path, "-80", "80-") as db:
+        queue = db.queue()
+        keys = {queue.map.find_shard(keyspace_id(key)).address: key for key in range(50)}
         for key in keys.values():
             queue.put([{"user_id": key, "payload": f"p{key}", "event_name": "same"}])
         queue.reshard([(sqlite_url(tmp_path, "all"), "-")])
         with queue.receive() as receiver:
-            ShardOracle().drain(receiver, {f"p{key}" for key in keys.values()})
+            ShardDeliveryChecker().drain(receiver, {f"p{key}" for key in keys.values()})
 
 
-def test_one_reshard_at_a_time(tmp_path: Path) -> None:
-    with sqlite_site(tmp_path, "-80", "80-") as site:
-        sites, shards = site.sites(), ShardMap.of(site.shards)
-        Resharder.begin(sites, shards, split(tmp_path))
-        other = Shard.of((sqlite_url(tmp_path, "z"), "80-"))
+def test_second_reshard_is_refused(tmp_path: Path) -> None:
+    with open_sqlite_shards(tmp_path, "-80", "80-") as db:
+        directory, shards = db.directory(), ShardMap.from_shards(db.shards)
+        Resharder.begin(directory, shards, make_split_targets(tmp_path))
+        other = Shard.from_spec((sqlite_url(tmp_path, "z"), "80-"))
         with pytest.raises(ReshardUnderWay):
-            Resharder.begin(sites, shards, [other])
-        queue = site.queue()
+            Resharder.begin(directory, shards, [other])
+        queue = db.queue()
         assert queue.resume_reshard() is not None
         assert queue.resume_reshard() is None
         assert queue.reshard([other]) == 0
         assert [str(each.key_range) for each in queue.map.shards] == ["-40", "40-80", "80-"]
 
 
-def test_a_client_with_old_settings_finds_the_new_shards(tmp_path: Path) -> None:
-    with sqlite_site(tmp_path, "-") as site:
-        site.queue().reshard(
-            [(sqlite_url(tmp_path, "a"), "-80"), (sqlite_url(tmp_path, "b"), "80-")]
-        )
-        late = site.queue()
+def test_client_with_old_settings_finds_the_new_shards(tmp_path: Path) -> None:
+    with open_sqlite_shards(tmp_path, "-") as db:
+        db.queue().reshard([(sqlite_url(tmp_path, "a"), "-80"), (sqlite_url(tmp_path, "b"), "80-")])
+        late = db.queue()
         assert [str(shard.key_range) for shard in late.map.shards] == ["-80", "80-"]
         late.put([{"user_id": at, "payload": f"p{at}"} for at in range(20)])
-        assert site.rows(site.shards[0][0]) == 0
+        assert db.rows(db.shards[0][0]) == 0
 
 
-def test_a_retired_shard_is_forgotten_and_deleted(tmp_path: Path) -> None:
-    with sqlite_site(tmp_path, "-80", "80-") as site:
-        queue = site.queue()
-        queue.reshard(split(tmp_path))
-        old = site.shards[0][0]
-        site.execute(old, f"INSERT INTO {site.name} (user_id, payload) VALUES (1, 'last')")
+def test_retired_shard_can_be_forgotten_and_deleted(tmp_path: Path) -> None:
+    with open_sqlite_shards(tmp_path, "-80", "80-") as db:
+        queue = db.queue()
+        queue.reshard(make_split_targets(tmp_path))
+        old = db.shards[0][0]
+        db.execute(old, f"INSERT INTO {db.name} (user_id, payload) VALUES (1, 'last')")
         assert [shard.url for shard in queue.forget_retired()] == [old]
         assert queue.map.retired == ()
-        assert site.rows(old) == 0
+        assert db.rows(old) == 0
         Path(old.removeprefix("sqlite:///")).unlink()
         with queue.receive() as receiver:
             assert take(receiver, 1)[0]["payload"] == "last"
@@ -644,79 +653,79 @@ def test_a_retired_shard_is_forgotten_and_deleted(tmp_path: Path) -> None:
         assert [str(shard.key_range) for shard in queue.map.shards] == ["-"]
 
 
-def _tables(url: str) -> set[str]:
-    """The names of all tables of a database."""
+def _list_tables(url: str) -> set[str]:
+    """Return the names of all tables of a database."""
     listed = "SELECT name FROM sqlite_master WHERE type = 'table'"
     if not url.startswith("sqlite"):
         schema = "DATABASE()" if url.startswith("mysql") else "current_schema()"
         listed = f"SELECT table_name FROM information_schema.tables WHERE table_schema = {schema}"
-    with contextlib.closing(dialect_of(url).connect()) as connection:
+    with contextlib.closing(load_queue_dialect(url).connect()) as connection:
         cursor = connection.cursor()
         cursor.execute(listed)
         return {row[0] for row in cursor.fetchall()}
 
 
-def test_a_dropped_queue_leaves_nothing_of_its_shards(site: Site) -> None:
-    name = site.queue().name
-    with ShardDirectory(site.database.catalog.definition(name), [site.url]) as sites:
-        store = sites.store(Shard.of((site.url, "-")))
-        store.keep_map(ShardMap.of([(site.url, "-")]))
-        store.arrive("a shard", 7, [])
+def test_dropped_queue_leaves_no_shard_data(db: DatabaseFixture) -> None:
+    name = db.queue().name
+    with ShardDirectory(db.database.catalog.get_definition(name), [db.url]) as directory:
+        store = directory.get_store(Shard.from_spec((db.url, "-")))
+        store.save_map(ShardMap.from_shards([(db.url, "-")]))
+        store.insert_batch("a shard", 7, [])
     outbox = f"turnlane_move_{name}"
-    assert outbox in _tables(site.url)
-    site.database.sql(f"DROP QUEUE {name}")
-    assert outbox not in _tables(site.url)
+    assert outbox in _list_tables(db.url)
+    db.database.sql(f"DROP QUEUE {name}")
+    assert outbox not in _list_tables(db.url)
     for kept in ("turnlane_map", "turnlane_shard", "turnlane_arrival"):
-        assert site.execute(f"SELECT COUNT(*) FROM {kept} WHERE queue = '{name}'") == [(0,)]
+        assert db.execute(f"SELECT COUNT(*) FROM {kept} WHERE queue = '{name}'") == [(0,)]
 
 
-def test_a_queue_made_anew_does_not_follow_the_former_s_map(tmp_path: Path) -> None:
-    with sqlite_site(tmp_path, "-80", "80-") as site:
-        with site.queue() as queue:
-            queue.reshard(split(tmp_path))
-        made = site.database._databases[0].catalog.definition(site.name)
-        site.database.sql(f"DROP QUEUE {site.name}")
-        site.database.sql(f"CREATE QUEUE {str(made).removeprefix('CREATE QUEUE ')}")
-        assert [str(shard.key_range) for shard in site.queue().map.shards] == ["-80", "80-"]
+def test_recreated_queue_does_not_follow_the_old_map(tmp_path: Path) -> None:
+    with open_sqlite_shards(tmp_path, "-80", "80-") as db:
+        with db.queue() as queue:
+            queue.reshard(make_split_targets(tmp_path))
+        made = db.database._databases[0].catalog.get_definition(db.name)
+        db.database.sql(f"DROP QUEUE {db.name}")
+        db.database.sql(f"CREATE QUEUE {str(made).removeprefix('CREATE QUEUE ')}")
+        assert [str(shard.key_range) for shard in db.queue().map.shards] == ["-80", "80-"]
 
 
-def test_a_database_that_is_gone_hides_no_newer_map(tmp_path: Path) -> None:
-    with sqlite_site(tmp_path, "-80", "80-") as site:
-        queue = site.queue()
-        site.queue().reshard(split(tmp_path))
-        Path(site.shards[0][0].removeprefix("sqlite:///")).unlink()
-        later = table.ShardedQueue(site.sites(), ShardMap.of(site.shards))
+def test_missing_database_does_not_hide_a_newer_map(tmp_path: Path) -> None:
+    with open_sqlite_shards(tmp_path, "-80", "80-") as db:
+        queue = db.queue()
+        db.queue().reshard(make_split_targets(tmp_path))
+        Path(db.shards[0][0].removeprefix("sqlite:///")).unlink()
+        later = table.ShardedQueue(db.directory(), ShardMap.from_shards(db.shards))
         assert later.map.version == 1
         later.close()
         queue.refresh()
         assert queue.map.version == 1
 
 
-def test_many_clients_come_at_the_same_time(served_shards: list[str]) -> None:
-    """Each of them makes what tables are missing."""
-    with ShardSite([(served_shards[0], "-")]) as site, ThreadPoolExecutor(6) as threads:
-        for queue in [threads.submit(site.queue) for _ in range(12)]:
-            assert queue.result(PATIENCE).map.version == 0
+def test_many_clients_can_open_the_queue_at_once(served_shards: list[str]) -> None:
+    """Each of them creates the missing tables."""
+    with ShardedFixture([(served_shards[0], "-")]) as db, ThreadPoolExecutor(6) as threads:
+        for queue in [threads.submit(db.queue) for _ in range(12)]:
+            assert queue.result(TIMEOUT).map.version == 0
 
 
 @pytest.mark.parametrize("name", ["%s", "100%d {table}", "%(x)s"])
-def test_columns_with_any_name_are_moved(site: Site, name: str) -> None:
-    queue = site.queue(f'user_id BIGINT, "{name}" TEXT')
-    other = site.queue(f'user_id BIGINT, "{name}" TEXT')
-    with site.transaction() as connection:
+def test_columns_with_any_name_are_moved(db: DatabaseFixture, name: str) -> None:
+    queue = db.queue(f'user_id BIGINT, "{name}" TEXT')
+    other = db.queue(f'user_id BIGINT, "{name}" TEXT')
+    with db.transaction() as connection:
         queue.enqueue(connection, {"user_id": 7, name: "100 %s"}, name="one")
     with (
-        ShardStore(site.dialect, queue.definition) as source,
-        ShardStore(site.dialect, other.definition) as target,
+        ShardStore(db.dialect, queue.definition) as source,
+        ShardStore(db.dialect, other.definition) as target,
     ):
-        source.shut()
-        assert source.take(TransferFilter.PLAIN, 1) == 1
-        batch = source.first_batch()
+        source.close_lease()
+        assert source.move_to_outbox(TransferFilter.PLAIN, 1) == 1
+        batch = source.read_first_batch()
         assert batch is not None
-        assert target.arrive(source.id, batch.number, batch.rows)
-        assert not target.arrive(source.id, batch.number, batch.rows)
-        source.strike(batch.number)
-        assert source.left() == 0
+        assert target.insert_batch(source.id, batch.number, batch.rows)
+        assert not target.insert_batch(source.id, batch.number, batch.rows)
+        source.delete_batch(batch.number)
+        assert source.count_rows() == 0
     with other.receive() as receiver:
         (event,) = take(receiver, 1)
         assert event[name] == "100 %s"
@@ -725,60 +734,60 @@ def test_columns_with_any_name_are_moved(site: Site, name: str) -> None:
 # ── writers of whole batches ─────────────────────────────────────────────────────────────────────
 
 
-def write_batch(site: ShardSite, shards: ShardMap, epoch: int, *, only: int | None = None) -> None:
-    """As Spark does: rows to each shard, noted in all of them; perhaps cut off after some."""
-    definition = site.sites().definition
+def write_batch(
+    db: ShardedFixture, shards: ShardMap, epoch: int, *, only: int | None = None
+) -> None:
+    """Write like Spark: rows to each shard, recorded in all of them; ``only`` some shards."""
+    definition = db.directory().definition
     for shard in shards.shards[:only]:
         rows = [
             {"user_id": at, "payload": f"{epoch} {at}", "fire_at": 2**62}
             for at in range(20)
             if shard.key_range.contains(keyspace_id(at))
         ]
-        with BatchStaging(dialect_of(shard.url), definition) as staging:
+        with BatchStaging(load_queue_dialect(shard.url), definition) as staging:
             job = get_job_id("w")
             staging.add(f"{job}/1", 0, rows)
             staging.commit(job, [f"{job}/1"], epoch)
 
 
-def all_payloads(site: ShardSite, shards: ShardMap) -> list[str]:
-    chosen = f"SELECT payload FROM {site.name}"
-    return sorted(row[0] for shard in shards.shards for row in site.execute(shard.url, chosen))
+def read_all_payloads(db: ShardedFixture, shards: ShardMap) -> list[str]:
+    chosen = f"SELECT payload FROM {db.name}"
+    return sorted(row[0] for shard in shards.shards for row in db.execute(shard.url, chosen))
 
 
 @pytest.mark.parametrize("how", ["split", "merge"])
-def test_a_batch_that_comes_again_after_a_reshard_is_there_once(
-    shard_urls: list[str], how: str
-) -> None:
+def test_batch_repeated_after_a_reshard_is_stored_once(shard_urls: list[str], how: str) -> None:
     first, second, third = shard_urls
     halves, whole = ("-80", "80-"), ("-",)
     before, after = (whole, halves) if how == "split" else (halves, whole)
     old = [first] if how == "split" else [first, second]
     new = [second, third] if how == "split" else [third]
-    with ShardSite(list(zip(old, before, strict=True))) as site:
-        queue = site.queue()
+    with ShardedFixture(list(zip(old, before, strict=True))) as db:
+        queue = db.queue()
         shards = queue.map
-        write_batch(site, shards, 6)
-        write_batch(site, shards, 7)
+        write_batch(db, shards, 6)
+        write_batch(db, shards, 7)
         queue.reshard(list(zip(new, after, strict=True)))
         with pytest.raises(RetryLater, match="resharded"):
-            write_batch(site, shards, 8)  # by the old map
-        write_batch(site, queue.map, 7)
-        write_batch(site, queue.map, 8)
+            write_batch(db, shards, 8)  # by the old map
+        write_batch(db, queue.map, 7)
+        write_batch(db, queue.map, 8)
         expected = sorted(f"{epoch} {at}" for epoch in (6, 7, 8) for at in range(20))
-        assert all_payloads(site, queue.map) == expected
-        if how == "split":  # whoever knows one database finds the others
-            with ShardRouter([(first, "-")], site.name) as spread:
+        assert read_all_payloads(db, queue.map) == expected
+        if how == "split":  # a client that knows one database finds the others
+            with ShardRouter([(first, "-")], db.name) as spread:
                 assert spread.map.version == 1
 
 
-def test_shards_are_not_merged_in_the_middle_of_a_batch(shard_urls: list[str]) -> None:
+def test_merge_is_refused_in_the_middle_of_a_batch(shard_urls: list[str]) -> None:
     first, second, third = shard_urls
-    with ShardSite([(first, "-80"), (second, "80-")]) as site:
-        queue = site.queue()
-        write_batch(site, queue.map, 1)
-        write_batch(site, queue.map, 2, only=1)
+    with ShardedFixture([(first, "-80"), (second, "80-")]) as db:
+        queue = db.queue()
+        write_batch(db, queue.map, 1)
+        write_batch(db, queue.map, 2, only=1)
         with pytest.raises(ReshardUnderWay, match="let it finish"):
             queue.reshard([(third, "-")])
-        write_batch(site, queue.map, 2)
+        write_batch(db, queue.map, 2)
         assert queue.reshard([(third, "-")]) == 40
-        assert len(set(all_payloads(site, queue.map))) == 40
+        assert len(set(read_all_payloads(db, queue.map))) == 40

@@ -1,4 +1,4 @@
-"""Do the rights that the documentation names suffice, on PostgreSQL?"""
+"""The rights in the documentation are enough, on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import psycopg
 import pytest
 
 from tests.outputs.blocks import handed, numbered
+from tests.table.database_fixture import DatabaseFixture, eventually, payloads, settle, take
 from tests.table.servers import PostgresServer
-from tests.table.site import Site, eventually, payloads, settle, take
 from turnlane.errors import RetryLater
 from turnlane.outputs.table import TableOutput, TableOutputSettings
 from turnlane.table import Database, TableQueue, connect, connect_shards
@@ -24,14 +24,14 @@ ROLES = ("producer", "manager", "server", "planner", "delivery")
 
 @dataclass
 class Shop:
-    """A queue, and roles with the rights that the documentation gives them."""
+    """A queue, and roles with the documented rights."""
 
-    site: Site
+    db: DatabaseFixture
     queue: TableQueue
     opened: contextlib.ExitStack
 
     def url(self, role: str) -> str:
-        return f"{self.site.url}&options=-c%20role%3D{self.queue.name}_{role}"
+        return f"{self.db.url}&options=-c%20role%3D{self.queue.name}_{role}"
 
     def as_role(self, role: str) -> Database:
         return self.opened.enter_context(connect(self.url(role)))
@@ -48,8 +48,8 @@ class Shop:
         return self.opened.enter_context(TableOutput(TableOutputSettings.model_validate(given)))
 
 
-def grants() -> str:
-    """The statements of the documentation."""
+def read_documented_grants() -> str:
+    """Return the statements of the documentation."""
     section = DOCS.read_text().partition("\n## Rights in the database\n")[2]
     found = re.search(r"```sql\n(.*?)```", section, re.DOTALL)
     assert found is not None
@@ -58,29 +58,29 @@ def grants() -> str:
 
 @pytest.fixture
 def shop(postgres: PostgresServer) -> Iterator[Shop]:
-    with Site(postgres.url, postgres) as site, contextlib.ExitStack() as opened:
-        queue = site.queue()
-        made = Shop(site, queue, opened)
-        output = made.output(site.url)  # once by who may make tables
+    with DatabaseFixture(postgres.url, postgres) as db, contextlib.ExitStack() as opened:
+        queue = db.queue()
+        made = Shop(db, queue, opened)
+        output = made.output(db.url)  # once with the right to create tables
         output.send(output.prepare(handed(numbered(0, 1))))
-        with connect_shards([(site.url, "-")]) as shards:
+        with connect_shards([(db.url, "-")]) as shards:
             shards.queue(queue.name)
-        site.execute(f"DELETE FROM {queue.name}")
+        db.execute(f"DELETE FROM {queue.name}")
         roles = [f"{queue.name}_{role}" for role in ROLES]
         for role in roles:
-            site.execute(f"CREATE ROLE {role}")
-        named = re.sub(r"(?<![a-z])mails\b", queue.name, grants())
+            db.execute(f"CREATE ROLE {role}")
+        named = re.sub(r"(?<![a-z])mails\b", queue.name, read_documented_grants())
         for role in ROLES:
             named = re.sub(rf"\b(TO|GRANT) {role}\b", rf"\1 {queue.name}_{role}", named)
-        site.execute(named)
+        db.execute(named)
         yield made
         opened.close()
         for role in roles:
-            site.execute(f"DROP OWNED BY {role}")
-            site.execute(f"DROP ROLE {role}")
+            db.execute(f"DROP OWNED BY {role}")
+            db.execute(f"DROP ROLE {role}")
 
 
-def test_who_inserts_and_who_manages_need_no_more_than_is_documented(shop: Shop) -> None:
+def test_documented_grants_are_enough_to_insert_and_to_manage(shop: Shop) -> None:
     name = shop.queue.name
     producer = shop.as_role("producer")
     with contextlib.closing(producer.connect()) as connection:
@@ -89,7 +89,7 @@ def test_who_inserts_and_who_manages_need_no_more_than_is_documented(shop: Shop)
         with pytest.raises(psycopg.errors.InsufficientPrivilege):
             connection.execute(f"DELETE FROM {name}")
     shop.as_role("planner").queue(name).schedule("tick", "* * * * *", payload="tick")
-    shop.site.execute(f"UPDATE turnlane_schedule SET next_at = 1 WHERE queue = '{name}'")
+    shop.db.execute(f"UPDATE turnlane_schedule SET next_at = 1 WHERE queue = '{name}'")
     managed = shop.as_role("manager").queue(name)
     with managed.receive() as receiver:
         events = take(receiver, 3)
@@ -102,7 +102,7 @@ def test_who_inserts_and_who_manages_need_no_more_than_is_documented(shop: Shop)
     assert shop.as_role("planner").queue(name).unschedule("tick")
 
 
-def test_who_has_shards_needs_no_more_than_is_documented(shop: Shop) -> None:
+def test_documented_grants_are_enough_for_shards(shop: Shop) -> None:
     shards = connect_shards([(shop.url("server"), "-")])
     queue = shop.opened.enter_context(shards).queue(shop.queue.name)
     queue.put([{"user_id": 1, "payload": "one"}])
@@ -111,11 +111,11 @@ def test_who_has_shards_needs_no_more_than_is_documented(shop: Shop) -> None:
         settle(receiver, take(receiver, 1))
 
 
-def test_an_output_that_delivers_once_needs_no_more_than_is_documented(shop: Shop) -> None:
+def test_documented_grants_are_enough_for_an_exactly_once_output(shop: Shop) -> None:
     output = shop.output(shop.url("delivery"))
     for _ in range(2):
         output.send(output.prepare(handed(numbered(1, 6), 1)))
     assert shop.queue.counts()["to_be_fired"] == 5
-    shop.site.execute(f"REVOKE UPDATE ON turnlane_writer FROM {shop.queue.name}_delivery")
+    shop.db.execute(f"REVOKE UPDATE ON turnlane_writer FROM {shop.queue.name}_delivery")
     with pytest.raises(RetryLater, match="turnlane_writer"):
         output.send(output.prepare(handed(numbered(6, 7), 6)))

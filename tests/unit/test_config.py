@@ -21,7 +21,7 @@ from turnlane.config.document import parse, substituted
 from turnlane.errors import ConfigError
 from turnlane.inputs import api
 from turnlane.inputs.api import Input, InputSettings
-from turnlane.plugins import Plugins
+from turnlane.plugins import PluginRegistry
 from turnlane.queues.settings import Kind
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ class ProbeInput(Input):
 @pytest.fixture(autouse=True)
 def probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """An input of this module's, as another distribution would bring it."""
-    plugins = Plugins("turnlane.inputs", Input, "input")  # type: ignore[type-abstract]
+    plugins = PluginRegistry("turnlane.inputs", Input, "input")  # type: ignore[type-abstract]
     point = EntryPoint("probe", f"{__name__}:ProbeInput", "turnlane.inputs")
     vars(plugins)["_known"] = {"probe": point}
     load = EntryPoint.load
@@ -402,7 +402,7 @@ def test_settings_do_not_show_their_secrets() -> None:
     shown = f"{config!r}{config}{config.model_dump_json()}{config.model_dump(mode='json')}"
     assert SECRET not in shown
     assert "**********" in shown
-    assert config.node.tokens[0].reveal() == SECRET.encode()
+    assert config.node.tokens[0].read_secret() == SECRET.encode()
 
 
 # ── anything at all ──────────────────────────────────────────────────────────────────────────────

@@ -43,7 +43,7 @@ def leading_to(**output: str) -> str:
     return f"node: {{data: d}}\nactions: [{{name: a, queue: disk, output: {json.dumps(output)}}}]"
 
 
-def test_the_text_shows_the_way_from_inputs_to_outputs() -> None:
+def test_text_shows_inputs_actions_and_outputs() -> None:
     assert (
         "\n".join(render_text(topology()))
         == """\
@@ -66,19 +66,19 @@ lanes: 1 + 2 = 3 (main, alerts, counts)"""
     )
 
 
-def test_a_pipeline_without_inputs_says_so() -> None:
+def test_text_says_that_there_are_no_inputs() -> None:
     only = "node: {data: d}\nactions: [{name: a, output: {type: discard}}]"
     lines = list(render_text(topology(only)))
     assert lines[1] == "  (none: events are published by clients)"
     assert lines[-1] == "lanes: 1 + 0 = 1 (main)"
 
 
-def test_a_narrow_terminal_cuts_filters() -> None:
+def test_narrow_terminal_shortens_filters() -> None:
     lines = list(render_text(topology(), 60))
     assert any("severity <…" in line for line in lines)
 
 
-def test_the_picture_is_well_formed_and_has_everything() -> None:
+def test_picture_is_valid_xml_and_complete() -> None:
     root = ET.fromstring(render_svg(topology()))
     words = [text for element in root.iter() if (text := element.text)]
     for expected in ("noise", "alerts", "counts", "all", "main (disk)", "disk_assisted"):
@@ -94,7 +94,7 @@ def test_the_picture_is_well_formed_and_has_everything() -> None:
         assert float(box.attrib["y"]) + float(box.attrib["height"]) <= height
 
 
-def test_the_command_prints_or_draws(tmp_path: Path) -> None:
+def test_command_prints_text_or_writes_the_picture(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(CONFIG)
     printed = CliRunner().invoke(app, ["graph", str(config)])
@@ -114,14 +114,14 @@ def test_the_command_prints_or_draws(tmp_path: Path) -> None:
         ("https://h/x?a=hunter2&token=hunter2&b", "https://h/x?a=**********&token=**********&b"),
     ],
 )
-def test_neither_text_nor_picture_shows_a_secret_of_an_address(url: str, seen: str) -> None:
+def test_secrets_in_addresses_are_not_shown(url: str, seen: str) -> None:
     found = topology(leading_to(type="http", url=url), HUSH="hunter2")
     assert any(line.endswith(f"http {seen}") for line in render_text(found, 200))
     for drawn in (*render_text(found, 200), render_svg(found)):
         assert "hunter2" not in drawn
 
 
-def test_a_filter_is_shown_as_it_is_written() -> None:
+def test_filter_is_shown_as_written() -> None:
     actions = "[{name: a, filter: \"key = '${HUSH}'\", output: {type: discard}}]"
     found = topology(f"node: {{data: d}}\nactions: {actions}", HUSH="hunter2")
     assert any("key = '${HUSH}'" in line for line in render_text(found))
@@ -131,12 +131,12 @@ def test_a_filter_is_shown_as_it_is_written() -> None:
 @pytest.mark.parametrize(
     "path", ["sqlite:///x.db", "sqlite:////tmp/a@b.db", "out/a@b", "file:///o"]
 )
-def test_a_place_without_secrets_is_shown_as_it_is(path: str) -> None:
+def test_address_without_secrets_is_shown_as_written(path: str) -> None:
     found = topology(leading_to(type="spark", format="parquet", path=path))
     assert any(line.endswith(f"parquet {path}") for line in render_text(found))
 
 
-def test_what_is_too_long_is_cut() -> None:
+def test_long_text_is_shortened() -> None:
     assert shorten("a  b\nc", 5) == "a b c"
     assert shorten("abcdef", 4) == "abc…"
 
@@ -149,18 +149,18 @@ def found(expect: object, **got: list[dict[str, object]]) -> list[str]:
     return list(find_differences(case, got))
 
 
-def test_rows_match_in_any_order_and_by_the_columns_given() -> None:
+def test_rows_match_in_any_order_by_the_given_columns() -> None:
     rows: list[dict[str, object]] = [{"a": 1, "b": "x"}, {"a": 2, "b": None, "c": {"d": 1, "e": 2}}]
     assert found({"q": [{"a": 2, "b": None, "c": {"d": 1}}, {"b": "x"}]}, q=rows) == []
     assert found({"q": 2}, q=rows) == []
     assert found({}, q=rows) == []
 
 
-def test_a_vague_expectation_does_not_take_the_row_of_an_exact_one() -> None:
+def test_vague_expectation_does_not_take_the_row_of_an_exact_one() -> None:
     assert found({"q": [{"a": 1}, {"a": 1, "b": 2}]}, q=[{"a": 1, "b": 2}, {"a": 1, "b": 3}]) == []
 
 
-def test_a_difference_shows_the_row_that_comes_closest() -> None:
+def test_difference_shows_the_closest_row() -> None:
     rows: list[dict[str, object]] = [{"a": 1, "b": "x", "z": 0}, {"a": 5, "b": "y", "z": 0}]
     assert found({"q": [{"a": 1, "b": "w"}]}, q=rows) == [
         "q: expected 1 event, got 2",
@@ -170,24 +170,24 @@ def test_a_difference_shows_the_row_that_comes_closest() -> None:
     ]
 
 
-def test_a_count_shows_what_came_instead() -> None:
+def test_wrong_count_shows_the_rows() -> None:
     assert found({"q": 0}, q=[{"a": 1}]) == ["q: expected 0 events, got 1", '  got {"a": 1}']
     assert found({"q": 3}) == ["q: expected 3 events, got 0"]
     many: list[dict[str, object]] = [{"a": at} for at in range(9)]
     assert found({"q": 0}, q=many)[-1] == "  … and 4 more"
 
 
-def test_a_column_that_there_is_not_is_named() -> None:
+def test_missing_column_is_named() -> None:
     lines = found({"q": [{"hostnam": "a"}]}, q=[{"hostname": "a"}])
     assert "  there is no column 'hostnam'; did you mean hostname?" in lines
 
 
-def test_true_is_not_one() -> None:
+def test_true_does_not_equal_one() -> None:
     assert found({"q": [{"a": True}]}, q=[{"a": 1}])
     assert found({"q": [{"a": 1}]}, q=[{"a": 1.0}]) == []
 
 
-def test_a_queue_that_is_kept_for_a_join_leads_to_the_action_that_joins() -> None:
+def test_joined_queue_leads_to_the_joining_action() -> None:
     found = topology(
         "node: {data: d}\nactions:\n"
         "  - {name: kept, queue: disk, output: {type: discard}}\n"

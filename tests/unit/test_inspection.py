@@ -18,13 +18,13 @@ import pytest
 import turnlane
 from turnlane.cli.console import readable, say_table
 from turnlane.events import block_of
-from turnlane.storage.export import Format, export_to_file, rows
-from turnlane.storage.inspect import Selection, Slice, holder
-from turnlane.storage.offline import FastQueueInspection, Inspection, inspect
+from turnlane.storage.export import ExportFormat, convert_to_rows, export_to_file
+from turnlane.storage.inspection import FastQueueInspection, QueueInspection, open_inspection
+from turnlane.storage.walk import EventSlice, Selection, find_holder
 
 
 def row_of(**columns: Any) -> dict[str, object]:
-    (row,) = rows(Slice(np.array([5]), False, pa.record_batch(columns)))
+    (row,) = convert_to_rows(EventSlice(np.array([5]), False, pa.record_batch(columns)))
     json.dumps(row, allow_nan=False)
     return row
 
@@ -88,10 +88,10 @@ def test_no_cell_of_a_table_moves_the_cursor(said: str, capsys: pytest.CaptureFi
 
 def test_the_holder_is_found_without_touching_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "queue"
-    assert holder(path) is None
+    assert find_holder(path) is None
     with turnlane.open_queue(kind="disk", path=path):
-        assert holder(path) == os.getpid()
-    assert holder(path) is None
+        assert find_holder(path) == os.getpid()
+    assert find_holder(path) is None
 
 
 def test_settled_and_pending_events_are_told_apart(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_settled_and_pending_events_are_told_apart(tmp_path: Path) -> None:
         queue.producer(ack="persisted").publish_block(block_of([b"%d" % n for n in range(10)]))
         first, second, third = queue.get(2), queue.get(3), queue.get(2)
         second.done()
-        found = Inspection(tmp_path / "q")
+        found = QueueInspection(tmp_path / "q")
         every = [
             (piece.offsets.tolist(), piece.settled)
             for piece in found.slices(Selection(settled=True))
@@ -113,11 +113,11 @@ def test_settled_and_pending_events_are_told_apart(tmp_path: Path) -> None:
 def test_the_end_is_known_from_the_log_or_from_the_journal(tmp_path: Path) -> None:
     with turnlane.open_queue(kind="disk", path=tmp_path / "q") as queue:
         queue.producer(ack="persisted").publish_block(block_of([b"%d" % n for n in range(10)]))
-    found = Inspection(tmp_path / "q")
+    found = QueueInspection(tmp_path / "q")
     assert found.end == 10
     for name in ("journal.a", "journal.b"):
         (tmp_path / "q" / name).unlink()
-    found = Inspection(tmp_path / "q")
+    found = QueueInspection(tmp_path / "q")
     assert list(found.slices(Selection(first=50))) == []
     assert found.end == 10
 
@@ -136,7 +136,7 @@ second.done()
 os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "q")], check=False)
-    found = Inspection(tmp_path / "q")
+    found = QueueInspection(tmp_path / "q")
     account = found.account()
     report = found.verify()
     assert account.ledger.adds_up
@@ -154,8 +154,8 @@ def test_an_export_holds_little_in_memory(tmp_path: Path) -> None:
     script = """
 import sys, resource, pathlib
 from turnlane.storage.export import Format, export_to_file
-from turnlane.storage.offline import Inspection
-from turnlane.storage.inspect import Selection
+from turnlane.storage.inspection import Inspection
+from turnlane.storage.walk import Selection
 
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 queue, before = Inspection(pathlib.Path(sys.argv[1])), peak()
@@ -173,7 +173,7 @@ print(peak() - before)
 
 def test_a_fastqueue_directory_is_recognised(tmp_path: Path) -> None:
     (tmp_path / "0000000000000000").write_bytes((5).to_bytes(8, "little") + b"hello")
-    found = inspect(tmp_path)
+    found = open_inspection(tmp_path)
     assert isinstance(found, FastQueueInspection)
-    done = export_to_file(found, Selection(), tmp_path / "x.jsonl", Format.JSONL)
+    done = export_to_file(found, Selection(), tmp_path / "x.jsonl", ExportFormat.JSONL)
     assert done.events == 1

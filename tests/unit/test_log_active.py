@@ -6,18 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from turnlane.events import Block, block_of, values_of
+from turnlane.events import Block, block_of, get_values
 from turnlane.storage import log as log_module
 from turnlane.storage.disk_io import Buffers, Disk
-from turnlane.storage.frames import Compression
-from turnlane.storage.log import Found, Log
+from turnlane.storage.encoder import CompressionPolicy
+from turnlane.storage.log import Log
+from turnlane.storage.reader import StoredEvents
 from turnlane.testing import FaultyDisk
 
 ID = "0" * 32
 
 
-def opened(path: Path, disk: Disk, chunk_size: int = 1 << 30) -> Log:
-    return Log.open(path, disk, queue_id=ID, chunk_size=chunk_size, compression=Compression("none"))
+def opened(path: Path, disk: Disk, segment_size: int = 1 << 30) -> Log:
+    return Log.open(
+        path, disk, queue_id=ID, segment_size=segment_size, compression=CompressionPolicy("none")
+    )
 
 
 def numbered(first: int, end: int) -> list[bytes]:
@@ -37,10 +40,10 @@ def frames(count: int, each: int = 10) -> list[list[Block]]:
 
 
 def stored(log: Log) -> list[bytes]:
-    reader = log.reader()
+    reader = log.create_reader()
     values: list[bytes] = []
-    while isinstance(found := reader.read(len(values), 1000), Found):
-        values += values_of([found.block])
+    while isinstance(found := reader.read(len(values), 1000), StoredEvents):
+        values += get_values([found.block])
     reader.close()
     return values
 
@@ -52,16 +55,18 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize("chunk_size", [1 << 30, 5_000])
-def test_frames_written_one_by_one_are_all_there_in_order(tmp_path: Path, chunk_size: int) -> None:
+@pytest.mark.parametrize("segment_size", [1 << 30, 5_000])
+def test_frames_written_one_by_one_are_all_there_in_order(
+    tmp_path: Path, segment_size: int
+) -> None:
     """Also across chunks, and after opening the log again."""
-    log = opened(tmp_path, Disk(), chunk_size)
-    log.append_many(0, frames(20))
+    log = opened(tmp_path, Disk(), segment_size)
+    log.append_frames(0, frames(20))
     assert log.end == 200
     assert stored(log) == numbered(0, 200)
-    assert (len(log.chunks()) > 1) is (chunk_size < 1 << 30)
+    assert (len(log.list_segments()) > 1) is (segment_size < 1 << 30)
     log.close()
-    log = opened(tmp_path, Disk(), chunk_size)
+    log = opened(tmp_path, Disk(), segment_size)
     assert stored(log) == numbered(0, 200)
     log.close()
 
@@ -69,9 +74,9 @@ def test_frames_written_one_by_one_are_all_there_in_order(tmp_path: Path, chunk_
 @pytest.mark.usefixtures("hasty")
 def test_a_chunk_is_full_when_what_is_being_written_fills_it(tmp_path: Path) -> None:
     """Frames that the disk has not got yet count too: no chunk is larger than it may be."""
-    log = opened(tmp_path, Disk(), chunk_size=5_000)
-    log.append_many(0, frames(20))
-    assert max(chunk.bytes for chunk in log.chunks()) <= 5_000
+    log = opened(tmp_path, Disk(), segment_size=5_000)
+    log.append_frames(0, frames(20))
+    assert max(chunk.bytes for chunk in log.list_segments()) <= 5_000
     log.close()
 
 
@@ -85,11 +90,11 @@ def test_a_write_that_fails_half_way_leaves_whole_frames_and_can_be_repeated(
     log = opened(tmp_path, disk)
     disk.fail("write", nth=nth)
     with pytest.raises(OSError, match="Input/output error"):
-        log.append_many(0, frames(10))
+        log.append_frames(0, frames(10))
     assert log.end == 10 * (nth - 2)  # the first write is the chunk's schema
     assert stored(log) == numbered(0, log.end)
     disk.clear()
-    log.append_many(0, frames(10))
+    log.append_frames(0, frames(10))
     assert stored(log) == numbered(0, 100)
     log.close()
 
@@ -112,7 +117,7 @@ def test_nothing_is_written_behind_a_write_that_failed(tmp_path: Path) -> None:
     disk.delay("write", nth=4, seconds=0.05)
     disk.fail("write", nth=4)
     with pytest.raises(OSError, match="Input/output error"):
-        log.append_many(0, frames(10))
+        log.append_frames(0, frames(10))
     assert log.end == 20
     assert disk.furthest == log.bytes
     log.close()

@@ -13,17 +13,17 @@ from turnlane.errors import NotAQueue
 from turnlane.events import block_of
 from turnlane.storage import segments
 from turnlane.storage.disk_io import Disk
-from turnlane.storage.frames import Data, FrameKind, checksum, encode
+from turnlane.storage.frames import BufferLike, FrameKind, compute_checksum, encode_frame
 from turnlane.storage.segments import (
-    FaultKind,
-    Flaw,
-    Whole,
-    chunk_name,
-    first_of,
-    list_chunks,
-    read_schema,
-    scan,
-    schema_frame,
+    InvalidRegion,
+    InvalidRegionKind,
+    ValidFrame,
+    encode_schema_frame,
+    format_segment_name,
+    list_segments,
+    parse_segment_name,
+    read_segment_schema,
+    scan_segment,
 )
 
 QUEUE_ID = "ab" * 16
@@ -33,14 +33,14 @@ DISK = Disk()
 
 def frame(first: int, count: int, size: int = 10) -> bytes:
     block = block_of([b"x" * size] * count).select(["value"])
-    return joined(encode(FrameKind.EVENTS, first, count, [block.serialize()]))
+    return joined(encode_frame(FrameKind.EVENTS, first, count, [block.serialize()]))
 
 
-def joined(pieces: list[Data]) -> bytes:
+def joined(pieces: list[BufferLike]) -> bytes:
     return b"".join(bytes(memoryview(piece)) for piece in pieces)
 
 
-SCHEMA_FRAME = joined(schema_frame(SCHEMA, 0, QUEUE_ID))
+SCHEMA_FRAME = joined(encode_schema_frame(SCHEMA, 0, QUEUE_ID))
 A, B, C = frame(0, 10), frame(10, 10), frame(20, 10)
 AT_A = len(SCHEMA_FRAME)
 AT_B = AT_A + len(A)
@@ -80,13 +80,15 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
         os.close(fd)
 
 
-def regions(fd: int, *, check_payload: bool = True, disk: Disk = DISK) -> list[Whole | Flaw]:
-    return list(scan(disk, fd, AT_A, 0, check_payload=check_payload))
+def regions(
+    fd: int, *, check_payload: bool = True, disk: Disk = DISK
+) -> list[ValidFrame | InvalidRegion]:
+    return list(scan_segment(disk, fd, AT_A, 0, check_payload=check_payload))
 
 
-def flaws(fd: int, *, check_payload: bool = True, disk: Disk = DISK) -> list[Flaw]:
+def flaws(fd: int, *, check_payload: bool = True, disk: Disk = DISK) -> list[InvalidRegion]:
     found = regions(fd, check_payload=check_payload, disk=disk)
-    return [region for region in found if isinstance(region, Flaw)]
+    return [region for region in found if isinstance(region, InvalidRegion)]
 
 
 def flipped(data: bytes, at: int) -> bytes:
@@ -95,109 +97,116 @@ def flipped(data: bytes, at: int) -> bytes:
 
 @pytest.mark.parametrize("first", [0, 1_000_000, 2**64 - 1])
 def test_a_name_says_the_first_offset(first: int) -> None:
-    assert first_of(chunk_name(first)) == first
+    assert parse_segment_name(format_segment_name(first)) == first
 
 
 @pytest.mark.parametrize("name", ["journal.a", "0.chunk", "00000000000F4240.chunk", "x.chunk.new"])
 def test_other_names_are_no_chunks(name: str) -> None:
-    assert first_of(name) is None
+    assert parse_segment_name(name) is None
 
 
 def test_chunks_are_listed_in_order(tmp_path: Path) -> None:
-    for name in (chunk_name(300), chunk_name(2), "lock", chunk_name(9) + ".foreign"):
+    for name in (
+        format_segment_name(300),
+        format_segment_name(2),
+        "lock",
+        format_segment_name(9) + ".foreign",
+    ):
         (tmp_path / name).touch()
-    assert list_chunks(tmp_path, DISK) == [2, 300]
+    assert list_segments(tmp_path, DISK) == [2, 300]
 
 
 def test_the_schema_comes_back_without_the_log_s_own_metadata(opened: Opened) -> None:
-    found = read_schema(DISK, opened(SCHEMA_FRAME))
+    found = read_segment_schema(DISK, opened(SCHEMA_FRAME))
     assert found is not None
     assert found.schema.equals(SCHEMA, check_metadata=True)
-    assert (found.queue_id, found.stored) == (QUEUE_ID, len(SCHEMA_FRAME))
+    assert (found.queue_id, found.stored_size) == (QUEUE_ID, len(SCHEMA_FRAME))
 
 
 def test_a_schema_of_many_columns_is_read_whole(opened: Opened) -> None:
     wide = pa.schema([pa.field(f"column_{number}", pa.string()) for number in range(500)])
-    found = read_schema(DISK, opened(joined(schema_frame(wide, 0, QUEUE_ID))))
+    found = read_segment_schema(DISK, opened(joined(encode_schema_frame(wide, 0, QUEUE_ID))))
     assert found is not None
     assert found.schema.equals(wide)
 
 
 @pytest.mark.parametrize("data", [b"", b"junk" * 100, A, SCHEMA_FRAME[:-8]])
 def test_a_chunk_without_schema_has_none(opened: Opened, data: bytes) -> None:
-    assert read_schema(DISK, opened(data)) is None
+    assert read_segment_schema(DISK, opened(data)) is None
 
 
 def test_an_unknown_format_is_refused_and_named(opened: Opened) -> None:
     future = SCHEMA.with_metadata({"turnlane.format": "2"})
-    data = joined(encode(FrameKind.SCHEMA, 0, 0, [future.serialize()]))
+    data = joined(encode_frame(FrameKind.SCHEMA, 0, 0, [future.serialize()]))
     with pytest.raises(NotAQueue, match="format 2"):
-        read_schema(DISK, opened(data))
+        read_segment_schema(DISK, opened(data))
 
 
 def test_a_sound_chunk_is_nothing_but_frames(opened: Opened) -> None:
     found = regions(opened(SCHEMA_FRAME + A + B + C))
     assert [region.byte for region in found] == [AT_A, AT_B, AT_C]
-    assert all(isinstance(region, Whole) for region in found)
+    assert all(isinstance(region, ValidFrame) for region in found)
 
 
 def test_a_corrupt_payload_costs_one_frame(opened: Opened) -> None:
     fd = opened(flipped(SCHEMA_FRAME + A + B + C, AT_B + 60))
-    assert flaws(fd) == [Flaw(FaultKind.CORRUPT_PAYLOAD, AT_B, len(B), 10, 20)]
+    assert flaws(fd) == [InvalidRegion(InvalidRegionKind.CORRUPT_PAYLOAD, AT_B, len(B), 10, 20)]
     assert flaws(fd, check_payload=False) == []
 
 
 @pytest.mark.parametrize("byte", range(28))
 def test_a_corrupt_header_costs_one_frame(opened: Opened, byte: int) -> None:
     fd = opened(flipped(SCHEMA_FRAME + A + B + C, AT_B + byte))
-    assert flaws(fd) == [Flaw(FaultKind.CORRUPT_HEADER, AT_B, len(B), 10, 20)]
+    assert flaws(fd) == [InvalidRegion(InvalidRegionKind.CORRUPT_HEADER, AT_B, len(B), 10, 20)]
 
 
 @pytest.mark.parametrize("keep", [1, 31, 32, 40, len(C) - 1])
 def test_a_frame_cut_short_is_torn(opened: Opened, keep: int) -> None:
     found = flaws(opened(SCHEMA_FRAME + A + B + C[:keep]))
     assert [(flaw.kind, flaw.byte, flaw.length, flaw.first) for flaw in found] == [
-        (FaultKind.TORN, AT_C, keep, 20)
+        (InvalidRegionKind.TORN, AT_C, keep, 20)
     ]
 
 
 def test_zeros_at_the_end_are_torn(opened: Opened) -> None:
     found = flaws(opened(SCHEMA_FRAME + A + bytes(5000)))
-    assert found == [Flaw(FaultKind.TORN, AT_B, 5000, 10, None)]
+    assert found == [InvalidRegion(InvalidRegionKind.TORN, AT_B, 5000, 10, None)]
 
 
 def test_a_gap_and_a_repeat_are_named(opened: Opened) -> None:
     fd = opened(SCHEMA_FRAME + A + C + A)
     assert flaws(fd) == [
-        Flaw(FaultKind.GAP, AT_B, 0, 10, 20),
-        Flaw(FaultKind.REPEAT, AT_B + len(C), len(A), 0, 10),
+        InvalidRegion(InvalidRegionKind.GAP, AT_B, 0, 10, 20),
+        InvalidRegion(InvalidRegionKind.REPEAT, AT_B + len(C), len(A), 0, 10),
     ]
 
 
 def test_a_chunk_of_another_queue_is_foreign(opened: Opened) -> None:
     data = SCHEMA_FRAME + A
     fd = opened(data)
-    assert list(scan(DISK, fd, 0, 0, queue_id="cd" * 16)) == [
-        Flaw(FaultKind.FOREIGN, 0, len(data), None, None)
+    assert list(scan_segment(DISK, fd, 0, 0, queue_id="cd" * 16)) == [
+        InvalidRegion(InvalidRegionKind.FOREIGN, 0, len(data), None, None)
     ]
-    assert all(isinstance(region, Whole) for region in scan(DISK, fd, 0, 0, queue_id=QUEUE_ID))
+    assert all(
+        isinstance(region, ValidFrame) for region in scan_segment(DISK, fd, 0, 0, queue_id=QUEUE_ID)
+    )
 
 
 def test_a_length_that_is_a_lie_allocates_nothing(opened: Opened) -> None:
-    claim = encode(FrameKind.EVENTS, 10, 10, [b""])[0]
+    claim = encode_frame(FrameKind.EVENTS, 10, 10, [b""])[0]
     header = bytearray(memoryview(claim))
     header[:8] = (1 << 62 | 1 << 61).to_bytes(8, "little")
-    header[24:28] = checksum([bytes(header[:24])]).to_bytes(4, "little")
+    header[24:28] = compute_checksum([bytes(header[:24])]).to_bytes(4, "little")
     disk = WatchedDisk()
     found = flaws(opened(SCHEMA_FRAME + A + bytes(header) + C), disk=disk)
-    assert [flaw.kind for flaw in found] == [FaultKind.TORN]
+    assert [flaw.kind for flaw in found] == [InvalidRegionKind.TORN]
     assert disk.most < 10_000
 
 
 def test_the_search_sees_a_header_that_lies_across_two_windows(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "WINDOW", 64)
+    monkeypatch.setattr(segments, "WINDOW_BYTES", 64)
     for junk in range(8, 160, 8):
         fd = opened(SCHEMA_FRAME + A + bytes(junk) + B)
-        assert flaws(fd) == [Flaw(FaultKind.CORRUPT_HEADER, AT_B, junk, 10, 10)]
+        assert flaws(fd) == [InvalidRegion(InvalidRegionKind.CORRUPT_HEADER, AT_B, junk, 10, 10)]

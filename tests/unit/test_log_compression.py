@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 
-import cramjam
 import pytest
 
 from turnlane.errors import ConfigError
-from turnlane.storage.frames import SMALLEST, TRIAL_EVERY, Compression, Mode, pays
+from turnlane.storage.encoder import (
+    MIN_COMPRESSED_BYTES,
+    TRIAL_INTERVAL,
+    CompressionMode,
+    CompressionPolicy,
+    is_compression_faster,
+)
+from turnlane.storage.frames import decompress
 
 TEXT = b"GET /orders/1 200 OK " * 100
 NOISE = os.urandom(2000)
@@ -39,88 +45,88 @@ class Ticks:
 def test_compressing_pays_if_it_costs_less_than_it_saves(
     ratio: float, compress_speed: float, write_speed: float, expected: bool
 ) -> None:
-    assert pays(ratio, compress_speed, write_speed) is expected
+    assert is_compression_faster(ratio, compress_speed, write_speed) is expected
 
 
 def test_none_never_compresses() -> None:
-    assert Compression("none").pack([TEXT]) is None
+    assert CompressionPolicy("none").compress([TEXT]) is None
 
 
 def test_snappy_always_compresses_what_shrinks() -> None:
-    packed = Compression("snappy").pack([TEXT[:100], TEXT[100:]])
+    packed = CompressionPolicy("snappy").compress([TEXT[:100], TEXT[100:]])
     assert packed is not None
-    assert bytes(cramjam.snappy.decompress_raw(packed)) == TEXT
+    assert decompress(packed, len(TEXT)).to_pybytes() == TEXT
 
 
 @pytest.mark.parametrize("mode", ["auto", "snappy"])
-def test_what_does_not_shrink_or_is_small_stays_as_it_is(mode: Mode) -> None:
-    compression = Compression(mode)
-    compression.wrote(1, 1.0)
-    assert compression.pack([NOISE]) is None
-    assert compression.pack([TEXT[: SMALLEST - 1]]) is None
+def test_what_does_not_shrink_or_is_small_stays_as_it_is(mode: CompressionMode) -> None:
+    compression = CompressionPolicy(mode)
+    compression.record_write(1, 1.0)
+    assert compression.compress([NOISE]) is None
+    assert compression.compress([TEXT[: MIN_COMPRESSED_BYTES - 1]]) is None
 
 
 def test_auto_waits_until_it_knows_the_disk() -> None:
-    compression = Compression("auto", timer=Ticks(1e-6))
-    assert compression.pack([TEXT]) is None
-    compression.wrote(1_000_000, 1.0)
-    assert compression.pack([TEXT]) is not None
+    compression = CompressionPolicy("auto", timer=Ticks(1e-6))
+    assert compression.compress([TEXT]) is None
+    compression.record_write(1_000_000, 1.0)
+    assert compression.compress([TEXT]) is not None
 
 
 def test_auto_leaves_off_on_a_fast_disk() -> None:
-    compression = Compression("auto", timer=Ticks(1.0))
-    compression.wrote(1 << 30, 0.1)
-    assert compression.pack([TEXT]) is None
+    compression = CompressionPolicy("auto", timer=Ticks(1.0))
+    compression.record_write(1 << 30, 0.1)
+    assert compression.compress([TEXT]) is None
 
 
 @pytest.mark.parametrize(("pause", "packs"), [(0.001, True), (0.1, False)])
 def test_auto_leaves_off_while_the_disk_has_time_to_spare(pause: float, packs: bool) -> None:
     timer = Ticks(1e-6)
-    compression = Compression("auto", timer=timer)
-    for _ in range(TRIAL_EVERY):
+    compression = CompressionPolicy("auto", timer=timer)
+    for _ in range(TRIAL_INTERVAL):
         timer.now += pause
-        compression.wrote(10_000, 0.01)
-        packed = compression.pack([TEXT])
+        compression.record_write(10_000, 0.01)
+        packed = compression.compress([TEXT])
     assert (packed is not None) is packs
 
 
 def test_a_writer_that_had_nothing_to_do_for_long_may_be_busy_now() -> None:
     timer = Ticks(1e-6)
-    compression = Compression("auto", timer=timer)
+    compression = CompressionPolicy("auto", timer=timer)
     timer.now += 3600
     for _ in range(2):
         timer.now += 0.01
-        compression.wrote(10_000, 0.01)
-    assert compression.pack([TEXT]) is not None
+        compression.record_write(10_000, 0.01)
+    assert compression.compress([TEXT]) is not None
 
 
 def test_a_sync_counts_as_what_it_takes_even_if_nothing_is_new() -> None:
     """Most of the time goes into it, though most measurements are of quick writes."""
     timer = Ticks(1e-6)
-    compression = Compression("auto", timer=timer)
+    compression = CompressionPolicy("auto", timer=timer)
     for size, seconds, pause in [(16 << 20, 0.01, 0.03)] * 4 + [(0, 0.9, 0.9)]:
         timer.now += pause
-        compression.wrote(size, seconds)
-    assert compression.pack([TEXT]) is not None
+        compression.record_write(size, seconds)
+    assert compression.compress([TEXT]) is not None
 
 
 def test_a_disk_that_takes_seconds_is_busy() -> None:
     timer = Ticks(1e-6)
-    compression = Compression("auto", timer=timer)
+    compression = CompressionPolicy("auto", timer=timer)
     timer.now += 5
-    compression.wrote(1 << 20, 5.0)
-    assert compression.pack([TEXT]) is not None
+    compression.record_write(1 << 20, 5.0)
+    assert compression.compress([TEXT]) is not None
 
 
 def test_auto_notices_that_the_data_has_changed() -> None:
-    compression = Compression("auto", timer=Ticks(1e-6))
-    compression.wrote(1_000_000, 1.0)
-    for _ in range(20 * TRIAL_EVERY):
-        assert compression.pack([NOISE]) is None
-    packed = [compression.pack([TEXT]) for _ in range(20 * TRIAL_EVERY)]
+    compression = CompressionPolicy("auto", timer=Ticks(1e-6))
+    compression.record_write(1_000_000, 1.0)
+    for _ in range(20 * TRIAL_INTERVAL):
+        assert compression.compress([NOISE]) is None
+    packed = [compression.compress([TEXT]) for _ in range(20 * TRIAL_INTERVAL)]
     assert packed[-1] is not None
 
 
 def test_an_unknown_mode_names_the_knob() -> None:
     with pytest.raises(ConfigError, match="compression"):
-        Compression("zip")  # type: ignore[arg-type]
+        CompressionPolicy("zip")  # type: ignore[arg-type]

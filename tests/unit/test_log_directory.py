@@ -16,8 +16,8 @@ import pytest
 from turnlane.errors import DirectoryLocked, DirectoryUnusable, NotAQueue
 from turnlane.storage.directory import QueueDirectory
 from turnlane.storage.disk_io import Disk
-from turnlane.storage.frames import FrameKind, encode
-from turnlane.storage.segments import chunk_name
+from turnlane.storage.frames import FrameKind, encode_frame
+from turnlane.storage.segments import format_segment_name
 from turnlane.testing import FaultyDisk
 
 DISK = Disk()
@@ -31,8 +31,10 @@ def write_chunk(path: Path, first: int, queue_id: str, form: bytes = b"1") -> No
         b"turnlane.format": form,
     }
     payload = pa.schema([("value", pa.binary())], marks).serialize()
-    frame = encode(FrameKind.SCHEMA, first, 0, [payload])
-    (path / chunk_name(first)).write_bytes(b"".join(bytes(memoryview(piece)) for piece in frame))
+    frame = encode_frame(FrameKind.SCHEMA, first, 0, [payload])
+    (path / format_segment_name(first)).write_bytes(
+        b"".join(bytes(memoryview(piece)) for piece in frame)
+    )
 
 
 def content(path: Path) -> dict[str, bytes]:
@@ -173,7 +175,7 @@ def test_a_lost_identity_is_taken_from_the_newest_readable_chunk(
 ) -> None:
     write_chunk(tmp_path, 0, OTHER)
     write_chunk(tmp_path, 100, ID)
-    (tmp_path / chunk_name(200)).write_bytes(b"garbage")
+    (tmp_path / format_segment_name(200)).write_bytes(b"garbage")
     if text is not None:
         (tmp_path / "queue.json").write_text(text)
     assert QueueDirectory.read_only(tmp_path, DISK).queue_id == ID
@@ -201,5 +203,5 @@ def test_reading_what_is_no_queue_says_so_and_makes_nothing(tmp_path: Path, name
 
 
 def test_chunks_alone_can_be_looked_at(tmp_path: Path) -> None:
-    (tmp_path / chunk_name(0)).write_bytes(b"garbage")
+    (tmp_path / format_segment_name(0)).write_bytes(b"garbage")
     assert not QueueDirectory.read_only(tmp_path, DISK).queue_id

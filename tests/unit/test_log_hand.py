@@ -8,16 +8,16 @@ import weakref
 import pytest
 
 from tests.contract.harness import PATIENCE
-from turnlane.storage.active_segment import Hand
+from turnlane.storage.log import SingleThreadExecutor
 
 
 def test_the_caller_goes_on_meanwhile() -> None:
     """Both are under way at once."""
-    hand, met = Hand("test"), threading.Barrier(2, timeout=PATIENCE)
-    hand.begin(lambda: (met.wait(), None)[1])
+    executor, met = SingleThreadExecutor("test"), threading.Barrier(2, timeout=PATIENCE)
+    executor.submit(lambda: (met.wait(), None)[1])
     met.wait()
-    hand.finish()
-    hand.stop()
+    executor.wait()
+    executor.stop()
 
 
 def test_it_keeps_nothing_of_what_it_has_done() -> None:
@@ -27,13 +27,13 @@ def test_it_keeps_nothing_of_what_it_has_done() -> None:
         def write(self) -> None:
             """Do nothing with it."""
 
-    hand, large = Hand("test"), Large()
+    executor, large = SingleThreadExecutor("test"), Large()
     gone = weakref.ref(large)
-    hand.begin(large.write)
+    executor.submit(large.write)
     del large
-    hand.finish()
+    executor.wait()
     assert gone() is None
-    hand.stop()
+    executor.stop()
 
 
 def test_the_caller_hears_what_went_wrong() -> None:
@@ -42,25 +42,25 @@ def test_the_caller_hears_what_went_wrong() -> None:
     def fail() -> None:
         raise OSError(5, "no")
 
-    hand = Hand("test")
-    hand.begin(fail)
+    executor = SingleThreadExecutor("test")
+    executor.submit(fail)
     with pytest.raises(OSError, match="no"):
-        hand.finish()
+        executor.wait()
     done: list[int] = []
-    hand.begin(lambda: done.append(1))
-    hand.finish()
+    executor.submit(lambda: done.append(1))
+    executor.wait()
     assert done == [1]
-    hand.stop()
+    executor.stop()
 
 
 def test_it_can_be_stopped_and_used_again() -> None:
     """Twice is harmless, and no thread is left."""
-    hand = Hand("hand-under-test")
-    hand.stop()
+    executor = SingleThreadExecutor("hand-under-test")
+    executor.stop()
     for _ in range(2):
-        hand.begin(lambda: None)
-        hand.finish()
-        hand.stop()
+        executor.submit(lambda: None)
+        executor.wait()
+        executor.stop()
     assert "hand-under-test" not in [thread.name for thread in threading.enumerate()]
 
 
@@ -71,9 +71,9 @@ def test_without_another_thread_the_caller_does_it(monkeypatch: pytest.MonkeyPat
         raise RuntimeError(f"can't start {thread}")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    hand, done = Hand("test"), list[int]()
+    executor, done = SingleThreadExecutor("test"), list[int]()
     for number in range(2):
-        hand.begin(lambda: done.append(threading.get_ident()))
-        hand.finish()
+        executor.submit(lambda: done.append(threading.get_ident()))
+        executor.wait()
         assert done == [threading.get_ident()] * (number + 1)
-    hand.stop()
+    executor.stop()

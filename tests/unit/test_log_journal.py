@@ -19,10 +19,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from turnlane.ledger import Outcome
 from turnlane.storage.disk_io import Disk
-from turnlane.storage.frames import Position, Stamp
-from turnlane.storage.journal import NAMES, Journal
+from turnlane.storage.frames import LogPosition, ProducerSequence
+from turnlane.storage.journal import JOURNAL_FILES, Journal
 from turnlane.storage.journal_records import MAX_PRODUCERS, JournalState, encode_snapshot
-from turnlane.storage.producer_sequences import Accepted
+from turnlane.storage.producer_sequences import AcceptedSequences
 from turnlane.testing import FaultyDisk
 
 ID = "0123456789abcdef" * 2
@@ -93,30 +93,37 @@ def test_what_is_settled_is_never_returned() -> None:
 
 def test_the_position_and_the_stamps_never_go_back() -> None:
     state = JournalState()
-    state.advance(Position(0, 800, 100), 1000, [Stamp(P1, 50)])
-    state.advance(Position(0, 400, 50), 500, [Stamp(P1, 25)])
-    assert (state.position, state.bytes) == (Position(0, 800, 100), 1000)
-    assert state.producers == {P1: Accepted(50)}
-    state.advance(Position(100, 64, 100), 900, [])
-    assert (state.position, state.bytes) == (Position(100, 64, 100), 900)
+    state.advance(LogPosition(0, 800, 100), 1000, [ProducerSequence(P1, 50)])
+    state.advance(LogPosition(0, 400, 50), 500, [ProducerSequence(P1, 25)])
+    assert (state.position, state.bytes) == (LogPosition(0, 800, 100), 1000)
+    assert state.producers == {P1: AcceptedSequences(50)}
+    state.advance(LogPosition(100, 64, 100), 900, [])
+    assert (state.position, state.bytes) == (LogPosition(100, 64, 100), 900)
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_numbers_with_gaps_are_there_after_opening(tmp_path: Path, snapshot: bool) -> None:
     journal, _ = Journal.open(tmp_path, Disk(), ID)
-    journal.stamped([Stamp(P1, 10), Stamp(P1, 22, 20), Stamp(P2, 5, 3), Stamp(P1, 12)])
+    journal.record_sequences(
+        [
+            ProducerSequence(P1, 10),
+            ProducerSequence(P1, 22, 20),
+            ProducerSequence(P2, 5, 3),
+            ProducerSequence(P1, 12),
+        ]
+    )
     if snapshot:
         journal.snapshot()
     journal.close()
     assert reopened(tmp_path).producers == {
-        P1: Accepted(12, [(20, 22)]),
-        P2: Accepted(0, [(3, 5)]),
+        P1: AcceptedSequences(12, [(20, 22)]),
+        P2: AcceptedSequences(0, [(3, 5)]),
     }
 
 
 def test_a_snapshot_without_gaps_is_as_it_was_before_there_were_any() -> None:
     state = JournalState()
-    state.stamp(Stamp(P1, 7))
+    state.add_sequence(ProducerSequence(P1, 7))
     payload = json.loads(encode_snapshot(state, ID, 1)[1].rstrip(b"\0"))
     assert (payload["producers"], "ahead" in payload) == ({P1.hex(): 7}, False)
 
@@ -124,9 +131,9 @@ def test_a_snapshot_without_gaps_is_as_it_was_before_there_were_any() -> None:
 def test_only_the_most_recent_producers_are_remembered() -> None:
     state = JournalState()
     for number in range(MAX_PRODUCERS):
-        state.stamp(Stamp(number.to_bytes(16), 1))
-    state.stamp(Stamp((0).to_bytes(16), 2))
-    state.stamp(Stamp(P1, 1))
+        state.add_sequence(ProducerSequence(number.to_bytes(16), 1))
+    state.add_sequence(ProducerSequence((0).to_bytes(16), 2))
+    state.add_sequence(ProducerSequence(P1, 1))
     assert len(state.producers) == MAX_PRODUCERS
     assert (0).to_bytes(16) in state.producers
     assert (1).to_bytes(16) not in state.producers
@@ -137,7 +144,7 @@ def test_the_floor_is_above_everything_known() -> None:
     assert state.floor == 10
     state.settle(20, 30, 0, DELIVERED)
     assert state.floor == 30
-    state.advance(Position(0, 0, 40), 0, [])
+    state.advance(LogPosition(0, 0, 40), 0, [])
     assert state.floor == 40
 
 
@@ -178,20 +185,22 @@ def test_a_new_journal_is_fresh_and_preallocated(tmp_path: Path) -> None:
     state = reopened(tmp_path)
     assert state == JournalState()
     assert not state.found
-    for name in NAMES:
+    for name in JOURNAL_FILES:
         status = (tmp_path / name).stat()
         assert status.st_size == 1 << 20
         assert status.st_blocks * 512 >= 1 << 20
 
 
 def tell_everything(journal: Journal) -> None:
-    journal.settled(0, 10, 100, DELIVERED)
-    journal.settled(20, 30, 100, DEAD)
-    journal.returned(10, 15, 2)
-    journal.returned(15, 20, 1_000_000)
-    journal.advanced(Position(0, 81920, 1400), 48213, [Stamp(P1, 7), Stamp(P2, 9)])
-    journal.settled(1000, 1100, 13, Outcome.CORRUPT)
-    journal.dropped(NEWEST, 17)
+    journal.record_settled(0, 10, 100, DELIVERED)
+    journal.record_settled(20, 30, 100, DEAD)
+    journal.record_returned(10, 15, 2)
+    journal.record_returned(15, 20, 1_000_000)
+    journal.record_position(
+        LogPosition(0, 81920, 1400), 48213, [ProducerSequence(P1, 7), ProducerSequence(P2, 9)]
+    )
+    journal.record_settled(1000, 1100, 13, Outcome.CORRUPT)
+    journal.record_dropped(NEWEST, 17)
 
 
 EVERYTHING = {
@@ -200,8 +209,8 @@ EVERYTHING = {
     "returned": [(10, 15, 2), (15, 20, 65535)],
     "totals": {DELIVERED: 10, DEAD: 10, Outcome.CORRUPT: 100, NEWEST: 17},
     "bytes": 48200,
-    "position": Position(0, 81920, 1400),
-    "producers": {P1: Accepted(7), P2: Accepted(9)},
+    "position": LogPosition(0, 81920, 1400),
+    "producers": {P1: AcceptedSequences(7), P2: AcceptedSequences(9)},
     "found": True,
 }
 
@@ -248,7 +257,9 @@ def test_a_position_and_its_stamps_are_one_write(tmp_path: Path) -> None:
     disk = FaultyDisk()
     journal, _ = Journal.open(tmp_path, disk, ID)
     before = disk.operations["write"], disk.operations["sync"]
-    journal.advanced(Position(0, 8, 1), 0, [Stamp(bytes([n]) * 16, n) for n in range(20)])
+    journal.record_position(
+        LogPosition(0, 8, 1), 0, [ProducerSequence(bytes([n]) * 16, n) for n in range(20)]
+    )
     assert (disk.operations["write"], disk.operations["sync"]) == (before[0] + 1, before[1])
     journal.close()
 
@@ -256,9 +267,9 @@ def test_a_position_and_its_stamps_are_one_write(tmp_path: Path) -> None:
 def test_reading_changes_nothing(tmp_path: Path) -> None:
     journal, _ = Journal.open(tmp_path, Disk(), ID)
     tell_everything(journal)
-    before = {name: (tmp_path / name).read_bytes() for name in NAMES}
+    before = {name: (tmp_path / name).read_bytes() for name in JOURNAL_FILES}
     assert Journal.read(tmp_path, Disk(), ID) == dataclasses.replace(journal.state(), found=True)
-    assert {name: (tmp_path / name).read_bytes() for name in NAMES} == before
+    assert {name: (tmp_path / name).read_bytes() for name in JOURNAL_FILES} == before
     journal.close()
 
 
@@ -266,7 +277,7 @@ def test_the_state_given_out_is_a_copy(tmp_path: Path) -> None:
     journal, state = Journal.open(tmp_path, Disk(), ID)
     state.settle(0, 10, 0, DELIVERED)
     assert journal.state().low == 0
-    journal.settled(0, 5, 0, DELIVERED)
+    journal.record_settled(0, 5, 0, DELIVERED)
     assert state.low == 10
     journal.close()
 
@@ -274,9 +285,9 @@ def test_the_state_given_out_is_a_copy(tmp_path: Path) -> None:
 def test_many_records_change_files_again_and_again(tmp_path: Path) -> None:
     journal, _ = Journal.open(tmp_path, Disk(), ID)
     for number in range(70_000):
-        journal.settled(number, number + 1, 1, DELIVERED)
+        journal.record_settled(number, number + 1, 1, DELIVERED)
     assert journal.syncs == 2 * 4
-    assert all((tmp_path / name).stat().st_size == 1 << 20 for name in NAMES)
+    assert all((tmp_path / name).stat().st_size == 1 << 20 for name in JOURNAL_FILES)
     journal.close()
     state = reopened(tmp_path)
     assert (state.low, state.totals) == (70_000, {DELIVERED: 70_000})
@@ -284,10 +295,10 @@ def test_many_records_change_files_again_and_again(tmp_path: Path) -> None:
 
 def test_a_large_snapshot_makes_the_file_larger(tmp_path: Path) -> None:
     journal, _ = Journal.open(tmp_path, Disk(), ID, file_size=16384)
-    stamps = [Stamp(number.to_bytes(16), number) for number in range(2000)]
-    journal.advanced(Position(0, 0, 1), 0, stamps)
+    stamps = [ProducerSequence(number.to_bytes(16), number) for number in range(2000)]
+    journal.record_position(LogPosition(0, 0, 1), 0, stamps)
     for number in range(2000):
-        journal.settled(2 * number + 1, 2 * number + 2, 1, DELIVERED)
+        journal.record_settled(2 * number + 1, 2 * number + 2, 1, DELIVERED)
     journal.close()
     state = reopened(tmp_path)
     assert len(state.producers) == len(state.settled) == 2000
@@ -298,7 +309,7 @@ def test_threads_may_tell_at_the_same_time(tmp_path: Path) -> None:
 
     def tell(start: int) -> None:
         for number in range(start, 8000, 4):
-            journal.settled(number, number + 1, 1, DELIVERED)
+            journal.record_settled(number, number + 1, 1, DELIVERED)
 
     threads = [threading.Thread(target=tell, args=(start,)) for start in range(4)]
     for thread in threads:
@@ -316,7 +327,7 @@ def test_after_closing_nothing_can_be_told(tmp_path: Path) -> None:
     journal.close()
     journal.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
-        journal.settled(0, 1, 1, DELIVERED)
+        journal.record_settled(0, 1, 1, DELIVERED)
 
 
 def test_a_new_queue_causes_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -332,7 +343,7 @@ def test_a_missing_journal_beside_chunks_causes_one(
     with caplog.at_level(logging.WARNING):
         journal, _ = Journal.open(tmp_path, Disk(), ID)
     journal.close()
-    assert "no journal" in caplog.text
+    assert "journal.missing" in caplog.text
 
 
 # The model
@@ -360,12 +371,12 @@ class JournalMachine(RuleBasedStateMachine):
         how=st.sampled_from(list(Outcome)),
     )
     def settle(self, first: int, count: int, size: int, how: Outcome) -> None:
-        self.journal.settled(first, first + count, size, how)
+        self.journal.record_settled(first, first + count, size, how)
         self.model.settle(first, first + count, size, how)
 
     @rule(first=offset, count=st.integers(0, 20), attempt=st.integers(1, 70_000))
     def give_back(self, first: int, count: int, attempt: int) -> None:
-        self.journal.returned(first, first + count, attempt)
+        self.journal.record_returned(first, first + count, attempt)
         self.model.give_back(first, first + count, attempt)
 
     @rule(
@@ -374,13 +385,13 @@ class JournalMachine(RuleBasedStateMachine):
         producers=st.lists(st.binary(min_size=16, max_size=16), max_size=80),
     )
     def advance(self, end: int, size: int, producers: list[bytes]) -> None:
-        stamps = [Stamp(producer, end // 2) for producer in producers]
-        self.journal.advanced(Position(end // 3, end // 4, end), size, stamps)
-        self.model.advance(Position(end // 3, end // 4, end), size, stamps)
+        stamps = [ProducerSequence(producer, end // 2) for producer in producers]
+        self.journal.record_position(LogPosition(end // 3, end // 4, end), size, stamps)
+        self.model.advance(LogPosition(end // 3, end // 4, end), size, stamps)
 
     @rule(events=st.integers(0, 2**40), how=st.sampled_from(list(Outcome)))
     def drop(self, events: int, how: Outcome) -> None:
-        self.journal.dropped(how, events)
+        self.journal.record_dropped(how, events)
         self.model.drop(how, events)
 
     @rule(count=st.integers(1, 200))
@@ -393,7 +404,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.disk.fail(op, nth=nth, match="journal")
         for number in range(4):
             try:
-                self.journal.settled(200 + number, 201 + number, 1, DEAD)
+                self.journal.record_settled(200 + number, 201 + number, 1, DEAD)
             except OSError as error:
                 assert error.errno == errno.EIO  # noqa: PT017
             else:

@@ -12,11 +12,13 @@ import pytest
 
 from tests.log_harness import drained, fill, open_log, values
 from turnlane.errors import Bug, SchemaMismatch
-from turnlane.events import BASE_SCHEMA, block_of, values_of
+from turnlane.events import BASE_SCHEMA, block_of, get_values
 from turnlane.ledger import Outcome
-from turnlane.storage.frames import Mode, Position, Stamp
-from turnlane.storage.log import Fault, Found, Log
-from turnlane.storage.producer_sequences import Accepted
+from turnlane.storage.encoder import CompressionMode
+from turnlane.storage.frames import LogPosition, ProducerSequence
+from turnlane.storage.log import Log
+from turnlane.storage.producer_sequences import AcceptedSequences
+from turnlane.storage.reader import StoredEvents, UnreadableRange
 
 Opener = Callable[..., Log]
 
@@ -28,14 +30,16 @@ def opened(tmp_path: Path) -> Opener:
 
 def test_an_empty_log_has_nothing_to_read(opened: Opener) -> None:
     log = opened()
-    assert (log.start, log.end, log.bytes, log.chunks()) == (0, 0, 0, [])
-    assert log.reader().read(0, 10) is None
+    assert (log.start, log.end, log.bytes, log.list_segments()) == (0, 0, 0, [])
+    assert log.create_reader().read(0, 10) is None
 
 
 @pytest.mark.parametrize("max_events", [1, 7, 100, 1000])
 @pytest.mark.parametrize("mode", ["none", "snappy", "auto"])
-def test_what_was_appended_comes_back(opened: Opener, mode: Mode, max_events: int) -> None:
-    log = opened(mode=mode, chunk_size=4096)
+def test_what_was_appended_comes_back(
+    opened: Opener, mode: CompressionMode, max_events: int
+) -> None:
+    log = opened(mode=mode, segment_size=4096)
     fill(log, 50, blocks=10)
     assert drained(log, max_events=max_events) == values(0, 500)
     assert drained(log, 123, max_events) == values(123, 377)
@@ -45,8 +49,8 @@ def test_reading_gives_the_base_columns_back(opened: Opener) -> None:
     log = opened()
     block = block_of([b"a", b"b"], timestamps=5)
     log.append(0, block)
-    found = log.reader().read(0, 10)
-    assert isinstance(found, Found)
+    found = log.create_reader().read(0, 10)
+    assert isinstance(found, StoredEvents)
     assert found.block.schema.equals(BASE_SCHEMA)
     assert found.block.equals(block)
 
@@ -62,30 +66,30 @@ def test_every_column_survives(opened: Opener) -> None:
         timestamps=5,
     ).append_column("extra", pa.array([1.5, None]))
     log.append(0, block)
-    found = log.reader().read(0, 10)
-    assert isinstance(found, Found)
+    found = log.create_reader().read(0, 10)
+    assert isinstance(found, StoredEvents)
     assert found.block.equals(block)
 
 
 def test_a_reader_sees_what_is_appended_after_it_came_to_the_end(opened: Opener) -> None:
     log = opened()
-    reader = log.reader()
+    reader = log.create_reader()
     assert reader.read(0, 10) is None
     fill(log, 3)
-    assert isinstance(reader.read(0, 10), Found)
+    assert isinstance(reader.read(0, 10), StoredEvents)
     assert reader.read(3, 10) is None
     fill(log, 3)
     found = reader.read(3, 10)
-    assert isinstance(found, Found)
-    assert values_of([found.block]) == values(3, 3)
+    assert isinstance(found, StoredEvents)
+    assert get_values([found.block]) == values(3, 3)
 
 
 def test_chunks_stay_within_their_size_and_are_named_by_their_first_offset(
     opened: Opener, tmp_path: Path
 ) -> None:
-    log = opened(chunk_size=8192)
+    log = opened(segment_size=8192)
     fill(log, 40, blocks=20)
-    spans = log.chunks()
+    spans = log.list_segments()
     assert len(spans) > 2
     assert [span.end for span in spans] == [*[span.first for span in spans[1:]], 800]
     for span in spans:
@@ -96,11 +100,11 @@ def test_chunks_stay_within_their_size_and_are_named_by_their_first_offset(
 
 
 def test_a_block_larger_than_a_chunk_gets_one_of_its_own(opened: Opener) -> None:
-    log = opened(chunk_size=1000)
+    log = opened(segment_size=1000)
     fill(log, 1)
     fill(log, 500)
     fill(log, 1)
-    assert [span.first for span in log.chunks()] == [0, 1, 501]
+    assert [span.first for span in log.list_segments()] == [0, 1, 501]
     assert drained(log) == values(0, 502)
 
 
@@ -110,7 +114,7 @@ def test_a_new_column_starts_a_chunk_and_an_old_one_does_not(opened: Opener) -> 
     log.append(2, block_of([b"event 2"], keys=["k"], timestamps=1))
     fill(log, 2)
     log.append(5, block_of([b"event 5"], keys=["k"], timestamps=1))
-    assert [span.first for span in log.chunks()] == [0, 2]
+    assert [span.first for span in log.list_segments()] == [0, 2]
     assert drained(log) == values(0, 6)
 
 
@@ -133,7 +137,7 @@ def test_another_type_for_a_known_column_is_refused_before_anything_is_written(
         pa.record_batch({"severity": pa.array([1], pa.int64())}),
     ):
         with pytest.raises(SchemaMismatch):
-            log.append_many(2, [[good], [bad]])
+            log.append_frames(2, [[good], [bad]])
         assert log.position == before
 
 
@@ -148,8 +152,8 @@ def test_dictionaries_are_stored_as_plain_values(opened: Opener) -> None:
     keys = pa.array(["a", "b", "a"]).dictionary_encode()
     for _ in range(2):
         log.append(log.end, pa.record_batch({"key": keys, "value": pa.array([b"1", b"2", b"3"])}))
-    found = log.reader().read(3, 10)
-    assert isinstance(found, Found)
+    found = log.create_reader().read(3, 10)
+    assert isinstance(found, StoredEvents)
     assert found.block.column("key").to_pylist() == ["a", "b", "a"]
     assert found.block.schema.field("key").type == pa.string()
 
@@ -167,9 +171,9 @@ def test_a_gap_is_reported_as_missing(opened: Opener) -> None:
     log = opened()
     fill(log, 5)
     log.append(20, block_of(values(20, 5)))
-    expected = [*values(0, 5), Fault(5, 20, Outcome.MISSING), *values(20, 5)]
+    expected = [*values(0, 5), UnreadableRange(5, 20, Outcome.MISSING), *values(20, 5)]
     assert drained(log) == expected
-    assert drained(log, 10)[0] == Fault(10, 20, Outcome.MISSING)
+    assert drained(log, 10)[0] == UnreadableRange(10, 20, Outcome.MISSING)
 
 
 def test_offsets_never_go_back(opened: Opener) -> None:
@@ -182,7 +186,7 @@ def test_offsets_never_go_back(opened: Opener) -> None:
 def test_an_empty_block_writes_nothing(opened: Opener) -> None:
     log = opened()
     log.append(0, block_of([]))
-    assert log.position == Position(0, 0, 0)
+    assert log.position == LogPosition(0, 0, 0)
 
 
 def test_several_blocks_are_one_write(opened: Opener) -> None:
@@ -192,24 +196,24 @@ def test_several_blocks_are_one_write(opened: Opener) -> None:
     log = opened(disk=disk)
     fill(log, 1)
     writes = disk.operations["write"]
-    log.append_many(1, [[block_of(values(1 + 3 * n, 3), timestamps=1)] for n in range(20)])
+    log.append_frames(1, [[block_of(values(1 + 3 * n, 3), timestamps=1)] for n in range(20)])
     assert disk.operations["write"] == writes + 1
     assert drained(log) == values(0, 61)
 
 
 def test_the_log_goes_on_where_it_was(opened: Opener) -> None:
-    log = opened(chunk_size=4096)
+    log = opened(segment_size=4096)
     fill(log, 50, blocks=5)
     hint = log.position
     fill(log, 50, blocks=2)
     log.close()
     for given in (None, hint):
-        log = opened(chunk_size=4096, hint=given)
+        log = opened(segment_size=4096, hint=given)
         assert log.end == 350
         assert log.torn_bytes == 0
         assert drained(log) == values(0, 350)
         log.close()
-    log = opened(chunk_size=4096)
+    log = opened(segment_size=4096)
     fill(log, 50)
     assert drained(log) == values(0, 400)
 
@@ -220,21 +224,23 @@ def test_opening_again_keeps_the_columns_and_appends_to_the_same_chunk(opened: O
     log.close()
     log = opened()
     fill(log, 2)
-    assert len(log.chunks()) == 1
+    assert len(log.list_segments()) == 1
     assert drained(log) == values(0, 3)
 
 
 def test_stamps_after_the_hint_are_found_again(opened: Opener) -> None:
-    log = opened(chunk_size=2000)
+    log = opened(segment_size=2000)
     first, second = b"p" * 16, b"q" * 16
-    log.append(0, block_of(values(0, 40)), [Stamp(first, 40)])
+    log.append(0, block_of(values(0, 40)), [ProducerSequence(first, 40)])
     hint = log.position
-    log.append(40, block_of(values(40, 40)), [Stamp(second, 7)])
-    log.append(80, block_of(values(80, 40)), [Stamp(first, 120), Stamp(second, 8)])
-    assert len(log.chunks()) > 1
+    log.append(40, block_of(values(40, 40)), [ProducerSequence(second, 7)])
+    log.append(
+        80, block_of(values(80, 40)), [ProducerSequence(first, 120), ProducerSequence(second, 8)]
+    )
+    assert len(log.list_segments()) > 1
     log.close()
     log = opened(hint=hint)
-    assert log.recovered_stamps == {first: Accepted(120), second: Accepted(8)}
+    assert log.recovered_sequences == {first: AcceptedSequences(120), second: AcceptedSequences(8)}
     assert log.recovered_events_bytes > 0
     log.close()
     log = opened(hint=log.position)
@@ -242,9 +248,9 @@ def test_stamps_after_the_hint_are_found_again(opened: Opener) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "snappy"])
-def test_stamps_do_not_disturb_the_events(opened: Opener, mode: Mode) -> None:
+def test_stamps_do_not_disturb_the_events(opened: Opener, mode: CompressionMode) -> None:
     log = opened(mode=mode)
-    log.append(0, block_of(values(0, 500)), [Stamp(b"p" * 16, 3)])
+    log.append(0, block_of(values(0, 500)), [ProducerSequence(b"p" * 16, 3)])
     assert drained(log) == values(0, 500)
 
 
@@ -267,11 +273,11 @@ def test_without_durability_a_later_sync_covers_all_chunks(opened: Opener) -> No
     from turnlane.testing import FaultyDisk
 
     disk = FaultyDisk()
-    log = opened(disk=disk, durable=False, chunk_size=500)
+    log = opened(disk=disk, durable=False, segment_size=500)
     fill(log, 5, blocks=4)
     assert disk.operations["sync"] == 0
     log.sync()
-    assert disk.operations["sync"] == len(log.chunks()) > 1
+    assert disk.operations["sync"] == len(log.list_segments()) > 1
     assert log.synced_end == 20
 
 
@@ -281,11 +287,11 @@ def test_a_settled_chunk_can_be_removed_once_the_log_has_another(
     log = opened()
     fill(log, 5)
     with pytest.raises(Bug):
-        log.remove(0)
+        log.remove_segment(0)
     log.rotate()
     log.rotate()
-    log.remove(0)
-    assert [span.first for span in log.chunks()] == [5]
+    log.remove_segment(0)
+    assert [span.first for span in log.list_segments()] == [5]
     assert log.start == log.end == 5
     fill(log, 5)
     assert drained(log, 5) == values(5, 5)
@@ -295,28 +301,28 @@ def test_a_settled_chunk_can_be_removed_once_the_log_has_another(
 def test_a_reader_survives_the_removal_of_its_chunk(opened: Opener) -> None:
     log = opened()
     fill(log, 5, blocks=2)
-    reader = log.reader()
-    assert isinstance(reader.read(0, 5), Found)
+    reader = log.create_reader()
+    assert isinstance(reader.read(0, 5), StoredEvents)
     log.rotate()
     fill(log, 5)
-    log.remove(0)
-    assert reader.read(5, 5) == Fault(5, 10, Outcome.MISSING)
+    log.remove_segment(0)
+    assert reader.read(5, 5) == UnreadableRange(5, 10, Outcome.MISSING)
     found = reader.read(10, 5)
-    assert isinstance(found, Found)
-    assert values_of([found.block]) == values(10, 5)
+    assert isinstance(found, StoredEvents)
+    assert get_values([found.block]) == values(10, 5)
 
 
 def test_a_rotated_empty_chunk_can_grow_its_schema(opened: Opener) -> None:
     log = opened()
     fill(log, 5)
     log.rotate()
-    reader = log.reader()
-    assert isinstance(reader.read(0, 5), Found)
+    reader = log.create_reader()
+    assert isinstance(reader.read(0, 5), StoredEvents)
     assert reader.read(5, 5) is None
     log.append(5, block_of([b"event 5"], keys=["k"], timestamps=1))
     found = reader.read(5, 5)
-    assert isinstance(found, Found)
-    assert values_of([found.block]) == values(5, 1)
+    assert isinstance(found, StoredEvents)
+    assert get_values([found.block]) == values(5, 1)
 
 
 def test_the_floor_starts_a_chunk_of_its_own(opened: Opener) -> None:
@@ -325,9 +331,9 @@ def test_the_floor_starts_a_chunk_of_its_own(opened: Opener) -> None:
     log.close()
     log = opened(floor=9)
     assert log.end == 9
-    assert drained(log) == [*values(0, 5), Fault(5, 9, Outcome.MISSING)]
+    assert drained(log) == [*values(0, 5), UnreadableRange(5, 9, Outcome.MISSING)]
     fill(log, 2)
-    assert [span.first for span in log.chunks()] == [0, 9]
+    assert [span.first for span in log.list_segments()] == [0, 9]
     assert drained(log, 9) == values(9, 2)
 
 
@@ -335,25 +341,25 @@ def test_seeking_in_a_large_chunk_starts_near_the_offset(opened: Opener) -> None
     from turnlane.testing import FaultyDisk
 
     disk = FaultyDisk()
-    log = opened(chunk_size=64 << 20, disk=disk)
+    log = opened(segment_size=64 << 20, disk=disk)
     for _ in range(200):
         log.append(log.end, block_of([b"x" * 1000] * 20))
-    reader = log.reader()
+    reader = log.create_reader()
     before = disk.operations["read"]
-    assert isinstance(reader.read(3990, 1), Found)
+    assert isinstance(reader.read(3990, 1), StoredEvents)
     assert disk.operations["read"] - before < 10
 
 
 def test_readers_and_the_writer_do_not_disturb_each_other(opened: Opener) -> None:
-    log = opened(chunk_size=20_000, mode="snappy")
+    log = opened(segment_size=20_000, mode="snappy")
     total, problems = 20_000, []
 
     def read() -> None:
-        reader, offset = log.reader(), 0
+        reader, offset = log.create_reader(), 0
         while offset < total:
             result = reader.read(offset, 64)
-            if isinstance(result, Found):
-                if values_of([result.block]) != values(offset, result.block.num_rows):
+            if isinstance(result, StoredEvents):
+                if get_values([result.block]) != values(offset, result.block.num_rows):
                     problems.append(offset)
                 offset += result.block.num_rows
             elif result is not None:

@@ -37,7 +37,7 @@ def wanted(*actions: str, **knobs: Any) -> frozenset[str] | None:
     return find_filter_columns(pipeline_of(*actions, **knobs))
 
 
-def test_outputs_that_take_values_leave_what_filters_name() -> None:
+def test_raw_outputs_need_only_columns_of_filters() -> None:
     found = wanted(
         f"queue: disk, filter: 'Severity <= 3', output: {RAW}",
         f"filter: 'upper(`app_name`) = \"X\"', output: {RAW}",
@@ -62,7 +62,7 @@ def test_outputs_that_take_values_leave_what_filters_name() -> None:
     ],
     ids=["json", "one of two", "transform", "sql", "star", "failover", "all", "dead letters"],
 )
-def test_whoever_may_read_them_gets_all(actions: list[str], knobs: dict[str, Any]) -> None:
+def test_other_readers_need_all_columns(actions: list[str], knobs: dict[str, Any]) -> None:
     assert wanted(*actions, **knobs) is None
 
 
@@ -86,7 +86,7 @@ def test_whoever_may_read_them_gets_all(actions: list[str], knobs: dict[str, Any
         (f"transform: 'a:b', output: {JSON}", set()),
     ],
 )
-def test_tasks_want_where_an_event_is_and_what_outputs_read(knobs: str, expected: set[str]) -> None:
+def test_tasks_need_offsets_and_columns_of_outputs(knobs: str, expected: set[str]) -> None:
     (action,) = pipeline_of(f"queue: disk, {knobs}").queued_actions
     assert find_task_columns(action) == frozenset(expected | {"partition", "offset"})
 
@@ -100,7 +100,7 @@ def test_tasks_want_where_an_event_is_and_what_outputs_read(knobs: str, expected
         f"delivery: {{failover: {{output: {{type: otlp, url: 'http://a'}}}}}}, output: {RAW}",
     ],
 )
-def test_tasks_want_all_if_an_output_may_read_anything(knobs: str) -> None:
+def test_tasks_need_all_columns_if_an_output_reads_any(knobs: str) -> None:
     (action,) = pipeline_of(f"queue: disk, {knobs}").queued_actions
     assert find_task_columns(action) is None
 
@@ -116,7 +116,7 @@ def test_tasks_want_all_if_an_output_may_read_anything(knobs: str) -> None:
     ],
     ids=["values", "many", "more than there are bits", "parsed columns", "sheds by severity"],
 )
-def test_places_are_enough_where_queues_get_events_as_they_came(
+def test_main_lane_copies_by_reference_if_queues_store_raw_events(
     actions: list[str], expected: bool
 ) -> None:
     assert can_copy_by_reference(pipeline_of(*actions)) == expected
@@ -136,6 +136,6 @@ def test_places_are_enough_where_queues_get_events_as_they_came(
     ],
     ids=["raw", "key and failover", "http", "json", "one json", "transform", "sql", "parsed"],
 )
-def test_shares_are_enough_where_spark_makes_nothing_of_events(knobs: str, expected: bool) -> None:
+def test_lane_delivers_by_reference_if_spark_changes_nothing(knobs: str, expected: bool) -> None:
     (action,) = pipeline_of(f"queue: disk, {knobs}").queued_actions
     assert can_deliver_by_reference(action) == expected

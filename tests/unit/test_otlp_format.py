@@ -17,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 
 from turnlane.errors import EventTooLarge
-from turnlane.events import BASE_SCHEMA, values_of
+from turnlane.events import BASE_SCHEMA, get_values
 from turnlane.formats.otlp import (
     Grain,
     Malformed,
@@ -68,7 +68,7 @@ def test_events_hold_what_the_request_held_and_can_be_joined(
     request: ExportLogsServiceRequest, grain: Grain
 ) -> None:
     block = block_of_request(Signal.LOGS, request, "here", grain)
-    whole = ExportLogsServiceRequest.FromString(joined(values_of([block])))
+    whole = ExportLogsServiceRequest.FromString(joined(get_values([block])))
     assert flat(whole) == flat(request)
     for field in block.schema:
         assert field.type == BASE_SCHEMA.field(field.name).type

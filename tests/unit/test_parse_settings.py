@@ -18,13 +18,13 @@ from turnlane.formats.parse_settings import (
     ParseSettings,
     Pick,
 )
-from turnlane.validation import config_error
+from turnlane.validation import convert_validation_error
 
 
 def why(given: Any) -> str:
     with pytest.raises(ValidationError) as caught:
         ParseSettings.model_validate(given)
-    return str(config_error(caught.value, ParseSettings.model_fields))
+    return str(convert_validation_error(caught.value, ParseSettings.model_fields))
 
 
 def test_a_word_stands_for_its_format() -> None:

@@ -460,7 +460,10 @@ def test_a_pipeline_needs_a_token_where_the_node_wants_one(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("nodes", "fault"),
     [
-        ("endpoint: 'http://nope'", "4:19: nodes.endpoint: 'http://nope' is not a node's; write"),
+        (
+            "endpoint: 'http://nope'",
+            "4:19: nodes.endpoint: 'http://nope' is not the URL of a node; write",
+        ),
         ("endpoint: 'turnlane://a,a'", "4:19: nodes.endpoint: 'turnlane://a,a' names a node twice"),
         ("tls_cert: c.pem", "4:19: nodes.tls_cert: and tls_key belong together: give both or"),
         ("tls_key: c.key", "4:18: nodes.tls_key: and tls_cert belong together: give both or"),
@@ -509,7 +512,7 @@ def test_nodes_that_are_none_are_told_before_spark_is_started(
     option = ["--endpoint", "http://nope"] if given == "option" else []
     said = CliRunner().invoke(app, ["pipeline", str(file), *option])
     assert said.exit_code == 78, said.output
-    assert said.stderr.startswith("turnlane: url: 'http://nope' is not a node's; write")
+    assert said.stderr.startswith("turnlane: url: 'http://nope' is not the URL of a node; write")
 
 
 def test_what_lanes_find_wrong_with_their_nodes_is_told_by_its_name_in_the_file() -> None:

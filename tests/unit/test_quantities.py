@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from turnlane.units import (
-    LARGEST,
-    LONGEST,
+    MAX_DURATION,
+    MAX_SIZE,
     Duration,
     Percentage,
     Size,
@@ -52,7 +52,7 @@ class Holder(BaseModel):
         (45, 45),
         (0.25, 0.25),
         (timedelta(minutes=2), 120),
-        ("36500d", LONGEST),
+        ("36500d", MAX_DURATION),
     ],
 )
 def test_durations(written: object, seconds: float) -> None:
@@ -112,14 +112,14 @@ def test_durations_written(seconds: float, written: str) -> None:
     assert format_duration(seconds) == written
 
 
-@given(st.floats(min_value=0, max_value=LONGEST))
+@given(st.floats(min_value=0, max_value=MAX_DURATION))
 def test_durations_come_back_exactly(seconds: float) -> None:
     assert parse_duration(format_duration(seconds)) == seconds
 
 
 @given(st.floats() | st.integers())
 def test_any_number_within_the_bounds_is_a_duration_and_no_other(number: float) -> None:
-    if 0 <= number <= LONGEST:
+    if 0 <= number <= MAX_DURATION:
         assert parse_duration(number) == number
     else:
         with pytest.raises(ValueError, match="is not a duration"):
@@ -148,7 +148,7 @@ def test_any_number_within_the_bounds_is_a_duration_and_no_other(number: float) 
         ("0", 0),
         (4096, 4096),
         (4096.0, 4096),
-        (LARGEST, LARGEST),
+        (MAX_SIZE, MAX_SIZE),
     ],
 )
 def test_sizes(written: object, size: int) -> None:
@@ -158,7 +158,7 @@ def test_sizes(written: object, size: int) -> None:
 @pytest.mark.parametrize(
     "written",
     ["", "Mi", "-1", -1, "1.5", 1.5, "0.3Ki", "10m", "10mb", "1Zi", "1e6", "lots", "8388608Ti",
-     LARGEST + 1, float("inf"), float("nan"), True, None, b"1Gi"],
+     MAX_SIZE + 1, float("inf"), float("nan"), True, None, b"1Gi"],
 )  # fmt: skip
 def test_what_is_no_size(written: object) -> None:
     with pytest.raises(ValueError, match=r"is not a size; .* such as 512Mi"):
@@ -175,7 +175,7 @@ def test_sizes_written(size: int, written: str) -> None:
 
 
 @given(
-    st.integers(0, LARGEST)
+    st.integers(0, MAX_SIZE)
     | st.builds(lambda n, unit: n * unit, st.integers(0, 4096), st.sampled_from([10**6, 2**30]))
 )
 def test_sizes_come_back_exactly(size: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlane.intervals import Ranges
+from turnlane.intervals import RangeSet
 
 LIMIT = 40
 NUMBERS = range(LIMIT)
@@ -17,7 +17,7 @@ span = st.tuples(number, number)
 change = st.tuples(st.sampled_from(["add", "remove", "drop_below"]), span)
 
 
-def apply(ranges: Ranges, plain: set[int], verb: str, first: int, end: int) -> None:
+def apply(ranges: RangeSet, plain: set[int], verb: str, first: int, end: int) -> None:
     """The same change to both."""
     if verb == "drop_below":
         ranges.drop_below(first)
@@ -30,8 +30,8 @@ def apply(ranges: Ranges, plain: set[int], verb: str, first: int, end: int) -> N
         plain -= set(range(first, end))
 
 
-def build(changes: list[tuple[str, tuple[int, int]]]) -> tuple[Ranges, set[int]]:
-    ranges, plain = Ranges(), set[int]()
+def build(changes: list[tuple[str, tuple[int, int]]]) -> tuple[RangeSet, set[int]]:
+    ranges, plain = RangeSet(), set[int]()
     for verb, (first, end) in changes:
         apply(ranges, plain, verb, first, end)
     return ranges, plain
@@ -51,7 +51,7 @@ both = st.lists(change, max_size=30).map(build)
 
 
 @given(both)
-def test_it_holds_the_same_numbers(pair: tuple[Ranges, set[int]]) -> None:
+def test_it_holds_the_same_numbers(pair: tuple[RangeSet, set[int]]) -> None:
     ranges, plain = pair
     assert_tidy(list(ranges))
     assert numbers(list(ranges)) == plain
@@ -64,7 +64,7 @@ def test_it_holds_the_same_numbers(pair: tuple[Ranges, set[int]]) -> None:
 
 @given(both, span)
 def test_it_answers_questions_about_a_span_alike(
-    pair: tuple[Ranges, set[int]], at: tuple[int, int]
+    pair: tuple[RangeSet, set[int]], at: tuple[int, int]
 ) -> None:
     ranges, plain = pair
     asked = set(range(*at))
@@ -79,7 +79,9 @@ def test_it_answers_questions_about_a_span_alike(
 
 
 @given(both, number)
-def test_it_answers_questions_about_a_number_alike(pair: tuple[Ranges, set[int]], at: int) -> None:
+def test_it_answers_questions_about_a_number_alike(
+    pair: tuple[RangeSet, set[int]], at: int
+) -> None:
     ranges, plain = pair
     assert (at in ranges) == (at in plain)
     assert ranges.end_of_run(at) == next(one for one in range(at, LIMIT + 1) if one not in plain)
@@ -88,7 +90,7 @@ def test_it_answers_questions_about_a_number_alike(pair: tuple[Ranges, set[int]]
 
 @given(both, change)
 def test_a_copy_is_equal_and_independent(
-    pair: tuple[Ranges, set[int]], step: tuple[str, tuple[int, int]]
+    pair: tuple[RangeSet, set[int]], step: tuple[str, tuple[int, int]]
 ) -> None:
     ranges, plain = pair
     copy, before = ranges.copy(), list(ranges)
@@ -100,12 +102,12 @@ def test_a_copy_is_equal_and_independent(
 
 @given(st.lists(span, max_size=10))
 def test_equal_sets_are_equal_however_they_were_made(spans: list[tuple[int, int]]) -> None:
-    assert Ranges(spans) == Ranges(reversed(spans))
-    assert numbers(list(Ranges(spans))) == numbers(spans)
+    assert RangeSet(spans) == RangeSet(reversed(spans))
+    assert numbers(list(RangeSet(spans))) == numbers(spans)
 
 
 def test_it_says_what_it_holds_and_equals_nothing_else() -> None:
-    ranges = Ranges([(1, 3), (5, 6)])
+    ranges = RangeSet([(1, 3), (5, 6)])
     assert repr(ranges) == "Ranges([(1, 3), (5, 6)])"
     assert ranges != [(1, 3), (5, 6)]
     with pytest.raises(TypeError, match="hashed"):

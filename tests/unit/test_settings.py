@@ -16,7 +16,7 @@ from turnlane.memory_limit import memory_limit
 from turnlane.queues.api import Durability, FullBehavior
 from turnlane.queues.settings import ON_DISK, Compression, Kind, Marks, QueueSettings
 from turnlane.units import Percentage, TimeWindow
-from turnlane.validation import config_error
+from turnlane.validation import convert_validation_error
 
 MEBI = 2**20
 
@@ -366,7 +366,7 @@ def test_within_a_larger_model_the_knob_is_named_by_its_place(
 ) -> None:
     with pytest.raises(ValidationError) as caught:
         Action.model_validate({"queue": queue})
-    assert config_error(caught.value).knob == knob
+    assert convert_validation_error(caught.value).knob == knob
 
 
 # Being a value

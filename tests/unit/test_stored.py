@@ -11,7 +11,7 @@ from turnlane.queues import open_queue
 from turnlane.queues.api import Queue
 from turnlane.queues.disk import JOIN_BYTES
 from turnlane.queues.storage_api import BlockRange
-from turnlane.storage.store import FRAME_BYTES, frames_of
+from turnlane.storage.store import FRAME_BYTES, group_into_frames
 from turnlane.testing import FaultyDisk
 
 
@@ -69,7 +69,7 @@ def test_frames_have_about_the_same_size(blocks: int, frames: int) -> None:
     block = block_of([b"x"])
     size = FRAME_BYTES // 20
     portions = [BlockRange(at, at + 1, size, [block]) for at in range(blocks)]
-    made = frames_of(portions)
+    made = group_into_frames(portions)
     assert sum(map(len, made)) == blocks
     assert len(made) == frames
     assert max(map(len, made)) - min(map(len, made)) <= 1

@@ -21,7 +21,7 @@ from turnlane.spark.transforms import use_try_casts
         ("(data:a::int)", "(try_cast(data:a AS int))"),
     ],
 )
-def test_a_value_in_json_that_does_not_fit_is_null(written: str, made: str) -> None:
+def test_cast_of_a_json_value_becomes_try_cast(written: str, made: str) -> None:
     assert use_try_casts(written) == made
 
 
@@ -40,5 +40,5 @@ def test_a_value_in_json_that_does_not_fit_is_null(written: str, made: str) -> N
         "named_struct('a', 1).a",
     ],
 )
-def test_everything_else_stays_as_it_is(text: str) -> None:
+def test_other_sql_is_not_changed(text: str) -> None:
     assert use_try_casts(text) == text

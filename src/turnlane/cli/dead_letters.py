@@ -26,7 +26,7 @@ from turnlane.errors import ConfigError, NoSuchQueue
 from turnlane.units import format_duration
 
 if TYPE_CHECKING:
-    from turnlane.client.dead_letters import Choice, Chosen, DeadLetters
+    from turnlane.client.dead_letters import DeadLetters, LetterFilter, SelectedLetters
     from turnlane.client.node_client import RemoteNode
 
 # ── breaker ──
@@ -276,14 +276,14 @@ def purge(
 
 def _of_action(nodes: list[RemoteNode], action: str) -> list[DeadLetters]:
     from turnlane.client.dead_letters import SUFFIX, DeadLetters
-    from turnlane.validation import did_you_mean
+    from turnlane.validation import suggest
 
     found = [
         letters for node in nodes for letters in DeadLetters.all(node) if letters.action == action
     ]
     if not found:
         known = [letters.action for letters in DeadLetters.all(nodes[0])]
-        hint = did_you_mean(action, known) or f"; there are those of {', '.join(known) or 'nobody'}"
+        hint = suggest(action, known) or f"; there are those of {', '.join(known) or 'nobody'}"
         raise NoSuchQueue(f"there is no queue {action}{SUFFIX}{hint}")
     return found
 
@@ -304,7 +304,7 @@ def _each(
     return done
 
 
-def _counted(every: list[DeadLetters], choice: Choice, limit: int | None) -> int:
+def _counted(every: list[DeadLetters], choice: LetterFilter, limit: int | None) -> int:
     pieces = (piece for letters in every for piece in letters.chosen(choice))
     return sum(1 for _ in islice(chain.from_iterable(each.offsets for each in pieces), limit))
 
@@ -314,27 +314,29 @@ def _counted(every: list[DeadLetters], choice: Choice, limit: int | None) -> int
 
 def _choice(
     reason: str | None, since: str | None, until: str | None, key: str | None, where: str | None
-) -> Choice:
-    from turnlane.client.dead_letters import Choice
+) -> LetterFilter:
+    from turnlane.client.dead_letters import LetterFilter
 
-    return Choice(reason, moment("--since", since), moment("--until", until), key, where)
+    return LetterFilter(reason, moment("--since", since), moment("--until", until), key, where)
 
 
 def _plain(value: object) -> object:
-    from turnlane.storage.export import plain
+    from turnlane.storage.export import convert_to_json
 
-    return plain(value)
+    return convert_to_json(value)
 
 
-def _rows(piece: Chosen) -> Iterator[dict[str, Any]]:
+def _rows(piece: SelectedLetters) -> Iterator[dict[str, Any]]:
     """Letters as JSON has them, in the way of ``turnlane queue peek``."""
     import numpy as np
 
-    from turnlane.storage.export import SETTLED, rows
-    from turnlane.storage.inspect import Slice
+    from turnlane.storage.export import SETTLED_COLUMN, convert_to_rows
+    from turnlane.storage.walk import EventSlice
 
-    for row in rows(Slice(np.array(piece.offsets), settled=False, block=piece.letters)):
-        del row[SETTLED]
+    for row in convert_to_rows(
+        EventSlice(np.array(piece.offsets), settled=False, block=piece.letters)
+    ):
+        del row[SETTLED_COLUMN]
         yield row
 
 

@@ -21,12 +21,12 @@ from types import FrameType
 from typing import Final
 
 from turnlane.logs import get_logger
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 
 ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 
 
-class Signals(Closing):
+class Signals(Closeable):
     """Catches SIGTERM and SIGINT while it is open; made and used by the main thread."""
 
     def __init__(self, *, hangup: bool = False) -> None:

@@ -12,11 +12,23 @@ import typer
 
 from turnlane.cli import console
 from turnlane.cli.console import Column, Count, ExitCode, Json, Yes, counted, readable, reported
-from turnlane.storage.export import Exported, Format, export, export_to_file, rows
-from turnlane.storage.export import peek as next_events
-from turnlane.storage.inspect import EVERYTHING, Inspected, Selection, Slice
-from turnlane.storage.offline import Repair, Repaired, inspect, inspect_own, is_repairable
-from turnlane.storage.verify import Account, Report
+from turnlane.storage.export import (
+    ExportFormat,
+    ExportResult,
+    convert_to_rows,
+    export,
+    export_to_file,
+)
+from turnlane.storage.export import read_next_events as next_events
+from turnlane.storage.inspection import (
+    QueueRepair,
+    RepairResult,
+    is_repairable,
+    open_inspection,
+    open_own_inspection,
+)
+from turnlane.storage.verify import QueueAccount, VerificationReport
+from turnlane.storage.walk import EVERYTHING, EventSlice, InspectableQueue, Selection
 
 # ── queue_texts ──
 # How ``turnlane queue`` puts things into words for people.
@@ -31,18 +43,18 @@ PEEK_COLUMNS: list[Column] = [
 _MILLISECONDS = len("2026-01-01T00:00:00.000")
 
 
-def peek_cells(piece: Slice) -> Iterator[list[str]]:
+def peek_cells(piece: EventSlice) -> Iterator[list[str]]:
     """The cells of a row for each event."""
     keep = [name for name in ("key", "timestamp") if name in piece.block.schema.names]
     values = piece.block.column("value").cast(pa.binary()).to_pylist()
-    few = Slice(piece.offsets, piece.settled, piece.block.select(keep))
-    for row, value in zip(rows(few), values, strict=True):
+    few = EventSlice(piece.offsets, piece.settled, piece.block.select(keep))
+    for row, value in zip(convert_to_rows(few), values, strict=True):
         time = str(row.get("timestamp") or "")[:_MILLISECONDS].replace("T", " ")
         key = readable(str(row.get("key") or "").encode())
         yield [str(row["offset"]), time, key, readable(value), "yes" if piece.settled else "no"]
 
 
-def nothing_to_peek(queue: Inspected, first: int | None, *, everything: bool) -> str:
+def nothing_to_peek(queue: InspectableQueue, first: int | None, *, everything: bool) -> str:
     """Why there are no events to show."""
     if first is not None and first >= queue.end:
         return f"offset {first} is beyond the end: the queue ends before offset {queue.end}"
@@ -50,7 +62,7 @@ def nothing_to_peek(queue: Inspected, first: int | None, *, everything: bool) ->
     return there if first is None else f"{there} from offset {first} on"
 
 
-def summary(report: Report) -> str:
+def summary(report: VerificationReport) -> str:
     """What was looked at."""
     held = f", open in process {report.running}" if report.running is not None else ""
     return (
@@ -60,7 +72,7 @@ def summary(report: Report) -> str:
     )
 
 
-def finding_lines(report: Report) -> Iterator[str]:
+def finding_lines(report: VerificationReport) -> Iterator[str]:
     """Every finding in two lines, and what they come to."""
     for finding in report.findings:
         label = "FAULT" if finding.fault else "note "
@@ -73,7 +85,7 @@ def finding_lines(report: Report) -> Iterator[str]:
         yield f"{counted(len(report.faults), 'fault')}{lost}"
 
 
-def repaired_lines(done: Repaired | None, *, needed: bool) -> Iterator[str]:
+def repaired_lines(done: RepairResult | None, *, needed: bool) -> Iterator[str]:
     """What a repair has done, if it was done."""
     if done is None:
         yield "nothing was changed" if needed else "there is nothing to repair"
@@ -87,7 +99,7 @@ def repaired_lines(done: Repaired | None, *, needed: bool) -> Iterator[str]:
         yield f"kept: {name}"
 
 
-def ledger_lines(account: Account) -> Iterator[str]:
+def ledger_lines(account: QueueAccount) -> Iterator[str]:
     """The ledger as a table, as a sum, and what it does not include."""
     ledger = account.ledger
     entries = [("accepted", ledger.accepted), ("delivered", ledger.delivered)]
@@ -135,11 +147,11 @@ def peek(
     as_json: Json = False,
 ) -> None:
     """Show the next events that are not settled."""
-    seen = inspect(directory)
+    seen = open_inspection(directory)
     pieces, unreadable = next_events(seen, Selection(first, settled=everything), count)
     if as_json:
         for piece in pieces:
-            for row in rows(piece):
+            for row in convert_to_rows(piece):
                 console.say_json(row)
         if first is not None and first >= seen.end:
             console.warn(nothing_to_peek(seen, first, everything=everything))
@@ -157,7 +169,7 @@ def peek(
 @reported
 def verify(directory: Directory, *, as_json: Json = False) -> None:
     """Check every byte: name the file and byte of every fault. Exit code 1 if there are any."""
-    seen = inspect(directory)
+    seen = open_inspection(directory)
     with console.progress("verifying", seen.size) as advance:
         report = seen.verify(advance)
     if as_json:
@@ -181,8 +193,8 @@ def repair(
     as_json: Json = False,
 ) -> None:
     """Make a damaged queue verify as clean; keep in quarantine what cannot be read."""
-    size = inspect_own(directory).size
-    repairing = Repair(directory)
+    size = open_own_inspection(directory).size
+    repairing = QueueRepair(directory)
     with console.progress("verifying", size) as advance:
         report = repairing.plan(advance)
     needed = any(map(is_repairable, report.findings))
@@ -198,7 +210,7 @@ def repair(
     if as_json:
         result = {"path": str(directory), "dry_run": dry_run, "repaired": done is not None}
         found = [finding.as_dict() for finding in report.findings]
-        outcome = done or Repaired(saved=report.pending)
+        outcome = done or RepairResult(saved=report.pending)
         console.say_json({**result, **outcome.as_dict(), "findings": found})
     else:
         for line in repaired_lines(done, needed=needed):
@@ -214,7 +226,7 @@ def export_events(
         Path, typer.Option("--output", "-o", help="The file to write; - for the standard output.")
     ] = Path("-"),
     kind: Annotated[
-        Format | None, typer.Option("--format", help="Default: by the file's extension.")
+        ExportFormat | None, typer.Option("--format", help="Default: by the file's extension.")
     ] = None,
     everything: All = False,
     first: From = None,
@@ -228,7 +240,7 @@ def export_events(
     if (first or 0) > end:
         raise typer.BadParameter(f"--from {first} is beyond --to {end}")
     chosen = _format_of(target, kind)
-    seen = inspect(directory)
+    seen = open_inspection(directory)
     selection = Selection(first, end, everything)
     if str(target) == "-":
         done = export(seen, selection, sys.stdout.buffer, chosen)
@@ -245,23 +257,23 @@ def export_events(
 
 
 def _export_to_file(
-    seen: Inspected, selection: Selection, target: Path, kind: Format, *, force: bool
-) -> Exported:
+    seen: InspectableQueue, selection: Selection, target: Path, kind: ExportFormat, *, force: bool
+) -> ExportResult:
     with console.progress("exporting", seen.size) as advance:
         return export_to_file(seen, selection, target, kind, force=force, advance=advance)
 
 
-def _format_of(target: Path, kind: Format | None) -> Format:
+def _format_of(target: Path, kind: ExportFormat | None) -> ExportFormat:
     if str(target) == "-":
-        if kind is Format.PARQUET:
+        if kind is ExportFormat.PARQUET:
             raise typer.BadParameter("Parquet needs a file: give --output")
-        return Format.JSONL
+        return ExportFormat.JSONL
     if kind is not None:
         return kind
     if target.suffix in {".parquet", ".pq"}:
-        return Format.PARQUET
+        return ExportFormat.PARQUET
     if target.suffix in {".jsonl", ".ndjson", ".json"}:
-        return Format.JSONL
+        return ExportFormat.JSONL
     raise typer.BadParameter(f"{target}: give --format jsonl or --format parquet")
 
 
@@ -269,7 +281,7 @@ def _format_of(target: Path, kind: Format | None) -> Format:
 @reported
 def ledger(directory: Directory, *, as_json: Json = False) -> None:
     """Show what became of every event. Exit code 1 if that does not add up."""
-    seen = inspect_own(directory)
+    seen = open_own_inspection(directory)
     account = seen.account()
     if as_json:
         about = {"path": str(directory), "name": seen.name, "running": seen.running}

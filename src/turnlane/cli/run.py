@@ -192,12 +192,12 @@ def _operate(
 
 def _check_for_pipeline(settings: Config, endpoint: str | None) -> None:
     """That the nodes may be reached, before Spark is started for it."""
-    from turnlane.client.address import Url
+    from turnlane.client.address import NodeUrl
 
     with faults_printed(settings):
         settings.nodes.token()
     if endpoint is not None or settings.nodes.endpoint is None:
-        Url.parse(endpoint or default_endpoint(settings))
+        NodeUrl.parse(endpoint or default_endpoint(settings))
 
 
 def _check_for_run(settings: Config) -> None:

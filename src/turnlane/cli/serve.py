@@ -31,7 +31,7 @@ from turnlane.cli.console import (
 from turnlane.cli.process import Signals, notify
 from turnlane.cli.spark_session import find_modules_beside, need_spark, session
 from turnlane.errors import ConfigError, TurnlaneError
-from turnlane.runtime import clear
+from turnlane.runtime import remove_scratch_directories
 
 if TYPE_CHECKING:
     from turnlane.config import Config
@@ -223,7 +223,7 @@ def _settings(
     from pydantic import ValidationError
 
     from turnlane.config import Config
-    from turnlane.validation import config_error
+    from turnlane.validation import convert_validation_error
 
     if (config is None) == (data is None):
         raise typer.BadParameter("give a CONFIG, or --data DIR")
@@ -239,7 +239,7 @@ def _settings(
     try:
         return Config.model_validate(wanted)
     except ValidationError as error:
-        raise config_error(error) from None
+        raise convert_validation_error(error) from None
 
 
 def _handed_over(descriptor: int) -> str:
@@ -355,5 +355,5 @@ def leave(code: int) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    clear()
+    remove_scratch_directories()
     os._exit(code)

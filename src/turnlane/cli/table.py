@@ -17,8 +17,8 @@ from turnlane.units import format_duration
 
 if TYPE_CHECKING:
     from turnlane.table import Database
-    from turnlane.table.queue import Selection, Status
-    from turnlane.table.reshard import Progress
+    from turnlane.table.queue import EventSelection, QueueStatus
+    from turnlane.table.reshard import ReshardProgress
 
 # ── table_texts ──
 # What ``turnlane table`` says: columns of its tables, and their cells.
@@ -53,7 +53,7 @@ _APART: Final = {
 """Columns that have a cell of their own, or say little."""
 
 
-def status_cells(place: Place, status: Status) -> list[str]:
+def status_cells(place: Place, status: QueueStatus) -> list[str]:
     """A queue in one database."""
     counts = [str(status.counts[state]) for state in STATES]
     lag = format_duration(round(status.lag, 1)) if status.due else ""
@@ -75,9 +75,9 @@ def peek_cells(row: dict[str, Any]) -> list[str]:
 
 def shown(row: dict[str, Any]) -> dict[str, object]:
     """A row as JSON has it."""
-    from turnlane.storage.export import plain
+    from turnlane.storage.export import convert_to_json
 
-    return {name: plain(value) for name, value in row.items()}
+    return {name: convert_to_json(value) for name, value in row.items()}
 
 
 table = typer.Typer(
@@ -120,14 +120,14 @@ def sql(
     as_json: Json = False,
 ) -> None:
     """Run a statement about queues or schedules, in every database that is named."""
-    from turnlane.table.grammar import OfSchedules, parse
+    from turnlane.table.grammar import ScheduleStatement, parse
 
     text = sys.stdin.read() if statement == "-" else statement
     if only_print:
         with databases(url) as found:
             _say_ddl(_ddl(found[0][1], text), as_json=as_json)
         return
-    what = "schedule" if isinstance(parse(text), OfSchedules) else "queue"
+    what = "schedule" if isinstance(parse(text), ScheduleStatement) else "queue"
     with together(url) as all_of_them:
         names = all_of_them.sql(text)
     for name in names:
@@ -143,7 +143,7 @@ def ddl(queue: Queue, *, url: Urls = None, as_json: Json = False) -> None:
     """Print the SQL that makes a queue as it is, for a migration tool."""
     with databases(url) as found:
         catalog = found[0][1].catalog
-        _say_ddl(catalog.ddl(catalog.definition(queue)), as_json=as_json)
+        _say_ddl(catalog.build_ddl(catalog.get_definition(queue)), as_json=as_json)
 
 
 @table.command()
@@ -187,7 +187,7 @@ def peek(
     chosen = _selection(state, event_id, name, key, since, until)
     with places(url, queue) as found:
         _check_key(found[0], key)
-        rows = [row for place in found for row in place.queue.scan.events(chosen, count)]
+        rows = [row for place in found for row in place.queue.scan.read_events(chosen, count)]
     rows = sorted(rows, key=lambda row: (row["fire_at"], row["event_id"]))[:count]
     if as_json:
         for row in rows:
@@ -216,7 +216,7 @@ def retry(
     chosen = _selection(state or ["dead"], event_id, name, key, since, until)
     with places(url, queue) as found:
         _check_key(found[0], key)
-        done = sum(place.queue.retry(place.queue.scan.ids(chosen)) for place in found)
+        done = sum(place.queue.retry(place.queue.scan.read_ids(chosen)) for place in found)
     _say_done(queue, done, "to be fired again", as_json=as_json)
 
 
@@ -241,7 +241,7 @@ def cancel(
     chosen = _selection(["to_be_fired"], event_id, name, key, since, until)
     with places(url, queue) as found:
         _check_key(found[0], key)
-        ids = [(place, place.queue.scan.ids(chosen)) for place in found]
+        ids = [(place, place.queue.scan.read_ids(chosen)) for place in found]
         count = sum(len(each) for _, each in ids)
         if count and not yes and sys.stdin.isatty():
             typer.confirm(
@@ -294,7 +294,7 @@ class _Teller:
         self._as_json = as_json
         self._step = ""
 
-    def tell(self, progress: Progress) -> None:
+    def tell(self, progress: ReshardProgress) -> None:
         if progress.step == self._step:
             return
         self._step = progress.step
@@ -315,14 +315,14 @@ def _selection(
     names: list[str] | None,
     keys: list[str] | None,
     *due: str | None,
-) -> Selection:
-    from turnlane.table.queue import Selection
+) -> EventSelection:
+    from turnlane.table.queue import EventSelection
 
     since, until = map(_nanoseconds, ("--since", "--until"), due)
     for state in states or ():
         if state not in STATES:
             raise ConfigError("--state", f"is one of {', '.join(STATES)}, not {state!r}")
-    return Selection(
+    return EventSelection(
         states=tuple(states) if states else None,
         ids=tuple(ids) if ids else None,
         names=tuple(names) if names else None,
@@ -338,10 +338,10 @@ def _check_key(place: Place, keys: list[str] | None) -> None:
 
 
 def _nanoseconds(option: str, text: str | None) -> int | None:
-    from turnlane.table.queue import nanoseconds
+    from turnlane.table.queue import convert_to_nanoseconds
 
     found = moment(option, text)
-    return None if found is None else nanoseconds(found)
+    return None if found is None else convert_to_nanoseconds(found)
 
 
 # ── words ────────────────────────────────────────────────────────────────────────────────────────

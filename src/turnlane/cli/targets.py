@@ -30,11 +30,11 @@ def reached(
     config: Path | None, endpoint: str | None, token_env: str | None, tls_ca: Path | None
 ) -> Iterator[list[RemoteNode]]:
     """The nodes, by number. Raises ``ConfigError``; calls raise ``TransportDown``."""
-    from turnlane.client.address import Url
+    from turnlane.client.address import NodeUrl
     from turnlane.client.node_client import RemoteNode
 
     where, credentials = _given(config, endpoint, token_env, tls_ca)
-    url = Url.parse(where)
+    url = NodeUrl.parse(where)
     with ExitStack() as opened:
         yield [
             opened.enter_context(RemoteNode(place, location, credentials))
@@ -130,7 +130,7 @@ def databases(urls: list[str] | None) -> Iterator[list[tuple[str, Database]]]:
     from turnlane.table import connect
     from turnlane.table.shards import ShardMap
 
-    shards = ShardMap.of(given(urls)).shards
+    shards = ShardMap.from_shards(given(urls)).shards
     with ExitStack() as opened:
         yield [(str(shard.key_range), opened.enter_context(connect(shard.url))) for shard in shards]
 
@@ -149,5 +149,5 @@ def places(urls: list[str] | None, name: str | None) -> Iterator[list[Place]]:
         yield [
             Place(shard, database.queue(each))
             for shard, database in found
-            for each in (database.catalog.names() if name is None else [name])
+            for each in (database.catalog.list_names() if name is None else [name])
         ]

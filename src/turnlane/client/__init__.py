@@ -1,4 +1,4 @@
-"""The client: queues of nodes elsewhere, with the contract of local ones."""
+"""The client: queues of remote nodes, with the contract of local queues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What a node's errors are on this side: the same classes that the node raised."""
+"""URLs of nodes, such as ``turnlane://host:port,host:port``, and the errors that nodes send.
+
+A node sends the class of an error with it (see ``node/flight/errors.py``), so a client raises the
+same class.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +18,23 @@ from pyarrow import flight
 
 from turnlane import errors
 from turnlane.errors import ConfigError, NotSupported, RetryLater, TransportDown, TurnlaneError
-from turnlane.validation import message_of
+from turnlane.validation import get_message
 
 _NAMED = re.compile(
     r"turnlane:(\w+): (.*?)(?:\. (?:Detail|gRPC client debug context): |$)", re.DOTALL
 )
 
 
-def failure(error: Exception, place: str) -> Exception:
-    """The error that the node at ``place`` meant; ``TransportDown`` if it was none of its own."""
+def convert_flight_error(error: Exception, place: str) -> Exception:
+    """Return the error that the node at ``place`` raised; ``TransportDown`` for other errors."""
     name, message, after = _details(error)
     if name == ValueError.__name__:
         return ValueError(message)
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, TurnlaneError):
-        return _rebuilt(kind, message, after)
+        return _build_error(kind, message, after)
     if isinstance(error, NotImplementedError):
-        return NotSupported(f"what listens at {place} is not a turnlane node")
+        return NotSupported(f"the server at {place} is not a turnlane node")
     return TransportDown(f"{place}: {_first_line(error)}")
 
 
@@ -40,12 +44,12 @@ def _details(error: Exception) -> tuple[str, str, float | None]:
         if "error" in found:
             return str(found["error"]), str(found.get("message", "")), found.get("after")
     except (ValueError, TypeError):
-        pass  # not ours, or cut off on the way: the message says it too
+        pass  # not from a node, or truncated: the message has the same information
     match = _NAMED.search(str(error))
     return (match[1], match[2], None) if match else ("", "", None)
 
 
-def _rebuilt(kind: type[TurnlaneError], message: str, after: float | None) -> TurnlaneError:
+def _build_error(kind: type[TurnlaneError], message: str, after: float | None) -> TurnlaneError:
     if issubclass(kind, RetryLater):
         return kind(message, after=after)
     if issubclass(kind, ConfigError):
@@ -60,16 +64,13 @@ def _first_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def understood(place: str) -> Iterator[None]:
-    """Whatever Flight raises within is raised as what the node meant."""
+def raise_node_errors(place: str) -> Iterator[None]:
+    """Convert the errors of Flight in the block to the errors that the node raised."""
     try:
         yield
     except (flight.FlightError, pa.ArrowException, NotImplementedError) as error:
-        raise failure(error, place) from None
+        raise convert_flight_error(error, place) from None
 
-
-# ── url ──
-# The url of a node, or of several: ``turnlane://host:port,host:port``.
 
 DEFAULT_PORT: Final = 8815
 SCHEMES: Final = {"turnlane": False, "turnlanes": True}
@@ -78,8 +79,8 @@ _PLACE: Final = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5
 
 
 @dataclass(frozen=True, slots=True)
-class Url:
-    """Where the nodes are, and whether to speak TLS with them."""
+class NodeUrl:
+    """The addresses of one or more nodes, and whether to use TLS."""
 
     places: tuple[str, ...]
     """``host:port`` each."""
@@ -87,30 +88,30 @@ class Url:
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Take a url apart. Raises ``ConfigError``."""
+        """Parse a URL. Raises ``ConfigError``."""
         scheme, separator, rest = url.partition("://")
         if not separator or scheme not in SCHEMES:
-            raise ConfigError("url", f"{url!r} is not a node's; {_HELP}")
-        places = tuple(_place(each.strip(), url) for each in rest.rstrip("/").split(","))
+            raise ConfigError("url", f"{url!r} is not the URL of a node; {_HELP}")
+        places = tuple(_parse_place(each.strip(), url) for each in rest.rstrip("/").split(","))
         if len(set(places)) < len(places):
             raise ConfigError("url", f"{url!r} names a node twice")
         return cls(places, SCHEMES[scheme])
 
     @classmethod
-    def of_setting(cls, url: str) -> Self:
-        """The same for a setting. Raises ``ValueError``, of which pydantic says whose it is."""
+    def from_setting(cls, url: str) -> Self:
+        """Parse the URL of a setting. Raises ``ValueError``; pydantic adds the setting's name."""
         try:
             return cls.parse(url)
         except ConfigError as error:
-            raise ValueError(message_of(error)) from None
+            raise ValueError(get_message(error)) from None
 
     def locations(self) -> list[str]:
-        """The places as Flight writes them."""
+        """Return the addresses in the form of Flight."""
         scheme = "grpc+tls" if self.tls else "grpc+tcp"
         return [f"{scheme}://{place}" for place in self.places]
 
 
-def _place(text: str, url: str) -> str:
+def _parse_place(text: str, url: str) -> str:
     match = _PLACE.fullmatch(text)
     if match is None or int(match[2] or 1) > 65_535 or match[2] == "0":
         raise ConfigError("url", f"{text!r} in {url!r} is not host:port; {_HELP}")

@@ -1,4 +1,4 @@
-"""The way in: ``connect(url)`` gives a client, a client gives queues."""
+"""The client of one or more nodes: ``connect(url)`` returns a client, a client returns queues."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from turnlane.client.address import Url
-from turnlane.client.leased_batch import Keeper
-from turnlane.client.node_client import Credentials, Ends, RemoteNode, StageWriter
+from turnlane.client.address import NodeUrl
+from turnlane.client.leased_batch import LeaseKeeper
+from turnlane.client.node_client import Credentials, QueueEnds, RemoteNode, StageWriter
 from turnlane.client.spread import SpreadQueue
 from turnlane.client.transport import FlightTransport
 from turnlane.clock import SYSTEM_CLOCK, Clock
@@ -23,14 +23,14 @@ from turnlane.queues.api import Queue
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.proxy import RemoteStorage
 from turnlane.queues.settings import Kind, QueueSettings
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 from turnlane.units import parse_duration
 
 if TYPE_CHECKING:
     from turnlane.client.table import RemoteTable
 
 LEASE_SECONDS = 30.0
-"""How long a node waits for a consumer that says nothing. Ours says something three times."""
+"""How long a node waits for a silent consumer. This client extends a lease three times as often."""
 
 
 def connect(
@@ -42,20 +42,20 @@ def connect(
     tls_key: str | Path | None = None,
     lease: str | float = LEASE_SECONDS,
 ) -> Client:
-    """A client of the node at ``turnlane://host:port``, or with TLS ``turnlanes://host:port``.
+    """Return a client of the node at ``turnlane://host:port``, or ``turnlanes://`` with TLS.
 
-    Several nodes, separated by commas, make queues that are spread over all of them. Nothing is
-    sent yet: a node that is away is waited for when it is needed. ``tls_ca`` is the authority that
-    the node's certificate is of, if it is not one that everybody knows; ``tls_cert`` and
-    ``tls_key`` are the client's own. ``lease`` is how long the batches of a client that has died
-    stay away. Raises ``ConfigError``.
+    With several nodes, separated by commas, queues are spread over all of them. This call sends
+    nothing; the client waits for a node that is down when it needs it. ``tls_ca`` is the authority
+    of the node's certificate, if the system does not know it. ``tls_cert`` and ``tls_key`` belong
+    to the client. ``lease`` is the time after which other consumers get the batches of a client
+    that has died. Raises ``ConfigError``.
     """
-    where = Url.parse(url)
+    where = NodeUrl.parse(url)
     files = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key}
     paths = {knob: Path(each) for knob, each in files.items() if each is not None}
     if paths and not where.tls:
         knob = next(iter(paths))
-        raise ConfigError(knob, f"{url!r} is without TLS; write turnlanes://")
+        raise ConfigError(knob, f"{url!r} does not use TLS; write turnlanes://")
     try:
         seconds = float(parse_duration(lease))
     except ValueError as error:
@@ -63,26 +63,26 @@ def connect(
     return Client(where, Credentials(token, **paths), seconds)
 
 
-class Client(Closing):
-    """Queues of one node or several. Safe to use from any thread; closes what it has given out.
+class Client(Closeable):
+    """The queues of one or more nodes. Safe to use from any thread; closes all its queues.
 
-    Calls that concern one node (:meth:`read`, :meth:`commit`, …) are those of ``nodes[0]`` if there
-    is no other. With several, say which: ``client.nodes[1].read(…)``.
+    Calls to a single node (:meth:`read`, :meth:`commit`, …) go to ``nodes[0]`` if there is only one
+    node. With several nodes choose one: ``client.nodes[1].read(…)``.
     """
 
-    def __init__(self, url: Url, credentials: Credentials, lease: float) -> None:
+    def __init__(self, url: NodeUrl, credentials: Credentials, lease: float) -> None:
         self.nodes: Sequence[RemoteNode] = [
             RemoteNode(place, location, credentials)
             for place, location in zip(url.places, url.locations(), strict=True)
         ]
         self._lease = lease
-        # One for each: a node that does not answer must not let the leases of others run out.
-        self._keepers = {node.place: Keeper(lease) for node in self.nodes}
+        # One for each node: a node that does not answer must not let the leases of others expire.
+        self._keepers = {node.place: LeaseKeeper(lease) for node in self.nodes}
         self._holder = f"{os.uname().nodename}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._queues: list[Queue] = []
         self._closed = False
         self._process = os.getpid()
-        # What was published and not sent yet would be lost with a program that just ends.
+        # Without this a program that just ends would lose events that are not sent yet.
         atexit.register(self.close)
 
     def queue(
@@ -93,11 +93,11 @@ class Client(Closing):
         clock: Clock = SYSTEM_CLOCK,
         **knobs: Any,
     ) -> Queue:
-        """A queue of the node, with the contract of a local one.
+        """Return a queue of the node, with the contract of a local queue.
 
-        The knobs are those of the ``proxy`` kind. With a ``producer_id`` that is the same after a
-        restart, what was sent before and not acked is known by the node; without one it gets a new
-        one. Two queues at a time must not use the same.
+        ``knobs`` are the settings of the ``proxy`` kind. With the same ``producer_id`` after a
+        restart, the node recognizes events that were sent before and not acked. The default is a
+        new id. Two open queues must not use the same id.
         """
         settings = QueueSettings.of(kind=Kind.PROXY, name=name, **knobs)
         queues = [
@@ -113,8 +113,8 @@ class Client(Closing):
         return queue
 
     def table(self, name: str) -> RemoteTable:
-        """A queue table that the nodes serve, to receive its events."""
-        # Most clients know of no tables, and start without them.
+        """Return a queue table that the nodes serve, to receive its events."""
+        # Most clients use no tables and start faster without the import.
         from turnlane.client.table import RemoteTable
 
         return RemoteTable(self.nodes, name)
@@ -124,20 +124,20 @@ class Client(Closing):
         return FlightTransport(node, queue, lease=self._lease, holder=self._holder, keeper=keeper)
 
     def close(self) -> None:
-        """Close all queues, after what was published is persisted; give held batches back.
+        """Wait until published events are persisted, close all queues, release held batches.
 
-        Waits for each queue's ``shutdown_timeout`` at most. A program that ends without it does it
-        then. A second call is harmless.
+        Waits at most the ``shutdown_timeout`` of each queue. A program that ends without this call
+        does it at its exit. May be called again.
         """
         atexit.unregister(self.close)
-        if self._closed or os.getpid() != self._process:  # a forked child has no part in it
+        if self._closed or os.getpid() != self._process:  # not in a forked child
             return
         self._closed = True
         for queue in self._queues:
             queue.close(drain=True)
         for keeper in self._keepers.values():
             keeper.close()
-            for batch in keeper.held():
+            for batch in keeper.list_batches():
                 batch.give_back()
         for node in self.nodes:
             node.close()
@@ -145,34 +145,34 @@ class Client(Closing):
     # ── all nodes ────────────────────────────────────────────────────────────────────────────────
 
     def create(self, queue: str, **knobs: Any) -> None:
-        """Make a queue on every node; one that is there with the same settings is fine."""
+        """Create a queue on every node. Does nothing where it exists with the same settings."""
         for node in self.nodes:
             node.create(queue, **knobs)
 
     def drop(self, queue: str) -> None:
-        """Delete a queue from every node, with everything in it."""
+        """Delete a queue with all its events from every node."""
         for node in self.nodes:
             node.drop(queue)
 
     def queues(self) -> dict[str, dict[str, Any]]:
-        """The queues there are, with the knobs that were set."""
+        """Return the queues of all nodes, with the settings that were given."""
         found: dict[str, dict[str, Any]] = {}
         for node in self.nodes:
             found |= node.queues()
         return found
 
-    # ── the one node ─────────────────────────────────────────────────────────────────────────────
+    # ── a single node ────────────────────────────────────────────────────────────────────────────
 
     @property
     def node(self) -> RemoteNode:
-        """The node. Raises ``NotSupported`` if there are several."""
+        """The only node. Raises ``NotSupported`` if there are several."""
         if len(self.nodes) > 1:
             places = ", ".join(node.place for node in self.nodes)
-            raise NotSupported(f"say which node: client.nodes has {places}")
+            raise NotSupported(f"choose a node: client.nodes has {places}")
         return self.nodes[0]
 
     def stats(self, queue: str | None = None) -> dict[str, Any]:
-        """What a queue says of itself, by its name; or all."""
+        """Return the stats of a queue, or of all queues, by name."""
         return self.node.stats(queue)
 
     def read(
@@ -181,7 +181,7 @@ class Client(Closing):
         """See :meth:`RemoteNode.read`."""
         return self.node.read(queue, first, end)
 
-    def wait(self, queue: str, beyond: int, timeout: float) -> Ends:
+    def wait(self, queue: str, beyond: int, timeout: float) -> QueueEnds:
         """See :meth:`RemoteNode.wait`."""
         return self.node.wait(queue, beyond, timeout)
 

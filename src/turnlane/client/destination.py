@@ -1,8 +1,7 @@
-"""The gate of an action as its tasks see it: kept by a node, asked over Flight."""
+"""The destination state of an action, kept by a node, for the tasks that deliver."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -14,29 +13,30 @@ from turnlane.delivery.breaker import AllowedSends, BreakerState
 from turnlane.delivery.destination import SendPermit, SendReport
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import RetryLater
-from turnlane.runtime import Closing
+from turnlane.logs import get_logger
+from turnlane.runtime import Closeable
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 HEARTBEAT: Final = 1.0
-"""Seconds: so often the node hears what a task is doing, and the task what its share is."""
+"""Seconds between two reports of a task's activity; each answer has the task's share of sends."""
 FIRST_BEAT: Final = 0.1
-"""Sooner at the beginning: many tasks are short."""
+"""Seconds until the first report. Shorter, because many tasks are short."""
 _ITS_SETTINGS: Final = {
     *("backoff", "max_backoff", "jitter", "breaker_failures", "breaker_reset"),
     *("rate_limit", "max_time", "max_in_flight", "concurrency", "max_concurrency"),
 }
-"""Those that a breaker goes by."""
+"""The settings that a breaker uses."""
 
 Doing = Callable[[], tuple[int, int]]
-"""How much is being prepared, and how much is being sent."""
+"""Returns how many blocks the task is preparing and how many it is sending."""
 
 
-class RemoteDestinationState(Closing):
-    """One task's way to the gate of its action. Calls raise what the node raises.
+class RemoteDestinationState(Closeable):
+    """The access of one task to the destination state of its action.
 
-    As long as it is open the node counts the task as one that is at work, and a probe that it was
-    given as under way.
+    Calls raise the errors of the node. While it is open, the node counts the task as active, and
+    its probe as in progress.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class RemoteDestinationState(Closing):
             "settings": settings.model_dump(mode="json", include=_ITS_SETTINGS),
         }
         self._probe: str | None = None
-        """Ours, and not reported on."""
+        """The id of the probe that this task has and did not report yet."""
         self._share: int | None = None
         self._closing = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="turnlane-gate", daemon=True)
         self._heart.start()
 
     def request_permit(self) -> SendPermit:
-        """What may be sent now."""
+        """Return what the task may send now."""
         answer = self._say("permit")
         state, allowed = BreakerState(answer.pop("state")), AllowedSends(answer.pop("allowed"))
         permit = SendPermit(state, allowed, **answer)
@@ -74,27 +74,32 @@ class RemoteDestinationState(Closing):
         return permit
 
     def report(self, report: SendReport) -> None:
-        """Tell how sends went."""
+        """Report the results of sends."""
         if report.probe == self._probe:
             self._probe = None
         self._say("report", report=asdict(report))
 
     def claim(self, count: int, within: float) -> float:
-        """Seconds until so many events may be sent; theirs, if it is no longer than ``within``."""
+        """Return the seconds until ``count`` events may be sent under the rate limit.
+
+        The events are reserved if the wait is at most ``within`` seconds.
+        """
         return float(self._say("claim", count=count, within=within)["wait"])
 
     @property
     def share(self) -> int | None:
-        """How many sends this task may have under way, as the node said last."""
+        """How many concurrent sends this task may have, from the last answer of the node."""
         return self._share
 
     def close(self) -> None:
-        """The task has ended."""
+        """Report that the task has ended."""
         self._closing.set()
         try:
             self._say("report", ended=True)
         except RetryLater as error:
-            log.info("the node forgets this task by itself: %s", error)
+            log.info(
+                "breaker.leave_failed", error=error, hint="the node forgets the task by itself"
+            )
 
     def _say(self, what: str, **more: Any) -> dict[str, Any]:
         preparing, sending = self._doing()
@@ -110,4 +115,4 @@ class RemoteDestinationState(Closing):
             try:
                 self._say("report")
             except RetryLater as error:
-                log.info("the node does not hear from this task: %s", error)
+                log.info("breaker.heartbeat_failed", error=error)

@@ -1,8 +1,9 @@
-"""A process that publishes for another one which was forked, and so cannot.
+"""A helper process that publishes events for a forked process.
 
-gRPC does not survive a fork: using it in the child ends the child. A fresh interpreter is free of
-that, so a forked process hands its events to one over a pipe, a line of JSON each. The pipe's end
-is the order to finish: whatever becomes of the sender, what it has written is published.
+gRPC does not survive a fork: its use in the child ends the child. A new interpreter does not have
+this problem, so a forked process sends its events to one through a pipe, one line of JSON each. The
+end of the pipe tells the helper to finish. All complete lines are published, even if the sender
+dies.
 """
 
 from __future__ import annotations
@@ -20,34 +21,34 @@ from typing import Any, BinaryIO, Final
 from turnlane.errors import QueueClosed, QueueFull
 from turnlane.queues.api import Ack, AckLevel, Producer
 
-WAITING: Final = 4096
-"""Events that wait here while the other process, or the node, is slow."""
+MAX_WAITING_EVENTS: Final = 4096
+"""The most events that wait here while the other process, or the node, is slow."""
 _LEAVE_SECONDS: Final = 1.0
 PERSISTED: Final = b"."
 LATE: Final = b"!"
 """The answers to a flush."""
 
 
-class Relay:
-    """The sender's end: takes events as a producer does."""
+class ForkRelay:
+    """The end of the sender: takes events like a producer."""
 
     def __init__(
         self, url: str, name: str, options: Mapping[str, Any], exit_timeout: float
     ) -> None:
         about = {"url": url, "name": name, "options": options, "exit_timeout": exit_timeout}
-        self._lines = queue.Queue[bytes | None](WAITING)
+        self._lines = queue.Queue[bytes | None](MAX_WAITING_EVENTS)
         self._flushing = threading.Lock()
         self._asked = 0
         self._answered = 0
         self._answer = threading.Condition()
         self._persisted = False
-        """What the last answer was."""
+        """Whether the last answer was ``PERSISTED``."""
         self._broken = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "turnlane.client.fork_relay"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the sender; this one ends with its pipe
+            start_new_session=True,  # Ctrl-C ends only the sender; the helper ends with its pipe
         )
         self._put(about, None)
         for work in (self._write, self._listen):
@@ -56,12 +57,12 @@ class Relay:
     def publish(
         self, value: bytes, key: str | None, *, timeout: float | None = None, **event: Any
     ) -> bool:
-        """Hand an event over; ``QueueFull`` if there is no room in time."""
+        """Send an event. Raises ``QueueFull`` if there is no room in time."""
         self._put([value.decode(), key, event], timeout)
         return True
 
     def try_publish(self, value: bytes, key: str | None, **event: Any) -> bool:
-        """Hand an event over if there is room at this moment."""
+        """Send an event if there is room now."""
         try:
             return self.publish(value, key, timeout=0, **event)
         except QueueFull:
@@ -77,13 +78,13 @@ class Relay:
                 return False
             self._asked += 1
             with self._answer:
-                # Every question is answered, and those that nobody waits for any more come first.
+                # Every flush is answered in order, also flushes that timed out before.
                 left = max(0.0, until - time.monotonic())
                 self._answer.wait_for(lambda: self._answered >= self._asked, left)
                 return self._answered == self._asked and self._persisted
 
     def close(self) -> None:
-        """Let the other process finish by itself."""
+        """Close the pipe; the other process finishes by itself."""
         with contextlib.suppress(queue.Full):
             self._lines.put(None, timeout=_LEAVE_SECONDS)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -96,7 +97,7 @@ class Relay:
             line = json.dumps(frame, default=str).encode() + b"\n"
             self._lines.put(line, block=timeout != 0, timeout=timeout)
         except queue.Full:
-            raise QueueFull("the process that publishes for this one is behind") from None
+            raise QueueFull("the process that publishes for this one is too slow") from None
 
     def _write(self) -> None:
         assert self._process.stdin is not None
@@ -118,22 +119,24 @@ class Relay:
 
 
 def serve(lines: BinaryIO, answers: BinaryIO) -> None:
-    """The publishing end: publish every line until there are no more."""
+    """Publish every line until the end of the pipe: the main function of the helper."""
     from turnlane.client.client import connect
 
     about = json.loads(lines.readline())
     with (
         connect(about["url"], **about["options"]) as client,
-        client.queue(about["name"]) as node_queue,  # closed first, without waiting once more
+        client.queue(
+            about["name"]
+        ) as node_queue,  # closed before the client, so that the client does not wait again
     ):
         producer = node_queue.producer(ack=AckLevel.PERSISTED, on_ack=_ignore)
         for line in lines:
-            _obey(json.loads(line), producer, answers)
+            _handle_frame(json.loads(line), producer, answers)
         producer.flush(about["exit_timeout"])
 
 
-def _obey(frame: Any, producer: Producer, answers: BinaryIO) -> None:  # noqa: ANN401 - JSON
-    """Publish an event, or say whether everything before is persisted (a number: in time)."""
+def _handle_frame(frame: Any, producer: Producer, answers: BinaryIO) -> None:  # noqa: ANN401 - JSON
+    """Publish an event (a list), or flush within the given seconds (a number) and answer."""
     if not isinstance(frame, list):
         answers.write(PERSISTED if producer.flush(frame) else LATE)
         answers.flush()
@@ -141,14 +144,14 @@ def _obey(frame: Any, producer: Producer, answers: BinaryIO) -> None:  # noqa: A
     value, key, event = frame
     try:
         producer.publish(value.encode(), key, **event)
-    except Exception as error:  # noqa: BLE001 - too large, say; those after it are to come
+    except Exception as error:  # noqa: BLE001 - such as too large; publish the next ones
         sys.stderr.write(f"turnlane: a record of logger {key!r} is lost: {error}\n")
 
 
 def _ignore(_ack: Ack) -> None:
-    """Nothing is to be done for a single ack."""
+    """Ignore an ack: ``flush`` waits for all of them."""
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):  # the sender is gone; what it wrote is published
+    with contextlib.suppress(BrokenPipeError):  # the sender has died; its lines are published
         serve(sys.stdin.buffer, sys.stdout.buffer)

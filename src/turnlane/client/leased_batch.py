@@ -1,28 +1,28 @@
-"""Batches that a node has lent: settled by their lease, which is kept up while they are held."""
+"""Batches of a node, settled by their lease. A thread extends the lease while they are held."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Sequence
 
 from turnlane.client.node_client import RemoteNode
 from turnlane.errors import BatchFreed, NoSuchLease, TransportDown, TurnlaneError
-from turnlane.events import Block, conform, join
+from turnlane.events import Block, conform_block, join_blocks
+from turnlane.logs import get_logger
 from turnlane.queues.api import Batch, Place
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 EXTEND_SECONDS = 5.0
-"""How long a node may take to extend a lease: there are others to be extended."""
+"""How long a node may take to extend a lease. Short, because other leases wait."""
 
 
 class LeasedBatch(Batch):
-    """A batch from a node. If its lease runs out, its events go to another consumer."""
+    """A batch of a node. If its lease expires, another consumer gets its events."""
 
     def __init__(
-        self, node: RemoteNode, keeper: Keeper, lease: str, place: Place, blocks: list[Block]
+        self, node: RemoteNode, keeper: LeaseKeeper, lease: str, place: Place, blocks: list[Block]
     ) -> None:
         self.place = place
         self.lease = lease
@@ -37,12 +37,12 @@ class LeasedBatch(Batch):
     def block(self) -> Block:
         blocks = self._contents()
         if len(blocks) > 1:
-            self._blocks = blocks = [join(blocks)]
-        return conform(blocks[0])
+            self._blocks = blocks = [join_blocks(blocks)]
+        return conform_block(blocks[0])
 
     @property
     def blocks(self) -> Sequence[Block]:
-        return [conform(block) for block in self._contents()]
+        return [conform_block(block) for block in self._contents()]
 
     def _contents(self) -> list[Block]:
         if self._blocks is None:
@@ -64,7 +64,7 @@ class LeasedBatch(Batch):
         self._settle("release")
 
     def _settle(self, verb: str) -> None:
-        """Tell the node; raises ``TransportDown`` if it did not answer: then call it again."""
+        """Settle the batch on the node. After ``TransportDown`` call it again."""
         with self._lock:
             if self._settled:
                 return
@@ -74,8 +74,8 @@ class LeasedBatch(Batch):
                 self._in_doubt = True
                 raise
             except NoSuchLease:
-                # The node may have heard the call whose answer was lost. If instead the lease has
-                # run out, the events come again: late, not lost.
+                # The node may have received the call whose answer was lost. If the lease has
+                # expired instead, another consumer gets the events: they are not lost.
                 if not self._in_doubt:
                     self._forget()
                     raise
@@ -83,29 +83,31 @@ class LeasedBatch(Batch):
 
     def _forget(self) -> None:
         self._settled = True
-        self._keeper.forget(self)
+        self._keeper.remove(self)
 
     def give_back(self) -> None:
-        """Release it, freed or not, if the node can be told; else it comes back in time."""
+        """Release the batch, freed or not. After an error its lease expires."""
         try:
             self._settle("release")
         except TurnlaneError as error:
-            log.info("a lease could not be given back, it will run out: %s", error)
+            log.info("lease.release_failed", error=error, hint="the lease will expire")
 
     def extend(self) -> None:
-        """Keep the lease for longer. A failure is logged: there is nobody to be told."""
+        """Extend the lease. Errors are only logged."""
         try:
             self._node.act("extend", timeout=EXTEND_SECONDS, body={"lease": self.lease})
         except NoSuchLease:
             if not self._settled:
-                log.warning("a lease on %d events has run out: they come again", len(self))
-            self._keeper.forget(self)
+                log.warning(
+                    "lease.expired", events=len(self), hint="another consumer gets the events"
+                )
+            self._keeper.remove(self)
         except TurnlaneError as error:
-            log.info("a lease could not be extended, trying again: %s", error)
+            log.info("lease.extend_failed", error=error, hint="tried again")
 
 
-class Keeper:
-    """Extends the leases of all batches in this process that somebody still holds."""
+class LeaseKeeper:
+    """Extends the leases of all batches that this process still holds, on one thread."""
 
     def __init__(self, lease: float) -> None:
         self._every = lease / 3
@@ -114,8 +116,8 @@ class Keeper:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def keep(self, batch: LeasedBatch) -> None:
-        """Extend this one too, until it is settled or nobody has it any more."""
+    def add(self, batch: LeasedBatch) -> None:
+        """Extend the lease of a batch until it is settled or garbage."""
         with self._lock:
             self._held.add(batch)
             if self._thread is None:
@@ -124,24 +126,24 @@ class Keeper:
                 )
                 self._thread.start()
 
-    def forget(self, batch: LeasedBatch) -> None:
-        """It is settled."""
+    def remove(self, batch: LeasedBatch) -> None:
+        """Stop extending the lease of a batch."""
         with self._lock:
             self._held.discard(batch)
 
-    def held(self) -> list[LeasedBatch]:
-        """The batches in somebody's hands."""
+    def list_batches(self) -> list[LeasedBatch]:
+        """Return the batches that are still held."""
         with self._lock:
             return list(self._held)
 
     def close(self) -> None:
-        """Extend no more."""
+        """Stop the thread."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:
         while not self._stopping.wait(self._every):
-            for batch in self.held():
+            for batch in self.list_batches():
                 batch.extend()
-                del batch  # or it would be held from here until the next round
+                del batch  # else this variable would hold it until the next round

@@ -1,8 +1,8 @@
 """A ``logging.Handler`` that publishes records as events.
 
-It blocks the application no longer than it is told to, by default not at all, and when the program
-ends normally it stays until what was logged is safe. Records are put into the queue by the thread
-that logs them; with a node, the client's own threads bring them there.
+It blocks the application at most for ``block_for`` seconds, by default not at all. When the program
+ends normally, it waits until the records are persisted. The thread that logs a record puts it into
+the queue; with a node, the threads of the client send it.
 """
 
 from __future__ import annotations
@@ -18,41 +18,40 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from turnlane.client.fork_relay import Relay
+from turnlane.client.fork_relay import ForkRelay
 from turnlane.errors import ConfigError, QueueClosed, QueueFull
 from turnlane.queues.api import Ack, AckLevel, Producer, Queue, parse_choice
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 
 _OWN: Final = ("turnlane", "pyarrow")
-"""Loggers whose records are not sent: sending them would make more of them."""
+"""Loggers whose records are not sent: sending them would create more records."""
 
 _SEVERITIES: Final = ((50, 2), (40, 3), (30, 4), (25, 5), (20, 6))
-"""Level and above → severity as syslog counts them; below the last is debug, 7."""
+"""The lowest level of each syslog severity; below the last level the severity is 7, debug."""
 
 Headers = Mapping[str, str] | Callable[[logging.LogRecord], Mapping[str, str] | None]
 
 
 class OnFull(enum.StrEnum):
-    """What becomes of a record that there is no room for."""
+    """The handling of a record for which there is no room."""
 
     DROP = "drop"
-    """It is counted in ``dropped``."""
+    """Count it in ``dropped``."""
     STDERR = "stderr"
-    """It is counted and written to stderr."""
+    """Count it and write it to stderr."""
 
 
 class TurnlaneHandler(logging.Handler):
-    """Publishes log records to a queue: one that is open here, or one of a node by its URL.
+    """Publishes log records to an open queue, or to a queue of a node by its URL.
 
-    ``block_for`` is the longest that logging a record may wait for room, in seconds; then
-    ``on_full`` says what becomes of it. ``exit_timeout`` is how long a normal exit waits until
-    everything is persisted. The event's key is the logger's name, its severity follows from the
-    level, its value is what the formatter makes of the record. ``dropped`` counts what could not
-    be published.
+    ``block_for`` is how long a record may wait for room, in seconds; then ``on_full`` applies.
+    ``exit_timeout`` is how long a normal exit waits until everything is persisted. The key of an
+    event is the name of the logger, its severity follows from the level, its value is the formatted
+    record. ``dropped`` counts the records that could not be published.
 
-    A process that was forked cannot use what is open in its parent, nor gRPC. With a URL it sends
-    through a small process of its own (``turnlane.client.fork_relay``), started with its first record;
-    given a queue instead, its records are treated as ``on_full`` says.
+    A forked process cannot use the open queue of its parent, nor gRPC. With a URL it sends through
+    a small process (``turnlane.client.fork_relay``), which starts with its first record.
+    With an open queue, ``on_full`` applies to its records.
     """
 
     def __init__(
@@ -68,10 +67,10 @@ class TurnlaneHandler(logging.Handler):
         source: str | None = None,
         **connect: Any,
     ) -> None:
-        """Connect. ``queue`` may be a URL, then ``name`` is the node's queue.
+        """Connect. If ``queue`` is a URL, ``name`` is the queue of the node.
 
-        ``source`` is this host by default. ``connect`` goes to :func:`turnlane.connect`: a token,
-        say.
+        ``source`` is by default the name of this host. ``connect`` has the options of
+        :func:`turnlane.connect`, such as a token.
         """
         super().__init__(level)
         if isinstance(queue, str) and name is None:
@@ -88,14 +87,14 @@ class TurnlaneHandler(logging.Handler):
         self._counting = threading.Lock()
         self._opening = threading.Lock()
         self._sending = threading.local()
-        self._client: Closing | None = None
+        self._client: Closeable | None = None
         self._own: Queue | None = None
-        self._producer: Producer | Relay | None = None
+        self._producer: Producer | ForkRelay | None = None
         self._gave_up = False
-        """Whether the last flush ran out of time, and nothing came since."""
+        """Whether the last flush timed out and no record came since."""
         self._closed = False
         opened = queue if isinstance(queue, Queue) else self._connected(queue, str(name), connect)
-        # A callback, so that publishing waits for nothing; flush() then waits for all of it.
+        # With a callback publishing does not wait; flush() waits for all acks.
         self._producer = opened.producer(ack=AckLevel.PERSISTED, on_ack=_ignore)
         _OPEN.add(self)
 
@@ -103,7 +102,7 @@ class TurnlaneHandler(logging.Handler):
         from turnlane.client.client import connect
 
         client = connect(url, **options)
-        # It would close itself at exit before logging.shutdown() has flushed this handler.
+        # The client would close itself at exit, before logging.shutdown() flushes this handler.
         atexit.unregister(client.close)
         self._client = client
         self._own = client.queue(name)
@@ -112,7 +111,7 @@ class TurnlaneHandler(logging.Handler):
     # ── records ─────────────────────────────────────────────────────────────────────────────────
 
     def handle(self, record: logging.LogRecord) -> bool | logging.LogRecord:  # type: ignore[override] # 3.12 allows filters to give another record
-        """Filter and emit without the handler's lock: a thread that waits must hold up no other."""
+        """Filter and emit without the handler's lock: a waiting thread must not block others."""
         passed: Any = self.filter(record)
         if isinstance(passed, logging.LogRecord):
             record = passed
@@ -121,13 +120,13 @@ class TurnlaneHandler(logging.Handler):
         return bool(passed)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Publish the record. Never raises, as ``logging`` wants it: see ``handleError``."""
-        if getattr(self._sending, "on", False) or _is_own(record.name):
+        """Publish the record. Never raises, as ``logging`` requires; see ``handleError``."""
+        if getattr(self._sending, "on", False) or _is_own_logger(record.name):
             return
         self._sending.on = True
         try:
             self._publish(record)
-        except Exception:  # noqa: BLE001 - logging's own rule; handleError shows it on stderr
+        except Exception:  # noqa: BLE001 - a rule of logging; handleError shows it on stderr
             with self._counting:
                 self.dropped += 1
             self.handleError(record)
@@ -143,11 +142,11 @@ class TurnlaneHandler(logging.Handler):
         event: dict[str, Any] = {
             "headers": self._headers_of(record),
             "timestamp": int(record.created * 1_000_000),
-            "severity": severity_of(record.levelno),
+            "severity": get_severity(record.levelno),
             "source": self._source,
         }
-        # A lone surrogate, from a file name say, must not make the record unsendable.
-        value, key = text.encode("utf-8", "backslashreplace"), _sound(record.name)
+        # A lone surrogate, for example from a file name, must not prevent the record.
+        value, key = text.encode("utf-8", "backslashreplace"), _escape_surrogates(record.name)
         try:
             if self._block_for > 0:
                 inside = producer.publish(value, key, timeout=self._block_for, **event)
@@ -168,32 +167,32 @@ class TurnlaneHandler(logging.Handler):
         if self._on_full is OnFull.STDERR and sys.stderr is not None:
             sys.stderr.write(text + "\n")
 
-    def _ready(self) -> Producer | Relay | None:
-        """The producer; in a process that was forked, something like it."""
+    def _ready(self) -> Producer | ForkRelay | None:
+        """Return the producer; in a forked process a relay with the same methods."""
         if self._producer is not None or self._closed or self._url is None:
             return self._producer
         with self._opening:
             if self._producer is None:
-                self._producer = Relay(*self._url, self._exit_timeout)
+                self._producer = ForkRelay(*self._url, self._exit_timeout)
                 _close_when_child_ends(self)
         return self._producer
 
     # ── ending ──────────────────────────────────────────────────────────────────────────────────
 
     def flush(self) -> None:
-        """Wait until what was logged is persisted, for ``exit_timeout`` seconds at most."""
+        """Wait until all records are persisted, at most ``exit_timeout`` seconds."""
         producer = self._producer
         if producer is None:
             return
         try:
             self._gave_up = not producer.flush(self._exit_timeout)
             if self._gave_up:
-                _say(f"records may be lost: not persisted within {self._exit_timeout:g} s")
+                _write_stderr(f"records may be lost: not persisted within {self._exit_timeout:g} s")
         except QueueClosed:
-            return  # whoever closed it has decided what becomes of its events
+            return  # the owner of the queue has closed it
 
     def close(self) -> None:
-        """Flush, and close what was opened here; a queue that was given stays open."""
+        """Flush, and close the client if the handler opened one. A given queue stays open."""
         if not self._closed:
             self._closed = True
             try:
@@ -209,12 +208,12 @@ class TurnlaneHandler(logging.Handler):
         if self._producer is not None:
             self._producer.close()
         if self._own is not None and self._client is not None:
-            self._own.close()  # it was flushed; the client would wait for it once more
+            self._own.close()  # after the flush, so that the client does not wait again
             self._client.close()
             self._own = self._client = None
 
-    def forked(self) -> None:
-        """Forget, in a child, what belongs to its parent: its threads and locks are not here."""
+    def reset_after_fork(self) -> None:
+        """Forget the parent's queue, client and locks in a forked child, which lacks threads."""
         for each in (self._producer, self._own, self._client):
             _never_destroy(each)
         self._counting, self._opening = threading.Lock(), threading.Lock()
@@ -223,10 +222,10 @@ class TurnlaneHandler(logging.Handler):
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one JSON object: time, level, logger, message, exception, and its extras."""
+    """Formats a record as one JSON object: time, level, logger, message, exception, extras."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record in JSON."""
+        """Return the record as JSON."""
         import json
 
         entry: dict[str, Any] = {
@@ -246,24 +245,24 @@ class JsonFormatter(logging.Formatter):
 _USUAL: Final = frozenset([*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"])
 
 
-def severity_of(level: int) -> int:
-    """The severity, as syslog numbers it, of a level of ``logging``."""
+def get_severity(level: int) -> int:
+    """Return the syslog severity of a level of ``logging``."""
     return next((severity for least, severity in _SEVERITIES if level >= least), 7)
 
 
-def _is_own(logger: object) -> bool:
+def _is_own_logger(logger: object) -> bool:
     return str(logger).partition(".")[0] in _OWN
 
 
-def _sound(text: object) -> str:
+def _escape_surrogates(text: object) -> str:
     return str(text).encode("utf-8", "backslashreplace").decode()
 
 
 def _ignore(_ack: Ack) -> None:
-    """Nothing is to be done for a single ack."""
+    """Ignore an ack: ``flush`` waits for all of them."""
 
 
-def _say(text: str) -> None:
+def _write_stderr(text: str) -> None:
     if sys.stderr is not None:
         sys.stderr.write(f"turnlane: {text}\n")
 
@@ -271,22 +270,22 @@ def _say(text: str) -> None:
 # ── forks ────────────────────────────────────────────────────────────────────────────────────────
 
 _OPEN: Final[set[TurnlaneHandler]] = set()
-"""Those not closed yet. ``logging`` itself forgets a handler that no logger has any more, and with
-it what it has not sent."""
+"""The open handlers. ``logging`` forgets a handler that no logger has any more; this set keeps it
+until its records are sent."""
 
 
 def _never_destroy(thing: object) -> None:
-    """Keep a child from tearing down what is its parent's: gRPC would wait for its threads."""
+    """Prevent the destruction of a parent's object in a child: gRPC would wait for threads."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _after_fork() -> None:
     for handler in list(_OPEN):
-        handler.forked()
+        handler.reset_after_fork()
 
 
 def _close_when_child_ends(handler: TurnlaneHandler) -> None:
-    """Children of ``multiprocessing`` end without ``atexit``; they have finalizers instead."""
+    """Close the handler at the end of a child of ``multiprocessing``, which skips ``atexit``."""
     if (util := sys.modules.get("multiprocessing.util")) is not None:
         util.Finalize(handler, handler.close, exitpriority=100)
 

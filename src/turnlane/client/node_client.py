@@ -1,4 +1,8 @@
-"""A node elsewhere, by its Flight address: one call for each thing that can be asked of it."""
+"""The client of one node: one method for each request of the Flight plane.
+
+A node may hang: its machine still accepts data, but the node does not answer. Flight's own timeouts
+limit a whole stream, which may take long. The timeouts here limit the next step of a stream.
+"""
 
 from __future__ import annotations
 
@@ -17,80 +21,74 @@ from typing import Any, Final, NamedTuple, TypeVar
 import pyarrow as pa
 from pyarrow import flight
 
-from turnlane.client.address import understood
+from turnlane.client.address import raise_node_errors
 from turnlane.errors import ConfigError, NoSuchStage, TransportDown
 from turnlane.events import Block
-from turnlane.intervals import COPIED
-from turnlane.runtime import Closing
-
-# ── pieces ──
-# Blocks in pieces that a node takes, however many events were gathered in one.
+from turnlane.intervals import COPY_SCHEMA
+from turnlane.runtime import Closeable
 
 SEND_BYTES = 64 << 20
-"""A node refuses blocks beyond its ``max_block_bytes``, and holds each of them in memory."""
+"""The most bytes of a block that is sent: a node refuses blocks above ``max_block_bytes``."""
 
 
-def pieces_of(block: Block) -> Iterator[Block]:
-    """The block, halved until each piece has at most ``SEND_BYTES``, or is a single event."""
+def split_block(block: Block) -> Iterator[Block]:
+    """Yield the block in pieces of at most ``SEND_BYTES`` or of a single event."""
     rows = block.num_rows
     if rows > 1 and block.nbytes > SEND_BYTES:
         for half in (block.slice(0, rows // 2), block.slice(rows // 2)):
-            yield from pieces_of(half)
+            yield from split_block(half)
     else:
         yield block
 
 
-# ── progress ──
-# Streams of a node that may hang: its machine still takes what is sent, and nobody answers.
-#
-# Flight's own time limits are for a whole stream, which may well take long. These are for its
-# next
-# step.
+# ── timeouts ─────────────────────────────────────────────────────────────────────────────────────
 
 Answer = TypeVar("Answer")
 
 STEP_SECONDS: Final = 30.0
-"""How long a node may take over the next block of what it reads."""
+"""How long a node may take for the next block that it reads."""
 STORE_SECONDS: Final = 120.0
-"""The same of what it has to bring to its disk."""
+"""How long a node may take for a block that it writes to its disk."""
 _LOOK_SECONDS: Final = 1.0
 
 
-def within(place: str, step: Callable[[], Answer], seconds: float = STORE_SECONDS) -> Answer:
-    """Take a step that cannot be cancelled, on a thread of its own. Raises ``TransportDown``.
+def run_with_timeout(
+    place: str, step: Callable[[], Answer], seconds: float = STORE_SECONDS
+) -> Answer:
+    """Run a step that cannot be cancelled on its own thread. Raises ``TransportDown``.
 
-    If it takes too long the thread is left behind, until the connection ends.
+    After a timeout the thread stays until the connection ends.
     """
     done: Future[Answer] = Future()
 
     def run() -> None:
         try:
             done.set_result(step())
-        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
             done.set_exception(error)
 
     threading.Thread(target=run, name="turnlane-step", daemon=True).start()
     try:
         return done.result(seconds)
     except TimeoutError:
-        raise _hangs(place, seconds) from None
+        raise _build_timeout_error(place, seconds) from None
 
 
-class Watch:
-    """Cancels streams whose next step takes too long. One for a process, from any thread.
+class StepWatchdog:
+    """Cancels streams whose next step takes too long. Thread-safe; one for the whole process.
 
-    Looks only while there is something to look at; costs next to nothing for each step.
+    Its thread is idle without steps, so a step costs almost nothing.
     """
 
     def __init__(self) -> None:
         self._steps: dict[object, tuple[float, Callable[[], None]]] = {}
-        """By stream: when to cancel the step that is being taken, and how."""
+        """The deadline and the cancel function of each running step."""
         self._some = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def step(self, place: str, cancel: Callable[[], None], seconds: float) -> Iterator[None]:
-        """A step within. Raises ``TransportDown`` if it had to be cancelled."""
+        """Watch the step in the block. Raises ``TransportDown`` if it was cancelled."""
         self._begin()
         token = object()
         self._steps[token] = time.monotonic() + seconds, cancel
@@ -99,13 +97,13 @@ class Watch:
             yield
         except Exception:
             if token not in self._steps:
-                raise _hangs(place, seconds) from None
+                raise _build_timeout_error(place, seconds) from None
             raise
         finally:
             self._steps.pop(token, None)
 
     def _begin(self) -> None:
-        """Have a thread; one that a fork has left behind is none."""
+        """Start the thread, also again in a forked child, which has no threads."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._look, name="turnlane-watch", daemon=True)
             self._thread.start()
@@ -121,47 +119,46 @@ class Watch:
                         cancel()
 
 
-WATCH: Final = Watch()
+STEP_WATCHDOG: Final = StepWatchdog()
 
 
-def _hangs(place: str, seconds: float) -> TransportDown:
-    return TransportDown(f"{place}: nothing has come of it in {seconds:g} seconds")
+def _build_timeout_error(place: str, seconds: float) -> TransportDown:
+    return TransportDown(f"{place}: no answer within {seconds:g} seconds")
 
 
-# ── stage_writer ──
-# Staging on a node elsewhere: what a commit will publish, written to its disk.
+# ── the node ─────────────────────────────────────────────────────────────────────────────────────
 
 
-class StageWriter(Closing):
-    """Has blocks written to a node's disk, for a commit to publish."""
+class StageWriter(Closeable):
+    """Writes blocks to a stage on the disk of a node, for a commit."""
 
     def __init__(self, node: RemoteNode, command: Mapping[str, Any], schema: pa.Schema) -> None:
         self.ids: list[str] | None = None
-        """Of the stages there are; set by :meth:`finish`."""
+        """The ids of the stages, once they are finished."""
         self._failed = False
         self._node = node
         self._place = node.place
-        with understood(self._place):
+        with raise_node_errors(self._place):
             self._writer, self._answers = node.put(command, schema)
 
     def write(self, block: Block) -> None:
         """Stage another block."""
         self._failed = True
-        with understood(self._place):
-            for piece in pieces_of(block):
-                within(self._place, partial(self._writer.write_batch, piece))
+        with raise_node_errors(self._place):
+            for piece in split_block(block):
+                run_with_timeout(self._place, partial(self._writer.write_batch, piece))
         self._failed = False
 
     def finish(self) -> str:
-        """Wait until it is on the node's disk; returns the id to commit it by."""
+        """Wait until the stage is on the node's disk; return the id for the commit."""
         (found,) = self.finish_all()
         return found
 
     def finish_all(self) -> list[str]:
-        """The same of what has become several stages, or none."""
+        """Finish a copy, which has any number of stages; return their ids."""
         self._failed = True
-        with understood(self._place):
-            answer = within(self._place, self._end)
+        with raise_node_errors(self._place):
+            answer = run_with_timeout(self._place, self._end)
         if answer is None:
             raise NoSuchStage(f"{self._place} has not finished the stage")
         self._failed = False
@@ -176,34 +173,34 @@ class StageWriter(Closing):
         return answer
 
     def close(self) -> None:
-        """Let go; what was not finished is given up."""
+        """Close the stream, and discard the stages if they are not finished."""
         if self.ids is None and not self._failed:
             self._node.abort(self.finish_all())
             self.ids = None
 
 
 ANSWER_SECONDS: Final = 30.0
-"""How long a node may take over an answer, beside what it was asked to wait."""
+"""How long a node may take for an answer, in addition to the requested wait."""
 OPTIONS: Final[list[tuple[str, int | str]]] = [
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 5000),  # in truth the time that connecting may take
+    ("grpc.min_reconnect_backoff_ms", 5000),  # in fact the timeout for connecting
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Nodes restart at the same address: a channel that shares its connection with one that has
-    # given up would have given up, too.
+    # Nodes restart at the same address. A shared connection would also share the backoff of
+    # another channel.
     ("grpc.use_local_subchannel_pool", 1),
-    # Streams on which nothing happens are no idle connections to their node; gRPC allows no more
-    # than one ping in five minutes.
+    # Pings keep connections with quiet streams from being idle for the node. gRPC allows at most
+    # one ping in five minutes.
     ("grpc.keepalive_time_ms", 360_000),
 ]
 
 
 Spans = Sequence[tuple[int, int]]
-"""Offsets, each pair a first one and the one after the last."""
+"""Ranges of offsets: the first offset, and the offset after the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a client shows to a node, and by what it knows it."""
+    """The token and the TLS files of a client."""
 
     token: str | None = None
     tls_ca: Path | None = None
@@ -212,15 +209,15 @@ class Credentials:
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("tls_cert", "and tls_key belong together: give both or neither")
+            raise ConfigError("tls_cert", "tls_cert and tls_key belong together: set both or none")
         if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
-            raise ConfigError("token", "must be plain printable text")
+            raise ConfigError("token", "must be printable ASCII text")
 
     def __repr__(self) -> str:
         return "Credentials(…)"
 
     def arguments(self) -> dict[str, Any]:
-        """For Flight. Raises ``ConfigError`` if a file cannot be read, or holds something else."""
+        """Return the arguments of ``FlightClient``. Raises ``ConfigError`` for invalid files."""
         files = {
             "tls_root_certs": ("tls_ca", self.tls_ca),
             "cert_chain": ("tls_cert", self.tls_cert),
@@ -235,7 +232,7 @@ class Credentials:
         return contents
 
     def _check_files(self) -> None:
-        """Find out now: of gRPC one would only hear that there is no address to connect to."""
+        """Check the files now: gRPC would only report that it cannot connect. ``ConfigError``."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         for knob, path in (("tls_ca", self.tls_ca), ("tls_cert", self.tls_cert)):
             if path is not None:
@@ -252,44 +249,44 @@ class Credentials:
                 raise ConfigError("tls_key", what) from None
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """For every call."""
+        """Return the headers of every call."""
         return [] if self.token is None else [(b"authorization", b"Bearer " + self.token.encode())]
 
 
-class Ends(NamedTuple):
-    """How far a queue goes."""
+class QueueEnds(NamedTuple):
+    """The range of unsettled offsets of a queue."""
 
     end: int
-    """The offset that the next event will get."""
+    """The offset of the next event."""
     low: int
-    """Everything below is settled."""
+    """All offsets below this one are settled."""
     queue_id: str
-    """Tells the queue from others of its name: one that is made anew has another."""
+    """The id of the queue. A queue that is created again under the same name has a new id."""
 
 
-class Unsettled(NamedTuple):
-    """What waits in a queue."""
+class UnsettledSpans(NamedTuple):
+    """Unsettled events of a queue."""
 
     spans: list[tuple[int, int]]
-    """As much of it as was asked for: first offset and the one after the last."""
+    """The requested number of events: the first offset, and the offset after the last."""
     pending: int
-    """How many events there are in all."""
+    """The number of all unsettled events."""
     end: int
     low: int
     kept: int
-    """How many events the lane's last commit has kept."""
+    """How many events the last commit of the lane has kept."""
 
 
-class RemoteNode(Closing):
-    """A node elsewhere. Safe to use from any thread; made at once, connected when needed.
+class RemoteNode(Closeable):
+    """A remote node. Safe to use from any thread; connects when it is used.
 
-    Every call raises what the node raised, or ``TransportDown`` if it cannot be reached.
+    Every call raises the errors of the node, or ``TransportDown`` if it cannot be reached.
     """
 
     def __init__(self, place: str, location: str, credentials: Credentials) -> None:
         self.place = place
         self._headers = credentials.headers()
-        with understood(place):
+        with raise_node_errors(place):
             self._flight = flight.FlightClient(
                 location, generic_options=OPTIONS, **credentials.arguments()
             )
@@ -297,43 +294,43 @@ class RemoteNode(Closing):
     def __repr__(self) -> str:
         return f"RemoteNode({self.place!r})"
 
-    # ── what anybody may ask ─────────────────────────────────────────────────────────────────────
+    # ── queues ───────────────────────────────────────────────────────────────────────────────────
 
     def ping(self, timeout: float = ANSWER_SECONDS) -> str:
-        """The node's instance: another one after every start."""
+        """Return the instance of the node, which is new at every start."""
         return str(self.act("ping", timeout=timeout)["instance"])
 
     def queues(self) -> dict[str, dict[str, Any]]:
-        """The queues that the token may use, with the knobs that were set."""
+        """Return the queues that the token may use, with the settings that were given."""
         return self.act("queues")
 
     def stats(self, queue: str | None = None) -> dict[str, Any]:
-        """What a queue says of itself, by its name; or all."""
+        """Return the stats of a queue, or of all queues, by name."""
         return self.act("stats", queue=queue)
 
     def create(self, queue: str, **knobs: Any) -> bool:
-        """Make a queue; false if it is there with the same settings."""
+        """Create a queue; false if it exists with the same settings."""
         return bool(self.act("create", queue=queue, knobs=_plain(knobs))["created"])
 
     def create_for_action(self, queue: str, **knobs: Any) -> bool:
-        """The same for a pipeline: once the action is gone, the node warns of what is left."""
+        """Create a queue for an action: the node warns of its events if the action is removed."""
         answer = self.act("create", queue=queue, knobs=_plain(knobs), by_pipeline=True)
         return bool(answer["created"])
 
     def drop(self, queue: str) -> None:
-        """Delete a queue with everything in it."""
+        """Delete a queue with all its events."""
         self.act("drop", queue=queue)
 
     # ── reading by offset ────────────────────────────────────────────────────────────────────────
 
-    def wait(self, queue: str, beyond: int, timeout: float) -> Ends:
-        """Wait until the queue's end is beyond an offset; returns how far it goes either way."""
+    def wait(self, queue: str, beyond: int, timeout: float) -> QueueEnds:
+        """Wait until the end of the queue is beyond an offset; return its ends."""
         answer = self.act(
             "wait",
             timeout=timeout + ANSWER_SECONDS,
             body={"queue": queue, "beyond": beyond, "timeout": timeout},
         )
-        return Ends(answer["end"], answer["low"], answer["queue_id"])
+        return QueueEnds(answer["end"], answer["low"], answer["queue_id"])
 
     def unsettled(
         self,
@@ -345,17 +342,18 @@ class RemoteNode(Closing):
         timeout: float = 0.0,
         lane: str | None = None,
         into: Sequence[str] = (),
-    ) -> Unsettled:
-        """The oldest events from ``first`` on that are not settled, at most so many.
+    ) -> UnsettledSpans:
+        """Return the oldest unsettled events from ``first`` on, at most ``events``.
 
-        If there are more, ``newest`` of those are the newest ones instead. If there is none in the
-        queue, waits until there is. A lane hears of no more than ``into`` has room for.
+        If there are more, ``newest`` of the returned events are the newest ones. If the queue has
+        none, waits up to ``timeout``. A lane gets at most as many as the queues ``into`` have room
+        for.
         """
         place = {"queue": queue, "first": first, "lane": lane, "into": list(into)}
         body = {**place, "events": events, "newest": newest, "timeout": timeout}
         answer = self.act("unsettled", timeout=timeout + ANSWER_SECONDS, body=body)
         spans = [(first, end) for first, end in answer.pop("spans")]
-        return Unsettled(spans, **answer)
+        return UnsettledSpans(spans, **answer)
 
     def read(
         self,
@@ -364,10 +362,10 @@ class RemoteNode(Closing):
         end: int | None = None,
         columns: Collection[str] | None = None,
     ) -> Iterator[tuple[int, Block]]:
-        """Blocks of offsets ``first`` to ``end - 1`` with their first offsets, left in the queue.
+        """Yield the events ``first`` to ``end - 1`` as blocks with their first offsets.
 
-        What was settled may be missing. ``end`` is by default the queue's end at this moment.
-        With ``columns`` only these are there, as far as the queue has them.
+        The events stay in the queue. Settled events may be missing. ``end`` is by default the
+        present end of the queue. With ``columns``, blocks have only these, as far as they exist.
         """
         if end is None:
             end = self.wait(queue, -1, 0.0).end
@@ -377,7 +375,7 @@ class RemoteNode(Closing):
                 yield offset, block
                 first = offset + block.num_rows
             if first == at:
-                return  # nothing more: the rest is settled
+                return  # the rest is settled
 
     def _read_once(
         self, queue: str, first: int, end: int, columns: Collection[str] | None
@@ -385,23 +383,22 @@ class RemoteNode(Closing):
         command: dict[str, Any] = {"read": queue, "first": first, "end": end}
         if columns is not None:
             command["columns"] = sorted(columns)
-        with understood(self.place):
-            # Flight waits for the first answer here, and could not be told to wait no longer.
-            chunks = within(self.place, partial(self.get, command, None), STEP_SECONDS)
+        with raise_node_errors(self.place):
+            # Flight waits for the first answer here, without a timeout of its own.
+            chunks = run_with_timeout(self.place, partial(self.get, command, None), STEP_SECONDS)
             while (chunk := self._next(chunks)) is not None:
                 if chunk.data is not None:
-                    yield said(chunk.app_metadata)["first"], chunk.data
+                    yield parse_metadata(chunk.app_metadata)["first"], chunk.data
 
     def _next(self, chunks: flight.FlightStreamReader) -> flight.FlightStreamChunk | None:
-        """The next chunk of a stream, unless the node hangs."""
-        with WATCH.step(self.place, chunks.cancel, STEP_SECONDS):
+        """Return the next chunk of a stream. Raises ``TransportDown`` if the node hangs."""
+        with STEP_WATCHDOG.step(self.place, chunks.cancel, STEP_SECONDS):
             return next(chunks, None)
 
     def settle(self, queue: str, first: int, end: int, queue_id: str | None = None) -> bool:
         """Settle offsets that were read.
 
-        With ``queue_id`` only in the queue that has it: false if there is another one of this name
-        by now, in which nothing happens.
+        With ``queue_id``, returns false and does nothing if the queue now has another id.
         """
         body = {"queue": queue, "first": first, "end": end, "queue_id": queue_id}
         return bool(self.act("settle", body=body)["settled"])
@@ -411,16 +408,16 @@ class RemoteNode(Closing):
     def stage(
         self, queue: str, schema: pa.Schema, spare: int = 0, *, diskless: bool = False
     ) -> StageWriter:
-        """Begin to stage blocks for a queue; they are in it once a commit says so.
+        """Begin to stage blocks for a queue; a commit publishes them.
 
-        If it is full then, ``spare`` of them may wait in the node's memory, the newest ones;
-        ``diskless``: if the node's disk is full or fails, too.
+        If the queue is full at the commit, the ``spare`` newest events may wait in the memory of
+        the node; with ``diskless`` also if the disk of the node is full or fails.
         """
         return StageWriter(self, {"stage": queue, "spare": spare, "diskless": diskless}, schema)
 
     def copy(self, queue: str, into: Sequence[str]) -> StageWriter:
-        """Begin to stage events of a queue for others; blocks of ``COPIED`` say which."""
-        return StageWriter(self, {"copy": queue, "into": list(into)}, COPIED)
+        """Begin to stage events of a queue for others, chosen by blocks of ``COPY_SCHEMA``."""
+        return StageWriter(self, {"copy": queue, "into": list(into)}, COPY_SCHEMA)
 
     def commit(
         self,
@@ -437,12 +434,12 @@ class RemoteNode(Closing):
         exact: bool = False,
         timeout: float = 300.0,
     ) -> bool:
-        """Publish stages and settle ranges (queue, first, end) in one durable step.
+        """Publish stages and settle ranges (queue, first, end) atomically and durably.
 
-        With ``lane`` also what :meth:`plan` said of it, but for what is ``kept``, and what is
-        ``dead`` as undeliverable; if ``batch`` is given, only if it was planned last. False if it
-        is a repeat: then nothing happens. After ``TransportDown`` repeat it. ``exact`` refuses,
-        with ``RetryLater``, ranges of which some offsets are settled already.
+        With ``lane`` it also settles the offsets of the last :meth:`plan`, except the ``kept``
+        ones; the ``dead`` ones as undeliverable. With ``batch``, only if it was planned last.
+        Returns false if it is a repeat: then nothing happens. After ``TransportDown`` repeat it.
+        ``exact`` raises ``RetryLater`` if some offsets of the ranges are settled already.
         """
         spans = [{"queue": queue, "first": first, "end": end} for queue, first, end in ranges]
         body = {
@@ -462,44 +459,44 @@ class RemoteNode(Closing):
     def plan(
         self, lane: str, run: str, queue: str, spans: Spans, batch: int = 0
     ) -> list[tuple[int, int]]:
-        """A run of a lane reads these offsets now, and its commit settles them.
+        """Store the offsets that a run of a lane reads now; its commit settles them.
 
-        Returns those that were not settled meanwhile: only they are to be read. Raises
+        Returns the offsets that are still unsettled: the lane reads only these. Raises
         ``LaneTaken``.
         """
         body = {"lane": lane, "run": run, "queue": queue, "spans": spans, "batch": batch}
         return [(first, end) for first, end in self.act("plan", body=body)["spans"]]
 
     def planned(self, lane: str, run: str) -> int:
-        """Which batch of a run of a lane was planned last. Raises ``LaneTaken`` if none was."""
+        """Return the batch of a run that was planned last. Raises ``LaneTaken`` if none was."""
         return int(self.act("planned", lane=lane, run=run)["batch"])
 
     def abort(self, stages: Sequence[str]) -> None:
-        """Give stages up."""
+        """Discard stages."""
         self.act("abort", stages=list(stages))
 
     def epoch(self, writer: str) -> int | None:
-        """The last epoch that a writer has committed."""
+        """Return the last epoch that a writer has committed, ``None`` if there is none."""
         epoch: int | None = self.act("epoch", writer=writer)["epoch"]
         return epoch
 
     def purge(self, queue: str, spans: Spans, why: str = "") -> int:
-        """Throw events away, which the node writes down; returns how many there were."""
+        """Throw events away, with an entry in the node's audit log; return the number."""
         return int(self.act("purge", body={"queue": queue, "spans": spans, "why": why})["events"])
 
     def full(self, queues: Sequence[str]) -> list[str]:
-        """Which of these queues have no room for what a lane commits."""
+        """Return the queues that have no room for a commit."""
         full: list[str] = self.act("full", queues=list(queues))["queues"]
         return full
 
     # ── breakers ─────────────────────────────────────────────────────────────────────────────────
 
     def breakers(self, actions: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
-        """How the breakers of these actions are, or of all; one that nobody has asked is not."""
+        """Return the breakers of these actions, or of all. Unused breakers do not exist."""
         return self.act("breakers", actions=None if actions is None else list(actions))
 
     def reset_breaker(self, action: str) -> dict[str, Any]:
-        """Close a breaker: its destination is said to be back. Raises ``NoSuchBreaker``."""
+        """Close the breaker of a destination that works again. Raises ``NoSuchBreaker``."""
         return self.act("reset_breaker", action=action)
 
     # ── Flight ───────────────────────────────────────────────────────────────────────────────────
@@ -512,44 +509,44 @@ class RemoteNode(Closing):
         body: Mapping[str, Any] | None = None,
         **values: Any,
     ) -> dict[str, Any]:
-        """Carry out one of the node's actions."""
+        """Run an action of the node and return its answer."""
         action = flight.Action(kind, json.dumps(values if body is None else body).encode())
-        with understood(self.place):
+        with raise_node_errors(self.place):
             (result,) = self._flight.do_action(action, self.options(timeout))
-        return said(result.body)
+        return parse_metadata(result.body)
 
     def get(self, command: Mapping[str, Any], timeout: float | None) -> flight.FlightStreamReader:
-        """A stream of blocks from the node."""
+        """Open a stream of blocks from the node."""
         ticket = flight.Ticket(json.dumps(command).encode())
         return self._flight.do_get(ticket, self.options(timeout))
 
     def exchange(
         self, command: Mapping[str, Any]
     ) -> tuple[flight.FlightStreamWriter, flight.FlightStreamReader]:
-        """A stream of blocks to the node that can be cancelled."""
+        """Open a stream of blocks in both directions, which can be cancelled."""
         return self._flight.do_exchange(_descriptor(command), self.options(None))
 
     def put(
         self, command: Mapping[str, Any], schema: pa.Schema, timeout: float | None = None
     ) -> tuple[flight.FlightStreamWriter, flight.FlightMetadataReader]:
-        """A stream of blocks to the node."""
-        call: Any = self._flight.do_put  # its stubs are those of do_exchange
+        """Open a stream of blocks to the node."""
+        call: Any = self._flight.do_put  # the stubs have the types of do_exchange
         made: tuple[flight.FlightStreamWriter, flight.FlightMetadataReader] = call(
             _descriptor(command), schema, self.options(timeout)
         )
         return made
 
     def options(self, timeout: float | None) -> flight.FlightCallOptions:
-        """What goes with every call."""
+        """Return the options of a call."""
         return flight.FlightCallOptions(timeout=timeout, headers=self._headers)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._flight.close()
 
 
-def said(metadata: pa.Buffer | None) -> dict[str, Any]:
-    """What a node has said, in JSON."""
+def parse_metadata(metadata: pa.Buffer | None) -> dict[str, Any]:
+    """Parse the JSON metadata of a node; empty without metadata."""
     values: dict[str, Any] = json.loads(b"{}" if metadata is None else bytes(metadata))
     return values
 
@@ -559,7 +556,7 @@ def _descriptor(command: Mapping[str, Any]) -> flight.FlightDescriptor:
 
 
 def _plain(knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """Knobs as JSON has them; what is not JSON by itself (a size, a mark) is written as text."""
+    """Return settings as JSON values; values that JSON does not have become text."""
     plain: dict[str, Any] = json.loads(json.dumps(knobs, default=str))
     return plain
 

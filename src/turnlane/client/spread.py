@@ -1,8 +1,11 @@
-"""A queue that is spread over several nodes, which know nothing of each other.
+"""A queue that is spread over several independent nodes.
 
-Events with a key go to the node that the key belongs to, so that the events of a key stay in order;
-those without go to the nodes in turn. A node that is away delays only its own. Acks come in the
-order in which events were published to the same node.
+Events with a key go to the node of the key, so the events of a key stay in order. Events without a
+key go to the nodes in turn. A node that is down delays only its own events. Acks of the events of
+one node come in the order in which they were published.
+
+Batches come from the node that has one first. Each node has a thread that asks it for a batch while
+a consumer waits. A batch that arrives too late is kept for the next consumer.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import numpy as np
 
 from turnlane.errors import NotSupported, QueueClosed, QueueEmpty, TransportDown, TurnlaneError
 from turnlane.events import Block
-from turnlane.key_hash import node_of, nodes_of
+from turnlane.key_hash import find_node, find_nodes
 from turnlane.ledger import Ledger
 from turnlane.queues.api import (
     Ack,
@@ -34,19 +37,12 @@ from turnlane.queues.api import (
 )
 from turnlane.queues.buffered import BufferedQueue
 
-# ── fetching ──
-# Taking batches from several nodes at a time: whichever has one first.
-#
-# Each node has a thread that asks it for a batch while somebody wants one. A batch that comes
-# when
-# nobody wants it any more is kept for the next who does.
-
 LOOK_SECONDS = 0.2
-"""How long a node is asked to wait, and how long one that is away is left alone."""
+"""How long a node may wait for a batch, and the pause before a failed node is asked again."""
 
 
-class Fetching:
-    """Batches from all of ``queues``. Safe to use from any thread."""
+class BatchFetcher:
+    """Takes batches from all of ``queues``. Safe to use from any thread."""
 
     def __init__(self, queues: Sequence[Queue]) -> None:
         self._queues = queues
@@ -60,7 +56,7 @@ class Fetching:
         self._closed = False
 
     def get(self, max_events: int | None, timeout: float | None) -> Batch:
-        """The next batch of any node. Raises as :meth:`Queue.get` does."""
+        """Return the next batch of any node. Raises like :meth:`Queue.get`."""
         if max_events is not None and max_events < 1:
             raise ValueError(f"max_events is {max_events}; a batch has at least one event")
         with self._changed:
@@ -75,7 +71,7 @@ class Fetching:
                 self._wanted -= 1
 
     def close(self) -> None:
-        """Give back what nobody has taken."""
+        """Stop the threads and release the batches that no consumer has taken."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -99,7 +95,7 @@ class Fetching:
         return over or self._error is not None or self._find(max_events) is not None
 
     def _find(self, max_events: int | None) -> int | None:
-        """A batch that is ready and not too large. Under the lock."""
+        """Return the index of a ready batch that is not too large. Needs the lock."""
         for index, (_, batch) in enumerate(self._ready):
             if max_events is None or len(batch) <= max_events:
                 return index
@@ -139,7 +135,7 @@ class Fetching:
             self._changed.notify_all()
 
     def _await_want(self, queue: Queue) -> bool:
-        """Wait until somebody wants a batch and this node has none ready; false when closed."""
+        """Wait until a consumer waits and this node has no batch ready; false when closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._may_fetch(queue))
             self._return_unfit(queue)
@@ -153,7 +149,7 @@ class Fetching:
         return self._largest is not None and len(batch) > self._largest
 
     def _return_unfit(self, queue: Queue) -> None:
-        """Whoever wants a batch now wants a smaller one: let the node cut it anew."""
+        """Release batches that are too large now, so that the node makes smaller ones."""
         for entry in [each for each in self._ready if each[0] is queue]:
             if self._is_unfit(entry[1]) and not self._closed:
                 self._ready.remove(entry)
@@ -182,15 +178,15 @@ def _give_back(batch: Batch) -> None:
     try:
         batch.release()
     except TurnlaneError:
-        return  # its lease runs out
+        return  # its lease will expire
 
 
 class SpreadQueue(Queue):
-    """Several nodes' queues of the same name as one. Offsets are those of each node."""
+    """The queues of several nodes with the same name as one. Offsets belong to their node."""
 
     def __init__(self, queues: Sequence[BufferedQueue]) -> None:
         self._queues = queues
-        self._fetching = Fetching(queues)
+        self._fetching = BatchFetcher(queues)
 
     def producer(
         self,
@@ -200,7 +196,7 @@ class SpreadQueue(Queue):
         flow: FlowControl | str = FlowControl.NONE,
         producer_id: str | None = None,
     ) -> Producer:
-        callback = None if on_ack is None else _one_at_a_time(on_ack)
+        callback = None if on_ack is None else _serialize_callback(on_ack)
         return SpreadProducer(
             [
                 queue.producer(ack=ack, on_ack=callback, flow=flow, producer_id=producer_id)
@@ -217,7 +213,7 @@ class SpreadQueue(Queue):
 
     def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
         self._fetching.close()
-        # At once, so that a node that is away does not use up the time of the others.
+        # At the same time, so that a node that is down does not use up the time of the others.
         with ThreadPoolExecutor(len(self._queues)) as pool:
             list(pool.map(lambda queue: queue.close(drain=drain, timeout=timeout), self._queues))
 
@@ -227,7 +223,7 @@ class SpreadQueue(Queue):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Drained if the block ends well: nobody who leaves it means to lose what is not sent."""
+        """Drain the queue if the block ends without an error, so that no event is lost."""
         self.close(drain=kind is None)
 
     @property
@@ -240,7 +236,7 @@ class SpreadQueue(Queue):
         return all(queue.closed for queue in self._queues)
 
     def stats(self) -> Stats:
-        return _sum([queue.stats() for queue in self._queues])
+        return _sum_stats([queue.stats() for queue in self._queues])
 
 
 class SpreadProducer(Producer):
@@ -288,26 +284,28 @@ class SpreadProducer(Producer):
     def publish_block(
         self, block: Block, *, sequence: int | None = None, timeout: float | None = None
     ) -> Published:
-        """As for every producer; but after ``QueueFull`` any part of the block may be in."""
-        _without(sequence)
-        left = _time_left(timeout)
+        """Publish a block. After ``QueueFull`` any part of the block may be in the queue."""
+        _check_no_sequence(sequence)
+        left = _start_countdown(timeout)
         published = [
             producer.publish_block(part, timeout=left()) for producer, part in self._parts(block)
         ]
         return Published(-1, *(sum(each[field] for each in published) for field in (1, 2, 3)))
 
     def try_publish_block(self, block: Block, *, sequence: int | None = None) -> Published | None:
-        """As for every producer; a block with keys of several nodes is refused."""
-        _without(sequence)
+        """Publish a block without waiting. Raises ``NotSupported`` for keys of several nodes."""
+        _check_no_sequence(sequence)
         parts = list(self._parts(block))
         if len(parts) != 1:
-            raise NotSupported("the block belongs to several nodes: use publish_block()")
+            raise NotSupported("the block has keys of several nodes: use publish_block()")
         producer, part = parts[0]
         return producer.try_publish_block(part)
 
     def flush(self, timeout: float | None = None) -> bool:
-        left = _time_left(timeout)
-        flushed = [producer.flush(left()) for producer in self._producers]  # all, come what may
+        left = _start_countdown(timeout)
+        flushed = [
+            producer.flush(left()) for producer in self._producers
+        ]  # all of them, also after a timeout
         return all(flushed)
 
     def close(self) -> None:
@@ -318,19 +316,19 @@ class SpreadProducer(Producer):
         if key is None:
             return self._next()
         if not isinstance(key, str):
-            raise TypeError(f"key is text, not {type(key).__name__}")
-        return self._producers[node_of(key, len(self._producers))]
+            raise TypeError(f"key must be text, not {type(key).__name__}")
+        return self._producers[find_node(key, len(self._producers))]
 
     def _next(self) -> Producer:
         return self._producers[next(self._turns) % len(self._producers)]
 
     def _parts(self, block: Block) -> Iterator[tuple[Producer, Block]]:
-        """The block, cut by node; what has no key goes to the node whose turn it is."""
+        """Yield the rows of each node; rows without a key go to the next node in turn."""
         turn = next(self._turns) % len(self._producers)
         if "key" not in block.schema.names or block.column("key").null_count == block.num_rows:
             yield self._producers[turn], block
             return
-        nodes = nodes_of(block.column("key"), len(self._producers))
+        nodes = find_nodes(block.column("key"), len(self._producers))
         nodes[nodes < 0] = turn
         for index, producer in enumerate(self._producers):
             rows = np.flatnonzero(nodes == index)
@@ -338,13 +336,13 @@ class SpreadProducer(Producer):
                 yield producer, block if len(rows) == block.num_rows else block.take(rows)
 
 
-def _without(sequence: int | None) -> None:
+def _check_no_sequence(sequence: int | None) -> None:
     if sequence is not None:
-        raise NotSupported("events spread over several nodes cannot be numbered as one")
+        raise NotSupported("a queue on several nodes does not support sequence numbers")
 
 
-def _one_at_a_time(on_ack: AckCallback) -> AckCallback:
-    """Every node has a thread for its acks; the callback shall not have to know."""
+def _serialize_callback(on_ack: AckCallback) -> AckCallback:
+    """Return a callback that runs on one thread at a time: each node has its own ack thread."""
     lock = threading.Lock()
 
     def serial(ack: Ack) -> None:
@@ -354,15 +352,15 @@ def _one_at_a_time(on_ack: AckCallback) -> AckCallback:
     return serial
 
 
-def _time_left(timeout: float | None) -> Callable[[], float | None]:
+def _start_countdown(timeout: float | None) -> Callable[[], float | None]:
     if timeout is None:
         return lambda: None
     until = time.monotonic() + timeout
     return lambda: max(0.0, until - time.monotonic())
 
 
-def _sum(parts: Sequence[Stats]) -> Stats:
-    """The stats of all together; a bound that one of them does not have nobody has."""
+def _sum_stats(parts: Sequence[Stats]) -> Stats:
+    """Return the sum of the stats. A limit that one node lacks is missing in the sum."""
     names = Stats.__dataclass_fields__.keys() - {"name", "kind", "ledger", "trouble"}
     totals: dict[str, Any] = {
         name: None if None in values else sum(filter(None, values))

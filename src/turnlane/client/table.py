@@ -1,11 +1,15 @@
-"""Queue tables of nodes elsewhere: their events, as they fire, over Arrow Flight."""
+"""Queue tables of remote nodes: receive their events over Arrow Flight.
+
+A receiver has one link to each node, and a link has one stream at a time. An event is settled on
+its stream, by its number there. The node answers a flush once: the acks so far are stored, or some
+of them are lost. When a stream ends, acks without an answer count as lost.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
-import logging
 import threading
 import time
 from collections import deque
@@ -14,19 +18,20 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from turnlane.client.address import understood
-from turnlane.client.node_client import RemoteNode, said
+from turnlane.client.address import raise_node_errors
+from turnlane.client.node_client import RemoteNode, parse_metadata
+from turnlane.databases import Row
 from turnlane.errors import LeadLost, Never, QueueClosed, TransportDown, TurnlaneError
-from turnlane.runtime import Closing
+from turnlane.logs import get_logger
+from turnlane.runtime import Closeable
 from turnlane.table.event import EVENT_COLUMNS, TableEvent
 from turnlane.table.receiver import DEFAULT_PREFETCH, LostAckCounter
 from turnlane.table.shards import KeyRange
-from turnlane.table.sql.dialect import Row
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 RETRY: Final = 0.5
-"""Seconds before a node that ended a stream is asked again."""
+"""Seconds before a new stream to a node whose stream has ended."""
 
 
 class RemoteTable:
@@ -37,10 +42,10 @@ class RemoteTable:
         self._nodes = nodes
 
     def receive(self, key_range: str = "-", prefetch: int = DEFAULT_PREFETCH) -> RemoteReceiver:
-        """A receiver of the events in a key range, from all nodes: one of them leads a shard.
+        """Return a receiver of a key range, connected to all nodes: any of them can lead a shard.
 
-        Nodes that are away are tried again. Raises whatever will fail again: ``NotAllowed``,
-        ``NoSuchQueue``.
+        Nodes that are down are tried again. ``take`` raises permanent errors such as
+        ``NotAllowed`` and ``NoSuchQueue``.
         """
         KeyRange.parse(key_range)
         return RemoteReceiver(self._nodes, self.name, key_range, prefetch)
@@ -51,17 +56,17 @@ class RemoteEvent(TableEvent):
 
     __slots__ = ("acked", "number", "stream")
 
-    def __init__(self, row: Row, home: _Stream, number: int) -> None:
+    def __init__(self, row: Row, home: _ReceiveCall, number: int) -> None:
         super().__init__(row, home, 0.0)
         self.stream = home
         self.number = number
-        """Of all that came on its stream."""
+        """The number of the event on its stream."""
         self.acked = 0
-        """Which of the stream's acks was its first; 0: none."""
+        """The number of the stream's ack that was the first for this event; 0: none."""
 
 
-class RemoteReceiver(Closing):
-    """Takes events from nodes; as :class:`turnlane.table.Receiver`. Safe to use from any thread."""
+class RemoteReceiver(Closeable):
+    """Receives events from nodes, like :class:`turnlane.table.Receiver`. Thread-safe."""
 
     def __init__(
         self, nodes: Sequence[RemoteNode], table: str, key_range: str, prefetch: int
@@ -77,9 +82,9 @@ class RemoteReceiver(Closing):
             link.start()
 
     def take(self, most: int | None = None, timeout: float | None = None) -> list[TableEvent]:
-        """Take up to ``most`` events, at least one; none if none came in time.
+        """Take up to ``most`` events, at least one; none if none come in time.
 
-        Raises ``QueueClosed`` once the receiver is closed, and what a node will always refuse.
+        Raises ``QueueClosed`` once the receiver is closed, and the permanent errors of a node.
         """
         limit = self._prefetch if most is None else most
         with self.changed:
@@ -93,7 +98,7 @@ class RemoteReceiver(Closing):
             return [self.waiting.popleft() for _ in range(min(limit, len(self.waiting)))]
 
     def __iter__(self) -> Iterator[TableEvent]:
-        """Events, one by one, until the receiver is closed."""
+        """Yield events one by one until the receiver is closed."""
         while True:
             try:
                 taken = self.take(1)
@@ -102,18 +107,18 @@ class RemoteReceiver(Closing):
             yield from taken
 
     def ack(self, events: Sequence[TableEvent]) -> None:
-        """Settle several events at once; does not wait until that is stored."""
-        for home, mine in itertools.groupby(events, key=lambda event: event.home):
+        """Settle several events at once. Does not wait until the acks are stored."""
+        for home, mine in itertools.groupby(events, key=lambda event: event.ack_handler):
             home.ack(list(mine))
 
     def flush(
         self, timeout: float | None = None, events: Iterable[TableEvent] | None = None
     ) -> bool:
-        """Wait until the acks so far are stored, on every node; false if the time is over.
+        """Wait until the acks so far are stored on every node; false on timeout.
 
-        Raises ``LeadLost`` if some may never be: their events fire again. If ``events`` are given,
-        only if acks of theirs are among those, as often as it is called; else each thread hears
-        once of any loss. Threads that share their work give events.
+        Raises ``LeadLost`` if some are lost: their events fire again. With ``events``, raises it at
+        every call if acks of these events are lost. Without, raises it once in each thread for any
+        loss. Threads that share their work pass ``events``.
         """
         until = None if timeout is None else time.monotonic() + timeout
         stored = [link.flush(until) for link in self._links]
@@ -123,14 +128,14 @@ class RemoteReceiver(Closing):
         return all(stored)
 
     def close(self) -> None:
-        """Take no more events; those that were not settled fire elsewhere."""
+        """Stop receiving. Unsettled events fire again for other receivers."""
         self._over.set()
         with self.changed:
             self.changed.notify_all()
         for link in self._links:
             link.stop()
 
-    # ── for links ────────────────────────────────────────────────────────────────────────────────
+    # ── links ────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def is_over(self) -> bool:
@@ -142,32 +147,32 @@ class RemoteReceiver(Closing):
         self._over.wait(RETRY)
 
     def fail(self, error: Exception) -> None:
-        """A node will always refuse."""
+        """Let :meth:`take` raise a permanent error of a node."""
         with self.changed:
             self._failure = error
             self.changed.notify_all()
 
     def offer(self, events: list[RemoteEvent]) -> None:
-        """Take events in."""
+        """Add events that have arrived."""
         with self.changed:
             self.waiting.extend(events)
             self.changed.notify_all()
 
-    def forget(self, stream: _Stream) -> None:
-        """A stream is over: what nobody took of it fires elsewhere."""
+    def forget(self, stream: _ReceiveCall) -> None:
+        """Remove the waiting events of a stream that has ended: they fire again."""
         with self.changed:
-            self.waiting = deque(event for event in self.waiting if event.home is not stream)
+            self.waiting = deque(event for event in self.waiting if event.ack_handler is not stream)
 
 
 class _Link:
-    """One node, for one receiver: a stream, and another one whenever it breaks."""
+    """The link of a receiver to one node: opens a new stream whenever one breaks."""
 
     def __init__(self, node: RemoteNode, receiver: RemoteReceiver) -> None:
         self._node = node
         self._receiver = receiver
-        self._stream: _Stream | None = None
+        self._stream: _ReceiveCall | None = None
         self._lost = 0
-        """How often there were acks that were not stored."""
+        """How many times acks were lost."""
         self._losses = LostAckCounter()
         self._lock = threading.Lock()
         self._thread = threading.Thread(
@@ -185,20 +190,20 @@ class _Link:
         self._thread.join()
 
     def lose(self) -> None:
-        """Some acks are not stored, and never will be."""
+        """Count a loss of acks."""
         with self._lock:
             self._lost += 1
 
     def flush(self, until: float | None) -> bool:
-        """Whether it is known in time what became of all acks so far."""
+        """Wait until the result of all acks so far is known; false on timeout."""
         with self._lock:
             stream = self._stream
         return stream is None or stream.flush(until)
 
     def has_news(self) -> bool:
-        """Whether acks were lost of which this thread was not told; now it was."""
+        """Whether acks were lost since this thread asked last."""
         with self._lock:
-            return self._losses.is_news(self._lost)
+            return self._losses.has_new_losses(self._lost)
 
     def _run(self) -> None:
         while not self._receiver.is_over:
@@ -212,12 +217,12 @@ class _Link:
                 self._receiver.fail(error)
                 return
             except TurnlaneError as error:
-                log.debug("%s: %s", self._node.place, error)
+                log.debug("table.stream_failed", node=self._node.place, error=error)
             self._receiver.pause()
 
     def _listen(self) -> None:
-        with understood(self._node.place):
-            stream = _Stream(self._node, self._receiver, self.lose)
+        with raise_node_errors(self._node.place):
+            stream = _ReceiveCall(self._node, self._receiver, self.lose)
             with self._lock:
                 self._stream = stream
             if self._receiver.is_over:
@@ -231,7 +236,7 @@ class _Link:
                 self._receiver.forget(stream)
 
 
-class _Stream:
+class _ReceiveCall:
     """One Flight call; the home of the events that came on it."""
 
     def __init__(
@@ -246,16 +251,16 @@ class _Stream:
         self._changed = threading.Condition()
         self._asked = 0
         self._asks: dict[int, int] = {}
-        """By number, those that are not answered: how many acks each is about."""
+        """The flushes without an answer: the number of a flush, and its last ack."""
         self._sent = 0
-        """Acks so far,"""
+        """The number of acks so far."""
         self._told = 0
-        """and how many of them are known to be stored, or lost."""
+        """The number of acks whose result is known."""
         self._lost: list[range] = []
-        """Acks of which the node has said that some are lost."""
+        """Ranges of acks of which some are lost, as the node has reported."""
         self._ended = False
 
-    # ── for events ───────────────────────────────────────────────────────────────────────────────
+    # ── events ───────────────────────────────────────────────────────────────────────────────────
 
     def ack(self, events: Sequence[TableEvent]) -> None:
         """Send acks."""
@@ -266,22 +271,22 @@ class _Stream:
                 self._sent += 1
                 for event in events:
                     if isinstance(event, RemoteEvent):
-                        event.acked = event.acked or self._sent  # a second one changes nothing
+                        event.acked = event.acked or self._sent  # a second ack changes nothing
             self._say(ack=_spans(events))
 
     def nack(self, events: Sequence[TableEvent], delay: float | None, error: str | None) -> None:
-        """Send nacks; if the stream is over, the events fire again anyway."""
+        """Send nacks. If the stream has ended, the events fire again anyway."""
         with self._writing:
             self._say(nack=_spans(events), delay=delay, error=error)
 
-    # ── for the link ─────────────────────────────────────────────────────────────────────────────
+    # ── the link ─────────────────────────────────────────────────────────────────────────────────
 
     def listen(self) -> None:
-        """Hear the node until the stream is over."""
+        """Read events and answers of the node until the stream ends."""
         fields = self._reader.schema.names
         self.positions = {name: at for at, name in enumerate(fields) if at >= len(EVENT_COLUMNS)}
         for chunk in self._reader:
-            about = said(chunk.app_metadata)
+            about = parse_metadata(chunk.app_metadata)
             if chunk.data is not None:
                 self._receiver.offer(self._events(about["first"], chunk.data))
             elif "flushed" in about:
@@ -290,7 +295,7 @@ class _Stream:
                 raise TransportDown(f"{self._place}: {about['ended']}")
 
     def flush(self, until: float | None) -> bool:
-        """Whether it is known what became of all acks so far; lost ones are told to the link."""
+        """Wait until the result of all acks so far is known; false on timeout."""
         with self._writing:
             with self._changed:
                 sent = self._sent
@@ -304,7 +309,7 @@ class _Stream:
             return self._changed.wait_for(lambda: self._told >= sent or self._ended, left)
 
     def _hear(self, number: int, *, stored: bool) -> None:
-        """Take an answer, also one for which nobody waits any more: the node says it once."""
+        """Take the answer to a flush, also after a timeout: the node answers only once."""
         with self._changed:
             sent = self._asks.pop(number)
             if not stored:
@@ -314,24 +319,24 @@ class _Stream:
             self._changed.notify_all()
 
     def has_lost(self, event: RemoteEvent) -> bool:
-        """Whether an event's ack may be lost."""
+        """Whether the ack of an event may be lost."""
         with self._changed:
             is_cut_off = self._ended and event.acked > self._told
             return is_cut_off or any(event.acked in acks for acks in self._lost)
 
     def end(self) -> None:
-        """It is over: acks of which nobody knows that they are stored are lost."""
+        """End the stream: acks without a known result count as lost."""
         self._reader.cancel()
         with self._changed:
             self._ended = True
             if self._sent > self._told:
                 self._lose()
             self._changed.notify_all()
-        with self._writing, contextlib.suppress(pa.ArrowException):  # it is over in any case
+        with self._writing, contextlib.suppress(pa.ArrowException):  # it has ended in any case
             self._writer.close()
 
     def cancel(self) -> None:
-        """End the call; what is not settled fires elsewhere."""
+        """Cancel the call. Unsettled events fire again for other receivers."""
         self._reader.cancel()
 
     def _events(self, first: int, block: pa.RecordBatch) -> list[RemoteEvent]:
@@ -339,13 +344,13 @@ class _Stream:
         return [RemoteEvent(row, self, number) for number, row in enumerate(rows, first)]
 
     def _say(self, **words: Any) -> None:
-        """Called with the lock held. What cannot be sent is lost with the stream."""
+        """Send a message. The caller holds the lock. Errors end the stream in ``listen``."""
         if self._ended:
             return
         try:
             self._writer.write_metadata(pa.py_buffer(json.dumps(words).encode()))
         except pa.ArrowException as error:
-            log.debug("%s: %s", self._place, error)
+            log.debug("table.message_not_sent", node=self._place, error=error)
 
 
 def _is_lost(event: TableEvent) -> bool:
@@ -353,7 +358,7 @@ def _is_lost(event: TableEvent) -> bool:
 
 
 def _spans(events: Sequence[TableEvent]) -> list[tuple[int, int]]:
-    """The numbers of events, those in a row as one pair."""
+    """Return the numbers of events as ranges."""
     spans: list[tuple[int, int]] = []
     for number in sorted(event.number for event in events if isinstance(event, RemoteEvent)):
         if spans and spans[-1][1] >= number:

@@ -1,36 +1,37 @@
-"""The way to one queue of a node, over Arrow Flight. ``docs/protocol.md`` is the contract."""
+"""The transport of a proxy queue: one queue of a node over Flight, as ``docs/protocol.md`` says.
+
+Publishing uses a stream of one Flight call. A thread reads the progress that the node reports on
+the same stream. A stream has one schema; for a block with new columns another stream is opened.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import threading
 from collections.abc import Iterator
 from typing import Any, Final
 
 import pyarrow as pa
 
-from turnlane.client.address import understood
-from turnlane.client.leased_batch import Keeper, LeasedBatch
-from turnlane.client.node_client import RemoteNode, pieces_of, said
+from turnlane.client.address import raise_node_errors
+from turnlane.client.leased_batch import LeasedBatch, LeaseKeeper
+from turnlane.client.node_client import RemoteNode, parse_metadata, split_block
 from turnlane.errors import ConfigError, QueueClosed, QueueEmpty, TransportDown
-from turnlane.events import Block, conform
+from turnlane.events import Block, conform_block
 from turnlane.queues.api import Durability, Place, Progress
-
-log = logging.getLogger(__name__)
 
 GREETING_SECONDS: Final = 10.0
 """How long a node may take to open a stream."""
 GRACE_SECONDS: Final = 10.0
-"""How long a node may take over a batch, beside what it was asked to wait."""
+"""How long a node may take for a batch, in addition to the requested wait."""
 
 
 class FlightTransport:
     """Publishes to a queue of a node, and takes batches from it."""
 
     def __init__(
-        self, node: RemoteNode, queue: str, *, lease: float, holder: str, keeper: Keeper
+        self, node: RemoteNode, queue: str, *, lease: float, holder: str, keeper: LeaseKeeper
     ) -> None:
         self.queue = queue
         self._node = node
@@ -39,11 +40,11 @@ class FlightTransport:
         self._keeper = keeper
 
     def connect(self, producer_id: str) -> FlightConnection:
-        """Open a stream for a numbered producer. Raises what the node raises."""
+        """Open a stream for a producer. Raises the errors of the node."""
         return FlightConnection(self._node, self.queue, producer_id)
 
     def get(self, max_events: int | None, timeout: float) -> LeasedBatch:
-        """Take a batch from the node's queue; ``QueueEmpty`` if there was none in time."""
+        """Take a batch from the node's queue. Raises ``QueueEmpty`` if there is none in time."""
         command = {
             "consume": self.queue,
             "max_events": max_events,
@@ -51,24 +52,24 @@ class FlightTransport:
             "lease": self._lease,
             "holder": self._holder,
         }
-        with understood(self._node.place), _closing_is_down(self._node.place):
+        with raise_node_errors(self._node.place), _convert_queue_closed(self._node.place):
             reader = self._node.get(command, timeout + GRACE_SECONDS)
             chunks = list(reader)
         if not chunks:
             raise QueueEmpty(f"queue {self.queue!r} had nothing to read in the time allowed")
-        about = said(chunks[0].app_metadata)
-        return self._lent(about, [chunk.data for chunk in chunks if chunk.data is not None])
+        about = parse_metadata(chunks[0].app_metadata)
+        return self._build_batch(about, [chunk.data for chunk in chunks if chunk.data is not None])
 
-    def _lent(self, about: dict[str, Any], blocks: list[Block]) -> LeasedBatch:
+    def _build_batch(self, about: dict[str, Any], blocks: list[Block]) -> LeasedBatch:
         end = about["first"] + sum(block.num_rows for block in blocks)
         place = Place(about["first"], end, about["attempt"])
         batch = LeasedBatch(self._node, self._keeper, about["lease"], place, blocks)
-        self._keeper.keep(batch)
+        self._keeper.add(batch)
         return batch
 
 
 class FlightConnection:
-    """A publishing stream. A stream has one schema: for a wider one another is opened."""
+    """A connection that publishes to a queue, as a series of streams."""
 
     def __init__(self, node: RemoteNode, queue: str, producer_id: str) -> None:
         self._node = node
@@ -85,23 +86,23 @@ class FlightConnection:
         self.durability = Durability(first["durability"])
 
     def send(self, sequence: int, block: Block) -> None:
-        """Send a block whose first event has this number."""
+        """Send a block whose first event has this sequence number."""
         self._fit(block.schema)
         assert self._schema is not None
-        for piece in pieces_of(conform(block, self._schema)):
+        for piece in split_block(conform_block(block, self._schema)):
             self._check()
             metadata = pa.py_buffer(json.dumps({"sequence": sequence}).encode())
             self._stream.write(piece, metadata)
             sequence += piece.num_rows
 
     def urge(self) -> None:
-        """Ask the node to persist soon what was sent."""
+        """Ask the node to persist all sent events soon."""
         if self._schema is not None:
             self._check()
             self._stream.write(None, pa.py_buffer(b'{"urge": true}'))
 
     def progress(self, timeout: float) -> Progress | None:
-        """Wait for news; ``None`` if there was none in time."""
+        """Wait for new progress; ``None`` if there is none in time."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._progress != self._told or self._failure or self._closed, timeout
@@ -113,7 +114,7 @@ class FlightConnection:
         return None
 
     def close(self) -> None:
-        """Let go, whoever is inside."""
+        """Close the connection; waiting calls raise ``TransportDown``."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -127,12 +128,12 @@ class FlightConnection:
             raise self._failure
 
     def _fit(self, schema: pa.Schema) -> None:
-        """Have a stream whose schema has all these columns."""
+        """Open a stream with all these columns, unless the present stream has them."""
         known = self._schema
         if known is None:
             self._begin(schema)
         elif schema is not known and not set(schema.names) <= set(known.names):
-            # All that was sent is in the queue once the stream has ended well: order is kept.
+            # After the end of the stream all sent events are in the queue: the order is kept.
             self._stream.finish()
             self._check()
             stream = self._opened()
@@ -143,7 +144,7 @@ class FlightConnection:
                 stream.cancel()
             self._check()
             if stream.greeting["instance"] != before["instance"]:
-                # It may have lost what the stream before has brought, which has to be sent again.
+                # It may have lost events of the previous stream, which have to be sent again.
                 raise TransportDown(f"{self._node.place} was restarted")
             self._begin(pa.unify_schemas([known, schema]))
 
@@ -151,27 +152,27 @@ class FlightConnection:
         self._schema = schema
         self._stream.begin(schema)
 
-    def _opened(self) -> _Stream:
-        return _Stream(self._node, self._command, self)
+    def _opened(self) -> _PublishCall:
+        return _PublishCall(self._node, self._command, self)
 
-    # ── for the stream's own thread ──────────────────────────────────────────────────────────────
+    # ── called by the stream's thread ────────────────────────────────────────────────────────────
 
-    def heard(self, news: dict[str, Any]) -> None:
-        """The node says how far it has come."""
+    def on_progress(self, news: dict[str, Any]) -> None:
+        """Take the progress that the node reports."""
         progress = Progress(news["accepted"], news["persisted"], news["delivered"])
         with self._changed:
             self._progress = progress
             self._changed.notify_all()
 
-    def failed(self, error: Exception) -> None:
-        """The stream is at an end."""
+    def on_failure(self, error: Exception) -> None:
+        """Take the error that has ended the stream."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
 
 
-class _Stream:
-    """One Flight call, and the thread that listens to it."""
+class _PublishCall:
+    """One Flight call, and the thread that reads its answers."""
 
     def __init__(self, node: RemoteNode, command: dict[str, str], owner: FlightConnection) -> None:
         self.greeting: dict[str, Any] = {}
@@ -182,7 +183,7 @@ class _Stream:
         self._over = threading.Event()
         self._writing = threading.Lock()
         self._error: Exception | None = None
-        with understood(self._place):
+        with raise_node_errors(self._place):
             self._writer, self._reader = node.exchange(command)
         self._listener = threading.Thread(
             target=self._listen, name=f"turnlane-stream-{node.place}", daemon=True
@@ -196,12 +197,12 @@ class _Stream:
             raise self._error
 
     def begin(self, schema: pa.Schema) -> None:
-        """Say what columns the blocks have."""
+        """Send the schema of the blocks."""
         with self._failing(), self._writing:
             self._writer.begin(schema)
 
     def write(self, block: Block | None, metadata: pa.Buffer) -> None:
-        """Send a block, or only metadata; blocks while the node does not read."""
+        """Send a block, or only metadata. Waits while the node does not read."""
         with self._failing(), self._writing:
             if block is None:
                 self._writer.write_metadata(metadata)
@@ -209,14 +210,14 @@ class _Stream:
                 self._writer.write_with_metadata(block, metadata)
 
     def finish(self) -> None:
-        """Say that there is no more, and wait until the node has taken everything."""
+        """End the data, and wait until the node has taken everything."""
         self._finishing = True
         with self._failing(), self._writing:
             self._writer.done_writing()
         self._over.wait()
 
     def cancel(self) -> None:
-        """End the call, whoever is inside; the node drops what it has not taken."""
+        """End the call at once; the node drops blocks that it has not taken."""
         self._reader.cancel()
         if threading.current_thread() is not self._listener:
             self._listener.join(GRACE_SECONDS)
@@ -224,9 +225,9 @@ class _Stream:
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
         try:
-            with _closing_is_down(self._place), understood(self._place):
+            with _convert_queue_closed(self._place), raise_node_errors(self._place):
                 yield
-        except ValueError as error:  # the node does not understand it, and never will
+        except ValueError as error:  # invalid for the node: a retry cannot succeed
             raise ConfigError("publish", str(error)) from None
 
     def _listen(self) -> None:
@@ -235,31 +236,31 @@ class _Stream:
                 self._hear_all()
             if not self._finishing:
                 raise TransportDown(f"{self._place} has ended the stream")  # noqa: TRY301
-        except Exception as error:  # noqa: BLE001 - raised again by whoever uses the connection
+        except Exception as error:  # noqa: BLE001 - the next use of the connection raises it
             self._error = error
-            self._owner.failed(error)
+            self._owner.on_failure(error)
         finally:
             self._over.set()
             self._greeted.set()
             self._reader.cancel()
-            with self._writing, contextlib.suppress(pa.ArrowException):  # it has been told above
+            with self._writing, contextlib.suppress(pa.ArrowException):  # reported above
                 self._writer.close()
 
     def _hear_all(self) -> None:
         for chunk in self._reader:
-            news = said(chunk.app_metadata)
+            news = parse_metadata(chunk.app_metadata)
             if "ended" in news:
                 raise TransportDown(f"{self._place}: {news['ended']}")
             if "instance" in news:
                 self.greeting = news
                 self._greeted.set()
             else:
-                self._owner.heard(news)
+                self._owner.on_progress(news)
 
 
 @contextlib.contextmanager
-def _closing_is_down(place: str) -> Iterator[None]:
-    """A queue that is closed belongs to a node that is being stopped, and that comes back."""
+def _convert_queue_closed(place: str) -> Iterator[None]:
+    """Convert ``QueueClosed``: the node is stopping and will start again."""
     try:
         yield
     except QueueClosed as error:

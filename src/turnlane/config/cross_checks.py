@@ -16,11 +16,11 @@ from turnlane.config.document import Path, dotted
 from turnlane.config.settings import FLIGHT, HTTP, Config
 from turnlane.delivery.settings import Ordering
 from turnlane.errors import ConfigError
-from turnlane.pipeline.settings import DEAD_LETTERS, DISCARD, EVENTS, FAILOVER, MAIN, SPARK
+from turnlane.pipeline.settings import DEAD_LETTERS, DISCARD, EVENTS_VIEW, FAILOVER, MAIN, SPARK
 from turnlane.queues.settings import ON_DISK, Kind
 from turnlane.serving.address import LOOPBACK, Address
 from turnlane.serving.auth import Right
-from turnlane.validation import did_you_mean
+from turnlane.validation import suggest
 
 # ── cautions ──
 # What a configuration may say, and whoever wrote it may not have meant.
@@ -175,10 +175,10 @@ def wrong_joins(actions: Sequence[tuple[int, Values]], known: Sequence[str]) -> 
 def _why_not(
     name: str, known: Sequence[str], readers: dict[str, Values], letters: set[str]
 ) -> str | None:
-    if name.lower() == EVENTS:
+    if name.lower() == EVENTS_VIEW:
         return _OWN_VIEW
     if name not in known:
-        return f"there is no queue {name!r}{did_you_mean(name, known) or '; add it to queues'}"
+        return f"there is no queue {name!r}{suggest(name, known) or '; add it to queues'}"
     if name == MAIN:
         return f"the main lane reads this queue, {_INSTEAD}"
     if name in letters:
@@ -485,7 +485,7 @@ def _may_make(words: object) -> bool:
 def _lost(path: Path, name: object, queues: list[str], *, of_key: bool = False) -> Iterator[Found]:
     """The name of a queue that there is not."""
     if isinstance(name, str) and name not in queues:
-        hint = did_you_mean(name, queues) or "; add it to queues"
+        hint = suggest(name, queues) or "; add it to queues"
         yield path, f"there is no queue {name!r}{hint}", of_key
 
 
@@ -549,7 +549,7 @@ def lost_cases(tests: object, actions: dict[str, Values]) -> Iterator[Found]:
 def _unexpected(name: str, actions: list[str], output: object) -> str | None:
     """Why nothing can be expected of an action; ``None`` if something can."""
     if name not in actions:
-        return f"there is no action {name!r}{did_you_mean(name, actions)}"
+        return f"there is no action {name!r}{suggest(name, actions)}"
     kind = output.get("type") if isinstance(output, dict) else getattr(output, "type", None)
     if kind == DISCARD:
         return "what is discarded goes nowhere; say of the actions behind it what they get"

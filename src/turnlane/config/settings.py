@@ -29,7 +29,7 @@ from pydantic import (
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticKnownError
 
-from turnlane.client.address import Url
+from turnlane.client.address import NodeUrl
 from turnlane.config.document import ConfigFaults, Document, Fault, dotted, undotted
 from turnlane.delivery.settings import DeliverySettings, FailoverSettings
 from turnlane.errors import ConfigError
@@ -46,16 +46,22 @@ from turnlane.pipeline.settings import (
     ActionSettings,
     FunctionName,
     LaneSettings,
-    Part,
+    PipelineSection,
     PipelineSettings,
     SparkSettings,
 )
 from turnlane.queues.settings import ON_DISK, Kind, QueueSettings
-from turnlane.serving.address import Address, check_exposed
+from turnlane.serving.address import Address, check_exposure
 from turnlane.serving.auth import TlsSettings, TokenSettings
-from turnlane.serving.web import WebSettings
+from turnlane.serving.http_server import WebSettings
 from turnlane.units import Duration
-from turnlane.validation import ConfigProblems, Contradiction, Problem, message_of, problems_of
+from turnlane.validation import (
+    ConfigIssue,
+    ConfigIssues,
+    ContradictorySettings,
+    get_issues,
+    get_message,
+)
 
 # ── nodes ──
 # The section of a configuration that says how its pipeline reaches the nodes.
@@ -64,11 +70,11 @@ SECTION: Final = "nodes"
 
 
 def _endpoint(url: str) -> str:
-    Url.of_setting(url)
+    NodeUrl.from_setting(url)
     return url
 
 
-class NodesSettings(Part):
+class NodesSettings(PipelineSection):
     """How the pipeline reaches its nodes."""
 
     endpoint: Annotated[str, AfterValidator(_endpoint)] | None = Field(
@@ -89,8 +95,8 @@ class NodesSettings(Part):
         if (self.tls_cert is None) != (self.tls_key is None):
             both = ("tls_cert", "tls_key")
             given, other = both if self.tls_key is None else reversed(both)
-            problem = Problem(given, f"and {other} belong together: give both or neither")
-            raise Contradiction([problem])
+            problem = ConfigIssue(given, f"and {other} belong together: give both or neither")
+            raise ContradictorySettings([problem])
         return self
 
     def access(self) -> dict[str, str]:
@@ -119,8 +125,8 @@ class NodesSettings(Part):
 def of_the_file(error: ConfigError) -> ConfigError:
     """What is wrong with options of ``format("turnlane")``, by the settings that they came from."""
     knobs = {to_camel(name): f"{SECTION}.{name}" for name in NodesSettings.model_fields}
-    problems = [each._replace(knob=knobs.get(each.knob, each.knob)) for each in problems_of(error)]
-    return ConfigProblems(problems)
+    problems = [each._replace(knob=knobs.get(each.knob, each.knob)) for each in get_issues(error)]
+    return ConfigIssues(problems)
 
 
 # ── plugged ──
@@ -156,11 +162,11 @@ class Plugged:
         kind = value.get("type")
         if kind is None:
             there = ", ".join(self.types())
-            raise Contradiction([Problem("type", f"is required; there are: {there}")])
+            raise ContradictorySettings([ConfigIssue("type", f"is required; there are: {there}")])
         try:
             model = self.model(str(kind))
         except ConfigError as error:
-            raise Contradiction([Problem("type", message_of(error))]) from None
+            raise ContradictorySettings([ConfigIssue("type", get_message(error))]) from None
         return model.model_validate(value)
 
     def model_of(self, value: object) -> type[BaseModel] | None:
@@ -301,27 +307,29 @@ class NodeSettings(Section):
                 self.__dict__[plane] = settings.model_copy(update={"tls": tls})
         problems = [*self._exposed(), *self._tokens_twice()]
         if problems:
-            raise Contradiction(problems)
+            raise ContradictorySettings(problems)
         return self
 
-    def _exposed(self) -> Iterator[Problem]:
+    def _exposed(self) -> Iterator[ConfigIssue]:
         for name, plane in (("flight", self.flight), ("http", self.http)):
             try:
                 if plane.enabled:
-                    check_exposed(
+                    check_exposure(
                         plane.listen,
                         tls=plane.tls is not None,
                         tokens=bool(self.tokens),
                         insecure=self.insecure,
                     )
             except ConfigError as error:
-                yield from (each._replace(knob=f"{name}.listen") for each in problems_of(error))
+                yield from (each._replace(knob=f"{name}.listen") for each in get_issues(error))
 
-    def _tokens_twice(self) -> Iterator[Problem]:
+    def _tokens_twice(self) -> Iterator[ConfigIssue]:
         counts = Counter(token.name for token in self.tokens)
         for name, count in counts.items():
             if count > 1:
-                yield Problem("tokens", f"{count} tokens are called {name!r}; give each its name")
+                yield ConfigIssue(
+                    "tokens", f"{count} tokens are called {name!r}; give each its name"
+                )
 
 
 INPUTS: Final = Plugged(api_inputs)
@@ -475,7 +483,7 @@ class Config(Section):
         """
         if self._document is None or isinstance(error, ConfigFaults):
             return error
-        found = [(undotted(knob), message) for knob, message in problems_of(error)]
+        found = [(undotted(knob), message) for knob, message in get_issues(error)]
         place = self._document.place
         faults = [Fault(place(path), dotted(path), message) for path, message in found]
         return ConfigFaults(self._document.file, faults)

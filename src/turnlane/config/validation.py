@@ -15,7 +15,7 @@ from turnlane.config.settings import Config, Plugged
 from turnlane.errors import ConfigError
 from turnlane.pipeline.cases import Case, Cases
 from turnlane.queues.settings import QueueSettings
-from turnlane.validation import Contradiction, did_you_mean, reworded
+from turnlane.validation import ContradictorySettings, describe_issue, suggest
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -137,18 +137,18 @@ def _found(error: ValidationError, document: Document) -> Iterator[Found]:
         if path[:1] == ("actions",) and path[2:] == ("queue", "name"):
             continue  # it is the action's name, where the same is wrong
         cause = detail.get("ctx", {}).get("error")
-        if isinstance(cause, Contradiction):
+        if isinstance(cause, ContradictorySettings):
             for knob, message in cause.problems:
                 yield (*path, *knob.split(".")), message, False
         elif detail["type"] == "extra_forbidden":
-            hint = did_you_mean(str(path[-1]), _knobs_at(path[:-1], document.data))
+            hint = suggest(str(path[-1]), _knobs_at(path[:-1], document.data))
             yield path, f"there is no such setting{hint}", True
         elif detail["type"] == "missing":
             yield path, "is required", True
         elif cause is not None:
             yield path, str(cause), path[:1] == ("queues",) and len(path) == 2
         else:
-            yield path, reworded(_shown(detail, path, document)), False
+            yield path, describe_issue(_shown(detail, path, document)), False
 
 
 def _has(data: object, part: str | int) -> bool:

@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 from turnlane.delivery.results import BlockProgress, RowNumbers, RowState
 from turnlane.delivery.settings import DeliverySettings, Ordering
 from turnlane.events import Block
-from turnlane.key_hash import key_hashes, repeats
+from turnlane.key_hash import count_earlier_equals, hash_keys
 
 Sizes = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -255,7 +255,9 @@ class BatchCutter:
         keys = _hash_keys(progress.block)
         lanes = (keys % np.uint64(self._lanes)).astype(np.int64)
         # Rows of one key get rising turns, so that the n-th rows of all keys are cut together.
-        turns = repeats(keys) if self._takes_apart else np.zeros(len(keys), dtype=np.int64)
+        turns = (
+            count_earlier_equals(keys) if self._takes_apart else np.zeros(len(keys), dtype=np.int64)
+        )
         order = np.lexsort((turns, lanes))
         rows = progress.block.take(order)
         boundary = (np.diff(lanes[order]) != 0) | (np.diff(turns[order]) != 0)
@@ -309,7 +311,7 @@ def _hash_keys(block: Block) -> Hashes:
     if at < 0:
         return np.arange(block.num_rows, dtype=np.uint64)
     column = block.column(at)
-    hashes = key_hashes(column)
+    hashes = hash_keys(column)
     if column.null_count:
         missing = np.flatnonzero(np.asarray(column.is_null()))
         hashes[missing] = missing.astype(np.uint64)

@@ -61,7 +61,7 @@ from turnlane.delivery.workers import (
     StopRequested,
 )
 from turnlane.events import Block
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 
 MAX_WAIT: Final = 1.5
 """Seconds. A run waits at most this long to retry; for longer waits it defers the events and ends.
@@ -82,7 +82,7 @@ GRACE: Final = 30.0
 or the caller passes a longer grace."""
 
 
-class Engine(Closing):
+class Engine(Closeable):
     """Delivers blocks to an output, one run at a time.
 
     The caller closes the output, after the engine. Sends that take longer than ``grace`` seconds

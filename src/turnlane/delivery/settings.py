@@ -1,4 +1,4 @@
-"""How an action's events are delivered: the settings under ``delivery:``."""
+"""The settings of an action under ``delivery:``, and the columns that turnlane adds to rows."""
 
 from __future__ import annotations
 
@@ -11,157 +11,184 @@ from turnlane.units import Duration, Size
 
 
 class Ordering(enum.StrEnum):
-    """What waits for what."""
+    """Which events must wait for which others."""
 
     NONE = "none"
-    """Good events pass those that have to wait."""
+    """No event waits for another."""
     KEY = "key"
-    """Events of one key go one after another."""
+    """Events of one key are delivered one after another."""
     STRICT = "strict"
-    """All events go one after another."""
+    """All events are delivered one after another."""
 
 
-class _Part(BaseModel):
+class _Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
 
 
-class FailoverSettings(_Part):
-    """A second output, for when the first one stays away."""
+class FailoverSettings(_Section):
+    """A second output, used while the first one is not available."""
 
-    output: Any = Field(description="Where the events go then.")
+    output: Any = Field(description="The second output.")
     after: Duration = Field(
-        default=60.0, description="How long the breaker has been open before that."
+        default=60.0,
+        description="How long the breaker must be open before the second output is used.",
     )
 
 
-class DeadLetterSettings(_Part):
-    """What cannot be delivered, ever."""
+class DeadLetterSettings(_Section):
+    """What happens to events that can never be delivered."""
 
     memory_events: int = Field(
         default=10_000,
         ge=0,
-        description="So many wait in the node's memory while their queue is full; "
-        "beyond that the oldest are dropped, and counted.",
+        description="How many dead letters wait in the node's memory while their queue is full. "
+        "If there are more, the oldest are dropped and counted.",
     )
     on_disk_error: Literal["keep", "memory"] = Field(
         default="keep",
-        description="What becomes of them if the node's disk is full or fails: their events stay "
-        "in the action's queue and come again, or they wait in memory, too.",
+        description="What happens to dead letters if the node's disk is full or fails: `keep` "
+        "leaves their events in the action's queue, to be delivered again; `memory` lets the dead "
+        "letters wait in memory.",
     )
 
 
-class DeliverySettings(_Part):
+class DeliverySettings(_Section):
     """How an action's events are delivered."""
 
-    batch_events: int = Field(default=1000, ge=1, description="The most events of one send.")
+    batch_events: int = Field(default=1000, ge=1, description="The most events in one send.")
     batch_bytes: Size = Field(
-        default=1 << 20, ge=1, description="The most bytes of one send; a larger event goes alone."
+        default=1 << 20,
+        ge=1,
+        description="The most bytes in one send. A larger event is sent alone.",
     )
     batch_age: Duration = Field(
-        default=0.0, description="How long a batch may wait to be full before it is sent."
+        default=0.0, description="How long a batch that is not full may wait for more events."
     )
     concurrency: Literal["adaptive"] | int = Field(
-        default="adaptive", description="Sends at a time, in a task: found out, or a fixed number."
+        default="adaptive",
+        description="How many sends a task has in progress: `adaptive` adjusts to the "
+        "destination, or a fixed number.",
     )
-    min_concurrency: int = Field(default=1, ge=1, description="The least that `adaptive` uses.")
-    max_concurrency: int = Field(default=32, ge=1, description="The most that `adaptive` uses.")
+    min_concurrency: int = Field(default=1, ge=1, description="The least for `adaptive`.")
+    max_concurrency: int = Field(default=32, ge=1, description="The most for `adaptive`.")
     max_in_flight: int = Field(
         default=64,
         ge=1,
-        description="The most sends under way, of all tasks together, on all executors.",
+        description="The most sends in progress of all tasks together, on all executors.",
     )
     rate_limit: float | None = Field(
         default=None,
         gt=0,
-        description="The most events in a second, of all tasks together. Default: no limit.",
+        description="The most events per second of all tasks together. Default: no limit.",
     )
     backoff: Duration = Field(
-        default=1.0, gt=0, description="How long to wait after a failure; twice that after two, …"
+        default=1.0,
+        gt=0,
+        description="How long to wait after a failure. The wait doubles with every further one.",
     )
-    max_backoff: Duration = Field(default=300.0, description="The longest that `backoff` gets.")
+    max_backoff: Duration = Field(default=300.0, description="The longest wait after failures.")
     jitter: float = Field(
-        default=0.2, ge=0, le=1, description="The share of a wait that is left to chance."
+        default=0.2,
+        ge=0,
+        le=1,
+        description="The share by which a wait varies randomly, to either side.",
     )
     breaker_failures: int = Field(
-        default=5, ge=1, description="After so many failures in a row the breaker opens."
+        default=5, ge=1, description="How many failures in a row open the breaker."
     )
     breaker_reset: Duration = Field(
-        default=30.0, description="How long it stays open at least before one probe is let through."
+        default=30.0,
+        description="How long the breaker stays open at least, before one probe is sent.",
     )
     max_attempts: int = Field(
         default=10,
         ge=1,
-        description="How often events are sent whose error nobody knows; "
-        "what the output says may be retried is retried for ever.",
+        description="How many times events are sent that fail with an unknown error. An error "
+        "that the output declares retryable is retried without a limit.",
     )
-    ordering: Ordering = Field(default=Ordering.NONE, description="What waits for what.")
+    ordering: Ordering = Field(
+        default=Ordering.NONE, description="Which events must wait for which others."
+    )
     mode: Literal["queue", "try_direct"] = Field(
         default="queue",
-        description="Whether events always go through the action's queue, or only those that the "
-        "main lane could not deliver itself.",
+        description="`queue`: all events go through the action's queue. `try_direct`: the main "
+        "lane delivers, and only the events that it could not deliver go through the queue.",
     )
     only_when_suspended: bool = Field(
-        default=False, description="Take only what the action before could not deliver now."
+        default=False,
+        description="Take only the events that the previous action could not deliver now.",
     )
     fresh_share: float = Field(
         default=0.1,
         ge=0,
         le=1,
-        description="The share of a batch that is given to the newest events while there is a "
-        "backlog. With an `ordering`, none.",
+        description="The share of a batch that is reserved for the newest events while there is a "
+        "backlog. Not used with an `ordering`.",
     )
     max_time: Duration = Field(
         default=5.0,
         gt=0,
-        description="How long a task goes on sending; the rest is left to the next batch.",
+        description="How long a task sends. The next batch delivers the rest.",
     )
     pipelined: bool = Field(
-        default=True, description="Whether events are prepared apart from the sending."
+        default=True,
+        description="Whether events are prepared on threads of their own while others are sent.",
     )
     failover: FailoverSettings | None = Field(
-        default=None, description="A second output, for when the first one stays away."
+        default=None,
+        description="A second output, used while the first one is not available.",
     )
     dead_letters: DeadLetterSettings = Field(
-        default_factory=DeadLetterSettings, description="What cannot be delivered, ever."
+        default_factory=DeadLetterSettings,
+        description="What happens to events that can never be delivered.",
     )
 
     @property
     def most_sends(self) -> int:
-        """How many sends a task may have at a time, whatever it finds out."""
+        """The most sends that a task may have in progress."""
         return self.concurrency if isinstance(self.concurrency, int) else self.max_concurrency
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check_combinations(self) -> Self:
         if isinstance(self.concurrency, int) and self.concurrency < 1:
-            raise ValueError("concurrency is adaptive, or a number of at least 1")
+            raise ValueError(
+                f"concurrency must be adaptive or a number of at least 1, not {self.concurrency}"
+            )
         if self.min_concurrency > self.max_concurrency:
-            raise ValueError("min_concurrency is more than max_concurrency")
+            raise ValueError(
+                f"min_concurrency ({self.min_concurrency}) is more than max_concurrency "
+                f"({self.max_concurrency})"
+            )
         if self.backoff > self.max_backoff:
-            raise ValueError("backoff is more than max_backoff")
+            raise ValueError(
+                f"backoff ({self.backoff:g} s) is more than max_backoff ({self.max_backoff:g} s)"
+            )
         if self.rate_limit is not None and self.rate_limit * self.max_time < 2:
-            # Half a task's time has to be enough for one event.
-            raise ValueError("max_time leaves no time for two events at rate_limit")
+            # Half a task's time must be enough for one event.
+            raise ValueError(
+                f"max_time ({self.max_time:g} s) is too short for rate_limit ({self.rate_limit:g} "
+                "events per second): two events must fit into it"
+            )
         return self
 
 
-# ── columns ──
-# The columns that turnlane itself adds to rows on their way to outputs.
+# ── columns that turnlane adds to rows on their way to outputs ───────────────────────────────────
 
 OWN_PREFIX: Final = "turnlane_"
-"""How the names of columns begin that are ours alone: no parser and no transform may make one."""
+"""The prefix of turnlane's own columns. No parser and no transform may create such a column."""
 DIRECT: Final = f"{OWN_PREFIX}direct"
-"""Which outputs are called at once."""
+"""The outputs that the main lane calls for a row."""
 PRIORITY: Final = f"{OWN_PREFIX}priority"
-"""The number in the ``<PRI>`` of a syslog message, if nothing else of it is wanted."""
+"""The number in the ``<PRI>`` of a syslog message, if no other part of it is used."""
 ROUTES: Final = f"{OWN_PREFIX}routes"
-"""A bit for every queue that a row goes into."""
+"""One bit for each queue that a row goes to."""
 DISCARDED: Final = f"{OWN_PREFIX}discarded_"
-"""How the names of columns begin that say what a discard takes by chance; its number follows."""
+"""The prefix of columns that say whether a random discard takes a row; its number follows."""
 GROUP_OFFSETS: Final = f"{OWN_PREFIX}places"
-"""The places of all events that a row stands for."""
+"""The offsets of all events that a row stands for."""
 NULL_BITS: Final = f"{OWN_PREFIX}hollows"
-"""A bit for every column of lists or maps: whether it is null."""
+"""One bit for each column of lists or maps: whether the value is null."""
 PAYLOAD: Final = "payload"
-"""The event as the output sends it. Outputs of others read it, so it has a plain name."""
+"""The event as the output sends it. Output plugins read it, so it has no prefix."""

@@ -17,7 +17,7 @@ from turnlane.clock import Clock
 from turnlane.delivery.batching import SendBatch
 from turnlane.events import Block
 from turnlane.logs import get_logger
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 
 log = get_logger(__name__)
 
@@ -153,7 +153,7 @@ IN_FLIGHT = InFlightCounter()
 # ── threads ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class SendWorkers(Closing):
+class SendWorkers(Closeable):
     """Prepares and sends on threads of its own. Safe to use from any thread."""
 
     def __init__(
@@ -250,7 +250,7 @@ class SendWorkers(Closing):
 _Job = Callable[[], None]
 
 
-class _DaemonPool(Closing):
+class _DaemonPool(Closeable):
     """Daemon threads, as many as there were jobs at a time. Safe to use from any thread."""
 
     def __init__(self, name: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
-from turnlane.events import values_array
+from turnlane.events import build_values
 from turnlane.formats.lines import cut, without_empty
 
 # ── bodies ──
@@ -30,13 +30,13 @@ def lines(body: bytes) -> pa.Array[Any]:
 def _few_lines(body: bytes) -> pa.Array[Any]:
     *ended, last = body.split(b"\n")
     found = [*(line.removesuffix(b"\r") for line in ended), last]
-    return values_array([line for line in found if line])
+    return build_values([line for line in found if line])
 
 
 def _many_lines(body: bytes) -> pa.Array[Any]:
     """The same without a step for each line."""
     found = cut(body, max(1, len(body)), whole=True)
-    return values_array([]) if found is None else without_empty(found.values)
+    return build_values([]) if found is None else without_empty(found.values)
 
 
 def json_values(body: bytes) -> pa.Array[Any]:
@@ -52,7 +52,7 @@ def json_values(body: bytes) -> pa.Array[Any]:
         raise ValueError("the body is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"the body is not JSON: {error}") from None
-    return values_array([element.encode() for element in found])
+    return build_values([element.encode() for element in found])
 
 
 def _whole(text: str) -> str:

@@ -20,8 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from turnlane.delivery.settings import OURS, PAYLOAD
-from turnlane.events import Block, values_array
+from turnlane.delivery.settings import OWN_PREFIX, PAYLOAD
+from turnlane.events import Block, build_values
 from turnlane.formats.lines import block_of_values, check_shared, large, strung
 
 try:
@@ -188,7 +188,7 @@ def block_of_request(
     found = split(signal, request) if grain is Grain.RECORD else _whole(signal, request)
     headers = {SIGNAL_HEADER: signal.value, "content-type": PROTOBUF}
     return block_of_values(
-        values_array(found.values),
+        build_values(found.values),
         keys=found.keys,
         severities=found.severities if signal is Signal.LOGS else None,
         headers=headers,
@@ -423,7 +423,7 @@ def _otlp_logs_records(block: Block, ids: Column) -> Column:
     if "value" in names:
         parts.append(_fields(_BODY, _any(block.column("value"))))
     for name in names:
-        if name not in _NOT_ATTRIBUTES and not name.startswith(OURS):
+        if name not in _NOT_ATTRIBUTES and not name.startswith(OWN_PREFIX):
             parts.extend(_attributes(name, block.column(name)))
     if ids is not None:
         parts.extend(_attributes("log.record.uid", ids))

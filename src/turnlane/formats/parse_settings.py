@@ -12,9 +12,9 @@ from typing import Any, Final, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from turnlane.delivery.settings import OURS, PAYLOAD
+from turnlane.delivery.settings import OWN_PREFIX, PAYLOAD
 from turnlane.events import BASE_SCHEMA
-from turnlane.validation import Contradiction, Problem, did_you_mean
+from turnlane.validation import ConfigIssue, ContradictorySettings, suggest
 
 # ── java_regex ──
 # Java's regular expressions, as far as one can judge them without Java: groups, names, brackets.
@@ -239,43 +239,43 @@ class ParseSettings(BaseModel):
     def _fitting(self) -> Self:
         problems = [*self._misplaced(), *self._pattern(), *self._columns(), *self._zone()]
         if problems:
-            raise Contradiction(problems)
+            raise ContradictorySettings(problems)
         return self
 
-    def _misplaced(self) -> list[Problem]:
+    def _misplaced(self) -> list[ConfigIssue]:
         return [
-            Problem(knob, f"belongs to the format `{owner}`, not to `{self.format}`")
+            ConfigIssue(knob, f"belongs to the format `{owner}`, not to `{self.format}`")
             for knob, owner in _KNOBS.items()
             if knob in self.model_fields_set and self.format is not owner
         ]
 
-    def _pattern(self) -> list[Problem]:
+    def _pattern(self) -> list[ConfigIssue]:
         if self.format is not Format.REGEX:
             return []
         if self.pattern is None:
-            return [Problem("pattern", "is required with the format `regex`")]
+            return [ConfigIssue("pattern", "is required with the format `regex`")]
         try:
             names = self.grouped().names
         except BadPattern as error:
-            return [Problem("pattern", str(error))]
+            return [ConfigIssue("pattern", str(error))]
         if not names:
-            return [Problem("pattern", "has no named group; write one as (?<name>…)")]
-        return [Problem("pattern", f"group {name!r} {why}") for name, why in _unusable(names)]
+            return [ConfigIssue("pattern", "has no named group; write one as (?<name>…)")]
+        return [ConfigIssue("pattern", f"group {name!r} {why}") for name, why in _unusable(names)]
 
-    def _columns(self) -> list[Problem]:
-        problems = [Problem(f"columns.{name}", why) for name, why in _unusable(self.columns)]
+    def _columns(self) -> list[ConfigIssue]:
+        problems = [ConfigIssue(f"columns.{name}", why) for name, why in _unusable(self.columns)]
         for name, text in self.columns.items():
             why = _why_not_picked(text)
             if why:
-                problems.append(Problem(f"columns.{name}", why))
+                problems.append(ConfigIssue(f"columns.{name}", why))
         return problems
 
-    def _zone(self) -> list[Problem]:
+    def _zone(self) -> list[ConfigIssue]:
         try:
             zoneinfo.ZoneInfo(self.time_zone)
         except (ValueError, OSError, zoneinfo.ZoneInfoNotFoundError):
-            near = did_you_mean(self.time_zone, zoneinfo.available_timezones())
-            return [Problem("time_zone", f"there is no time zone {self.time_zone!r}{near}")]
+            near = suggest(self.time_zone, zoneinfo.available_timezones())
+            return [ConfigIssue("time_zone", f"there is no time zone {self.time_zone!r}{near}")]
         return []
 
     def grouped(self) -> GroupedPattern:
@@ -295,8 +295,8 @@ def _unusable(names: Any) -> list[tuple[str, str]]:  # noqa: ANN401
             found.append((name, "is no column name: a letter, then letters, digits and _"))
         elif name.lower() in TAKEN:
             found.append((name, "is a column that every event has; choose another name"))
-        elif name.lower().startswith(OURS):
-            found.append((name, f"begins as only our own columns do, with {OURS}"))
+        elif name.lower().startswith(OWN_PREFIX):
+            found.append((name, f"begins as only our own columns do, with {OWN_PREFIX}"))
     lowered = [name.lower() for name in names]
     found += [
         (name, "is there twice, since Spark does not tell capitals from small letters")
@@ -320,7 +320,7 @@ def _why_not_picked(text: str) -> str | None:
         return f"{path!r} is no path; write one as http.status or items[0].name"
     kind = kind.strip().lower() or "string"
     if kind not in _TYPES and not _DECIMAL.fullmatch(kind):
-        return f"there is no type {kind!r}{did_you_mean(kind, _TYPES)}; there are: " + ", ".join(
+        return f"there is no type {kind!r}{suggest(kind, _TYPES)}; there are: " + ", ".join(
             (*_TYPES, "decimal(p,s)")
         )
     return None

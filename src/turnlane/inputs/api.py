@@ -15,10 +15,10 @@ from typing import ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from turnlane.plugins import Plugins
+from turnlane.plugins import PluginRegistry
 from turnlane.queues.api import AckLevel, FlowControl
 from turnlane.queues.buffered import BufferedQueue
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 
 
 class Host(Protocol):
@@ -69,7 +69,7 @@ class Counters:
     """Connections open at this moment."""
 
 
-class Input(Closing):
+class Input(Closeable):
     """A way in. Made when the node starts, started once its queues are open, closed first."""
 
     settings_type: ClassVar[type[InputSettings]] = InputSettings
@@ -109,7 +109,7 @@ class Input(Closing):
 # ── registry ──
 # The inputs that are installed.
 
-_PLUGINS = Plugins("turnlane.inputs", Input, "input")  # type: ignore[type-abstract]
+_PLUGINS = PluginRegistry("turnlane.inputs", Input, "input")  # type: ignore[type-abstract]
 
 types = _PLUGINS.types
 load = _PLUGINS.load

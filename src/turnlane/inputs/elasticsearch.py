@@ -15,13 +15,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from turnlane.errors import EventTooLarge, QueueFull
-from turnlane.events import Block, values_array
+from turnlane.events import Block, build_values
 from turnlane.formats.http_bodies import Item, item_of, items_of
 from turnlane.formats.lines import block_of_values, headers_of
 from turnlane.inputs.api import InputSettings
 from turnlane.inputs.http import WebInput, WebInputSettings, source_of
-from turnlane.serving.auth import bearer_of
-from turnlane.serving.http_body import problem
+from turnlane.serving.auth import parse_bearer
+from turnlane.serving.http_body import build_problem
 
 # ── elasticsearch_answers ──
 # What Elasticsearch would answer, for those who ask the input ``elasticsearch``.
@@ -156,7 +156,7 @@ class ElasticsearchInput(WebInput):
         return secret_of(request.headers.get("authorization", ""))
 
     def refusal(self, _request: Request, error: Exception) -> Response:
-        plain = problem(error)
+        plain = build_problem(error)
         kept = ("retry-after", "www-authenticate", "connection", "allow")
         headers = {name: plain.headers[name] for name in kept if name in plain.headers}
         status = plain.status_code
@@ -256,7 +256,7 @@ class ElasticsearchInput(WebInput):
 def _block(items: Sequence[Item], source: str | None) -> Block:
     names = (INDEX_HEADER, ACTION_HEADER)
     headers = headers_of(names, [item.target for item in items], [item.action for item in items])
-    values = values_array([item.source for item in items])
+    values = build_values([item.source for item in items])
     return block_of_values(values, keys=[item.id for item in items], headers=headers, source=source)
 
 
@@ -273,7 +273,7 @@ def secret_of(header: str) -> str | None:
     """The token, shown as a bearer, as an API key (alone or in ``id:key``) or as a password."""
     kind, _, shown = header.strip().partition(" ")
     if kind.lower() not in ("apikey", "basic"):
-        return bearer_of(header)
+        return parse_bearer(header)
     try:
         name, colon, secret = base64.b64decode(shown, validate=True).decode().partition(":")
     except ValueError:

@@ -18,16 +18,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from turnlane.errors import RetryLater
-from turnlane.events import Event, values_array
+from turnlane.events import Event, build_values
 from turnlane.formats.http_bodies import json_values, lines
 from turnlane.formats.lines import block_of_values
 from turnlane.inputs.api import Counters, Host, Input, InputSettings
 from turnlane.inputs.publishers import THREADS, AnsweringPublisher, AnsweringSettings
-from turnlane.serving.address import named
-from turnlane.serving.auth import Authority, Right, bearer_of
-from turnlane.serving.http_body import PROBLEM_HANDLERS, problem, read_body, status_of
-from turnlane.serving.threads import ThreadsByQueue
-from turnlane.serving.web import WebServer, WebSettings
+from turnlane.serving.address import normalize_host
+from turnlane.serving.auth import Authority, Right, parse_bearer
+from turnlane.serving.http_body import PROBLEM_HANDLERS, build_problem, get_status, read_body
+from turnlane.serving.http_server import WebServer, WebSettings
+from turnlane.serving.threads import ThreadLimiterByQueue
 
 # ── web ──
 # What inputs that are web servers have in common: settings, tokens, threads, counting.
@@ -49,7 +49,7 @@ class WebInput(Input):
         self._server = WebServer(self._app(), settings, settings.label)
         super().__init__(settings, host)
         self.publisher = AnsweringPublisher(host, settings)
-        self._threads = ThreadsByQueue(THREADS)
+        self._threads = ThreadLimiterByQueue(THREADS)
         self._authority = Authority(settings.tokens)
 
     @property
@@ -72,7 +72,7 @@ class WebInput(Input):
 
     def refusal(self, _request: Request, error: Exception) -> Response:
         """The answer to an error."""
-        return problem(error)
+        return build_problem(error)
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────
 
@@ -97,7 +97,7 @@ class WebInput(Input):
 
     def token_of(self, request: Request) -> str | None:
         """The secret that the request shows."""
-        return bearer_of(request.headers.get("authorization"))
+        return parse_bearer(request.headers.get("authorization"))
 
     async def in_time(
         self, queue: str, call: Callable[..., Result], *args: Any, **kwargs: Any
@@ -122,7 +122,7 @@ class WebInput(Input):
         return Starlette(routes=self.routes(), exception_handlers=handlers)
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
-        if status_of(error) in (429, 503):
+        if get_status(error) in (429, 503):
             self.count(refused=1)
         else:
             self.count(invalid=1)
@@ -143,7 +143,7 @@ def _told_of_a_close() -> Iterator[None]:
 
 def source_of(request: Request) -> str | None:
     """Where the request came from."""
-    return None if request.client is None else named(request.client.host)
+    return None if request.client is None else normalize_host(request.client.host)
 
 
 PATH_HEADER: Final = "path"
@@ -284,4 +284,4 @@ def split_of(content_type: str) -> Split:
 
 
 def _whole(body: bytes) -> pa.Array[Any]:
-    return values_array([body])
+    return build_values([body])

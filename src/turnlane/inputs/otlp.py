@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from turnlane.errors import QueueFull
-from turnlane.events import Block, values_of
+from turnlane.events import Block, get_values
 from turnlane.formats.otlp import (
     JSON,
     PROTOBUF,
@@ -28,7 +28,7 @@ from turnlane.formats.otlp import (
 from turnlane.inputs.api import InputSettings
 from turnlane.inputs.http import WebInput, WebInputSettings, source_of
 from turnlane.inputs.publishers import AnsweringPublisher, Mask
-from turnlane.serving.http_body import problem
+from turnlane.serving.http_body import build_problem
 
 # ── export ──
 # An OTLP export, taken: the same over HTTP and over gRPC.
@@ -83,7 +83,7 @@ class Exports:
 
 def _held_by(signal: Signal, block: Block, rows: Mask) -> int:
     """What these events hold, as OTLP counts."""
-    values = values_of([block.filter(pa.array(rows))])
+    values = get_values([block.filter(pa.array(rows))])
     return sum(count(signal, decode(signal, value)) for value in values)
 
 
@@ -131,7 +131,7 @@ class OtlpInput(WebInput):
         return Response(content, media_type=encoding)
 
     def refusal(self, request: Request, error: Exception) -> Response:
-        plain = problem(error)
+        plain = build_problem(error)
         encoding = JSON if JSON in request.headers.get("content-type", "") else PROTOBUF
         text = error.detail if isinstance(error, HTTPException) else str(error)
         code = _CODES.get(plain.status_code, _UNKNOWN)

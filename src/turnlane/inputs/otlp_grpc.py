@@ -16,10 +16,10 @@ from turnlane.formats.otlp import Grain, Signal, answer, retry_info, status
 from turnlane.inputs.api import Host, Input, InputSettings
 from turnlane.inputs.otlp import Exports
 from turnlane.inputs.publishers import THREADS, AnsweringPublisher, AnsweringSettings
-from turnlane.serving.address import ConnectionWatch, named
-from turnlane.serving.auth import Authority, Right, TlsSettings, bearer_of
-from turnlane.serving.http_body import retry_after, status_of
-from turnlane.serving.threads import Deadlines
+from turnlane.serving.address import ConnectionWatch, normalize_host
+from turnlane.serving.auth import Authority, Right, TlsSettings, parse_bearer
+from turnlane.serving.http_body import get_retry_after, get_status
+from turnlane.serving.threads import DeadlineTimer
 from turnlane.units import Duration, Size
 
 try:
@@ -103,8 +103,8 @@ class OtlpGrpcInput(Input):
         self._address = settings.listen
         self._workers: ThreadPoolExecutor | None = None
         self._patient = threading.BoundedSemaphore(PATIENT)
-        self._deadlines: Deadlines | None = None
-        self._hurried: Deadlines | None = None
+        self._deadlines: DeadlineTimer | None = None
+        self._hurried: DeadlineTimer | None = None
         self._watch: ConnectionWatch | None = None
         self._server: Any = None
 
@@ -120,8 +120,8 @@ class OtlpGrpcInput(Input):
         # Threads take the requests in turn. A request is read when its turn comes, so those
         # that wait cost no memory; refusing them here would make exporters drop what they hold.
         seconds, name = self.settings.body_timeout, f"turnlane-{self.settings.label}-late"
-        self._deadlines = Deadlines(seconds, name)
-        self._hurried = Deadlines(min(seconds, HURRIED_SECONDS), name)
+        self._deadlines = DeadlineTimer(seconds, name)
+        self._hurried = DeadlineTimer(min(seconds, HURRIED_SECONDS), name)
         self._workers = ThreadPoolExecutor(THREADS, f"turnlane-{self.settings.label}")
         self._server = grpc.server(self._workers, options=self.settings.options())
         self._server.add_generic_rpc_handlers(
@@ -169,7 +169,7 @@ class OtlpGrpcInput(Input):
                 self._authority.check(_token(context), Right.PUBLISH, self.settings.queue)
                 return self._take(signal, self._message(messages, context), context)
             except Exception as error:
-                if status_of(error) not in _CODES:
+                if get_status(error) not in _CODES:
                     raise  # a bug: gRPC logs it and answers UNKNOWN
                 self._refuse(context, error)
 
@@ -208,13 +208,13 @@ class OtlpGrpcInput(Input):
         return answer(signal, rejected=done.rejected, why=done.why)
 
     def _refuse(self, context: Any, error: Exception) -> NoReturn:  # noqa: ANN401
-        code = _CODES[status_of(error)]
+        code = _CODES[get_status(error)]
         message = str(error)[:_LONGEST_DETAILS]
         details = b""
         later = code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
         self.count(**{"refused" if later else "invalid": 1})
         if later:
-            details = retry_info(retry_after(error))
+            details = retry_info(get_retry_after(error))
             found = status(code.value[0], message, details=details)
             # The specification's place for it, and the one where the Python exporter looks.
             context.set_trailing_metadata(
@@ -235,7 +235,7 @@ def _credentials(tls: TlsSettings) -> Any:  # noqa: ANN401
 
 def _token(context: Any) -> str | None:  # noqa: ANN401
     shown: dict[str, str] = dict(context.invocation_metadata())
-    return bearer_of(shown.get("authorization"))
+    return parse_bearer(shown.get("authorization"))
 
 
 def _source(peer: str) -> str:
@@ -243,4 +243,4 @@ def _source(peer: str) -> str:
     kind, _, place = urllib.parse.unquote(peer).partition(":")
     if kind not in ("ipv4", "ipv6"):
         return peer
-    return named(place.rpartition(":")[0].strip("[]"))
+    return normalize_host(place.rpartition(":")[0].strip("[]"))

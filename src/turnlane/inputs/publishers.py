@@ -27,11 +27,11 @@ from turnlane.errors import (
     RetryLater,
     StorageFailed,
 )
-from turnlane.events import Block, Event, event_sizes, stamped
+from turnlane.events import Block, Event, add_timestamps, get_event_sizes
 from turnlane.inputs.api import Host, Input, InputSettings
 from turnlane.queues.api import Ack, AckLevel, FlowControl, Producer, Published
 from turnlane.queues.buffered import BufferedQueue
-from turnlane.serving.address import Address, check_exposed
+from turnlane.serving.address import Address, check_exposure
 from turnlane.serving.auth import TlsSettings, TokenSettings
 from turnlane.units import Duration
 
@@ -64,7 +64,7 @@ class AnsweringSettings(InputSettings):
 
     def check_exposed(self) -> None:
         """Refuse a public address without protection. Raises ``ConfigError``."""
-        check_exposed(
+        check_exposure(
             self.listen,
             tls=self.tls is not None,
             tokens=bool(self.tokens),
@@ -183,7 +183,7 @@ class AnsweringPublisher:
         self, queue: BufferedQueue, producer: Producer, block: Block, deadline: float
     ) -> None:
         with _held_is_failed(queue):
-            producer.publish_block(stamped(block, queue.time_ns), timeout=_left(deadline))
+            producer.publish_block(add_timestamps(block, queue.time_ns), timeout=_left(deadline))
 
 
 def _left(deadline: float) -> float:
@@ -209,7 +209,7 @@ def _too_large(queue: BufferedQueue, block: Block) -> Mask:
     most = queue.max_event_bytes
     if block.nbytes <= most:
         return np.zeros(block.num_rows, dtype=np.bool_)
-    mask: Mask = event_sizes(block) > most
+    mask: Mask = get_event_sizes(block) > most
     return mask
 
 

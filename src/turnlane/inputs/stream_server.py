@@ -27,7 +27,7 @@ from turnlane.formats.lines import Places, column
 from turnlane.formats.syslog import Framing, find, severities
 from turnlane.inputs.api import Input
 from turnlane.inputs.publishers import OneWayPublisher
-from turnlane.serving.address import named
+from turnlane.serving.address import normalize_host
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ class Connections:
                 self._pause(error)
                 return
             if len(self._open) < self._most:
-                self._admit(accepted, named(peer[0]), listener.tls)
+                self._admit(accepted, normalize_host(peer[0]), listener.tls)
             else:
                 self._owner.count(refused=1)
                 accepted.close()

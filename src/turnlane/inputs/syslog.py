@@ -18,10 +18,10 @@ from turnlane.inputs.datagrams import Datagram, DatagramReader, Receive, widen
 from turnlane.inputs.publishers import OneWayPublisher
 from turnlane.inputs.stream_server import Listener, StreamLimits, StreamReader
 from turnlane.queues.api import FlowControl
-from turnlane.serving.address import Address, check_exposed, named
+from turnlane.serving.address import Address, check_exposure, normalize_host
 from turnlane.serving.auth import TlsSettings
 from turnlane.units import Duration, Size
-from turnlane.validation import Contradiction, Problem
+from turnlane.validation import ConfigIssue, ContradictorySettings
 
 MessageBytes = Annotated[Size, Field(ge=480, le=16 << 20)]
 """480 bytes is what every receiver has to accept (RFC 5424)."""
@@ -76,7 +76,9 @@ class SyslogSettings(InputSettings):
     @model_validator(mode="after")
     def _listens(self) -> Self:
         if self.tcp is None and self.udp is None and self.tls is None:
-            raise Contradiction([Problem("tcp", "give at least one of tcp, udp and tls")])
+            raise ContradictorySettings(
+                [ConfigIssue("tcp", "give at least one of tcp, udp and tls")]
+            )
         return self
 
     def check_exposed(self) -> None:
@@ -85,7 +87,7 @@ class SyslogSettings(InputSettings):
         known = self.tls is not None and self.tls.client_ca is not None
         for knob, address in (("tcp", self.tcp), ("udp", self.udp), ("tls", tls)):
             if address is not None:
-                check_exposed(
+                check_exposure(
                     address,
                     tls=knob == "tls",
                     tokens=knob == "tls" and known,
@@ -183,6 +185,6 @@ def udp_receiver(bound: socket.socket) -> Receive:
 
     def receive(space: memoryview) -> Datagram:
         size, sender = bound.recvfrom_into(space)
-        return Datagram(size, named(sender[0]), truncated=False)
+        return Datagram(size, normalize_host(sender[0]), truncated=False)
 
     return receive

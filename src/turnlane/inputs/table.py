@@ -28,7 +28,7 @@ from turnlane.errors import (
 from turnlane.events import Block, block_of
 from turnlane.inputs.api import Host, Input, InputSettings
 from turnlane.queues.api import FlowControl
-from turnlane.storage.export import plain, put
+from turnlane.storage.export import convert_to_json, put_json_value
 from turnlane.table import KeyRange, Receiver, TableEvent, TableQueue, connect
 from turnlane.table.definition import Definition
 from turnlane.table.shard_directory import TableAddress
@@ -219,7 +219,7 @@ class EventMaker:
         self._value = settings.value
         self._headers = settings.headers
         self._source = definition.name
-        yours = definition.names
+        yours = definition.column_names
         for knob, name in (("key", settings.key), ("value", settings.value)):
             if name is not None and name not in yours:
                 raise ConfigError(knob, f"{definition.name!r} has no column {name!r}")
@@ -241,7 +241,7 @@ class EventMaker:
         if self._value is None:
             row: dict[str, object] = {}
             for name, value in event.columns.items():
-                put(row, name, value)
+                put_json_value(row, name, value)
             return json.dumps(row, ensure_ascii=False).encode()
         found = event[self._value]
         return bytes(found) if isinstance(found, bytes | memoryview) else _written(found).encode()
@@ -268,7 +268,7 @@ def _text(value: object) -> str | None:
 
 def _written(value: object) -> str:
     """A value as text: itself, or as JSON has it."""
-    found = plain(value)
+    found = convert_to_json(value)
     if found is None:
         return ""
     return found if isinstance(found, str) else json.dumps(found)

@@ -1,8 +1,8 @@
-"""Breakers: what all tasks of all executors know together about the destinations of actions.
+"""Circuit breakers: the state of destinations that all tasks of an action share.
 
-Tasks come and go, on machines of their own; whether a destination is worth trying is known here,
-so that they act as one: one of them probes, and none sends before the time has come. It is
-forgotten with the process: then a destination that is away is found out again.
+Tasks are short and run on many machines. The node knows whether a destination works, so the tasks
+act as one: one task probes, and no task sends before the backoff is over. The state is in memory
+only. After a restart of the node, the tasks find out again that a destination is down.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from turnlane.delivery.destination import LocalDestinationState, SendPermit, Sen
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import NoSuchBreaker
 
-# ── shares ──
-# Shares: how many sends each task of an action may have under way, of a limit for all. Pure.
-#
-# Each has the same share, as if there were as many tasks as there were of late: those of a batch
-# do
-# not begin at one moment, and whoever comes first is not to have it all. What a task still has
-# under
-# way is its own until it has ended, so that all together never have more than the limit.
-
-LATELY: Final = 60.0
-"""Seconds for which it counts how many tasks there were."""
+TASK_COUNT_SECONDS: Final = 60.0
+"""For how many seconds the highest number of tasks is remembered."""
+TASK_SECONDS: Final = 5.0
+"""After this time without a report a task has died: other tasks may use its share."""
 
 
-class Shares:
-    """The shares that were given away. Times are monotonic. Not safe from several threads."""
+class SendShares:
+    """Divides the allowed concurrent sends of an action among its tasks. Pure, not thread-safe.
+
+    Each task gets the same share of the limit, computed from the highest recent number of tasks:
+    the tasks of a batch do not begin at the same moment, and the first one must not get everything.
+    A send in progress belongs to its task until it ends, so the total never exceeds the limit.
+    Times are monotonic.
+    """
 
     def __init__(self) -> None:
         self._given: dict[str, int] = {}
@@ -41,13 +40,13 @@ class Shares:
     def of(
         self, task: str, limit: int, busy: Mapping[str, int], now: float, most: int | None = None
     ) -> int:
-        """The share of a task; ``busy`` has all that are alive, and how much each is sending.
+        """Return the share of a task, at most ``most``, which is all that the task can use.
 
-        It is nothing as long as the others have it all, and never more than ``most``, which is all
-        that the task could use.
+        ``busy`` has all live tasks and the number of their current sends. The share is 0 while the
+        other tasks use the whole limit.
         """
         if len(busy) >= self._most or now > self._until:
-            self._most, self._until = len(busy), now + LATELY
+            self._most, self._until = len(busy), now + TASK_COUNT_SECONDS
         self._given = {each: given for each, given in self._given.items() if each in busy}
         others = sum(given for each, given in self._given.items() if each != task)
         fair = max(1, limit // self._most)
@@ -56,33 +55,29 @@ class Shares:
         return share
 
 
-TASK_SECONDS: Final = 5.0
-"""A task that has not been heard of for so long has died: what it could send, others may."""
-
-
-class Activity(NamedTuple):
-    """What tasks are doing at this moment."""
+class TaskActivity(NamedTuple):
+    """The present work of the tasks of an action."""
 
     tasks: int
     preparing: int
     sending: int
 
 
-class Asker(NamedTuple):
-    """Who asks for a permit: a task that delivers for an action."""
+class BreakerRequest(NamedTuple):
+    """A request of a task that delivers for an action."""
 
     action: str
     queue: str
-    """The queue that its lane reads: who may read it may ask."""
+    """The queue that the lane reads. The right to read it is needed for the request."""
     task: str
     settings: DeliverySettings
     preparing: int = 0
     sending: int = 0
-    """How much it is doing."""
+    """The number of blocks that the task is preparing and sending."""
     probe: str | None = None
-    """The probe that it has under way."""
+    """The id of the probe that the task is sending."""
     workers: int = 0
-    """How many tasks its lane may have at a time, if it says so."""
+    """How many tasks the lane may run at a time; 0: unknown."""
 
 
 class _Task(NamedTuple):
@@ -92,8 +87,8 @@ class _Task(NamedTuple):
 
 
 @dataclass(slots=True)
-class Breaker:
-    """The gate of one action, and who is at work for it."""
+class ActionBreaker:
+    """The destination state of one action, and its tasks."""
 
     queue: str
     settings: DeliverySettings
@@ -101,95 +96,100 @@ class Breaker:
     tasks: dict[str, _Task] = field(default_factory=dict)
     most_tasks: int = 0
     workers: int = 0
-    """How many there may be, as the last one said."""
-    shares: Shares = field(default_factory=Shares)
+    """How many tasks the lane may run at a time, from the last request."""
+    shares: SendShares = field(default_factory=SendShares)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the state for JSON."""
         return {"queue": self.queue, **self.activity()._asdict(), **asdict(self.gate.get_status())}
 
-    def activity(self) -> Activity:
-        """What its tasks are doing."""
-        alive = self.alive(time.monotonic()).values()
-        return Activity(
+    def activity(self) -> TaskActivity:
+        """Return the present work of the live tasks."""
+        alive = self.get_live_tasks(time.monotonic()).values()
+        return TaskActivity(
             len(alive),
             sum(task.preparing for task in alive),
             sum(task.sending for task in alive),
         )
 
-    def alive(self, now: float) -> dict[str, _Task]:
-        """Its tasks, without those that have died."""
+    def get_live_tasks(self, now: float) -> dict[str, _Task]:
+        """Return the tasks that have reported within ``TASK_SECONDS``."""
         return {
             key: task for key, task in list(self.tasks.items()) if task.heard > now - TASK_SECONDS
         }
 
 
 class Breakers:
-    """The breakers of a node, made when they are first asked for. Safe to use from any thread."""
+    """The breakers of a node, created at the first request. Safe to use from any thread."""
 
     def __init__(self) -> None:
-        self._breakers: dict[str, Breaker] = {}
+        self._breakers: dict[str, ActionBreaker] = {}
         self._lock = threading.Lock()
 
-    def permit(self, asker: Asker) -> SendPermit:
-        """What an action's task may send now."""
-        return self._of(asker).gate.request_permit()
+    def permit(self, request: BreakerRequest) -> SendPermit:
+        """Return what a task may send now."""
+        return self._of(request).gate.request_permit()
 
-    def report(self, asker: Asker, report: SendReport) -> None:
-        """A task tells how its sends went."""
-        self._of(asker).gate.report(report)
+    def report(self, request: BreakerRequest, report: SendReport) -> None:
+        """Take the results of a task's sends into account."""
+        self._of(request).gate.report(report)
 
-    def claim(self, asker: Asker, count: int, within: float) -> float:
-        """Seconds until a task may send so many events; theirs, if no longer than ``within``."""
-        return self._of(asker).gate.claim(count, within)
+    def claim(self, request: BreakerRequest, count: int, within: float) -> float:
+        """Return the seconds until a task may send ``count`` events under the rate limit.
 
-    def share(self, asker: Asker) -> int:
-        """How many sends a task may have under way, of those that all of its action may have."""
+        The events are reserved for the task if the wait is at most ``within`` seconds.
+        """
+        return self._of(request).gate.claim(count, within)
+
+    def share(self, request: BreakerRequest) -> int:
+        """Return how many concurrent sends a task may have, of the limit of its action."""
         now = time.monotonic()
-        found = self._of(asker)
+        found = self._of(request)
         with self._lock:
-            busy = {key: task.sending for key, task in found.alive(now).items()}
-            busy.setdefault(asker.task, asker.sending)
-            limit, most = asker.settings.max_in_flight, asker.settings.most_sends
-            return found.shares.of(asker.task, limit, busy, now, most)
+            busy = {key: task.sending for key, task in found.get_live_tasks(now).items()}
+            busy.setdefault(request.task, request.sending)
+            limit, most = request.settings.max_in_flight, request.settings.most_sends
+            return found.shares.of(request.task, limit, busy, now, most)
 
-    def leave(self, asker: Asker) -> None:
-        """A task is through."""
-        self._of(asker).tasks.pop(asker.task, None)
+    def leave(self, request: BreakerRequest) -> None:
+        """Remove a task that has ended."""
+        self._of(request).tasks.pop(request.task, None)
 
-    def _of(self, asker: Asker) -> Breaker:
-        """The breaker of whoever asks; it goes by the settings of whoever asked last.
+    def _of(self, request: BreakerRequest) -> ActionBreaker:
+        """Return the breaker for a request, with the settings and the activity of the request.
 
-        What is known of the destination stays known, or two pipelines with settings of their own
-        would make each other forget it with every word.
+        A change of the settings keeps the state of the destination: two pipelines with different
+        settings must not reset it with every request.
         """
         now = time.monotonic()
         with self._lock:
-            found = self._breakers.get(asker.action)
+            found = self._breakers.get(request.action)
             if found is None:
-                found = Breaker(asker.queue, asker.settings, LocalDestinationState(asker.settings))
-                self._breakers[asker.action] = found
-            elif found.settings != asker.settings:
-                found.gate.apply_settings(asker.settings)
-                found.settings = asker.settings
-            found.queue = asker.queue
-            found.workers = asker.workers
-            if asker.probe is not None:
-                found.gate.renew_probe(asker.probe)
-            found.tasks[asker.task] = _Task(now, asker.preparing, asker.sending)
-            found.tasks = found.alive(now)
+                found = ActionBreaker(
+                    request.queue, request.settings, LocalDestinationState(request.settings)
+                )
+                self._breakers[request.action] = found
+            elif found.settings != request.settings:
+                found.gate.apply_settings(request.settings)
+                found.settings = request.settings
+            found.queue = request.queue
+            found.workers = request.workers
+            if request.probe is not None:
+                found.gate.renew_probe(request.probe)
+            found.tasks[request.task] = _Task(now, request.preparing, request.sending)
+            found.tasks = found.get_live_tasks(now)
             found.most_tasks = max(found.most_tasks, len(found.tasks))
         return found
 
-    def of(self, action: str) -> Breaker:
-        """The breaker of an action. Raises ``NoSuchBreaker``."""
+    def of(self, action: str) -> ActionBreaker:
+        """Return the breaker of an action. Raises ``NoSuchBreaker``."""
         found = self._breakers.get(action)
         if found is None:
             known = ", ".join(sorted(self._breakers)) or "none"
             raise NoSuchBreaker(f"no task has delivered for {action!r} yet; there are: {known}")
         return found
 
-    def all(self) -> dict[str, Breaker]:
-        """All breakers by action."""
+    def all(self) -> dict[str, ActionBreaker]:
+        """Return all breakers by action."""
         with self._lock:
             return dict(sorted(self._breakers.items()))

@@ -1,10 +1,16 @@
-"""A commit whose step is taken and which is not through: what commits.py calls *taken*."""
+"""Apply a commit whose record is written: publish its stages, settle its ranges, store its epoch.
+
+A :class:`CommitJob` can run many times, and a repetition changes nothing: events are published
+under sequence numbers that the record has fixed, so a queue drops the events that it already has;
+settling a settled offset has no effect; an epoch never decreases. An error therefore only delays a
+commit. A part that a queue refuses permanently stays in the record, which is then called
+``.failed``; it does not delay the other parts.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,453 +22,487 @@ import pyarrow as pa
 
 from turnlane.errors import Never, NoSuchQueue, QueueClosed, QueueFull, RetryLater
 from turnlane.events import Block
-from turnlane.node.commit_record import Part, Plan, Range, Steps, Writers, keys_of
-from turnlane.node.event_refs import Numbers, Piece, copied, unpacked
+from turnlane.logs import get_logger
+from turnlane.node.commit_record import (
+    CommitLog,
+    CommitPart,
+    CommitPlan,
+    SettleRange,
+    WriterEpochs,
+    get_lock_names,
+)
+from turnlane.node.event_refs import (
+    CopiedBlock,
+    OffsetArray,
+    decode_references,
+    read_referenced_events,
+)
 from turnlane.node.staging import Stage, Staging
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.producer import BufferedProducer
-from turnlane.retry import doubled
-from turnlane.storage.producer_sequences import Gaps
+from turnlane.retry import Backoff
+from turnlane.storage.producer_sequences import GapPolicy
 
-# ── loading ──
-# Publishing what a commit has staged, each part into its queue.
+log = get_logger(__name__)
 
-log = logging.getLogger(__name__)
+NODE_PREFIX: Final = "turnlane."
+"""Producer ids with this prefix belong to the node: clients cannot use their sequence numbers."""
+COMMIT_PRODUCER: Final = f"{NODE_PREFIX}commits"
+"""The producer id of commits. Only one commit at a time publishes to a queue, so all commits share
+one series of sequence numbers."""
 
-OWN: Final = "turnlane."
-"""Producer ids that begin so are the node's: nobody else may use up their numbers."""
-PRODUCER: Final = f"{OWN}commits"
-"""Under this id commits publish: one commit at a time into a queue, so one row of numbers."""
+POLL_SECONDS: Final = 0.05
+"""How often a start that waits for the disk checks whether the disk fails."""
 
-LOOK_SECONDS: Final = 0.05
-"""How often a start that waits for the disk looks whether that fails."""
+MAX_GROUP_PARTS: Final = 8
+"""The most parts that are published together: the references of all of them are in memory, and
+they can be millions."""
 
-MOST_TOGETHER: Final = 8
-"""So many parts are published together: all their places are in memory, of millions of events."""
+READ_RETRY_SECONDS: Final = 5.0
+"""Seconds until a source queue that could not be read is read again."""
 
-READ_PAUSE: Final = 5.0
-"""Seconds until a queue whose events are to be copied, and that cannot be read, is read again."""
+RETRY_BACKOFF: Final = Backoff(0.05, 1.0)
+"""Seconds between attempts to apply a commit while the disk fails."""
 
-REFUSED: Final = (Never, ValueError, KeyError, TypeError)
-"""What a queue, or a stage that cannot be read, says for ever."""
+PERMANENT_ERRORS: Final = (Never, ValueError, KeyError, TypeError)
+"""Errors of a queue, or of an unreadable stage, that every attempt would raise again."""
 
 Queues = Mapping[str, BufferedQueue]
 
 
-def next_number(queue: BufferedQueue) -> int:
-    """The number of the next event that a commit publishes into a queue."""
-    return queue.known_sequence(PRODUCER) or 0
+def get_next_sequence(queue: BufferedQueue) -> int:
+    """Return the sequence number of the next event that a commit publishes to a queue."""
+    return queue.known_sequence(COMMIT_PRODUCER) or 0
 
 
-# ── what there is to publish ─────────────────────────────────────────────────────────────────────
+# ── the events of parts ──────────────────────────────────────────────────────────────────────────
 
 
-def loads(parts: Sequence[Part]) -> list[list[Part]]:
-    """Parts that are published together, in order: those that one read of a queue serves.
+def group_parts(parts: Sequence[CommitPart]) -> list[list[CommitPart]]:
+    """Group parts, in order, that one pass over their source queue can serve.
 
-    No queue is in a load twice, or the numbers of what comes later would be used first.
+    A target queue is in a group only once: otherwise events would be published out of the order of
+    their sequence numbers.
     """
-    found: list[list[Part]] = []
+    groups: list[list[CommitPart]] = []
     for part in parts:
         if (
-            found
+            groups
             and part.source is not None
-            and found[-1][0].source == part.source
-            and all(part.queue != other.queue for other in found[-1])
-            and len(found[-1]) < MOST_TOGETHER
+            and groups[-1][0].source == part.source
+            and all(part.queue != other.queue for other in groups[-1])
+            and len(groups[-1]) < MAX_GROUP_PARTS
         ):
-            found[-1].append(part)
+            groups[-1].append(part)
         else:
-            found.append([part])
-    return found
+            groups.append([part])
+    return groups
 
 
-def pieces(load: Sequence[Part], staging: Staging, queues: Queues) -> Iterator[Piece]:
-    """The events of a load: of which part, from which of its numbers on, and a block.
+def read_parts(
+    group: Sequence[CommitPart], staging: Staging, queues: Queues
+) -> Iterator[CopiedBlock]:
+    """Yield the events of a group: the index of the part, the index of the first event, a block.
 
-    Raises ``RetryLater`` for places that cannot be read, ``ValueError`` for a stage that cannot.
+    Raises ``RetryLater`` for referenced events that cannot be read, ``ValueError`` for a stage that
+    cannot be read.
     """
-    source = load[0].source if load else None
+    source = group[0].source if group else None
     if source is not None:
-        yield from _copied(queues[source], [_places(part, staging) for part in load])
+        wanted = [_read_references(part, staging) for part in group]
+        yield from _read_source(queues[source], wanted)
         return
-    for number, part in enumerate(load):
+    for number, part in enumerate(group):
         index = 0
         for block in staging.blocks(part.stage):
             yield number, index, block
             index += block.num_rows
 
 
-def _copied(source: BufferedQueue, wanted: Sequence[Numbers]) -> Iterator[Piece]:
+def _read_source(source: BufferedQueue, wanted: Sequence[OffsetArray]) -> Iterator[CopiedBlock]:
     try:
-        yield from copied(source, wanted)
+        yield from read_referenced_events(source, wanted)
     except QueueClosed:
         raise
-    except (OSError, *REFUSED) as error:
-        # Not again at once: a queue gives up what it could not read a few times.
+    except (OSError, *PERMANENT_ERRORS) as error:
+        # Wait before the next attempt: a queue gives an event up after a few failed reads.
         message = f"queue {source.name!r} cannot be read: {error}"
-        raise RetryLater(message, after=READ_PAUSE) from error
+        raise RetryLater(message, after=READ_RETRY_SECONDS) from error
 
 
-def count_of(part: Part, staging: Staging) -> int:
-    """How many numbers a part takes. Raises ``OSError``, ``ValueError``, ``RetryLater``."""
+def count_part_events(part: CommitPart, staging: Staging) -> int:
+    """Return how many sequence numbers a part uses. ``OSError``, ``ValueError``, ``RetryLater``."""
     if part.source is not None:
-        return len(_places(part, staging))
+        return len(_read_references(part, staging))
     return sum(block.num_rows for block in staging.blocks(part.stage))
 
 
-def _places(part: Part, staging: Staging) -> Numbers:
+def _read_references(part: CommitPart, staging: Staging) -> OffsetArray:
     try:
-        offsets = unpacked(staging.blocks(part.stage))
-    except REFUSED as error:
-        # Not for ever: the events are where they are as long as the commit does not settle them.
+        offsets = decode_references(staging.blocks(part.stage))
+    except PERMANENT_ERRORS as error:
+        # Not a permanent failure: the events stay in their queue until the commit settles them.
         raise RetryLater(f"stage {part.stage!r} cannot be read: {error}") from error
     return offsets[offsets < part.source_end]
 
 
-class Kept(NamedTuple):
-    """A stage of events that were staged by their places before."""
+class RestagedEvents(NamedTuple):
+    """A stage with the events of a part that had only references before."""
 
     stage: str
-    at: int
-    """The place of its first event among those that were staged."""
+    first: int
+    """The index of its first event in the part."""
     events: int
 
 
-def kept(part: Part, staging: Staging, queues: Queues) -> list[Kept]:
-    """Stage the events of a part themselves, for later; as many stages as they have gaps.
+def restage_events(part: CommitPart, staging: Staging, queues: Queues) -> list[RestagedEvents]:
+    """Stage the referenced events of a part, one stage for each run without gaps.
 
-    Raises ``OSError``, ``RetryLater``, and ``QueueClosed`` if their queue is.
+    Raises ``OSError``, ``RetryLater``, and ``QueueClosed`` if the source queue is closed.
     """
-    begun: list[tuple[int, pa.Schema, Stage]] = []
+    stages: list[tuple[int, pa.Schema, Stage]] = []
     with contextlib.ExitStack() as opened:
         end = -1
-        for _, index, block in pieces([part], staging, queues):
-            if index != end or block.schema != begun[-1][1]:
+        for _, index, block in read_parts([part], staging, queues):
+            if index != end or block.schema != stages[-1][1]:
                 stage = opened.enter_context(staging.stage(part.queue, block.schema))
-                begun.append((index, block.schema, stage))
-            begun[-1][2].add(block)
+                stages.append((index, block.schema, stage))
+            stages[-1][2].add(block)
             end = index + block.num_rows
-        found: list[Kept] = []
+        finished: list[RestagedEvents] = []
         try:
-            for index, _, stage in begun:
-                found.append(Kept(stage.finish(), index, stage.events))
+            for index, _, stage in stages:
+                finished.append(RestagedEvents(stage.finish(), index, stage.events))
         except OSError:
-            for each in found:
+            for each in finished:
                 staging.discard(each.stage)
             raise
-    staging.claim(each.stage for each in found)
-    return found
+    staging.claim(each.stage for each in finished)
+    return finished
 
 
-# ── publishing it ────────────────────────────────────────────────────────────────────────────────
+# ── publishing ───────────────────────────────────────────────────────────────────────────────────
 
 
-class Loading:
-    """Publishes the parts of a load. What one queue refuses holds up no other."""
+class StagePublisher:
+    """Publishes a group of parts. A queue that refuses its part does not delay the others."""
 
     def __init__(
-        self, load: Sequence[Part], queues: Queues, is_dropped: Callable[[BufferedQueue], bool]
+        self,
+        group: Sequence[CommitPart],
+        queues: Queues,
+        is_dropped: Callable[[BufferedQueue], bool],
     ) -> None:
-        self._load = load
+        self._group = group
         self._queues = queues
         self._is_dropped = is_dropped
-        self._producers: dict[Part, BufferedProducer] = {}
-        self._over: set[Part] = set()
-        """Parts that go no further: refused, or dropped with their queue."""
-        self.refused: set[Part] = set()
+        self._producers: dict[CommitPart, BufferedProducer] = {}
+        self._ended: set[CommitPart] = set()
+        """Parts that are not published further: refused, or dropped with their queue."""
+        self.refused: set[CommitPart] = set()
 
     def publish_all(self, staging: Staging, timeout: float | None) -> None:
-        """Publish what is not refused. Raises ``QueueFull``, ``RetryLater``, ``QueueClosed``."""
+        """Publish all parts. Raises ``QueueFull``, ``RetryLater``, ``QueueClosed``."""
         try:
-            for number, index, block in pieces(self._load, staging, self._queues):
-                self._publish(self._load[number], index, block, timeout)
+            for number, index, block in read_parts(self._group, staging, self._queues):
+                self._publish(self._group[number], index, block, timeout)
         except QueueClosed:
-            source = self._load[0].source
+            source = self._group[0].source
             if source is None or not self._is_dropped(self._queues[source]):
                 raise
-            log.warning("queue %s was dropped: with it, what was to be copied from it", source)
-        except REFUSED:
-            log.exception("a stage cannot be read: it is kept")
-            self.refused.update(self._load)
+            log.warning("commit.source_dropped", queue=source, hint="its events are not copied")
+        except PERMANENT_ERRORS:
+            log.exception("commit.stage_unreadable", hint="the commit is kept as .failed")
+            self.refused.update(self._group)
 
-    def _publish(self, part: Part, index: int, block: Block, timeout: float | None) -> None:
-        if part in self._over:
+    def _publish(self, part: CommitPart, index: int, block: Block, timeout: float | None) -> None:
+        if part in self._ended:
             return
         try:
-            with self._unless_dropped(part):
+            with self._end_if_dropped(part):
                 sequence = part.sequence + index
-                self._producer(part).publish_block(block, sequence=sequence, timeout=timeout)
+                self._get_producer(part).publish_block(block, sequence=sequence, timeout=timeout)
         except QueueClosed:
             raise
-        except REFUSED:
-            log.exception("queue %s refuses what was committed: it is kept", part.queue)
+        except PERMANENT_ERRORS:
+            log.exception(
+                "commit.part_refused", queue=part.queue, hint="the commit is kept as .failed"
+            )
             self.refused.add(part)
-            self._over.add(part)
+            self._ended.add(part)
 
-    def _producer(self, part: Part) -> BufferedProducer:
+    def _get_producer(self, part: CommitPart) -> BufferedProducer:
         if part not in self._producers:
             queue = self._queues[part.queue]
-            # With a callback publishing does not wait for every block; the flush waits for all.
+            # With a callback, publishing does not wait for each block; the flush waits for all.
             self._producers[part] = queue.producer(
-                ack=queue.usual_level, on_ack=lambda _: None, producer_id=PRODUCER, gaps=Gaps.SKIP
+                ack=queue.usual_level,
+                on_ack=lambda _: None,
+                producer_id=COMMIT_PRODUCER,
+                gaps=GapPolicy.SKIP,
             )
         return self._producers[part]
 
-    def await_persisted(self, deadline: float | None) -> None:
-        """Wait until all is persisted; with a deadline not beyond it, nor for a disk that fails.
+    def wait_until_persisted(self, deadline: float | None) -> None:
+        """Wait until all events are persisted.
 
-        Raises ``RetryLater``, ``QueueClosed``.
+        With a deadline, raises ``RetryLater`` when the deadline is over or the disk fails. Raises
+        ``QueueClosed``.
         """
         for part, producer in self._producers.items():
-            with self._unless_dropped(part):
-                _await_persisted(producer, self._queues[part.queue], deadline)
-
-    def await_persisted_or_trouble(self) -> None:
-        """Wait until all is persisted, or the disk of a queue fails. Raises ``QueueClosed``."""
-        for part, producer in self._producers.items():
-            with self._unless_dropped(part):
+            with self._end_if_dropped(part):
                 queue = self._queues[part.queue]
-                while not (producer.flush(LOOK_SECONDS) or _is_failing(queue)):
+                while not producer.flush(None if deadline is None else POLL_SECONDS):
+                    queue.check_open()
+                    if _is_failing(queue) or deadline is None or time.monotonic() > deadline:
+                        raise RetryLater(f"queue {queue.name!r} has not persisted a commit yet")
+
+    def wait_until_persisted_or_failing(self) -> None:
+        """Wait until all events are persisted or the disk of a queue fails. ``QueueClosed``."""
+        for part, producer in self._producers.items():
+            with self._end_if_dropped(part):
+                queue = self._queues[part.queue]
+                while not (producer.flush(POLL_SECONDS) or _is_failing(queue)):
                     queue.check_open()
 
     @contextlib.contextmanager
-    def _unless_dropped(self, part: Part) -> Iterator[None]:
-        """A queue that is dropped takes along what was committed into it."""
+    def _end_if_dropped(self, part: CommitPart) -> Iterator[None]:
+        """End a part whose queue is dropped: its events are dropped with the queue."""
         try:
             yield
         except QueueClosed:
             if not self._is_dropped(self._queues[part.queue]):
                 raise
-            log.warning("queue %s was dropped: with it, what was committed into it", part.queue)
-            self._over.add(part)
-
-
-def _await_persisted(
-    producer: BufferedProducer, queue: BufferedQueue, deadline: float | None
-) -> None:
-    while not producer.flush(None if deadline is None else LOOK_SECONDS):
-        queue.check_open()
-        if _is_failing(queue) or deadline is None or time.monotonic() > deadline:
-            raise RetryLater(f"queue {queue.name!r} has not persisted a commit yet")
+            log.warning(
+                "commit.target_dropped", queue=part.queue, hint="its events are dropped too"
+            )
+            self._ended.add(part)
 
 
 def _is_failing(queue: BufferedQueue) -> bool:
     return bool(queue.storage_failure)
 
 
-FIRST_RETRY: Final = 0.05
-LAST_RETRY: Final = 1.0
-"""Seconds between attempts to carry out a commit on a disk that fails."""
+# ── the whole commit ─────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """What carrying out a commit takes."""
+class CommitContext:
+    """The parts of the node that a commit uses."""
 
-    steps: Steps
+    log: CommitLog
     staging: Staging
-    writers: Writers
-    find: Callable[[str], BufferedQueue]
-    spare: Callable[[str, Iterable[Block], int], None]
-    """Keep blocks for a queue in memory, so many events at most."""
+    writers: WriterEpochs
+    find_queue: Callable[[str], BufferedQueue]
+    """Raises ``NoSuchQueue``."""
+    keep_in_memory: Callable[[str, Iterable[Block], int], None]
+    """Keep blocks for a queue in memory, at most the given number of events."""
 
 
-class Pending:
-    """A plan to be carried out, as often as it takes: what is done is not done again.
+class CommitJob:
+    """Applies one plan, as many times as necessary.
 
-    Whoever carries it out has its keys. ``queues`` are those that it means, by name; one that is
-    missing is not open.
+    The caller holds the locks of the plan. ``queues`` has the queues of the plan by name; a name
+    that is missing belongs to a queue that is not open.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CommitPlan,
         path: Path | None,
-        queues: Mapping[str, BufferedQueue],
-        means: Means,
+        queues: Queues,
+        context: CommitContext,
         *,
         is_changed: bool = False,
     ) -> None:
-        """``is_changed``: the file has it otherwise, and is to have it so before anything else.
+        """Prepare the job.
 
-        Without a file it only settles, in queues that are all open.
+        ``path`` is the record. Without a record the plan only settles, in queues that are all open.
+        ``is_changed``: the record has an older plan and has to be rewritten first.
         """
         self.plan = plan
         self._is_changed = is_changed
         self._path = path
         self._queues = queues
-        self._means = means
-        self._spared: set[str] = set()
-        """Stages of which what the queue did not take waits in memory."""
-        self._staged: dict[Part, list[Kept]] = {}
-        """Events of parts that had only their places, and could not be published."""
+        self._context = context
+        self._in_memory: set[str] = set()
+        """Stages whose events wait in memory, as far as the queue did not take them."""
+        self._restaged: dict[CommitPart, list[RestagedEvents]] = {}
+        """The events of parts that had only references and could not be published."""
         self._stages = set(plan.stages)
-        """All that it has claimed."""
-        self.failed = Plan((), ())
-        """What of it cannot be done, and is kept for another start."""
+        """All stages that the job has claimed."""
+        self.failed = CommitPlan((), ())
+        """The part of the plan that cannot be applied and is kept for another start."""
 
-    def see_through(self, closing: threading.Event) -> None:
-        """Carry it out, however long the disk fails. Raises ``QueueClosed``."""
+    def run_until_done(self, closing: threading.Event) -> None:
+        """Run until the commit is applied, even if the disk fails for long. ``QueueClosed``."""
         for failures in itertools.count(1):
             try:
-                self.carry_out()
+                self.run()
                 return
             except (RetryLater, OSError) as error:
-                log.warning("a commit waits for the disk: %s", error)
-                pause = getattr(error, "after", None) or doubled(FIRST_RETRY, LAST_RETRY, failures)
+                pause = getattr(error, "after", None) or RETRY_BACKOFF.get_wait(failures)
+                log.warning("commit.delayed", error=error, retry_seconds=pause)
                 if closing.wait(pause):
-                    raise QueueClosed("the node is closing: the next start sees to it") from error
+                    message = "the node is closing: the next start applies the commit"
+                    raise QueueClosed(message) from error
 
-    def carry_out(self, deadline: float | None = None) -> None:
-        """Publish, settle, note the epoch; then it is through, and its file is gone.
+    def run(self, deadline: float | None = None) -> None:
+        """Publish the parts, settle the ranges, store the epoch, and remove the record.
 
-        What a queue refuses for ever, or is for one that is not open, holds up nothing else.
-        Raises ``RetryLater``, ``OSError``, and ``QueueClosed`` if that is for the next start.
+        Parts that a queue refuses permanently, or whose queue is not open, do not delay the others.
+        Raises ``RetryLater`` and ``OSError``, and ``QueueClosed`` if the next start has to do it.
         """
-        self._write_down()
+        self._update_record()
         parts = self._publish(deadline)
-        self._note_left(parts)
+        self._record_remaining(parts)
         ranges = self._settle()
         if self.plan.writer is not None:
-            self._means.writers.note(self.plan.writer, self.plan.epoch)
+            self._context.writers.record(self.plan.writer, self.plan.epoch)
         self.failed = replace(self.plan, parts=parts, ranges=ranges, writer=None, epoch=0)
         if self._path is not None:
-            self._end_step(self._path)
-        self._give_up_stages()
+            self._finish_record(self._path)
+        self._discard_stages()
 
-    def _note_left(self, parts: Sequence[Part]) -> None:
-        """Have the file say which events are left before they are settled where they were."""
+    @property
+    def failed_locks(self) -> set[str]:
+        """The locks that stay taken until the next start: others would use the same numbers.
+
+        The locks of open queues are not among them: their parts get new numbers.
+        """
+        parts = [part for part in self.failed.parts if part.published is None]
+        return get_lock_names(parts, self.failed.ranges, None)
+
+    def _record_remaining(self, parts: Sequence[CommitPart]) -> None:
+        """Record the restaged events before the originals are settled in their source queue."""
         if self._stages.issuperset(part.stage for part in parts):
-            return  # it does, or has them in stages that nobody else has a hand in
+            return  # the record names these stages already
         self.plan = replace(self.plan, parts=parts)
         self._stages.update(self.plan.stages)
         self._is_changed = True
-        self._write_down()
+        self._update_record()
 
-    def _write_down(self) -> None:
-        """Have the file say what the plan is now."""
+    def _update_record(self) -> None:
+        """Write the current plan to the record if it has changed."""
         if self._is_changed and self._path is not None:
-            self._means.steps.rewrite(self._path, self.plan)
+            self._context.log.rewrite(self._path, self.plan)
             self._is_changed = False
 
-    def _end_step(self, path: Path) -> None:
+    def _finish_record(self, path: Path) -> None:
         if self.failed.is_empty:
-            self._means.steps.remove(path)
+            self._context.log.remove(path)
             return
-        # In this order: should it end here, what is left is carried out by the next start.
-        self._means.steps.rewrite(path, self.failed)
-        self._means.steps.set_aside(path)
-        log.error("a commit is not carried out in full: see %s", path.stem)
+        # In this order: if the process ends in between, the next start applies the rest.
+        self._context.log.rewrite(path, self.failed)
+        self._context.log.mark_failed(path)
+        log.error(
+            "commit.partly_failed",
+            record=path.stem,
+            hint="the rest is kept in the .failed record; every start tries it again",
+        )
 
-    @property
-    def kept_keys(self) -> set[str]:
-        """What must not be touched until the next start: it would use the numbers of what failed.
-
-        A queue that is open has numbered on.
-        """
-        parts = [part for part in self.failed.parts if part.there is None]
-        return keys_of(parts, self.failed.ranges, None)
-
-    def _give_up_stages(self) -> None:
+    def _discard_stages(self) -> None:
         done = self._stages.difference(self.failed.stages)
-        self._means.staging.disclaim(done)
+        self._context.staging.release_claims(done)
         for stage in done:
             try:
-                self._means.staging.discard(stage)
+                self._context.staging.discard(stage)
             except OSError as error:
-                log.warning("a stage that was committed cannot be removed: %s", error)
+                log.warning("commit.stage_not_removed", stage=stage, error=error)
 
-    # ── its parts ────────────────────────────────────────────────────────────────────────────────
+    # ── parts ────────────────────────────────────────────────────────────────────────────────────
 
-    def _publish(self, deadline: float | None) -> list[Part]:
-        """Publish its parts; returns what is left of those that are refused."""
-        left: list[Part] = []
+    def _publish(self, deadline: float | None) -> list[CommitPart]:
+        """Publish the parts; return the parts that the record has to keep."""
+        kept: list[CommitPart] = []
         refusing: set[str] = set()
-        for load in loads(self.plan.parts):
-            ready = [part for part in load if self._is_open(part) and part.queue not in refusing]
-            refused = self._refused(ready, deadline)
-            for part in load:
+        for group in group_parts(self.plan.parts):
+            ready = [part for part in group if self._is_open(part) and part.queue not in refusing]
+            refused = self._publish_group(ready, deadline)
+            for part in group:
                 if part not in ready or part in refused:
-                    left += self._kept(part)
-                    # Had the queue numbers beyond those of what it has not, that would seem a
-                    # repeat.
+                    kept += self._convert_to_kept(part)
+                    # Publish nothing more to this queue. With higher numbers in the queue, the
+                    # events that it lacks would look like a repeat.
                     refusing.add(part.queue)
-        return left
+        return kept
 
-    def _is_open(self, part: Part) -> bool:
+    def _is_open(self, part: CommitPart) -> bool:
         for name in filter(None, (part.queue, part.source)):
             if name not in self._queues:
-                log.error("a commit into queue %r is kept: %r is not open", part.queue, name)
+                log.error("commit.queue_not_open", target=part.queue, queue=name)
                 return False
         return True
 
-    def _refused(self, load: Sequence[Part], deadline: float | None) -> Collection[Part]:
-        """Publish parts; returns those that their queues refuse."""
-        loading = Loading(load, self._queues, self._is_dropped)
-        if any(self._may_be_spared(part) for part in load):
-            self._let_in_or_spare(loading, *load)
+    def _publish_group(
+        self, group: Sequence[CommitPart], deadline: float | None
+    ) -> Collection[CommitPart]:
+        """Publish parts; return the parts that their queues refuse."""
+        publisher = StagePublisher(group, self._queues, self._is_dropped)
+        if any(self._may_wait_in_memory(part) for part in group):
+            self._publish_or_keep_in_memory(publisher, *group)
         else:
-            loading.publish_all(self._means.staging, None if deadline is None else 0.0)
-            loading.await_persisted(deadline)
-        return loading.refused
+            publisher.publish_all(self._context.staging, None if deadline is None else 0.0)
+            publisher.wait_until_persisted(deadline)
+        return publisher.refused
 
-    def _may_be_spared(self, part: Part) -> bool:
+    def _may_wait_in_memory(self, part: CommitPart) -> bool:
         is_stored = bool(self._queues[part.queue].stored_id)
-        return is_stored and self._means.staging.is_diskless(part.stage)
+        return is_stored and self._context.staging.is_diskless(part.stage)
 
-    def _let_in_or_spare(self, loading: Loading, part: Part) -> None:
-        """Let a part in that waits for no disk that fails."""
-        if part.stage in self._spared:
+    def _publish_or_keep_in_memory(self, publisher: StagePublisher, part: CommitPart) -> None:
+        """Publish a part without waiting for a failing disk."""
+        if part.stage in self._in_memory:
             return
-        staging, queue = self._means.staging, self._queues[part.queue]
+        staging, queue = self._context.staging, self._queues[part.queue]
         try:
-            loading.publish_all(staging, LOOK_SECONDS)
+            publisher.publish_all(staging, POLL_SECONDS)
         except QueueFull:
             if not queue.storage_failure:
                 raise
-            there = max(0, next_number(queue) - part.sequence)
-            rest = _beyond(staging.blocks(part.stage), there)
-            self._means.spare(queue.name, rest, staging.contents(part.stage).spare)
-            self._spared.add(part.stage)
-        loading.await_persisted_or_trouble()
+            published = max(0, get_next_sequence(queue) - part.sequence)
+            rest = _skip_events(staging.blocks(part.stage), published)
+            limit = staging.get_contents(part.stage).spare
+            self._context.keep_in_memory(queue.name, rest, limit)
+            self._in_memory.add(part.stage)
+        publisher.wait_until_persisted_or_failing()
 
-    def _kept(self, part: Part) -> list[Part]:
-        """A part that cannot be published now, as the file is to have it."""
+    def _convert_to_kept(self, part: CommitPart) -> list[CommitPart]:
+        """Return the form in which the record keeps a part that cannot be published now."""
         queue = self._queues.get(part.queue)
-        there = None if queue is None else max(0, next_number(queue) - part.sequence)
+        published = None if queue is None else max(0, get_next_sequence(queue) - part.sequence)
         if part.source is None or part.source not in self._queues:
-            return [part._replace(there=there)]
-        # Its events are about to be settled where they are.
+            return [part._replace(published=published)]
+        # The commit is about to settle the events in their source queue, so stage them now.
         return [
-            Part(
+            CommitPart(
                 each.stage,
                 part.queue,
-                part.sequence + each.at,
-                None if there is None else min(each.events, max(0, there - each.at)),
+                part.sequence + each.first,
+                None if published is None else min(each.events, max(0, published - each.first)),
             )
-            for each in self._events_of(part, self._queues[part.source])
+            for each in self._restage(part, self._queues[part.source])
         ]
 
-    def _events_of(self, part: Part, source: BufferedQueue) -> list[Kept]:
-        """The events of a part themselves, staged but once; none if they went with their queue."""
-        if part not in self._staged:
+    def _restage(self, part: CommitPart, source: BufferedQueue) -> list[RestagedEvents]:
+        """Stage the referenced events of a part once; none if their queue was dropped."""
+        if part not in self._restaged:
             try:
-                self._staged[part] = kept(part, self._means.staging, self._queues)
+                self._restaged[part] = restage_events(part, self._context.staging, self._queues)
             except QueueClosed:
                 if not self._is_dropped(source):
                     raise
-                self._staged[part] = []
-        return self._staged[part]
+                self._restaged[part] = []
+        return self._restaged[part]
 
-    # ── its ranges ───────────────────────────────────────────────────────────────────────────────
+    # ── ranges ───────────────────────────────────────────────────────────────────────────────────
 
-    def _settle(self) -> list[Range]:
-        """Settle its ranges; returns those whose queue is not open."""
+    def _settle(self) -> list[SettleRange]:
+        """Settle the ranges; return the ranges whose queue is not open."""
         for name in {each.queue for each in self.plan.ranges}:
             queue = self._queues.get(name)
             if queue is None:
-                log.error("offsets of queue %r are not settled: it is not open", name)
+                log.error("commit.offsets_not_settled", queue=name, hint="the queue is not open")
                 continue
             try:
                 for each in self.plan.ranges:
@@ -475,15 +515,15 @@ class Pending:
         return [each for each in self.plan.ranges if each.queue not in self._queues]
 
     def _is_dropped(self, queue: BufferedQueue) -> bool:
-        """Whether a queue that is closed is so for ever, and not because the node is closing."""
+        """Whether a closed queue was dropped, as opposed to closed because the node is closing."""
         try:
-            return self._means.find(queue.name) is not queue
+            return self._context.find_queue(queue.name) is not queue
         except NoSuchQueue:
             return True
 
 
-def _beyond(blocks: Iterable[Block], count: int) -> Iterator[Block]:
-    """Blocks without their first events."""
+def _skip_events(blocks: Iterable[Block], count: int) -> Iterator[Block]:
+    """Yield the blocks without the first ``count`` events."""
     for block in blocks:
         yield block.slice(min(count, block.num_rows))
         count = max(0, count - block.num_rows)

@@ -1,7 +1,9 @@
-"""Steps: the files of commits that can no longer be taken back.
+"""Commit records: the files that make a commit durable, and the last epoch of each writer.
 
-Each is one file all its life, named by a number that only grows: ``.commit`` while it is to be
-carried out, ``.failed`` once what is left of it waits for a person or another configuration.
+A commit becomes final when its record is on the disk. The record is one small JSON file that is
+written as a whole. It keeps one number for all its life; numbers only grow. The file is called
+``.commit`` while the commit has to be applied, and ``.failed`` once the rest of the commit waits
+for a person or for another configuration.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +19,23 @@ from typing import Final, NamedTuple, Protocol
 
 from turnlane.errors import StorageFailed
 from turnlane.ledger import Outcome
+from turnlane.logs import get_logger
 from turnlane.storage.disk_io import Disk
 
-# ── commit ──
-# A commit as it is asked for, and the plan of it that its file has.
+log = get_logger(__name__)
+
+COMMIT_SUFFIX: Final = ".commit"
+FAILED_SUFFIX: Final = ".failed"
+NEW_SUFFIX: Final = ".new"
+"""The suffix of a file that is being written. Such a file is not a record yet."""
+WRITER_SUFFIX: Final = ".writer"
+
+MAX_WRITERS: Final = 10_000
+"""The node remembers this many writers and forgets the longest inactive ones first."""
 
 
-class Range(NamedTuple):
-    """Offsets ``first`` to ``end - 1`` of a queue, to be settled."""
+class SettleRange(NamedTuple):
+    """The offsets ``first`` to ``end - 1`` of a queue, which a commit settles."""
 
     queue: str
     first: int
@@ -35,52 +45,69 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Publish ``stages``, each to the queue it was staged for, and settle ``ranges``.
+    """A request to publish ``stages``, each to its queue, and to settle ``ranges``.
 
-    It is a repeat, and nothing happens, if all its ranges are settled, or if ``writer`` has
-    committed this ``epoch`` or a later one. If only some are settled it goes on, unless it is to be
-    ``exact``: then it is refused, for what is staged was made of all of them.
+    The request is a repeat, and nothing happens, if all its ranges are settled or if ``writer`` has
+    committed this ``epoch`` or a later one. If only some ranges are settled, the commit continues.
+    An ``exact`` commit is refused then, because its stages were made from all of the ranges.
     """
 
     stages: Sequence[str] = ()
-    ranges: Sequence[Range] = ()
+    ranges: Sequence[SettleRange] = ()
     writer: str | None = None
     epoch: int = 0
     exact: bool = False
 
 
-class Part(NamedTuple):
-    """A stage as the file has it: into which queue, and under which numbers."""
+class CommitPart(NamedTuple):
+    """One stage of a commit: its queue, and the sequence number of its first event."""
 
     stage: str
     queue: str
     sequence: int
-    there: int | None = None
-    """How many of its events the queue has, if others may have used its numbers since."""
+    published: int | None = None
+    """How many of its events the queue already has. Set if other commits may have used the
+    sequence numbers of this part since."""
     source: str | None = None
-    """The queue that has its events, if the stage has only their places."""
+    """The queue that holds the events, if the stage holds only references to them."""
     source_end: int = 0
-    """Places from here on are those of other events."""
+    """References to this offset or a higher one mean other events and are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A commit as its file has it: all that carrying it out needs."""
+class CommitPlan:
+    """The content of a commit record: everything that is needed to apply the commit."""
 
-    parts: Sequence[Part]
-    ranges: Sequence[Range]
+    parts: Sequence[CommitPart]
+    ranges: Sequence[SettleRange]
     writer: str | None = None
     epoch: int = 0
     ids: Mapping[str, str] = field(default_factory=dict)
-    """By name, which queues are meant: one that was dropped and made anew is another one."""
+    """The ids of the queues, by name. A queue that was dropped and created again has a new id."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to carry out."""
+        """Whether there is nothing to apply."""
         return not self.parts and not self.ranges and self.writer is None
 
+    @property
+    def stages(self) -> list[str]:
+        """The stages of its parts."""
+        return [part.stage for part in self.parts]
+
+    @property
+    def queues(self) -> set[str]:
+        """The names of all queues that it reads, publishes to or settles."""
+        sources = {part.source for part in self.parts if part.source is not None}
+        return sources | {part.queue for part in self.parts} | {each.queue for each in self.ranges}
+
+    @property
+    def locks(self) -> set[str]:
+        """The names of the locks that the commit holds while it is applied."""
+        return get_lock_names(self.parts, self.ranges, self.writer)
+
     def to_json(self) -> bytes:
-        """The file's contents."""
+        """Return the content of the record's file."""
         values = {
             "parts": self.parts,
             "ranges": self.ranges,
@@ -90,37 +117,24 @@ class Plan:
         }
         return json.dumps(values).encode()
 
-    @property
-    def stages(self) -> list[str]:
-        """The stages of its parts."""
-        return [part.stage for part in self.parts]
-
-    @property
-    def queues(self) -> set[str]:
-        """All queues that it has to do with."""
-        sources = {part.source for part in self.parts if part.source is not None}
-        return sources | {part.queue for part in self.parts} | {each.queue for each in self.ranges}
-
-    @property
-    def keys(self) -> set[str]:
-        """What it must have for itself."""
-        return keys_of(self.parts, self.ranges, self.writer)
-
     @classmethod
-    def of_json(cls, data: bytes) -> Plan:
-        """The plan of a file. ``ValueError``, ``KeyError`` or ``TypeError`` if it has none."""
+    def from_json(cls, data: bytes) -> CommitPlan:
+        """Parse a record. Raises ``ValueError``, ``KeyError`` or ``TypeError`` if it is invalid."""
         values = json.loads(data)
         return cls(
-            [Part(*part) for part in values["parts"]],
-            [Range(*each[:3], *map(Outcome, each[3:])) for each in values["ranges"]],
+            [CommitPart(*part) for part in values["parts"]],
+            [SettleRange(*each[:3], *map(Outcome, each[3:])) for each in values["ranges"]],
             values["writer"],
             values["epoch"],
             values["ids"],
         )
 
 
-class Staged(Protocol):
-    """What is to be published into a queue, perhaps from another one."""
+# ── names of locks ───────────────────────────────────────────────────────────────────────────────
+
+
+class StageTarget(Protocol):
+    """Events for a queue, possibly references to events of a source queue."""
 
     @property
     def queue(self) -> str: ...
@@ -128,61 +142,71 @@ class Staged(Protocol):
     def source(self) -> str | None: ...
 
 
-def keys_of(stages: Iterable[Staged], ranges: Sequence[Range], writer: str | None) -> set[str]:
-    """What a commit must have for itself; emptying a queue and filling it are apart."""
-    keys = {out_of(each.queue) for each in ranges}
+def get_lock_names(
+    stages: Iterable[StageTarget], ranges: Sequence[SettleRange], writer: str | None
+) -> set[str]:
+    """Return the names of the locks of a commit.
+
+    Each queue has one lock for publishing and one for settling, so a commit that fills a queue and
+    a commit that empties it can run at the same time.
+    """
+    names = {name_settle_lock(each.queue) for each in ranges}
     for stage in stages:
-        keys.add(into(stage.queue))
+        names.add(name_publish_lock(stage.queue))
         if stage.source is not None:
-            keys.add(out_of(stage.source))
-    return keys | ({f"writer {writer}"} if writer is not None else set())
+            names.add(name_settle_lock(stage.source))
+    return names | ({f"writer {writer}"} if writer is not None else set())
 
 
-def into(queue: str) -> str:
-    """The key of whoever fills a queue."""
+def name_publish_lock(queue: str) -> str:
+    """Return the name of the lock for publishing to a queue."""
     return f"into {queue}"
 
 
-def out_of(queue: str) -> str:
-    """The key of whoever empties a queue."""
+def name_settle_lock(queue: str) -> str:
+    """Return the name of the lock for settling events of a queue."""
     return f"from {queue}"
 
 
-log = logging.getLogger(__name__)
-
-COMMIT: Final = ".commit"
-FAILED: Final = ".failed"
-NEW: Final = ".new"
-"""What a file is called that is being written: it was never a step."""
+# ── files ────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Steps:
-    """The directory of these files."""
+class CommitLog:
+    """The directory of commit records. Safe to use from any thread."""
 
     def __init__(self, directory: Path, disk: Disk) -> None:
         self._directory = directory
         self._disk = disk
         self._lock = threading.Lock()
-        self._last = max(map(_number, self.left()), default=0)
+        self._last = max(map(_parse_number, self.list_records()), default=0)
 
-    def take(self, plan: Plan) -> Path:
-        """Take the step. Raises ``StorageFailed``: then it is not taken."""
+    def append(self, plan: CommitPlan) -> Path:
+        """Write the record of a commit, which makes the commit final.
+
+        Raises ``StorageFailed``: then there is no record, and the commit did not happen.
+        """
         with self._lock:
             self._last += 1
-            path = self._directory / f"{self._last:020d}{COMMIT}"
+            path = self._directory / f"{self._last:020d}{COMMIT_SUFFIX}"
         try:
             self._disk.write_whole(path, plan.to_json())
         except OSError as error:
-            if self._is_removed(path):
+            if self._try_remove(path):
                 raise StorageFailed(f"cannot commit: {error.strerror or error}") from error
-            # The next start would find it, so it is taken: all was checked, and it was asked for.
-            log.warning("a commit that was not synced cannot be removed: it goes on: %s", error)
+            # The next start would find the record, so the commit has to happen: it was requested,
+            # and everything was checked before.
+            log.warning(
+                "commit.unsynced_record_kept",
+                record=path.name,
+                error=error,
+                hint="the record cannot be removed, so the commit is applied",
+            )
         return path
 
-    def _is_removed(self, path: Path) -> bool:
-        """Whether the next start will not find what may be there, whatever the error was."""
-        with contextlib.suppress(OSError):  # the next start sweeps it up
-            self._disk.unlink(path.with_name(path.name + NEW))
+    def _try_remove(self, path: Path) -> bool:
+        """Remove a record that was not written properly; false if the next start may find it."""
+        with contextlib.suppress(OSError):  # the next start removes it
+            self._disk.unlink(path.with_name(path.name + NEW_SUFFIX))
         if not path.exists():
             return True
         try:
@@ -191,116 +215,118 @@ class Steps:
             return False
         return True
 
-    def rewrite(self, path: Path, plan: Plan) -> None:
-        """Replace a plan by what is left of it. Raises ``OSError``."""
+    def rewrite(self, path: Path, plan: CommitPlan) -> None:
+        """Replace the plan of a record. Raises ``OSError``."""
         self._disk.write_whole(path, plan.to_json())
 
-    def set_aside(self, path: Path) -> Path:
-        """Carry it out no more. Raises ``OSError``."""
-        return self._renamed(path, FAILED)
+    def mark_failed(self, path: Path) -> Path:
+        """Rename a record to ``.failed``, so that only a start tries it again. ``OSError``."""
+        return self._rename(path, FAILED_SUFFIX)
 
-    def take_up(self, path: Path) -> Path:
-        """Carry it out after all. Raises ``OSError``."""
-        return self._renamed(path, COMMIT)
+    def mark_active(self, path: Path) -> Path:
+        """Rename a ``.failed`` record to ``.commit``, to apply it again. Raises ``OSError``."""
+        return self._rename(path, COMMIT_SUFFIX)
 
-    def _renamed(self, path: Path, suffix: str) -> Path:
+    def _rename(self, path: Path, suffix: str) -> Path:
         new = path.with_suffix(suffix)
         self._disk.rename(path, new)
         try:
             self._disk.sync_directory(self._directory)
         except OSError as error:
-            # A power cut may undo it. The plan says all that the next start has to know then.
-            log.warning("%s is not synced: %s", new, error)
+            # A power failure may undo the rename. The plan itself tells the next start enough.
+            log.warning("commit.rename_not_synced", record=new, error=error)
         return new
 
     def remove(self, path: Path) -> None:
-        """It is through."""
+        """Remove the record of a commit that was applied completely."""
         try:
             self._disk.unlink(path)
         except OSError as error:
-            # The next start carries it out again, which changes nothing.
-            log.warning("a commit that is through cannot be removed: %s", error)
+            log.warning(
+                "commit.record_not_removed",
+                record=path.name,
+                error=error,
+                hint="the next start applies it again, which changes nothing",
+            )
 
-    def left(self) -> list[Path]:
-        """All, in the order in which they were taken."""
+    def list_records(self) -> list[Path]:
+        """Return all records in the order in which they were written."""
         paths = [self._directory / name for name in self._disk.listing(self._directory)]
-        return sorted((path for path in paths if path.suffix in (COMMIT, FAILED)), key=_number)
+        records = [path for path in paths if path.suffix in (COMMIT_SUFFIX, FAILED_SUFFIX)]
+        return sorted(records, key=_parse_number)
 
-    def read(self, path: Path) -> Plan | None:
-        """The plan of a file, ``None`` if it is none. Raises ``StorageFailed``.
+    def read(self, path: Path) -> CommitPlan | None:
+        """Return the plan of a record; ``None`` if the file has no valid plan.
 
-        What cannot be read at all may be a commit: without it the numbers of those that follow
-        would be wrong.
+        Raises ``StorageFailed`` if the file cannot be read. It may hold a commit, and without that
+        commit the sequence numbers of the following commits would be wrong.
         """
         try:
-            return Plan.of_json(path.read_bytes())
+            return CommitPlan.from_json(path.read_bytes())
         except OSError as error:
             raise StorageFailed(f"cannot read {path}: {error.strerror or error}") from error
         except (ValueError, KeyError, TypeError) as error:
-            log.error("%s is no commit that could be carried out: %s", path, error)  # noqa: TRY400
+            log.error(  # noqa: TRY400 - the traceback says nothing more
+                "commit.record_invalid", record=path, error=error
+            )
             return None
 
-    def sweep(self) -> None:
-        """Delete what was being written when an earlier process ended."""
+    def remove_unfinished_files(self) -> None:
+        """Delete the files that an earlier process did not finish writing."""
         for name in self._disk.listing(self._directory):
-            if name.endswith(NEW):
+            if name.endswith(NEW_SUFFIX):
                 try:
                     self._disk.unlink(self._directory / name)
                 except OSError as error:
-                    log.warning("%s cannot be removed: %s", name, error)
+                    log.warning("commit.unfinished_file_not_removed", file=name, error=error)
 
 
-def _number(path: Path) -> int:
+def _parse_number(path: Path) -> int:
     return int(path.stem) if path.stem.isdecimal() else 0
 
 
-# ── writers ──
-# Writers: how far each has committed, so that what it repeats is not committed again.
+class WriterEpochs:
+    """The last epoch that each writer has committed, one small file for each writer.
 
-SUFFIX: Final = ".writer"
-MAX_WRITERS: Final = 10_000
-"""So many are remembered; the longest silent are forgotten first."""
-
-
-class Writers:
-    """The last epoch of each writer, in a small file. Whoever notes one has the writer's key."""
+    It lets a commit recognize a repeat. The caller of :meth:`record` holds the writer's lock.
+    """
 
     def __init__(self, directory: Path, disk: Disk) -> None:
         self._directory = directory
         self._disk = disk
-        self._count = len(self._files())
+        self._count = len(self._list_files())
 
-    def epoch_of(self, writer: str) -> int | None:
-        """The last epoch that a writer has committed."""
+    def get_epoch(self, writer: str) -> int | None:
+        """Return the last epoch that a writer has committed, ``None`` if there is none."""
         try:
-            values = json.loads(self._path(writer).read_bytes())
+            values = json.loads(self._get_path(writer).read_bytes())
         except FileNotFoundError:
             return None
         epoch: int = values["epoch"]
         return epoch
 
-    def note(self, writer: str, epoch: int) -> None:
-        """A writer has committed an epoch, if not a later one. Raises ``OSError``."""
-        known = self.epoch_of(writer)
+    def record(self, writer: str, epoch: int) -> None:
+        """Store the epoch that a writer has committed, if it is the highest. ``OSError``."""
+        known = self.get_epoch(writer)
         if known is not None and known >= epoch:
-            return  # a commit of an earlier process that could not be removed, say
+            return  # for example a commit of an earlier process whose record was not removed
         values = json.dumps({"writer": writer, "epoch": epoch})
-        self._disk.write_whole(self._path(writer), values.encode())
+        self._disk.write_whole(self._get_path(writer), values.encode())
         self._count += known is None
         if self._count > MAX_WRITERS:
-            self._forget()
+            self._forget_oldest()
 
-    def _forget(self) -> None:
-        """Forget a tenth of them, so that not every new one has to look for the oldest."""
-        files = sorted(self._files(), key=lambda path: path.stat().st_mtime_ns)
+    def _forget_oldest(self) -> None:
+        """Forget a tenth of the writers, so that not every new writer causes a search."""
+        files = sorted(self._list_files(), key=lambda path: path.stat().st_mtime_ns)
         for path in files[: max(1, MAX_WRITERS // 10)]:
             self._disk.unlink(path)
-        self._count = len(self._files())
+        self._count = len(self._list_files())
 
-    def _files(self) -> list[Path]:
+    def _list_files(self) -> list[Path]:
         names = self._disk.listing(self._directory)
-        return [self._directory / name for name in names if name.endswith(SUFFIX)]
+        return [self._directory / name for name in names if name.endswith(WRITER_SUFFIX)]
 
-    def _path(self, writer: str) -> Path:
+    def _get_path(self, writer: str) -> Path:
         name = hashlib.sha256(writer.encode()).hexdigest()[:32]
-        return self._directory / (name + SUFFIX)
+        return self._directory / (name + WRITER_SUFFIX)

@@ -1,148 +1,174 @@
-"""Leftovers: what an earlier process had committed and not carried out, ready to be taken up."""
+"""Recovery of commits: find the commits that an earlier process did not apply completely.
+
+Records are taken up in the order in which they were written. A plan is adapted to the queues that
+are open now: parts of queues that were dropped are left out, offsets that the queue no longer knows
+are not settled, and parts get new sequence numbers where other commits may have used the old ones.
+"""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from turnlane.errors import NoSuchQueue, RetryLater
-from turnlane.node.commit_apply import Means, Pending, count_of, next_number
-from turnlane.node.commit_record import COMMIT, FAILED, Part, Plan, Range
+from turnlane.logs import get_logger
+from turnlane.node.commit_apply import (
+    CommitContext,
+    CommitJob,
+    count_part_events,
+    get_next_sequence,
+)
+from turnlane.node.commit_record import (
+    COMMIT_SUFFIX,
+    FAILED_SUFFIX,
+    CommitPart,
+    CommitPlan,
+    SettleRange,
+)
 from turnlane.node.staging import Staging
 from turnlane.queues.buffered import BufferedQueue
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 Queues = Mapping[str, BufferedQueue]
 
 
 @dataclass(slots=True)
-class Leftovers:
-    """What was found."""
+class UnfinishedCommits:
+    """The commits that a start has found."""
 
-    means: Means
-    pending: list[Pending] = field(default_factory=list)
-    """To be carried out, in this order."""
-    waiting: list[Plan] = field(default_factory=list)
-    """Nothing of these can be done now."""
+    context: CommitContext
+    jobs: list[CommitJob] = field(default_factory=list)
+    """The commits to apply, in this order."""
+    waiting: list[CommitPlan] = field(default_factory=list)
+    """The commits of which no part can be applied now."""
     unreadable: list[Path] = field(default_factory=list)
 
-    def tidy(self) -> None:
-        """Discard the stages that nobody needs. All are kept if who needs them cannot be read."""
+    def discard_stages(self) -> None:
+        """Discard the stages that no commit needs. Keep all if a record is unreadable."""
         try:
             if self.unreadable:
-                self.means.staging.set_aside()
+                self.context.staging.keep_leftovers()
             for path in self.unreadable:
-                self.means.steps.set_aside(path)
-            self.means.staging.discard_all()
+                self.context.log.mark_failed(path)
+            self.context.staging.discard_leftovers()
         except OSError as error:
-            log.warning("stages of an earlier process are left to the next start: %s", error)
+            log.warning("staging.cleanup_failed", error=error, hint="the next start tries it again")
 
 
-def leftovers(means: Means) -> Leftovers:
-    """Look for commits that are not through. Raises ``StorageFailed``."""
-    means.steps.sweep()
-    found = Leftovers(means)
-    for path in means.steps.left():
-        plan = means.steps.read(path)
+def find_unfinished_commits(context: CommitContext) -> UnfinishedCommits:
+    """Find the commits that were not applied completely. Raises ``StorageFailed``."""
+    context.log.remove_unfinished_files()
+    found = UnfinishedCommits(context)
+    for path in context.log.list_records():
+        plan = context.log.read(path)
         if plan is not None:
-            means.staging.claim(plan.stages)
-            pending = _taken_up(plan, path, means)
-            if pending is None:
+            context.staging.claim(plan.stages)
+            job = _create_job(plan, path, context)
+            if job is None:
                 found.waiting.append(plan)
             else:
-                found.pending.append(pending)
-        elif path.suffix == COMMIT:
+                found.jobs.append(job)
+        elif path.suffix == COMMIT_SUFFIX:
             found.unreadable.append(path)
     return found
 
 
-def _taken_up(plan: Plan, path: Path, means: Means) -> Pending | None:
-    """A plan, to be carried out; ``None`` if it has to wait for another start."""
-    queues = _open_queues(plan, means)
-    if path.suffix == FAILED and not queues:
-        log.error("%s waits for queues that are not open", path)
+def _create_job(plan: CommitPlan, path: Path, context: CommitContext) -> CommitJob | None:
+    """Return the job that applies a plan; ``None`` if the plan waits for another start."""
+    queues = _find_open_queues(plan, context)
+    if path.suffix == FAILED_SUFFIX and not queues:
+        log.error("commit.queues_not_open", record=path, queues=sorted(plan.queues))
         return None
     try:
-        left = _still_meant(plan, queues)
-        left = replace(left, parts=_renumbered(left.parts, queues, means.staging))
-        if path.suffix == FAILED:
-            means.steps.rewrite(path, left)
-            return Pending(left, means.steps.take_up(path), queues, means)
+        left = _adapt_plan(plan, queues)
+        left = replace(left, parts=_renumber_parts(left.parts, queues, context.staging))
+        if path.suffix == FAILED_SUFFIX:
+            context.log.rewrite(path, left)
+            return CommitJob(left, context.log.mark_active(path), queues, context)
     except (OSError, ValueError, RetryLater) as error:
-        log.error("%s is left to another start: %s", path, error)  # noqa: TRY400
+        log.error(  # noqa: TRY400 - the traceback says nothing more
+            "commit.resume_failed",
+            record=path,
+            error=error,
+            hint="the next start tries it again",
+        )
         return None
-    return Pending(left, path, queues, means, is_changed=left != plan)
+    return CommitJob(left, path, queues, context, is_changed=left != plan)
 
 
-def _open_queues(plan: Plan, means: Means) -> dict[str, BufferedQueue]:
+def _find_open_queues(plan: CommitPlan, context: CommitContext) -> dict[str, BufferedQueue]:
     queues = {}
     for name in plan.queues:
         try:
-            queues[name] = means.find(name)
+            queues[name] = context.find_queue(name)
         except NoSuchQueue:
             continue
     return queues
 
 
-def _still_meant(plan: Plan, queues: Queues) -> Plan:
-    """A plan without what was for queues that were dropped, and offsets nobody knows any more."""
+def _adapt_plan(plan: CommitPlan, queues: Queues) -> CommitPlan:
+    """Remove the parts of dropped queues, and the offsets that the queues no longer know."""
     parts = [
-        _capped(part, queues)
+        _limit_references(part, queues)
         for part in plan.parts
-        if not _is_other(part.queue, plan, queues)
-        and not (part.source is not None and _is_other(part.source, plan, queues))
+        if not _is_other_queue(part.queue, plan, queues)
+        and not (part.source is not None and _is_other_queue(part.source, plan, queues))
     ]
-    ranges = [left for each in plan.ranges if (left := _known(each, plan, queues)) is not None]
-    return replace(plan, parts=parts, ranges=ranges)
+    limited = [_limit_range(each, plan, queues) for each in plan.ranges]
+    return replace(plan, parts=parts, ranges=[each for each in limited if each is not None])
 
 
-def _capped(part: Part, queues: Queues) -> Part:
-    """A part without places that its source does not know any more."""
+def _limit_references(part: CommitPart, queues: Queues) -> CommitPart:
+    """Ignore references of a part to offsets that its source does not have any more."""
     if part.source is None or part.source not in queues:
         return part
     return part._replace(source_end=min(part.source_end, queues[part.source].end))
 
 
-def _is_other(name: str, plan: Plan, queues: Queues) -> bool:
-    """Whether the queue of this name is not the one that was meant.
+def _is_other_queue(name: str, plan: CommitPlan, queues: Queues) -> bool:
+    """Whether the open queue of this name is not the queue of the plan.
 
-    One without an identity, then or now, is good for what was committed into it.
+    A queue without an id, then or now, counts as the same queue.
     """
-    now = identity(queues[name]) if name in queues else ""
+    now = get_queue_id(queues[name]) if name in queues else ""
     return bool(now and plan.ids.get(name) and plan.ids[name] != now)
 
 
-def _known(each: Range, plan: Plan, queues: Queues) -> Range | None:
-    """What the queue still knows of a range.
+def _limit_range(each: SettleRange, plan: CommitPlan, queues: Queues) -> SettleRange | None:
+    """Return the part of a range that the queue still has, ``None`` if there is no such part.
 
-    Offsets that were not written down when the process ended are given to other events.
+    Offsets that were not on the disk when the process ended are given to other events later.
     """
     if each.queue not in queues:
         return each
     queue = queues[each.queue]
-    if plan.ids.get(each.queue) != identity(queue):
+    if plan.ids.get(each.queue) != get_queue_id(queue):
         return None
     left = each._replace(end=min(each.end, queue.end))
     return left if left.first < left.end else None
 
 
-def _renumbered(parts: Iterable[Part], queues: Queues, staging: Staging) -> list[Part]:
-    """Parts with the numbers that come next. Raises ``OSError``, ``ValueError``, ``RetryLater``."""
-    next_of = {name: next_number(queue) for name, queue in queues.items()}
+def _renumber_parts(
+    parts: Iterable[CommitPart], queues: Queues, staging: Staging
+) -> list[CommitPart]:
+    """Give the next sequence numbers to parts whose own numbers may be used by other events.
+
+    Raises ``OSError``, ``ValueError``, ``RetryLater``.
+    """
+    next_of = {name: get_next_sequence(queue) for name, queue in queues.items()}
     renumbered = []
     for part in parts:
-        if part.there is not None and part.queue in queues:
-            # What the queue has gets numbers that it knows: a repeat.
-            sequence = next_of[part.queue] - part.there
-            next_of[part.queue] = sequence + count_of(part, staging)
-            part = part._replace(sequence=sequence, there=None)  # noqa: PLW2901
+        if part.published is not None and part.queue in queues:
+            # Events that the queue already has get numbers below its next one: a repeat.
+            sequence = next_of[part.queue] - part.published
+            next_of[part.queue] = sequence + count_part_events(part, staging)
+            part = part._replace(sequence=sequence, published=None)  # noqa: PLW2901
         renumbered.append(part)
     return renumbered
 
 
-def identity(queue: BufferedQueue) -> str:
-    """What tells a queue from another of its name; one that is only in memory has none."""
+def get_queue_id(queue: BufferedQueue) -> str:
+    """Return the id of a queue on disk. A queue that is only in memory has no id."""
     return queue.stored_id

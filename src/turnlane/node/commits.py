@@ -1,41 +1,39 @@
-"""Commits: staged blocks into several queues, and ranges of others settled, as one durable step.
+"""Commits: publish staged blocks to several queues and settle ranges of others, atomically.
 
-The step is one small file, written whole: before it nothing has happened, after it everything
-will. What follows is repeated until it is through, and repeating changes nothing: blocks are
-published under numbers that the file has fixed, so that a queue drops what it has; settling what
-is settled is settling it; an epoch never goes back.
+The commit record, one small file that is written as a whole, is the point of no return: before it,
+nothing has happened; after it, everything will happen. The work after the record is repeated until
+it is complete, and a repetition changes nothing (see ``commit_apply.py``).
 
 A commit is in one of these states::
 
-    asked ──step──▶ taken ──all done──▶ through          (file removed, keys given back)
-      │               │ ╰──refused in part──▶ through, the rest failed
-      ▼               ▼
-    refused         stuck ──next start──▶ taken
+    requested ──record──▶ recorded ──all applied──▶ complete      (record removed, locks released)
+        │                    │ ╰──refused in part──▶ complete, the rest failed
+        ▼                    ▼
+     refused               stuck ──next start──▶ recorded
 
-- *asked*: it waits for its keys (its queues, its writer), then everything is checked that could
-  fail later. Any error here means that nothing has happened.
-- *taken*: the file is there. Nobody else has its keys, so no other commit can take a step with the
-  same numbers. A disk that fails or a queue that is full delays it. A queue that is dropped takes
-  what was for it along; the rest goes on.
-- *stuck*: the node is closing, or a queue is broken. Its keys stay taken: others that need them
-  are refused before their own step, or theirs would begin with numbers that this one has used.
-- *through*: should the file outlast it, carrying it out again changes nothing.
-- *failed*: what a queue refuses for ever, or what is for one that is not open. The file has only
-  that now and is called ``.failed``. Every start tries it again, under new numbers if the queue has
-  numbered on.
+- *requested*: the commit waits for its locks (of its queues and its writer). Then everything that
+  could fail later is checked. Any error here means that nothing has happened.
+- *recorded*: the record is on the disk. The commit holds its locks, so no other commit can write a
+  record with the same sequence numbers. A failing disk or a full queue delays it. If a queue is
+  dropped, its events are dropped with it, and the rest of the commit continues.
+- *stuck*: the node is closing, or a queue is broken. The locks stay taken. Other commits that need
+  them are refused before their own record, because they would use the same sequence numbers.
+- *complete*: if the record could not be removed, applying it again changes nothing.
+- *failed*: events that a queue refuses permanently, or events of a queue that is not open. The
+  record keeps only these and is called ``.failed``. Every start tries it again, with new sequence
+  numbers if the queue has used the old ones.
 
-Stages may be *diskless*: if the disk is full or fails, what they hold waits in memory, and the
-commit goes on without them; without a file, too, if that cannot be written.
+Stages can be *diskless*: if the disk is full or fails, their events wait in memory, and the commit
+continues without them, even without a record if that cannot be written.
 
-A start takes up what it finds in the order in which the steps were taken; whoever shares a key
-with one that is not through waits for it. Offsets that an earlier process knew and this one does
-not are not settled: they will be those of other events. What cannot be done at once is done by a
-thread, for who makes room may only come once the node has started.
+A start applies the records in the order in which they were written; a commit that shares a lock
+with an unfinished earlier one waits for it. Offsets that an earlier process knew and this one does
+not know are not settled: they will belong to other events. Commits that cannot be applied at once
+continue on a thread, because the consumers that make room may connect only after the start.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -52,122 +50,132 @@ from turnlane.errors import (
     RetryLater,
     StorageFailed,
 )
-from turnlane.node.commit_apply import OWN, Means, Pending, next_number
+from turnlane.logs import get_logger
+from turnlane.node.commit_apply import NODE_PREFIX, CommitContext, CommitJob, get_next_sequence
 from turnlane.node.commit_record import (
     Commit,
-    Part,
-    Plan,
-    Range,
-    Steps,
-    Writers,
-    into,
-    keys_of,
-    out_of,
+    CommitLog,
+    CommitPart,
+    CommitPlan,
+    SettleRange,
+    WriterEpochs,
+    get_lock_names,
+    name_publish_lock,
+    name_settle_lock,
 )
-from turnlane.node.commit_recovery import identity, leftovers
-from turnlane.node.staging import Overflow, Staging
+from turnlane.node.commit_recovery import find_unfinished_commits, get_queue_id
+from turnlane.node.staging import OverflowBuffer, Staging
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.storage.disk_io import Disk
 
-# ── keys ──
-# Keys: what a commit has for itself while it is under way.
-#
-# A claim has all its keys or none. Were they taken one by one, a commit that waits for one of
-# them
-# could keep another from the very commit that would end its waiting.
+log = get_logger(__name__)
+
+START_SECONDS: Final = 10.0
+"""How long a start waits for a slow disk to persist old commits; a thread does the rest later."""
+
+FILL_SECONDS: Final = 0.5
+"""How long a reader waits at most for a commit that is publishing to its queue."""
+
+_FAILED_RECORD: Final = "an earlier commit is kept as .failed"
 
 
-class Claim:
-    """Some keys, and whoever has them."""
+class LockSet:
+    """The locks of one commit."""
 
-    __slots__ = ("keys", "stuck")
+    __slots__ = ("names", "stuck")
 
-    def __init__(self, keys: Iterable[str], stuck: str = "") -> None:
-        self.keys = frozenset(keys)
+    def __init__(self, names: Iterable[str], stuck: str = "") -> None:
+        self.names = frozenset(names)
         self.stuck = stuck
-        """Why nobody works on it any more though it is not through; until then empty."""
+        """Why the commit is incomplete although no thread works on it; else empty."""
 
 
-class Keys:
-    """The claims on keys. Safe to use from any thread."""
+class CommitLocks:
+    """The named locks of all commits. Safe to use from any thread.
+
+    A commit gets all its locks at once. If it took them one by one, a commit that waits for one
+    lock could hold another lock that the first commit's owner needs to finish.
+    """
 
     def __init__(self) -> None:
-        self._line: list[Claim] = []
-        """Those who have their keys, and those of a start that come after each other."""
+        self._sets: list[LockSet] = []
+        """The lock sets that are held; at a start also lock sets that wait for earlier ones."""
         self._changed = threading.Condition()
         self._closing = False
 
-    def take(self, keys: Iterable[str]) -> Claim:
-        """Wait until nobody has any of these keys, and have them.
+    def acquire(self, names: Iterable[str]) -> LockSet:
+        """Wait until all these locks are free, and take them.
 
-        Raises ``RetryLater`` if that takes until the next start, ``QueueClosed`` at the node's end.
+        Raises ``RetryLater`` if one is stuck until the next start, ``QueueClosed`` if the node is
+        closing.
         """
-        claim = Claim(keys)
+        locks = LockSet(names)
         with self._changed:
-            self._await_free(claim, lambda: self._line)
+            self._wait_until_free(locks, lambda: self._sets)
             if self._closing:
                 raise QueueClosed("the node is closing")
-            self._line.append(claim)
-        return claim
+            self._sets.append(locks)
+        return locks
 
-    def join(self, keys: Iterable[str], stuck: str = "") -> Claim:
-        """Have these keys, after those who have some of them now."""
-        claim = Claim(keys, stuck)
+    def enqueue(self, names: Iterable[str], stuck: str = "") -> LockSet:
+        """Add a lock set behind the present holders, without waiting."""
+        locks = LockSet(names, stuck)
         with self._changed:
-            self._line.append(claim)
-        return claim
+            self._sets.append(locks)
+        return locks
 
-    def is_first(self, claim: Claim) -> bool:
-        """Whether nobody who came before has any of its keys."""
+    def is_first(self, locks: LockSet) -> bool:
+        """Whether no earlier lock set has one of its locks."""
         with self._changed:
-            return not any(claim.keys & other.keys for other in self._before(claim))
+            return not any(locks.names & other.names for other in self._get_earlier(locks))
 
-    def await_first(self, claim: Claim) -> None:
-        """Wait until it is its turn. Raises what :meth:`take` does."""
+    def wait_until_first(self, locks: LockSet) -> None:
+        """Wait until no earlier lock set has one of its locks. Raises like :meth:`acquire`."""
         with self._changed:
-            self._await_free(claim, lambda: self._before(claim))
+            self._wait_until_free(locks, lambda: self._get_earlier(locks))
 
-    def release(self, claim: Claim) -> None:
-        """It is through, or has come to nothing."""
+    def release(self, locks: LockSet) -> None:
+        """Release the locks of a commit that is complete or was refused."""
         with self._changed:
-            self._line.remove(claim)
+            self._sets.remove(locks)
             self._changed.notify_all()
 
-    def await_unused(self, key: str, seconds: float) -> bool:
-        """Wait, no longer than that, until nobody works on anything with this key; says if so."""
+    def mark_stuck(self, locks: LockSet, reason: str) -> None:
+        """Keep the locks until the next start: the commit is incomplete and was given up."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._is_used(key), seconds)
-
-    def _is_used(self, key: str) -> bool:
-        return any(key in claim.keys and not claim.stuck for claim in self._line)
-
-    def keep(self, claim: Claim, why: str) -> None:
-        """It is not through and nobody works on it: its keys are taken until the next start."""
-        with self._changed:
-            claim.stuck = why
+            locks.stuck = reason
             self._changed.notify_all()
+
+    def wait_until_unused(self, name: str, seconds: float) -> bool:
+        """Wait until no running commit has this lock; false if that takes too long."""
+
+        def is_unused() -> bool:
+            return not any(name in locks.names and not locks.stuck for locks in self._sets)
+
+        with self._changed:
+            return self._changed.wait_for(is_unused, seconds)
 
     def stop(self) -> None:
-        """Let nobody else have a key."""
+        """Give out no more locks."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
-    def await_ended(self) -> None:
-        """Wait until nobody works on anything."""
+    def wait_until_idle(self) -> None:
+        """Wait until no commit is running."""
         with self._changed:
             self._changed.wait_for(lambda: not self.is_busy)
 
     @property
     def is_busy(self) -> bool:
-        """Whether anybody has a key and works on something."""
-        return not all(claim.stuck for claim in self._line)
+        """Whether a commit that holds locks is running."""
+        return not all(locks.stuck for locks in self._sets)
 
-    def _before(self, claim: Claim) -> list[Claim]:
-        return self._line[: self._line.index(claim)]
+    def _get_earlier(self, locks: LockSet) -> list[LockSet]:
+        return self._sets[: self._sets.index(locks)]
 
-    def _await_free(self, claim: Claim, others: Callable[[], list[Claim]]) -> None:
-        while rivals := [other for other in others() if claim.keys & other.keys]:
+    def _wait_until_free(self, locks: LockSet, get_others: Callable[[], list[LockSet]]) -> None:
+        while rivals := [other for other in get_others() if locks.names & other.names]:
             if self._closing:
                 raise QueueClosed("the node is closing")
             for rival in rivals:
@@ -176,27 +184,21 @@ class Keys:
             self._changed.wait()
 
 
-log = logging.getLogger(__name__)
-
-START_SECONDS: Final = 10.0
-"""So long a start waits for a slow disk to persist what it takes up; the rest is done later."""
-
-FILL_SECONDS: Final = 0.5
-"""So long a reader waits at most for a commit that is filling its queue."""
-
-
-def foreign(producer_id: str) -> str:
-    """The producer id of a client. Raises ``ValueError`` for one of the node's own."""
-    if producer_id.startswith(OWN):
-        raise ValueError(f"producer ids that begin with {OWN!r} are the node's own")
+def check_client_producer_id(producer_id: str) -> str:
+    """Return a client's producer id. Raises ``ValueError`` if it is reserved for the node."""
+    if producer_id.startswith(NODE_PREFIX):
+        raise ValueError(
+            f"producer ids that begin with {NODE_PREFIX!r} are reserved for the node: "
+            f"{producer_id!r}"
+        )
     return producer_id
 
 
 class Commits:
-    """The node's commits. Safe to call from any thread.
+    """The commits of a node. Safe to call from any thread.
 
-    Those of different queues run side by side, so that a lane that waits for room in a queue never
-    keeps the lane that empties it from doing so.
+    Commits of different queues run at the same time, so a lane that waits for room in a queue never
+    blocks the lane that empties the queue.
     """
 
     def __init__(
@@ -205,30 +207,30 @@ class Commits:
         directory.mkdir(parents=True, exist_ok=True)
         self._staging = staging
         self._queue = queue
-        self._steps = Steps(directory, disk)
-        self._writers = Writers(directory, disk)
-        self.overflow = Overflow(queue)
-        self._means = Means(self._steps, staging, self._writers, queue, self.overflow.take)
-        self._keys = Keys()
+        self._log = CommitLog(directory, disk)
+        self._writers = WriterEpochs(directory, disk)
+        self.overflow = OverflowBuffer(queue)
+        self._context = CommitContext(self._log, staging, self._writers, queue, self.overflow.add)
+        self._locks = CommitLocks()
         self._closing = threading.Event()
         self.total = 0
         self.repeated = 0
-        """Commits that had been carried out before."""
+        """The number of requests that were repeats of earlier commits."""
 
     def commit(self, commit: Commit, check: Callable[[], object] = lambda: None) -> bool:
-        """Carry a commit out; false if it was carried out before.
+        """Apply a commit; return false if it is a repeat.
 
-        ``check`` is called when no other commit of its queues can come between any more, and raises
-        if it is not to be.
+        ``check`` is called when the commit holds its locks; it raises to refuse the commit.
         Raises ``QueueFull`` if a queue has no room for its stages, ``StorageFailed``,
-        ``NoSuchStage``, ``NoSuchQueue``, ``SchemaMismatch``, and ``RetryLater`` if an earlier one
-        is in its way until the next start: then nothing has happened. After ``QueueClosed``, which
-        is to say that the node is closing, it may be carried out by the next start: repeat it then.
+        ``NoSuchStage``, ``NoSuchQueue``, ``SchemaMismatch``, and ``RetryLater`` if an earlier
+        commit blocks it until the next start: in all these cases nothing has happened. After
+        ``QueueClosed``, which means that the node is closing, the next start may apply the commit:
+        repeat the request then.
         """
         if commit.writer is not None and not (commit.stages or commit.ranges):
-            raise ConfigError("writer", "commits something: name stages, or ranges")
-        claim = self._keys.take(self._keys_of(commit))
-        pending = None
+            raise ConfigError("writer", "a commit with a writer needs at least one stage or range")
+        locks = self._locks.acquire(self._get_lock_names(commit))
+        job = None
         try:
             if self._is_repeat(commit):
                 self.repeated += 1
@@ -237,81 +239,82 @@ class Commits:
             check()
             if commit.exact:
                 self._check_unsettled(commit.ranges)
-            plan, pending = self._taken(commit)
+            plan, job = self._record(commit)
         finally:
-            if pending is None:
-                self._keys.release(claim)
-        if pending is not None:
-            self._see_through(pending, claim)
+            if job is None:
+                self._locks.release(locks)
+        if job is not None:
+            self._apply(job, locks)
             self.total += 1
-        self._spare(commit, plan)
+        self._keep_rest_in_memory(commit, plan)
         return True
 
     def abort(self, stages: Sequence[str]) -> None:
-        """Give stages up."""
+        """Discard stages."""
         for stage in stages:
             self._staging.discard(stage)
 
-    def await_filled(self, queue: BufferedQueue) -> None:
-        """Let a commit into a queue be through with it, if that does not take long.
+    def wait_for_publishing_commits(self, queue: BufferedQueue) -> None:
+        """Wait a short time for a commit that is publishing to a queue.
 
-        Whoever reads what there is then gets all of it at once, and not in two batches.
+        A reader then gets all events of the commit in one batch instead of two.
         """
-        if not queue.stats().blocked_publishers:  # they wait for whoever reads
-            self._keys.await_unused(into(queue.name), FILL_SECONDS)
+        if not queue.stats().blocked_publishers:  # blocked publishers wait for this reader
+            self._locks.wait_until_unused(name_publish_lock(queue.name), FILL_SECONDS)
 
-    def await_emptied(self, queue: BufferedQueue, seconds: float) -> bool:
-        """Wait until no commit is settling events of a queue; false if one still is after that.
+    def wait_for_settling_commits(self, queue: BufferedQueue, seconds: float) -> bool:
+        """Wait until no commit is settling events of a queue; false if that takes too long.
 
-        Whoever looks before sees events that wait, and that have been passed on.
+        Before that, a reader sees events as unsettled although they were passed on.
         """
-        return self._keys.await_unused(out_of(queue.name), seconds)
+        return self._locks.wait_until_unused(name_settle_lock(queue.name), seconds)
 
-    def epoch_of(self, writer: str) -> int | None:
-        """The last epoch that a writer has committed."""
-        return self._writers.epoch_of(writer)
+    def get_epoch(self, writer: str) -> int | None:
+        """Return the last epoch that a writer has committed, ``None`` if there is none."""
+        return self._writers.get_epoch(writer)
 
     def recover(self) -> int:
-        """Finish what was committed before the node went down, discard what was not.
+        """Apply the recorded commits of an earlier process, and discard its other stages.
 
-        Returns how many commits there were. What the disk or a full queue delays is finished later.
+        Returns the number of commits. A thread continues with the commits that the disk or a full
+        queue delays.
         """
         deadline = time.monotonic() + START_SECONDS
-        found = leftovers(self._means)
+        found = find_unfinished_commits(self._context)
         for plan in found.waiting:
-            self._keys.join(plan.keys, stuck="an earlier commit is kept as .failed")
-        claimed = [(pending, self._keys.join(pending.plan.keys)) for pending in found.pending]
+            self._locks.enqueue(plan.locks, stuck=_FAILED_RECORD)
+        queued = [(job, self._locks.enqueue(job.plan.locks)) for job in found.jobs]
         try:
-            later = [each for each in claimed if not self._is_through(*each, deadline)]
-            found.tidy()
+            later = [each for each in queued if not self._try_apply(*each, deadline)]
+            found.discard_stages()
             for each in later:
                 name = "turnlane-commits"
                 threading.Thread(target=self._finish, args=each, name=name, daemon=True).start()
-        except BaseException:  # Ctrl-C, say: nobody works on them, so nobody is to wait for them
-            for _, claim in claimed:
-                self._keys.keep(claim, "the node did not start")
+        except BaseException:  # such as Ctrl-C: no thread works on them, so close() must not wait
+            for _, locks in queued:
+                self._locks.mark_stuck(locks, "the node did not start")
             raise
-        return len(claimed)
+        return len(queued)
 
     def stop(self) -> None:
-        """Let no commit begin; those whose step is taken go on until their queues are closed."""
+        """Refuse new commits. Recorded ones continue until their queues are closed."""
         self._closing.set()
-        self._keys.stop()
+        self._locks.stop()
 
     def close(self) -> None:
-        """Wait for those that are under way, once the queues are closed."""
+        """Wait for the running commits. The queues have to be closed before."""
         self.stop()
-        self._keys.await_ended()
+        self._locks.wait_until_idle()
 
-    # ── asked ────────────────────────────────────────────────────────────────────────────────────
+    # ── requested ────────────────────────────────────────────────────────────────────────────────
 
-    def _keys_of(self, commit: Commit) -> set[str]:
-        stages = map(self._staging.look, commit.stages)
-        return keys_of(filter(None, stages), commit.ranges, commit.writer)
+    def _get_lock_names(self, commit: Commit) -> set[str]:
+        stages = map(self._staging.find_contents, commit.stages)
+        return get_lock_names(filter(None, stages), commit.ranges, commit.writer)
 
     def _is_repeat(self, commit: Commit) -> bool:
         if commit.writer is not None:
-            last = self.epoch_of(commit.writer)
+            last = self.get_epoch(commit.writer)
             if last is not None and commit.epoch <= last:
                 return True
         ranges = [each for each in commit.ranges if each.first < each.end]
@@ -319,60 +322,69 @@ class Commits:
             self._queue(each.queue).is_settled(each.first, each.end) for each in ranges
         )
 
-    def _check_unsettled(self, ranges: Sequence[Range]) -> None:
+    def _check_unsettled(self, ranges: Sequence[SettleRange]) -> None:
         for each in ranges:
             span = (each.first, each.end)
             if self._queue(each.queue).filter_unsettled([span]) != [span]:
-                raise RetryLater(f"queue {each.queue!r}: offsets were settled by somebody else")
+                raise RetryLater(
+                    f"queue {each.queue!r}: another consumer has settled some of the offsets "
+                    f"{each.first} to {each.end - 1}"
+                )
 
-    def _taken(self, commit: Commit) -> tuple[Plan, Pending | None]:
-        """Check that everything can be done, and take the step, unless there is nothing to do."""
-        self._staging.take(commit.stages)
+    def _record(self, commit: Commit) -> tuple[CommitPlan, CommitJob | None]:
+        """Check that the commit can be applied, and write its record unless it is empty."""
+        self._staging.claim_finished(commit.stages)
         try:
-            queues = self._open_queues(commit)
-            parts = self._parts(commit, queues)
-            ids = {name: identity(queue) for name, queue in queues.items()}
-            plan = Plan(parts, commit.ranges, commit.writer, commit.epoch, ids)
+            queues = self._find_open_queues(commit)
+            parts = self._plan_parts(commit, queues)
+            ids = {name: get_queue_id(queue) for name, queue in queues.items()}
+            plan = CommitPlan(parts, commit.ranges, commit.writer, commit.epoch, ids)
             if plan.is_empty:
                 return plan, None
-            plan, path = self._step(commit, plan)
-            return plan, Pending(plan, path, queues, self._means)
+            plan, path = self._write_record(commit, plan)
+            return plan, CommitJob(plan, path, queues, self._context)
         except BaseException:
-            self._staging.disclaim(commit.stages)
+            self._staging.release_claims(commit.stages)
             raise
 
-    def _step(self, commit: Commit, plan: Plan) -> tuple[Plan, Path | None]:
-        """Take the step; without the disk, if nothing of the commit needs it. ``StorageFailed``."""
+    def _write_record(self, commit: Commit, plan: CommitPlan) -> tuple[CommitPlan, Path | None]:
+        """Write the record; continue without one if all stages are diskless. ``StorageFailed``."""
         try:
-            return plan, self._steps.take(plan)
+            return plan, self._log.append(plan)
         except StorageFailed:
-            stages = map(self._staging.contents, commit.stages)
+            stages = map(self._staging.get_contents, commit.stages)
             if not commit.stages or commit.writer or not all(each.diskless for each in stages):
                 raise
-            # What is staged waits in memory, and queues always have room for what is settled. What
-            # is not, if the node ends meanwhile, comes again.
+            # The staged events wait in memory, and a queue always has room for acks. Offsets that
+            # are not settled when the node ends are read again.
             return replace(plan, parts=()), None
 
-    def _open_queues(self, commit: Commit) -> dict[str, BufferedQueue]:
-        """The queues of a commit. Raises ``NoSuchStage``, ``NoSuchQueue``, ``QueueClosed``."""
+    def _find_open_queues(self, commit: Commit) -> dict[str, BufferedQueue]:
+        """Return the queues of a commit. Raises ``NoSuchStage``, ``NoSuchQueue``, ``QueueClosed``.
+
+        Also raises ``SchemaMismatch``.
+        """
         queues: dict[str, BufferedQueue] = {}
         for stage in commit.stages:
-            contents = self._staging.contents(stage)
+            contents = self._staging.get_contents(stage)
             queue = queues.setdefault(contents.queue, self._queue(contents.queue))
             queue.check_open()
             queue.check_columns(contents.schema)
             if contents.source is not None:
                 source = queues.setdefault(contents.source, self._queue(contents.source))
-                if identity(source) != contents.source_id:
-                    raise NoSuchStage(f"the events of stage {stage!r} went with their queue")
+                if get_queue_id(source) != contents.source_id:
+                    raise NoSuchStage(
+                        f"stage {stage!r} refers to events of queue {contents.source!r}, which was "
+                        "dropped"
+                    )
         for each in commit.ranges:
             queue = queues.setdefault(each.queue, self._queue(each.queue))
             if queue.closed:
                 raise QueueClosed(f"queue {queue.name!r} is closed")
         return queues
 
-    def _parts(self, commit: Commit, queues: dict[str, BufferedQueue]) -> list[Part]:
-        """Stages and their numbers, those left out that are to wait in memory.
+    def _plan_parts(self, commit: Commit, queues: dict[str, BufferedQueue]) -> list[CommitPart]:
+        """Assign sequence numbers to the stages, except to stages that will wait in memory.
 
         Raises ``QueueFull``.
         """
@@ -381,13 +393,13 @@ class Commits:
         size: Counter[str] = Counter()
         parts = []
         for stage in commit.stages:
-            contents = self._staging.contents(stage)
-            if contents.held is not None:
+            contents = self._staging.get_contents(stage)
+            if contents.blocks is not None:
                 continue
             name = contents.queue
-            number = next_of.setdefault(name, next_number(queues[name]))
+            number = next_of.setdefault(name, get_next_sequence(queues[name]))
             source_end = 0 if contents.source is None else queues[contents.source].end
-            parts.append(Part(stage, name, number, None, contents.source, source_end))
+            parts.append(CommitPart(stage, name, number, None, contents.source, source_end))
             next_of[name] += contents.events
             events[name] += contents.events
             size[name] += contents.bytes
@@ -395,64 +407,65 @@ class Commits:
             if has_room(queues[name], count, size[name]):
                 continue
             mine = [part for part in parts if part.queue == name]
-            if not all(self._staging.contents(part.stage).spare for part in mine):
+            if not all(self._staging.get_contents(part.stage).spare for part in mine):
                 message = f"queue {name!r} has no room for {count} staged events"
                 raise QueueFull(message, after=1.0)
             parts = [part for part in parts if part.queue != name]
         return parts
 
-    # ── taken ────────────────────────────────────────────────────────────────────────────────────
+    # ── recorded ─────────────────────────────────────────────────────────────────────────────────
 
-    def _see_through(self, pending: Pending, claim: Claim) -> None:
-        """Carry out what can no longer be taken back."""
+    def _apply(self, job: CommitJob, locks: LockSet) -> None:
+        """Apply a recorded commit, and wait until it is complete."""
         try:
-            self._keys.await_first(claim)
-            pending.see_through(self._closing)
+            self._locks.wait_until_first(locks)
+            job.run_until_done(self._closing)
         except BaseException as error:
-            self._keys.keep(claim, f"an earlier commit waits for the node's next start: {error}")
+            reason = f"an earlier commit waits for the next start of the node: {error}"
+            self._locks.mark_stuck(locks, reason)
             raise
-        self._end(pending, claim)
+        self._release(job, locks)
 
-    def _is_through(self, pending: Pending, claim: Claim, deadline: float) -> bool:
-        """Carry out what an earlier process has left; false if that has to wait."""
-        if not self._keys.is_first(claim):
+    def _try_apply(self, job: CommitJob, locks: LockSet, deadline: float) -> bool:
+        """Apply a commit of an earlier process; false if it has to wait."""
+        if not self._locks.is_first(locks):
             return False
         try:
-            pending.carry_out(deadline)
-        except Exception as error:  # noqa: BLE001 - whoever tries it next tells of it
-            log.warning("a commit is to be finished later: %s", error)
+            job.run(deadline)
+        except Exception as error:  # noqa: BLE001 - the thread that tries it next reports it
+            log.warning("commit.postponed", error=error, hint="a thread continues with it")
             return False
-        self._end(pending, claim)
+        self._release(job, locks)
         return True
 
-    def _finish(self, pending: Pending, claim: Claim) -> None:
-        """The thread of a commit that was not through at the start."""
+    def _finish(self, job: CommitJob, locks: LockSet) -> None:
+        """Run the thread of a commit that was not complete at the start."""
         try:
-            self._see_through(pending, claim)
+            self._apply(job, locks)
         except (QueueClosed, RetryLater) as error:
-            log.info("a commit is left to the next start: %s", error)
+            log.info("commit.left_to_next_start", error=error)
         except Exception:
-            log.exception("a commit is left to the next start")
+            log.exception("commit.left_to_next_start")
 
-    def _end(self, pending: Pending, claim: Claim) -> None:
-        kept = pending.kept_keys
-        if kept:
-            self._keys.join(kept, stuck="an earlier commit is kept as .failed")
-        self._keys.release(claim)
+    def _release(self, job: CommitJob, locks: LockSet) -> None:
+        failed = job.failed_locks
+        if failed:
+            self._locks.enqueue(failed, stuck=_FAILED_RECORD)
+        self._locks.release(locks)
 
-    def _spare(self, commit: Commit, plan: Plan) -> None:
-        """Put what its queue, or the disk, had no room for where it can wait."""
+    def _keep_rest_in_memory(self, commit: Commit, plan: CommitPlan) -> None:
+        """Keep the stages in memory for which the queue, or the disk, had no room."""
         for stage in set(commit.stages).difference(plan.stages):
-            contents = self._staging.contents(stage)
-            self.overflow.take(contents.queue, self._staging.blocks(stage), contents.spare)
-            self._staging.disclaim([stage])
+            contents = self._staging.get_contents(stage)
+            self.overflow.add(contents.queue, self._staging.blocks(stage), contents.spare)
+            self._staging.release_claims([stage])
             self.abort([stage])
 
 
-def room_of(queue: BufferedQueue) -> int | None:
-    """How many more events a queue takes in one commit; ``None`` if that does not matter.
+def get_free_capacity(queue: BufferedQueue) -> int | None:
+    """Return how many more events one commit can publish to a queue; ``None``: any number.
 
-    By their bytes that is a guess: as if they were as large as those that are there.
+    For a limit in bytes this is an estimate, from the average size of the events in the queue.
     """
     stats = queue.stats()
     if not queue.blocks_when_full:
@@ -466,10 +479,10 @@ def room_of(queue: BufferedQueue) -> int | None:
 
 
 def has_room(queue: BufferedQueue, events: int, size: int) -> bool:
-    """Whether a queue takes what would otherwise wait for room with the step half carried out.
+    """Whether a commit can publish to a queue without waiting for room halfway.
 
-    One that is empty takes anything: what is larger than the queue goes in bit by bit. So does one
-    that drops when it is full.
+    An empty queue takes any commit: events beyond its limits are published in steps. So does a
+    queue that drops events when it is full.
     """
     stats = queue.stats()
     over = (stats.max_size is not None and stats.size + events > stats.max_size) or (

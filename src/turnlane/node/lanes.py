@@ -1,8 +1,8 @@
-"""Lanes: which offsets each is working on, so that a commit can settle them.
+"""Lanes: the offsets that each lane is working on, so that its commit can settle them.
 
-The reader that plans a batch and the sink that commits it are in different processes; the node is
-where they meet. A lane is one run at a time: a run that was superseded, a driver that was thought
-dead, say, can neither plan nor commit.
+The reader that plans a batch and the sink that commits it are in different processes; both talk to
+the node. A lane has one run at a time. A run that was replaced, for example of a driver that was
+thought to be dead, can neither plan nor commit.
 """
 
 from __future__ import annotations
@@ -14,106 +14,106 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from turnlane.errors import LaneTaken
-from turnlane.intervals import Ranges, Span, count_of
+from turnlane.intervals import RangeSet, Span, count_offsets
 from turnlane.ledger import Outcome
-from turnlane.node.commit_record import Range
+from turnlane.node.commit_record import SettleRange
 
-RETIRED: Final = 100
-"""So many runs of a lane that are over are remembered; they follow each other in seconds at least,
-and none that old has a batch under way."""
+MAX_RETIRED_RUNS: Final = 100
+"""How many replaced runs of a lane are remembered. Runs follow each other in seconds at least, so
+an older run has no batch in progress."""
 MAX_LANES: Final = 10_000
-"""So many lanes are remembered; the longest silent is forgotten first, and has to start anew."""
+"""How many lanes are remembered. The longest inactive lane is forgotten and has to restart."""
 
 
-class Planned(NamedTuple):
-    """What a lane reads."""
+class LanePlan(NamedTuple):
+    """The offsets that a lane reads as one batch."""
 
     queue: str
     spans: Sequence[Span]
     batch: int = 0
-    """Which of the run's batches it is. A lane of several nodes does not always reach all."""
+    """The number of the batch in its run. A lane of several nodes does not always reach all."""
     queue_id: str = ""
-    """Which queue of that name it is: in another these are the offsets of other events."""
+    """The id of the queue: in another queue of that name the offsets mean other events."""
 
-    def settled_by(self, kept: Iterable[Span], dead: Iterable[Span]) -> list[Range]:
-        """What its commit settles: all of it but what is kept for a later batch."""
-        left = Ranges(self.spans)
+    def get_settle_ranges(self, kept: Iterable[Span], dead: Iterable[Span]) -> list[SettleRange]:
+        """Return the ranges that the commit settles: all except those kept for a later batch."""
+        left = RangeSet(self.spans)
         for span in kept:
             left.remove(*span)
-        given_up = [part for span in Ranges(dead) for part in left.within(*span)]
+        given_up = [part for span in RangeSet(dead) for part in left.within(*span)]
         for span in given_up:
             left.remove(*span)
-        ranges = [Range(self.queue, *span) for span in left]
-        return ranges + [Range(self.queue, *span, Outcome.DEAD) for span in given_up]
+        ranges = [SettleRange(self.queue, *span) for span in left]
+        return ranges + [SettleRange(self.queue, *span, Outcome.DEAD) for span in given_up]
 
 
 @dataclass(slots=True)
 class _Lane:
     run: str
-    planned: Planned
+    planned: LanePlan
     retired: deque[str]
-    """The runs that were superseded: those that could still turn up."""
+    """The runs that were replaced and could still send requests."""
     committed: bool = False
     kept: int = 0
 
 
 class Lanes:
-    """The lanes of a node. They are forgotten with the process: a lane starts at its cursor."""
+    """The lanes of a node, in memory only: after a restart a lane begins at its cursor."""
 
     def __init__(self) -> None:
         self._lanes: dict[str, _Lane] = {}
-        """The longest silent first."""
+        """The longest inactive lane first."""
         self._lock = threading.Lock()
 
-    def plan(self, lane: str, run: str, planned: Planned) -> None:
-        """The lane works on these offsets now, and on no others. Raises ``LaneTaken``."""
+    def plan(self, lane: str, run: str, planned: LanePlan) -> None:
+        """Store the plan of a lane, in place of the one before. Raises ``LaneTaken``."""
         with self._lock:
             self._check(lane, run)
             known = self._lanes.pop(lane, None)
-            retired = deque[str](maxlen=RETIRED) if known is None else known.retired
+            retired = deque[str](maxlen=MAX_RETIRED_RUNS) if known is None else known.retired
             if known is not None and known.run != run:
                 retired.append(known.run)
             self._lanes[lane] = _Lane(run, planned, retired)
             if len(self._lanes) > MAX_LANES:
                 del self._lanes[next(iter(self._lanes))]
 
-    def queue_of(self, lane: str) -> str | None:
-        """The queue that a lane was last planned to read."""
+    def get_queue_name(self, lane: str) -> str | None:
+        """Return the queue of the last plan of a lane, ``None`` if there is no plan."""
         known = self._lanes.get(lane)
         return None if known is None else known.planned.queue
 
-    def planned(self, lane: str, run: str) -> Planned:
-        """What a commit of this run settles, or has settled.
+    def get_plan(self, lane: str, run: str) -> LanePlan:
+        """Return the last plan of a run.
 
-        Raises ``LaneTaken``, also if nothing was planned: the node was started anew since, and what
-        the run has read may be read again by the next one.
+        Raises ``LaneTaken``, also if there is no plan: then the node was restarted since, and the
+        next run may read the same events again.
         """
         with self._lock:
             self._check(lane, run)
             known = self._lanes.get(lane)
             if known is None or known.run != run:
-                raise LaneTaken(f"this run of lane {lane!r} is unknown here: start the lane anew")
+                raise LaneTaken(f"this run of lane {lane!r} is unknown here: restart the lane")
             return known.planned
 
     def is_committed(self, lane: str) -> bool:
-        """Whether what was planned last is settled."""
+        """Whether the last plan is committed."""
         known = self._lanes.get(lane)
         return known is not None and known.committed
 
-    def committed(self, lane: str, run: str, kept: Iterable[Span] = ()) -> None:
-        """What was planned is settled, but for what was kept."""
+    def mark_committed(self, lane: str, run: str, kept: Iterable[Span] = ()) -> None:
+        """Note that the plan of a run is committed, except for the ``kept`` offsets."""
         with self._lock:
             known = self._lanes.get(lane)
             if known is not None and known.run == run:
                 known.committed = True
-                known.kept = count_of(kept)
+                known.kept = count_offsets(kept)
 
-    def kept(self, lane: str) -> int:
-        """How many events the last commit of a lane has kept."""
+    def count_kept(self, lane: str) -> int:
+        """Return how many events the last commit of a lane has kept."""
         known = self._lanes.get(lane)
         return 0 if known is None else known.kept
 
     def _check(self, lane: str, run: str) -> None:
         known = self._lanes.get(lane)
         if known is not None and run in known.retired:
-            raise LaneTaken(f"lane {lane!r} has been started anew since: this run of it is over")
+            raise LaneTaken(f"lane {lane!r} was restarted: this run of it is over")

@@ -1,13 +1,12 @@
-"""Leases: batches in the hands of consumers that may die without a word.
+"""Leases: batches of remote consumers, which may die without a message.
 
-A batch that a remote consumer holds is settled by its lease's id. If the lease runs out first, the
-batch is released and comes to somebody else, its attempt counted.
+A remote consumer settles its batch by the id of its lease. If the lease expires first, the batch is
+released, and another consumer gets it with a higher attempt count.
 """
 
 from __future__ import annotations
 
 import heapq
-import logging
 import threading
 import time
 import uuid
@@ -15,18 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from turnlane.errors import NoSuchLease, QueueClosed
+from turnlane.logs import get_logger
 from turnlane.queues.api import Batch, Queue
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
-STALE = 1000
-"""Entries of leases that were extended or are over, beyond as many as there are leases."""
+MAX_STALE_ENTRIES = 1000
+"""The heap is rebuilt when it has this many outdated entries more than there are leases."""
 
 
 @dataclass(slots=True)
-class Lease:
-    """A batch in somebody's hands until ``expires`` (monotonic seconds)."""
+class BatchLease:
+    """A batch that a consumer holds until ``expires`` (monotonic seconds)."""
 
     queue: str
     batch: Batch
@@ -36,13 +36,13 @@ class Lease:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
-class Leases(Closing):
+class Leases(Closeable):
     """All leases of a node. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self.expired = 0
-        """How many ran out."""
-        self._leases: dict[str, Lease] = {}
+        """The number of leases that have expired."""
+        self._leases: dict[str, BatchLease] = {}
         self._due: list[tuple[float, str]] = []
         self._changed = threading.Condition()
         self._closed = False
@@ -51,10 +51,10 @@ class Leases(Closing):
 
     def take(
         self, queue: Queue, max_events: int | None, wait: float, seconds: float, holder: str
-    ) -> Lease:
-        """Take a batch from the queue; raises as :meth:`Queue.get` does."""
+    ) -> BatchLease:
+        """Take a batch from the queue under a new lease. Raises like :meth:`Queue.get`."""
         batch = queue.get(max_events, timeout=wait)
-        lease = Lease(queue.name, batch, time.monotonic() + seconds, seconds, holder)
+        lease = BatchLease(queue.name, batch, time.monotonic() + seconds, seconds, holder)
         with self._changed:
             if not self._closed:
                 self._leases[lease.id] = lease
@@ -63,13 +63,13 @@ class Leases(Closing):
         batch.release()
         raise QueueClosed("the node is closing")
 
-    def find(self, lease_id: str) -> Lease:
-        """The lease of this id. Raises ``NoSuchLease``."""
+    def find(self, lease_id: str) -> BatchLease:
+        """Return the lease with this id. Raises ``NoSuchLease``."""
         with self._changed:
             return self._find(lease_id)
 
     def extend(self, lease_id: str, seconds: float | None = None) -> None:
-        """Keep a lease for longer, counted from now."""
+        """Extend a lease, counted from now; by default for as long as it was taken for."""
         with self._changed:
             lease = self._find(lease_id)
             lease.seconds = lease.seconds if seconds is None else seconds
@@ -77,7 +77,7 @@ class Leases(Closing):
             self._push(lease)
 
     def done(self, lease_id: str) -> None:
-        """Settle the batch as delivered. Raises ``NoSuchLease`` if it ran out before."""
+        """Settle the batch as delivered. Raises ``NoSuchLease`` if the lease has expired."""
         self._end(lease_id, lambda batch: batch.done())
 
     def dead(self, lease_id: str) -> None:
@@ -85,11 +85,11 @@ class Leases(Closing):
         self._end(lease_id, lambda batch: batch.dead())
 
     def release(self, lease_id: str) -> None:
-        """Give the batch back."""
+        """Release the batch, so that another consumer gets it."""
         self._end(lease_id, lambda batch: batch.release())
 
     def close(self) -> None:
-        """Give everything back; a second call is harmless."""
+        """Release all batches. May be called again."""
         with self._changed:
             self._closed = True
             held, self._leases = list(self._leases.values()), {}
@@ -101,18 +101,18 @@ class Leases(Closing):
     def __len__(self) -> int:
         return len(self._leases)
 
-    def _find(self, lease_id: str) -> Lease:
+    def _find(self, lease_id: str) -> BatchLease:
         lease = self._leases.get(lease_id)
         if lease is None:
             raise NoSuchLease(
-                f"lease {lease_id!r} is unknown: settled before, or run out and given to another"
+                f"lease {lease_id!r} is unknown: its batch was settled, or the lease has expired"
             )
         return lease
 
     def _end(self, lease_id: str, verb: Callable[[Batch], None]) -> None:
-        """Settle a batch; if that fails, the lease is there to be ended again.
+        """Settle a batch; if that fails, put the lease back, so that the call can be repeated.
 
-        While it is being recorded the lease can neither run out nor be ended twice.
+        Until the batch is settled the lease can neither expire nor be ended by another call.
         """
         with self._changed:
             lease = self._find(lease_id)
@@ -123,7 +123,7 @@ class Leases(Closing):
             self._take_back(lease)
             raise
 
-    def _take_back(self, lease: Lease) -> None:
+    def _take_back(self, lease: BatchLease) -> None:
         with self._changed:
             closed = self._closed
             if not closed:
@@ -133,9 +133,9 @@ class Leases(Closing):
         if closed:
             lease.batch.release()
 
-    def _push(self, lease: Lease) -> None:
+    def _push(self, lease: BatchLease) -> None:
         heapq.heappush(self._due, (lease.expires, lease.id))
-        if len(self._due) > STALE + 2 * len(self._leases):
+        if len(self._due) > MAX_STALE_ENTRIES + 2 * len(self._leases):
             self._due = [(each.expires, each.id) for each in self._leases.values()]
             heapq.heapify(self._due)
         self._changed.notify_all()
@@ -145,23 +145,23 @@ class Leases(Closing):
             with self._changed:
                 if self._closed:
                     return
-                over = self._over()
-                if not over:
+                expired = self._pop_expired()
+                if not expired:
                     left = self._due[0][0] - time.monotonic() if self._due else None
                     self._changed.wait(left)
-            for lease in over:
-                log.warning("a lease of %s on queue %s ran out", lease.holder, lease.queue)
+            for lease in expired:
+                log.warning("lease.expired", holder=lease.holder, queue=lease.queue)
                 lease.batch.release()
 
-    def _over(self) -> list[Lease]:
-        """Leases that have run out; entries of the heap that were extended or settled are stale."""
-        over = []
+    def _pop_expired(self) -> list[BatchLease]:
+        """Remove and return the expired leases. Skip the outdated entries of the heap."""
+        expired = []
         now = time.monotonic()
         while self._due and self._due[0][0] <= now:
             _, lease_id = heapq.heappop(self._due)
             lease = self._leases.get(lease_id)
             if lease is not None and lease.expires <= now:
                 del self._leases[lease_id]
-                over.append(lease)
-        self.expired += len(over)
-        return over
+                expired.append(lease)
+        self.expired += len(expired)
+        return expired

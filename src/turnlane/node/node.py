@@ -1,10 +1,17 @@
-"""A node: the queues of one data directory, and what belongs to them."""
+"""The node: one process that owns a data directory with its queues.
+
+A node opens the queues of the configuration and those that were created at run time
+(``queues.json``), finishes the commits of an earlier process, and holds leases, lanes and breakers.
+
+A dropped queue must not come back, even if the process ends during the drop. So ``queues.json``
+names the queue as dropped first. Then its directory is renamed to a name that no queue has, and is
+deleted, which may take long. The next start does the steps that are missing.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import shutil
 import threading
@@ -27,40 +34,57 @@ from turnlane.errors import (
     StorageFailed,
 )
 from turnlane.events import BASE_SCHEMA
+from turnlane.logs import get_logger
 from turnlane.node.breakers import Breakers
-from turnlane.node.commit_recovery import identity
+from turnlane.node.commit_recovery import get_queue_id
 from turnlane.node.commits import Commits
-from turnlane.node.copy import Copying, CopyingEvents, CopyingPlaces
-from turnlane.node.event_refs import can_refer
+from turnlane.node.copy import CopyByReference, CopyByValue, QueueCopy
+from turnlane.node.event_refs import can_stage_references
 from turnlane.node.lanes import Lanes
 from turnlane.node.leases import Leases
-from turnlane.node.staging import Contents, Stage, Staging
+from turnlane.node.staging import Stage, StageContents, Staging
 from turnlane.queues import open_queue
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.settings import ON_DISK, Kind, QueueSettings
-from turnlane.runtime import Closing, give_back
-from turnlane.storage.directory import QueueDirectory, lock
+from turnlane.runtime import Closeable, release_free_memory
+from turnlane.storage.directory import QueueDirectory, lock_directory
 from turnlane.storage.disk_io import Disk
-from turnlane.storage.inspect import Stretch, Walk
-from turnlane.storage.offline import Inspection
+from turnlane.storage.inspection import QueueInspection
+from turnlane.storage.walk import IntactFrame, SegmentWalk
 
-# ── audit ──
-# The audit: who has thrown what away, a line of JSON each, for whoever asks later.
+log = get_logger(__name__)
 
-log = logging.getLogger(__name__)
+AUDIT_FILE: Final = "audit.jsonl"
+DROPPED_PREFIX: Final = ".dropped-"
+"""The prefix of the directories of dropped queues."""
+REGISTRY = "queues.json"
+"""The queues that were created at run time, so that a restart opens them again."""
+DROPPED = "dropped"
+"""The key of an entry for a dropped queue. Its value is the id of the queue."""
+BY_PIPELINE = "by_pipeline"
+"""The key of an entry for a queue of an action, which may have no other reader."""
 
-FILE: Final = "audit.jsonl"
+INTERVAL: Final = 2.0
+"""Seconds between two runs of the housekeeping."""
+DRAIN_SECONDS: Final = 5.0
+"""How often dead letters that wait in memory are offered to their queues."""
+STAGE_SECONDS: Final = 24 * 3600.0
+"""After this time a stage that was neither committed nor aborted belongs to a dead task. A stage
+may have to wait hours for the slowest task of its batch."""
 
 
-class Audit:
-    """Lines in a file of the node's data directory. Safe to use from any thread."""
+class AuditLog:
+    """A file of the data directory that records who has thrown events away, one JSON line each.
+
+    Safe to use from any thread.
+    """
 
     def __init__(self, data: Path) -> None:
-        self.path = data / FILE
+        self.path = data / AUDIT_FILE
         self._lock = threading.Lock()
 
-    def note(self, what: str, **about: Any) -> None:
-        """Write a line, on the device once this returns. Raises ``StorageFailed``."""
+    def record(self, what: str, **about: Any) -> None:
+        """Write a line and sync it. Raises ``StorageFailed``."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json.dumps({"time": now, "what": what, **about}, ensure_ascii=False) + "\n"
         try:
@@ -69,32 +93,21 @@ class Audit:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise StorageFailed(f"cannot write {FILE}: {error.strerror or error}") from error
-        log.warning("audit: %s", line.rstrip())
+            raise StorageFailed(f"cannot write {AUDIT_FILE}: {error.strerror or error}") from error
+        log.warning("audit.recorded", what=what, **about)
 
 
-# ── dropped ──
-# Dropped queues: what is in them must not come back, whenever the process ends.
-#
-# The node's list of queues says which are to go; then the directory gets a name that no queue
-# has,
-# and is deleted, which may take long. Whichever of this was not done, the next start does.
-
-
-PREFIX: Final = ".dropped-"
-
-
-class Dropped:
-    """The directories of dropped queues, beside those of the others."""
+class DroppedQueues:
+    """The directories of dropped queues, in the directory of all queues."""
 
     def __init__(self, directory: Path, disk: Disk) -> None:
         self._directory = directory
         self._disk = disk
         self.ids: dict[str, str] = {}
-        """By name, the identity of queues that are to go and whose directory may still be there."""
+        """The ids of dropped queues, by name, whose directories may still exist."""
 
-    def put_away(self, name: str) -> Path | None:
-        """Let nobody find the queue again, if it is to go; returns what is left to delete.
+    def set_aside(self, name: str) -> Path | None:
+        """Rename the directory of a dropped queue; return the path to delete, if there is one.
 
         Raises ``StorageFailed``.
         """
@@ -102,97 +115,87 @@ class Dropped:
         away = None
         if name not in self.ids:
             return None
-        if _identity(path, self._disk) == self.ids[name]:  # else it is another one by now
-            away = path.with_name(PREFIX + uuid.uuid4().hex)
+        if _read_queue_id(path, self._disk) == self.ids[name]:  # else it is a newer queue
+            away = path.with_name(DROPPED_PREFIX + uuid.uuid4().hex)
             try:
                 self._disk.rename(path, away)
                 self._disk.sync_directory(self._directory)
             except OSError as error:
-                message = f"cannot put {path} away: {error.strerror or error}"
+                message = f"cannot rename {path} to {away.name}: {error.strerror or error}"
                 raise StorageFailed(message) from error
         del self.ids[name]
         return away
 
     def sweep(self) -> None:
-        """Delete what an earlier process has put away and not deleted."""
-        for path in self._directory.glob(PREFIX + "*"):
-            delete(path)
+        """Delete the dropped queues of an earlier process."""
+        for path in self._directory.glob(DROPPED_PREFIX + "*"):
+            delete_dropped_queue(path)
 
 
-def _identity(path: Path, disk: Disk) -> str | None:
+def _read_queue_id(path: Path, disk: Disk) -> str | None:
     try:
         return QueueDirectory.read_only(path, disk).queue_id
     except NotAQueue:
         return None
 
 
-def delete(path: Path) -> None:
-    """Delete what was put away. If that cannot be, it is said, and left to the next start."""
+def delete_dropped_queue(path: Path) -> None:
+    """Delete the directory of a dropped queue. After an error the next start tries it again."""
     try:
         shutil.rmtree(path)
     except OSError as error:
-        log.warning("a dropped queue is left to be deleted by the next start: %s", error)
+        log.warning(
+            "queue.delete_failed", path=path, error=error, hint="the next start tries it again"
+        )
 
 
-# ── forgotten ──
-# Queues that a node has on disk and does not open: no longer configured, or of another kind now.
-#
-# Nobody reads what waits in them, and nothing would ever say so.
+class OrphanQueue(NamedTuple):
+    """A queue with events on the disk that the node does not open.
 
-
-class Forgotten(NamedTuple):
-    """A queue that is not open and still holds events."""
+    It is not in the configuration any more, or has another kind now. Nothing reads its events, so
+    the node warns about it.
+    """
 
     path: Path
     pending: int
 
 
-def forgotten(directory: Path, opened: Collection[Path], disk: Disk) -> Iterator[Forgotten]:
-    """The queues below ``directory`` that hold events, those that are open left out."""
+def find_orphan_queues(
+    directory: Path, opened: Collection[Path], disk: Disk
+) -> Iterator[OrphanQueue]:
+    """Yield the queues in ``directory`` that hold events and are not among ``opened``."""
     try:
         names = disk.listing(directory)
     except FileNotFoundError:
         return  # no queue was ever on disk
     for path in sorted(directory / name for name in names):
-        if path in opened or not path.is_dir() or path.name.startswith(PREFIX):
+        if path in opened or not path.is_dir() or path.name.startswith(DROPPED_PREFIX):
             continue
         try:
-            pending = _pending(Inspection(path, disk))
+            pending = _pending(QueueInspection(path, disk))
         except (NotAQueue, OSError) as error:
-            log.warning("cannot tell whether events wait in %s: %s", path, error)
+            log.warning("queue.orphan_unreadable", path=path, error=error)
             continue
         if pending:
-            yield Forgotten(path, pending)
+            yield OrphanQueue(path, pending)
 
 
-def _pending(queue: Inspection) -> int:
-    """How many events are not settled. Reads one chunk, however many there are."""
+def _pending(queue: QueueInspection) -> int:
+    """Return the number of unsettled events. Reads only the last segment."""
     low = queue.low(queue.state)
     end = max(queue.state.floor, _end(queue))
     return end - low - queue.settled.overlap(low, end) if end > low else 0
 
 
-def _end(queue: Inspection) -> int:
-    """The end of the log: offsets are consecutive, so the last chunk knows it."""
-    last = [chunk for chunk in queue.chunks if chunk.is_last]
-    walk = Walk(queue.disk, last, lambda _first, _end: False)
-    return max((item.end for item in walk if isinstance(item, Stretch)), default=0)
+def _end(queue: QueueInspection) -> int:
+    """Return the end of the log. Offsets are consecutive, so the last segment has it."""
+    last = [segment for segment in queue.segments if segment.is_last]
+    walk = SegmentWalk(queue.disk, last, lambda _first, _end: False)
+    return max((item.end for item in walk if isinstance(item, IntactFrame)), default=0)
 
 
-# ── housekeeping ──
-# What a node does now and then: forget old stages, place dead letters, give memory back.
-
-
-INTERVAL: Final = 2.0
-DRAIN_SECONDS: Final = 5.0
-"""How often dead letters that wait in memory are offered to their queues."""
-STAGE_SECONDS: Final = 24 * 3600.0
-"""A stage that was neither committed nor aborted after so long belongs to a task that died. It may
-have to wait for the slowest task of its batch, which takes hours longer."""
-
-
-class Housekeeping(Closing):
-    """A thread that tidies up until it is closed."""
+class Housekeeping(Closeable):
+    """A thread for periodic work: discard old stages, place dead letters, free memory."""
 
     def __init__(
         self,
@@ -212,7 +215,7 @@ class Housekeeping(Closing):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop."""
+        """Stop the thread."""
         self._closing.set()
         self._thread.join()
 
@@ -221,37 +224,29 @@ class Housekeeping(Closing):
             try:
                 self.tidy()
             except OSError as error:
-                log.warning("could not tidy up, trying again: %s", error)
+                log.warning("housekeeping.failed", error=error, retry_seconds=INTERVAL)
             except Exception:
-                log.exception("could not tidy up, trying again")
+                log.exception("housekeeping.failed", retry_seconds=INTERVAL)
 
     def tidy(self) -> None:
-        """Do it now."""
+        """Do the work now. Raises ``OSError``."""
         if self._clock.monotonic() - self._drained_at >= DRAIN_SECONDS:
             self._drained_at = self._clock.monotonic()
             self._drain()
         gone = self._staging.discard_older(STAGE_SECONDS)
         if gone:
-            log.warning("%d stages were given up: nobody committed them", gone)
+            log.warning("staging.stages_expired", stages=gone, hint="no task committed them")
         moved = sum(queue.end + queue.low for queue in self._queues())
         if moved != self._tidied_at:
             self._tidied_at = moved
-            give_back()
+            release_free_memory()
 
 
-REGISTRY = "queues.json"
-"""The queues made at run time, so that they are there again after a restart."""
-DROPPED = "dropped"
-"""In place of a queue's knobs: it is to go, and this is its identity."""
-BY_PIPELINE = "by_pipeline"
-"""Beside a queue's knobs: it was made for an action, and nobody else is known to read it."""
+class Node(Closeable):
+    """The queues of one data directory, which one process owns.
 
-
-class Node(Closing):
-    """The queues of one data directory, held by one process.
-
-    ``instance`` is new at every start: a client that sees another one knows that whatever was
-    accepted and not persisted may be gone.
+    ``instance`` is new at every start. A client that sees another instance knows that events that
+    were accepted and not persisted may be lost.
     """
 
     def __init__(
@@ -262,9 +257,9 @@ class Node(Closing):
         clock: Clock = SYSTEM_CLOCK,
         disk: Disk | None = None,
     ) -> None:
-        """Open the directory and its queues, and finish what a crash has interrupted.
+        """Open the directory and its queues, and finish the commits that a crash interrupted.
 
-        ``queues`` are those of the configuration, knobs by name; ``disk`` is their default kind.
+        ``queues`` has the settings of the configured queues by name; the default kind is ``disk``.
         """
         self.data = data
         self.instance = uuid.uuid4().hex
@@ -275,20 +270,20 @@ class Node(Closing):
         self._queues: dict[str, BufferedQueue] = {}
         self._configured = frozenset(queues or ())
         self._by_pipeline: set[str] = set()
-        self._dropped = Dropped(data / "queues", self._disk)
+        self._dropped = DroppedQueues(data / "queues", self._disk)
         with contextlib.ExitStack() as opened:
-            opened.callback(self._disk.close, self._held(data))
+            opened.callback(self._disk.close, self._lock_data(data))
             self.staging = Staging(data / "staging", self._disk)
             self.commits = Commits(data / "commits", self._disk, self.staging, self.queue)
-            opened.callback(self.commits.close)  # it ends once the queues have
+            opened.callback(self.commits.close)  # after the queues are closed
             opened.callback(self._close_queues)
-            registered = self._registered()
+            registered = self._read_registry()
             self._dropped.sweep()
             for name, knobs in {**registered, **(queues or {})}.items():
-                self._open(self._placed(name, knobs))
+                self._open(self._build_settings(name, knobs))
             self.lanes = Lanes()
             self.breakers = Breakers()
-            self.audit = Audit(data)
+            self.audit = AuditLog(data)
             recovered = self.commits.recover()
             self.leases = opened.enter_context(Leases())
             opened.callback(self.commits.overflow.close)
@@ -297,38 +292,38 @@ class Node(Closing):
                     self.staging, lambda: self.queues().values(), self.commits.overflow.drain, clock
                 )
             )
-            self._let_go = opened.pop_all().close
-        self._tell_forgotten()
-        log.info("node %s: %d queues, %d commits finished", data, len(self._queues), recovered)
+            self._close_all = opened.pop_all().close
+        self._warn_of_orphans()
+        log.info("node.started", data=data, queues=len(self._queues), recovered_commits=recovered)
 
-    def _tell_forgotten(self) -> None:
+    def _warn_of_orphans(self) -> None:
         opened = [queue.settings.path for queue in self._queues.values() if queue.settings.path]
-        for path, pending in forgotten(self.data / "queues", opened, self._disk):
+        for path, pending in find_orphan_queues(self.data / "queues", opened, self._disk):
             log.warning(
-                "%s holds %d events that nobody reads: there is no queue %r on disk in the "
-                "configuration; add it to read them, or delete the directory",
-                path,
-                pending,
-                path.name,
+                "queue.orphan_found",
+                path=path,
+                events=pending,
+                hint=f"no queue reads these events: configure a queue {path.name!r} on disk, or "
+                "delete the directory",
             )
 
-    def without_action(self) -> Iterator[tuple[str, int]]:
-        """The queues with events that pipelines have made and the configuration does not name."""
+    def list_queues_without_action(self) -> Iterator[tuple[str, int]]:
+        """Yield the queues with events that a pipeline created and the configuration lacks."""
         for name in sorted(self._by_pipeline - self._configured):
             if name in self._queues and (pending := self._queues[name].stats().ledger.pending):
                 yield name, pending
 
-    def _held(self, data: Path) -> int:
+    def _lock_data(self, data: Path) -> int:
         try:
             data.mkdir(parents=True, exist_ok=True)
-            return lock(data, self._disk)
+            return lock_directory(data, self._disk)
         except OSError as error:
             raise DirectoryUnusable(f"{data}: {error.strerror or error}") from error
 
     # ── queues ───────────────────────────────────────────────────────────────────────────────────
 
     def queue(self, name: str) -> BufferedQueue:
-        """The queue of this name. Raises ``NoSuchQueue``."""
+        """Return the queue of this name. Raises ``NoSuchQueue``."""
         queue = self._queues.get(name)
         if queue is None:
             known = ", ".join(sorted(self._queues)) or "none"
@@ -336,46 +331,46 @@ class Node(Closing):
         return queue
 
     def queues(self) -> dict[str, BufferedQueue]:
-        """All queues by name."""
+        """Return all queues by name."""
         with self._lock:
             return dict(self._queues)
 
     def create(self, name: str, **knobs: Any) -> BufferedQueue:
-        """Make a queue and remember it; one that is there with the same settings is fine.
+        """Create a queue that survives a restart, or return the one with the same settings.
 
         Raises ``QueueExists``, ``ConfigError``, ``StorageFailed``.
         """
         return self._create(name, knobs, by_pipeline=False)
 
     def create_for_action(self, name: str, **knobs: Any) -> BufferedQueue:
-        """The same for a pipeline, whose action may be gone one day while events still wait."""
+        """Create a queue for an action of a pipeline; see :meth:`list_queues_without_action`."""
         return self._create(name, knobs, by_pipeline=True)
 
     def _create(self, name: str, knobs: Mapping[str, Any], *, by_pipeline: bool) -> BufferedQueue:
-        settings = self._placed(name, knobs)
+        settings = self._build_settings(name, knobs)
         away = None
         with self._lock:
             queue = self._queues.get(name)
             if queue is not None and queue.settings != settings:
-                raise QueueExists(f"there is a queue {name!r} with other settings")
+                raise QueueExists(f"queue {name!r} exists with other settings")
             if queue is None:
-                away = self._dropped.put_away(name)
+                away = self._dropped.set_aside(name)
                 queue = self._open(settings)
                 (self._by_pipeline.add if by_pipeline else self._by_pipeline.discard)(name)
                 try:
-                    self._remember()
+                    self._write_registry()
                 except StorageFailed:
                     del self._queues[name]
                     queue.close()
                     raise
         if away is not None:
-            delete(away)
+            delete_dropped_queue(away)
         return queue
 
     def drop(self, name: str) -> None:
-        """Close a queue made at run time and delete it with everything in it.
+        """Close a queue that was created at run time, and delete it with all its events.
 
-        A commit that was under way goes on without it. Raises ``NoSuchQueue``, ``ConfigError``,
+        A commit that is in progress continues without it. Raises ``NoSuchQueue``, ``ConfigError``,
         ``StorageFailed``.
         """
         with self._lock:
@@ -383,67 +378,69 @@ class Node(Closing):
             if name in self._configured:
                 raise ConfigError("queues", f"{name!r} is in the configuration: remove it there")
             del self._queues[name]
-            if queue_id := identity(queue):
+            if queue_id := get_queue_id(queue):
                 self._dropped.ids[name] = queue_id
             try:
-                self._remember()
+                self._write_registry()
             except StorageFailed:
                 self._queues[name] = queue
                 self._dropped.ids.pop(name, None)
                 raise
-            with contextlib.suppress(EventsLost):  # that is what was asked for
+            with contextlib.suppress(EventsLost):  # the caller wants to lose them
                 queue.close()
-            away = self._dropped.put_away(name)
+            away = self._dropped.set_aside(name)
         if away is not None:
-            delete(away)  # without the lock: there may be much of it
+            delete_dropped_queue(away)  # without the lock: this can take long
 
     def stage(
         self, name: str, schema: pa.Schema, spare: int = 0, *, diskless: bool = False
     ) -> Stage:
-        """Begin to stage blocks for a queue; what it could never take is refused here.
+        """Begin a stage for a queue. The stage refuses blocks that the queue could never take.
 
-        If it is full when they are committed, ``spare`` of them may wait in memory; ``diskless``:
-        if the disk is full or fails, too. Raises ``NoSuchQueue``, ``SchemaMismatch``,
+        If the queue is full at the commit, ``spare`` events may wait in memory; with ``diskless``
+        also if the disk is full or fails. Raises ``NoSuchQueue``, ``SchemaMismatch``,
         ``StorageFailed``.
         """
-        vet = self.queue(name).producer().check_publishable
-        ready = vet(pa.RecordBatch.from_pylist([], schema))
-        return self.staging.stage(name, ready.schema, vet, spare, diskless=diskless)
+        check = self.queue(name).producer().check_publishable
+        ready = check(pa.RecordBatch.from_pylist([], schema))
+        return self.staging.stage(name, ready.schema, check, spare, diskless=diskless)
 
-    def copying(self, source: BufferedQueue, into: Sequence[str]) -> Copying:
-        """Begin to copy events of a queue: by their places, where it is sure to keep them.
+    def copy(self, source: BufferedQueue, into: Sequence[str]) -> QueueCopy:
+        """Begin to copy events of a queue, by reference where the source keeps them safely.
 
         Raises ``NoSuchQueue``.
         """
         abort = self.commits.abort
-        if all(can_refer(source, self.queue(name)) for name in into):
-            return CopyingPlaces(source, into, self._refer, abort)
-        return CopyingEvents(source, into, self.stage, abort)
+        if all(can_stage_references(source, self.queue(name)) for name in into):
+            return CopyByReference(source, into, self._begin_reference_stage, abort)
+        return CopyByValue(source, into, self.stage, abort)
 
-    def _refer(self, name: str, source: BufferedQueue) -> Stage:
+    def _begin_reference_stage(self, name: str, source: BufferedQueue) -> Stage:
         self.queue(name).check_columns(BASE_SCHEMA)
-        contents = Contents(name, BASE_SCHEMA, 0, 0, source=source.name, source_id=identity(source))
-        return self.staging.begun(contents)
+        contents = StageContents(
+            name, BASE_SCHEMA, 0, 0, source=source.name, source_id=get_queue_id(source)
+        )
+        return self.staging.begin(contents)
 
-    def _placed(self, name: str, knobs: Mapping[str, Any]) -> QueueSettings:
-        """Settings with a place below the data directory, for kinds that have one."""
+    def _build_settings(self, name: str, knobs: Mapping[str, Any]) -> QueueSettings:
+        """Return the settings of a queue; kinds on disk get a path in the data directory."""
         if "path" in knobs:
-            raise ConfigError("path", "a node keeps its queues below its own data directory")
-        settings = QueueSettings.of(kind=Kind.MEMORY, name=name)  # the name, before a path
+            raise ConfigError("path", "remove it: a node keeps its queues in its data directory")
+        settings = QueueSettings.of(kind=Kind.MEMORY, name=name)  # check the name before its use
         kind = str(knobs.get("kind", Kind.DISK))
         place = {"path": self.data / "queues" / settings.name} if kind in ON_DISK else {}
         return QueueSettings.of(**{**knobs, "name": name, "kind": kind, **place})
 
     def _open(self, settings: QueueSettings) -> BufferedQueue:
         if settings.kind not in (Kind.MEMORY, *ON_DISK):
-            raise ConfigError("kind", f"a node has no {settings.kind} queues")
+            raise ConfigError("kind", f"a node cannot have {settings.kind} queues")
         queue = open_queue(settings, clock=self._clock, disk=self._disk)
         assert isinstance(queue, BufferedQueue)
         self._queues[settings.name] = queue
         return queue
 
-    def _registered(self) -> dict[str, dict[str, Any]]:
-        """The queues made at run time; those that were being dropped are, now."""
+    def _read_registry(self) -> dict[str, dict[str, Any]]:
+        """Return the queues that were created at run time, and finish interrupted drops."""
         path = self.data / REGISTRY
         try:
             entries: dict[str, dict[str, Any]] = json.loads(path.read_bytes())
@@ -454,12 +451,12 @@ class Node(Closing):
         gone = {name: entry[DROPPED] for name, entry in entries.items() if DROPPED in entry}
         self._dropped.ids.update(gone)
         for name in gone:
-            self._dropped.put_away(name)
+            self._dropped.set_aside(name)
         found = {name: entry for name, entry in entries.items() if name not in gone}
         self._by_pipeline = {name for name, entry in found.items() if entry.pop(BY_PIPELINE, False)}
         return found
 
-    def _remember(self) -> None:
+    def _write_registry(self) -> None:
         entries = {
             name: queue.settings.model_dump(
                 mode="json", exclude_unset=True, exclude={"path", "name"}
@@ -477,14 +474,14 @@ class Node(Closing):
     # ── closing ──────────────────────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
-        """Give leased batches back and close the queues; what is in them stays."""
+        """Release the leased batches and close the queues. Their events stay on the disk."""
         self.closing = True
         self.commits.stop()
-        self._let_go()
+        self._close_all()
 
     def _close_queues(self) -> None:
         for queue in self.queues().values():
             try:
                 queue.close()
             except Exception:
-                log.exception("queue %s did not close well", queue.name)
+                log.exception("queue.close_failed", queue=queue.name)

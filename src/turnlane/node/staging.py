@@ -1,9 +1,16 @@
-"""Staged blocks: written to the node's disk, in no queue until a commit says so."""
+"""Staging: blocks on the node's disk that are in no queue until a commit publishes them.
+
+A stage is one file, an Arrow IPC stream, for one target queue. Stages do not survive the process,
+except those of recorded commits: a writer whose stage is gone writes it again.
+
+A *diskless* stage is also kept in memory while it is written. If the disk fails, the copy in memory
+takes its place. Its events are dead letters, and a lane must not stop because their queue is full
+or its disk fails. The :class:`OverflowBuffer` holds such events until their queue takes them.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 import uuid
@@ -17,116 +24,123 @@ import pyarrow as pa
 from turnlane.errors import NoSuchStage, QueueFull, StorageFailed, TurnlaneError
 from turnlane.events import Block
 from turnlane.ledger import Outcome
-from turnlane.node.event_refs import PLACES
+from turnlane.logs import get_logger
+from turnlane.node.event_refs import EVENT_REF_SCHEMA
 from turnlane.queues.buffered import BufferedQueue
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 from turnlane.storage.disk_io import Disk
 
-SUFFIX = ".stage"
-KEPT = ".kept"
-"""Stages that a person has to look at: nobody deletes them."""
+log = get_logger(__name__)
 
-Vet = Callable[[Block], Block]
-"""A block as its queue will take it; raises what the queue would raise for ever."""
+STAGE_SUFFIX: Final = ".stage"
+KEPT_SUFFIX: Final = ".kept"
+"""The suffix of stages that a person has to look at: the node never deletes them."""
+
+BlockCheck = Callable[[Block], Block]
+"""Returns a block in the form that its queue takes; raises the permanent errors of the queue."""
 
 MAX_BYTES: Final = 64 << 20
-"""Of all blocks of stages that are in memory, in case the disk does not take them."""
+"""The limit for the blocks of diskless stages in memory, and for the overflow buffer."""
 
 
-class Contents(NamedTuple):
-    """What a finished stage holds."""
+class StageContents(NamedTuple):
+    """The description of a finished stage."""
 
     queue: str
     schema: pa.Schema
     events: int
     bytes: int
     spare: int = 0
-    """So many events may wait in memory if the queue has no room for them; 0: none."""
+    """How many events may wait in memory if the queue has no room for them; 0: none."""
     diskless: bool = False
-    """They may do so if it is the disk that has no room, or fails, too."""
-    held: Sequence[Block] | None = None
-    """Its blocks, if the disk did not take them."""
+    """Whether they may also wait in memory if the disk is full or fails."""
+    blocks: Sequence[Block] | None = None
+    """The blocks, if the disk did not take them."""
     source: str | None = None
-    """The queue that has its events, if the stage has only their places."""
+    """The queue that holds the events, if the stage holds only references to them."""
     source_id: str = ""
-    """Which queue of that name."""
+    """The id of the source queue."""
 
 
-class Stage(Closing):
-    """A file of blocks for one queue, being written; given up unless :meth:`finish` was called."""
+class Stage(Closeable):
+    """A stage that is being written. It is deleted unless :meth:`finish` was called."""
 
-    def __init__(self, staging: Staging, contents: Contents, vet: Vet) -> None:
+    def __init__(self, staging: Staging, contents: StageContents, check: BlockCheck) -> None:
         self.id = uuid.uuid4().hex
         self._contents = contents
-        self._vet = vet
+        self._check = check
         self.events = 0
         self._bytes = 0
         self._staging = staging
         self._finished = False
         self._disk = staging.disk
         self._fd: int | None = None
-        self._at = 0
+        self._position = 0
         self._failure: OSError | None = None
-        """Why it goes on in memory."""
+        """The disk error after which the stage continues in memory."""
         self._copy: list[Block] | None = [] if contents.diskless else None
-        """Its blocks, in case the disk fails: it may not give back what it could not sync."""
-        with self._or_copied():
+        """The blocks of a diskless stage. Needed from the first block on, because the disk may not
+        return data that it could not sync."""
+        with self._continue_in_memory():
             self._fd = self._disk.open(staging.path(self.id), create=True)
-            schema = contents.schema if contents.source is None else PLACES
+            schema = contents.schema if contents.source is None else EVENT_REF_SCHEMA
             self._write(self._fd, schema.serialize())
 
     def add(self, block: Block) -> None:
-        """Stage another block. After an error the stage is to be given up.
+        """Stage another block. After an error the stage is unusable.
 
-        Raises what publishing it would, but never ``QueueFull``; ``OSError``.
+        Raises the errors of publishing except ``QueueFull``, and ``OSError``.
         """
-        block = self._vet(block)
-        self._put(block, block.num_rows, block.nbytes)
+        block = self._check(block)
+        self._append(block, block.num_rows, block.nbytes)
 
-    def refer(self, places: Block, events: int, size: int) -> None:
-        """Stage so many events of about this size by their places. Raises ``OSError``."""
-        self._put(places, events, size)
+    def add_references(self, references: Block, events: int, size: int) -> None:
+        """Stage references to ``events`` events of about ``size`` bytes. Raises ``OSError``."""
+        self._append(references, events, size)
 
-    def _put(self, block: Block, events: int, size: int) -> None:
+    def _append(self, block: Block, events: int, size: int) -> None:
         self._add_to_copy(block)
         if self._fd is not None:
-            with self._or_copied():
+            with self._continue_in_memory():
                 self._write(self._fd, block.serialize())
         self.events += events
         self._bytes += size
 
     def finish(self) -> str:
-        """Make it last, unless it is in memory; returns the id to commit it by."""
+        """Sync the stage, unless it is in memory; return the id for the commit."""
         if self._fd is not None:
-            with self._or_copied():
+            with self._continue_in_memory():
                 self._disk.sync(self._fd)
                 self._disk.sync_directory(self._staging.directory)
-        held = None if self._failure is None else self._copy
-        if held is None:
-            self._staging.release(self.id)
-        contents = self._contents._replace(events=self.events, bytes=self._bytes, held=held)
-        self._staging.finished(self.id, contents)
+        blocks = None if self._failure is None else self._copy
+        if blocks is None:
+            self._staging.release_memory(self.id)
+        contents = self._contents._replace(events=self.events, bytes=self._bytes, blocks=blocks)
+        self._staging.mark_finished(self.id, contents)
         self._finished = True
         return self.id
 
     def _write(self, fd: int, message: pa.Buffer) -> None:
-        """Add an Arrow message: one after the other they are an IPC stream."""
-        self._disk.write(fd, [message], self._at)
-        self._at += message.size
+        """Append an Arrow message; the messages together are an IPC stream."""
+        self._disk.write(fd, [message], self._position)
+        self._position += message.size
 
     def _add_to_copy(self, block: Block) -> None:
-        """Keep a block in memory, unless there is too much of that."""
-        if self._copy is not None and self._staging.may_hold(self.id, block):
+        """Keep a block in memory; without room for it, continue without a copy."""
+        if self._copy is not None and self._staging.reserve_memory(self.id, block):
             self._copy.append(block)
             return
         self._copy = None
-        self._staging.release(self.id)
+        self._staging.release_memory(self.id)
         if self._failure is not None:
             raise self._failure
 
     @contextlib.contextmanager
-    def _or_copied(self) -> Iterator[None]:
-        """Let the copy do if the disk fails; without one, give the stage up."""
+    def _continue_in_memory(self) -> Iterator[None]:
+        """After a disk error, continue with the copy in memory; without a copy, delete the stage.
+
+        Raises ``OSError``.
+        """
         try:
             yield
         except OSError as error:
@@ -134,34 +148,31 @@ class Stage(Closing):
                 self.close()
                 raise
             self._failure = error
-            self._let_go()
+            self._close_file()
 
-    def _let_go(self) -> None:
+    def _close_file(self) -> None:
         fd, self._fd = self._fd, None
         if fd is not None:
             self._disk.close(fd)
 
     def close(self) -> None:
-        """Let go of the file; an unfinished stage is deleted."""
-        self._let_go()
+        """Close the file, and delete the stage if it is not finished."""
+        self._close_file()
         if not self._finished:
             self._staging.discard(self.id)
 
 
 class Staging:
-    """The folder of staged blocks.
-
-    Stages are forgotten with the process: their writers, told that a stage is gone, write it again.
-    """
+    """The directory of stages. Safe to use from any thread."""
 
     def __init__(self, directory: Path, disk: Disk) -> None:
         self.directory = directory
         self.disk = disk
-        self._finished: dict[str, tuple[Contents, float]] = {}
+        self._finished: dict[str, tuple[StageContents, float]] = {}
         self._claimed: set[str] = set()
-        """Those of commits that are being carried out: not to be deleted by anybody else."""
-        self._held_bytes: Counter[str] = Counter()
-        """Of stages that are in memory."""
+        """Stages of running commits: :meth:`discard` does not delete them."""
+        self._memory: Counter[str] = Counter()
+        """Bytes of diskless stages in memory."""
         self._lock = threading.Lock()
         directory.mkdir(parents=True, exist_ok=True)
 
@@ -169,65 +180,65 @@ class Staging:
         self,
         queue: str,
         schema: pa.Schema,
-        vet: Vet = lambda block: block,
+        check: BlockCheck = lambda block: block,
         spare: int = 0,
         *,
         diskless: bool = False,
     ) -> Stage:
-        """Begin a stage for a queue; see ``Contents``. Raises ``StorageFailed``."""
-        contents = Contents(queue, schema, 0, 0, spare, diskless=diskless and spare > 0)
-        return self.begun(contents, vet)
+        """Begin a stage for a queue; see ``StageContents``. Raises ``StorageFailed``."""
+        contents = StageContents(queue, schema, 0, 0, spare, diskless=diskless and spare > 0)
+        return self.begin(contents, check)
 
-    def begun(self, contents: Contents, vet: Vet = lambda block: block) -> Stage:
-        """Begin a stage. Raises ``StorageFailed``."""
+    def begin(self, contents: StageContents, check: BlockCheck = lambda block: block) -> Stage:
+        """Begin a stage with this description. Raises ``StorageFailed``."""
         try:
-            return Stage(self, contents, vet)
+            return Stage(self, contents, check)
         except OSError as error:
             raise StorageFailed(f"cannot stage: {error.strerror or error}") from error
 
-    def may_hold(self, stage_id: str, block: Block) -> bool:
-        """Whether there is memory for this block of a stage, too; if so, it is taken."""
+    def reserve_memory(self, stage_id: str, block: Block) -> bool:
+        """Reserve memory for a block of a stage; false if the limit is reached."""
         with self._lock:
-            if self._held_bytes.total() + block.nbytes > MAX_BYTES:
+            if self._memory.total() + block.nbytes > MAX_BYTES:
                 return False
-            self._held_bytes[stage_id] += block.nbytes
+            self._memory[stage_id] += block.nbytes
             return True
 
-    def release(self, stage_id: str) -> None:
-        """A stage needs no memory any more."""
+    def release_memory(self, stage_id: str) -> None:
+        """Release the memory of a stage."""
         with self._lock:
-            self._held_bytes.pop(stage_id, None)
+            self._memory.pop(stage_id, None)
 
-    def finished(self, stage_id: str, contents: Contents) -> None:
-        """A stage may be committed from now on."""
+    def mark_finished(self, stage_id: str, contents: StageContents) -> None:
+        """Make a stage available for commits."""
         self._finished[stage_id] = contents, time.monotonic()
 
-    def contents(self, stage_id: str) -> Contents:
-        """What a finished stage holds. Raises ``NoSuchStage``."""
+    def get_contents(self, stage_id: str) -> StageContents:
+        """Return the description of a finished stage. Raises ``NoSuchStage``."""
         try:
             return self._finished[stage_id][0]
         except KeyError:
-            raise _unknown(stage_id) from None
+            raise _build_unknown_error(stage_id) from None
 
-    def look(self, stage_id: str) -> Contents | None:
-        """What a finished stage holds; ``None`` if there is no such stage."""
+    def find_contents(self, stage_id: str) -> StageContents | None:
+        """Return the description of a finished stage, ``None`` if there is no such stage."""
         found = self._finished.get(stage_id)
         return None if found is None else found[0]
 
     def is_diskless(self, stage_id: str) -> bool:
-        """Whether a finished stage may wait in memory if the disk fails; not if it is gone."""
-        found = self._finished.get(stage_id)
-        return found is not None and found[0].diskless
+        """Whether a finished stage may wait in memory if the disk fails; false if it is gone."""
+        found = self.find_contents(stage_id)
+        return found is not None and found.diskless
 
     def path(self, stage_id: str) -> Path:
-        """Where a stage lies."""
-        return self.directory / (stage_id + SUFFIX)
+        """Return the path of a stage's file."""
+        return self.directory / (stage_id + STAGE_SUFFIX)
 
     def blocks(self, stage_id: str) -> Iterator[Block]:
-        """The blocks of a stage, none if it is gone."""
-        found = self._finished.get(stage_id)
-        if found is not None and found[0].held is not None:
-            yield from found[0].held
+        """Yield the blocks of a stage; none if the stage is gone."""
+        found = self.find_contents(stage_id)
+        if found is not None and found.blocks is not None:
+            yield from found.blocks
             return
         try:
             with (
@@ -238,54 +249,54 @@ class Staging:
         except FileNotFoundError:
             return
 
-    def take(self, stages: Sequence[str]) -> None:
-        """Claim stages that are finished: all of them, or none. Raises ``NoSuchStage``."""
+    def claim_finished(self, stages: Sequence[str]) -> None:
+        """Claim finished stages, all of them or none. Raises ``NoSuchStage``."""
         with self._lock:
             for stage_id in stages:
                 if stage_id not in self._finished:
-                    raise _unknown(stage_id)
+                    raise _build_unknown_error(stage_id)
             self._claimed.update(stages)
 
     def claim(self, stages: Iterable[str]) -> None:
-        """Keep stages, whoever gives them up, until they are disclaimed."""
+        """Protect stages from :meth:`discard` until the claims are released."""
         with self._lock:
             self._claimed.update(stages)
 
-    def disclaim(self, stages: Iterable[str]) -> None:
-        """Whoever claimed them needs them no more."""
+    def release_claims(self, stages: Iterable[str]) -> None:
+        """Release the claims on stages."""
         with self._lock:
             self._claimed.difference_update(stages)
 
     def discard(self, stage_id: str) -> None:
-        """Delete a stage that nobody has claimed; one that is gone, or never was, is fine."""
+        """Delete a stage unless it is claimed. A stage that does not exist is not an error."""
         with self._lock:
             if stage_id in self._claimed:
                 return
             self._finished.pop(stage_id, None)
-            self._held_bytes.pop(stage_id, None)
+            self._memory.pop(stage_id, None)
         if not stage_id.isalnum():
             return
         with contextlib.suppress(FileNotFoundError):
             self.disk.unlink(self.path(stage_id))
 
-    def discard_all(self) -> None:
-        """Delete whatever an earlier process has left."""
-        for stage_id in self._left():
+    def discard_leftovers(self) -> None:
+        """Delete the unclaimed stages of an earlier process. Raises ``OSError``."""
+        for stage_id in self._list_files():
             self.discard(stage_id)
 
-    def set_aside(self) -> None:
-        """Keep whatever an earlier process has left and nobody has claimed. Raises ``OSError``."""
-        for stage_id in self._left():
+    def keep_leftovers(self) -> None:
+        """Rename the unclaimed stages of an earlier process to ``.kept``. Raises ``OSError``."""
+        for stage_id in self._list_files():
             if stage_id not in self._claimed:
                 path = self.path(stage_id)
-                self.disk.rename(path, path.with_suffix(KEPT))
+                self.disk.rename(path, path.with_suffix(KEPT_SUFFIX))
 
-    def _left(self) -> list[str]:
+    def _list_files(self) -> list[str]:
         names = self.disk.listing(self.directory)
-        return [name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX)]
+        return [name.removesuffix(STAGE_SUFFIX) for name in names if name.endswith(STAGE_SUFFIX)]
 
     def discard_older(self, seconds: float) -> int:
-        """Delete finished stages that nobody came for; returns how many."""
+        """Delete the stages that were finished more than ``seconds`` ago; return the number."""
         limit = time.monotonic() - seconds
         old = [key for key, (_, since) in list(self._finished.items()) if since < limit]
         for stage_id in old:
@@ -296,24 +307,18 @@ class Staging:
         return len(self._finished)
 
 
-def _unknown(stage_id: str) -> NoSuchStage:
-    return NoSuchStage(f"there is no stage {stage_id!r}: committed, aborted, or lost in a restart")
+def _build_unknown_error(stage_id: str) -> NoSuchStage:
+    return NoSuchStage(
+        f"there is no stage {stage_id!r}: it was committed or aborted, or the node was restarted"
+    )
 
 
-# ── overflow ──
-# Overflow: dead letters that their queue, or its disk, cannot take now, in memory until it can.
-#
-# A lane is not to stand still because nobody looks after its dead letters. What is here is gone
-# with
-# the process, and beyond a bound the oldest are dropped: both are worse than a larger queue,
-# which
-# is why it is logged and counted.
+class OverflowBuffer:
+    """Dead letters that wait in memory until their queue has room. Safe to use from any thread.
 
-log = logging.getLogger(__name__)
-
-
-class Overflow:
-    """What waits for room, by queue. Safe to use from any thread."""
+    The events are lost with the process, and beyond a limit the oldest are dropped. Both are worse
+    than a larger queue, so they are logged and counted.
+    """
 
     def __init__(self, queue: Callable[[str], BufferedQueue], max_bytes: int = MAX_BYTES) -> None:
         self._queue = queue
@@ -321,50 +326,56 @@ class Overflow:
         self._waiting: dict[str, deque[Block]] = {}
         self._lock = threading.Lock()
         self.dropped: Counter[str] = Counter()
-        """Events by queue: the oldest, beyond a bound, and what was left at the end."""
+        """Events dropped, by queue: the oldest beyond a limit, and the rest at the end."""
 
-    def take(self, name: str, blocks: Iterable[Block], most: int) -> None:
-        """Keep blocks for a queue; if there are more than so many events then, drop the oldest."""
+    def add(self, name: str, blocks: Iterable[Block], max_events: int) -> None:
+        """Keep blocks for a queue; drop the oldest beyond ``max_events`` events."""
         lost: Counter[str] = Counter()
         with self._lock:
             waiting = self._waiting.setdefault(name, deque())
-            sizes = {each: sum(map(_size, found)) for each, found in self._waiting.items()}
+            sizes = {
+                each: sum(block.nbytes for block in found) for each, found in self._waiting.items()
+            }
             for block in blocks:
                 if block.num_rows:
                     waiting.append(block)
-                    sizes[name] += _size(block)
+                    sizes[name] += block.nbytes
                     self._shrink(sizes, lost)
-            over = sum(block.num_rows for block in waiting) - most
-            lost[name] += max(0, over)
-            while over > 0:
+            excess = sum(block.num_rows for block in waiting) - max_events
+            lost[name] += max(0, excess)
+            while excess > 0:
                 oldest = waiting.popleft()
-                if oldest.num_rows > over:
-                    waiting.appendleft(oldest.slice(over))
-                over -= oldest.num_rows
-        log.warning("queue %s cannot take its dead letters now: they wait in memory", name)
+                if oldest.num_rows > excess:
+                    waiting.appendleft(oldest.slice(excess))
+                excess -= oldest.num_rows
+        log.warning(
+            "dead_letters.wait_in_memory",
+            queue=name,
+            hint="the queue is full or its disk fails",
+        )
         for each, events in (+lost).items():
             self._drop(each, events)
 
     def _shrink(self, sizes: dict[str, int], lost: Counter[str]) -> None:
-        """Give up the oldest of where most waits until all fits; counts what is lost by that."""
+        """Drop the oldest block of the largest backlog until all fit; count the lost events."""
         while sum(sizes.values()) > self._max_bytes:
             name = max(sizes, key=sizes.__getitem__)
             oldest = self._waiting[name].popleft()
-            sizes[name] -= _size(oldest)
+            sizes[name] -= oldest.nbytes
             lost[name] += oldest.num_rows
 
     def drain(self) -> int:
-        """Bring to the queues what they can take; returns how many events they took."""
+        """Publish as many events as the queues take; return the number."""
         taken = 0
         for name in list(self._waiting):
             with self._lock:
-                taken += self._drain_one(name, self._waiting[name])
+                taken += self._drain_queue(name, self._waiting[name])
         return taken
 
-    def _drain_one(self, name: str, waiting: deque[Block]) -> int:
+    def _drain_queue(self, name: str, waiting: deque[Block]) -> int:
         taken = 0
         while waiting:
-            count = self._published(name, waiting[0])
+            count = self._publish(name, waiting[0])
             taken += count
             oldest = waiting.popleft()
             if count < oldest.num_rows:
@@ -373,13 +384,13 @@ class Overflow:
         return taken
 
     def close(self) -> None:
-        """A last try; what is left is dropped, and counted."""
+        """Try a last time to publish; drop and count the rest."""
         self.drain()
         for name, count in self.events().items():
             self._drop(name, count)
 
     def events(self) -> dict[str, int]:
-        """How many wait, by queue."""
+        """Return the number of waiting events by queue."""
         with self._lock:
             counts = {
                 name: sum(block.num_rows for block in blocks)
@@ -387,8 +398,8 @@ class Overflow:
             }
         return {name: count for name, count in counts.items() if count}
 
-    def _published(self, name: str, block: Block) -> int:
-        """How many events of a block the queue has taken: not all, if it is full."""
+    def _publish(self, name: str, block: Block) -> int:
+        """Publish a block; return how many of its events the queue has taken."""
         try:
             queue = self._queue(name)
             stats = queue.stats()
@@ -399,22 +410,21 @@ class Overflow:
         except QueueFull as error:
             return error.accepted
         except TurnlaneError as error:
-            log.warning("dead letters still wait for queue %s: %s", name, error)
+            log.warning("dead_letters.still_waiting", queue=name, error=error)
             return 0
         return block.num_rows
 
     def _drop(self, name: str, events: int) -> None:
         log.error(
-            "%d dead letters of queue %s are dropped: there is no room for them", events, name
+            "dead_letters.dropped",
+            queue=name,
+            events=events,
+            hint="neither the queue nor the memory has room; enlarge or empty the queue",
         )
         self.dropped[name] += events
         try:
             queue = self._queue(name)
         except TurnlaneError:
-            return  # it is gone itself
-        # They were the oldest here, but to the queue they are those that never came in.
+            return  # the queue itself is gone
+        # They were the oldest here. For the queue they are new events that it could not take.
         queue.count_dropped(Outcome.NEWEST, events)
-
-
-def _size(block: Block) -> int:
-    return block.nbytes

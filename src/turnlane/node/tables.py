@@ -1,4 +1,9 @@
-"""The queue tables that a node serves: it runs their managers, and its clients receive."""
+"""The queue tables that a node serves: it runs their managers and sends events to its clients.
+
+A stream goes to one remote receiver. Its events are numbered from 0 in the order in which they are
+sent, so a block needs only its first number, and the receiver settles events by their numbers. A
+receiver that does not settle gets at most ``prefetch`` events.
+"""
 
 from __future__ import annotations
 
@@ -13,105 +18,100 @@ from typing import Annotated, Any, Final, Self
 import pyarrow as pa
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
+from turnlane.databases import URL_EXAMPLES
 from turnlane.errors import ConfigError, DatabaseDown, NoSuchQueue, NoSuchStream, TurnlaneError
 from turnlane.events import Block
-from turnlane.runtime import Closing
+from turnlane.logs import get_logger
+from turnlane.runtime import Closeable
 from turnlane.table.definition import Definition
-from turnlane.table.event import COLUMNS, TableEvent
+from turnlane.table.event import EVENT_COLUMNS, TableEvent
 from turnlane.table.receiver import Receiver
-from turnlane.table.row_codec import block_of, type_of
+from turnlane.table.rows import build_block, get_arrow_type
 from turnlane.table.sharded import ShardedQueue, connect_shards
 from turnlane.table.shards import KeyRange, ShardMap
-from turnlane.table.url import EXAMPLES
-from turnlane.validation import Contradiction, Problem, message_of
+from turnlane.validation import ConfigIssue, ContradictorySettings, get_message
 
-# ── table_settings ──
-# Which queue tables a node serves, as its configuration says.
+log = get_logger(__name__)
 
-
-def _text(value: object) -> object:
-    """YAML takes -80 for a number."""
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-class ShardSettings(BaseModel):
-    """A database that has a part of the keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    url: SecretStr = Field(description=f"The database: {EXAMPLES}.")
-    range: Annotated[str, BeforeValidator(_text)] = Field(
-        "-", description="The key range that it has.", examples=["-80", "80-"]
-    )
-
-
-class ServedTableSettings(BaseModel):
-    """A queue table that the node runs managers for, and gives to receivers elsewhere."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    url: SecretStr | None = Field(
-        default=None, description=f"Its database, if it is only one: {EXAMPLES}."
-    )
-    shards: tuple[ShardSettings, ...] = Field(
-        (), description="Its databases, if there are several; together they have every key once."
-    )
-
-    @model_validator(mode="after")
-    def _checked(self) -> Self:
-        if (self.url is None) == (not self.shards):
-            raise Contradiction([Problem("url", "give either url or shards")])
-        try:
-            self.map()
-        except ConfigError as error:
-            raise Contradiction([Problem("shards", message_of(error))]) from None
-        return self
-
-    def map(self) -> ShardMap:
-        """The shards. Raises ``ConfigError``."""
-        if self.url is not None:
-            return ShardMap.of([(self.url.get_secret_value(), "-")])
-        return ShardMap.of([(each.url.get_secret_value(), each.range) for each in self.shards])
-
-
-# ── table_stream ──
-# A stream of events to a receiver elsewhere, which settles them by their numbers.
-#
-# Events are numbered from 0 in the order in which they are sent, so a block needs only its first
-# number. A receiver that does not settle gets no more than ``prefetch`` events.
-
-log = logging.getLogger(__name__)
-
-MESSAGE: Final = 1_000
-"""Events to a message at most."""
+MAX_MESSAGE_EVENTS: Final = 1_000
+"""The most events of a message."""
+RETRY_SECONDS: Final = 1.0
+"""Seconds before a database that did not answer, or had no such queue, is tried again."""
 
 Spans = Iterable[tuple[int, int]]
 
 
-class TableStream(Closing):
-    """One receiver. Safe to use from any thread; :meth:`take` from one at a time."""
+def _convert_to_text(value: object) -> object:
+    """Return a number as text: YAML parses the range ``-80`` as a number."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+class ShardSettings(BaseModel):
+    """A database that holds a part of the keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: SecretStr = Field(description=f"The database: {URL_EXAMPLES}.")
+    range: Annotated[str, BeforeValidator(_convert_to_text)] = Field(
+        "-", description="The key range that it holds.", examples=["-80", "80-"]
+    )
+
+
+class ServedTableSettings(BaseModel):
+    """A queue table that the node manages and serves to remote receivers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: SecretStr | None = Field(
+        default=None, description=f"Its database, if there is only one: {URL_EXAMPLES}."
+    )
+    shards: tuple[ShardSettings, ...] = Field(
+        (), description="Its databases, if there are several; each key is in exactly one of them."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.url is None) == (not self.shards):
+            raise ContradictorySettings([ConfigIssue("url", "give either url or shards")])
+        try:
+            self.map()
+        except ConfigError as error:
+            raise ContradictorySettings([ConfigIssue("shards", get_message(error))]) from None
+        return self
+
+    def map(self) -> ShardMap:
+        """Return the shards. Raises ``ConfigError``."""
+        if self.url is not None:
+            return ShardMap.from_shards([(self.url.get_secret_value(), "-")])
+        return ShardMap.from_shards(
+            [(each.url.get_secret_value(), each.range) for each in self.shards]
+        )
+
+
+class TableStream(Closeable):
+    """The events of one remote receiver. Safe to use from any thread; :meth:`take` from one."""
 
     def __init__(self, table: str, receiver: Receiver, definition: Definition) -> None:
         self.table = table
         self.id = uuid.uuid4().hex
-        self.schema = schema_of(definition)
+        self.schema = get_event_schema(definition)
         self._receiver = receiver
         self._events: dict[int, TableEvent] = {}
-        """Sent and not settled, by number."""
+        """Events that were sent and are not settled, by number."""
         self._unsure: dict[int, TableEvent] = {}
-        """Settled by :meth:`store`, and not known to be stored: some are lost."""
+        """Events that :meth:`store` has settled and whose acks may not be stored."""
         self._next = 0
         self._changed = threading.Condition()
 
     def take(self, timeout: float) -> list[tuple[int, Block]]:
-        """The next events, with the number of each block's first; none if none came in time.
+        """Return the next events as blocks with their first numbers; none if none come in time.
 
-        Raises ``QueueClosed`` when the table is served no more.
+        Raises ``QueueClosed`` when the node stops serving the table.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._room() > 0, timeout)
             room = self._room()
-        events = self._receiver.take(min(room, MESSAGE), timeout) if room > 0 else []
+        events = self._receiver.take(min(room, MAX_MESSAGE_EVENTS), timeout) if room > 0 else []
         with self._changed:
             first = self._next
             self._next += len(events)
@@ -119,18 +119,18 @@ class TableStream(Closing):
         return self._blocks(first, events) if events else []
 
     def ack(self, spans: Spans) -> None:
-        """Settle events by their numbers; those that were settled before change nothing."""
+        """Settle events by their numbers. Settled events are ignored."""
         self._receiver.ack([event for _, event in self._settled(spans)])
 
     def store(self, spans: Spans, timeout: float | None) -> bool:
-        """Settle events and wait until that is stored; false if the time is over.
+        """Settle events and wait until their acks are stored; false on timeout.
 
-        Then it may be repeated. Raises ``LeadLost`` if acks of theirs are lost, however often.
+        The call may be repeated. Raises ``LeadLost``, at every call, if acks of them are lost.
         """
         listed = list(spans)
         events = dict(self._settled(listed))
         with self._changed:
-            before = {n: event for n, event in self._unsure.items() if _within(n, listed)}
+            before = {n: event for n, event in self._unsure.items() if _is_within(n, listed)}
             self._unsure.update(events)
         self._receiver.ack(list(events.values()))
         stored = self._receiver.flush(timeout, (*before.values(), *events.values()))
@@ -141,16 +141,16 @@ class TableStream(Closing):
         return stored
 
     def nack(self, spans: Spans, delay: float | None, error: str | None) -> None:
-        """Have events fired again."""
+        """Request that events fire again."""
         for _, event in self._settled(spans):
             event.nack(delay, error)
 
     def flush(self, timeout: float | None) -> bool:
-        """Wait until all acks so far are stored; as :meth:`Receiver.flush`."""
+        """Wait until all acks so far are stored, like :meth:`Receiver.flush`."""
         return self._receiver.flush(timeout)
 
     def close(self) -> None:
-        """The receiver is gone: what it did not settle fires elsewhere."""
+        """Close the receiver. The events that it did not settle fire again for others."""
         self._receiver.close()
 
     def _room(self) -> int:
@@ -158,7 +158,7 @@ class TableStream(Closing):
 
     def _blocks(self, first: int, events: Sequence[TableEvent]) -> list[tuple[int, Block]]:
         try:
-            return [(first, block_of([event.row for event in events], self.schema))]
+            return [(first, build_block([event.row for event in events], self.schema))]
         except (pa.ArrowException, ValueError, TypeError, ArithmeticError) as error:
             if len(events) > 1:
                 return [
@@ -166,19 +166,24 @@ class TableStream(Closing):
                     for at, event in enumerate(events, first)
                     for found in self._blocks(at, [event])
                 ]
-            # SQLite takes a word for a number; it can be sent to nobody, and ends as a dead letter.
-            log.warning("table %s, event %d: %s", self.table, events[0].id, error)
+            # SQLite stores text in a column of numbers. Such an event becomes a dead letter.
+            log.warning(
+                "table.event_not_sendable", table=self.table, event=events[0].id, error=error
+            )
             self.nack([(first, first + 1)], None, f"cannot be sent: {error}")
             return []
 
     def _settled(self, spans: Spans) -> list[tuple[int, TableEvent]]:
-        """Events that were sent and not settled so far, with their numbers."""
+        """Remove and return the unsettled events of the given numbers, with their numbers.
+
+        Raises ``ValueError`` for a number that was never sent.
+        """
         found: list[tuple[int, TableEvent]] = []
         with self._changed:
             for first, end in spans:
                 if end > self._next:
                     raise ValueError(f"event {end - 1} was never sent on this stream")
-                # Whichever are fewer: a span may be as long as the stream.
+                # Iterate over the smaller one: a span may be as long as the stream.
                 numbers: Iterable[int] = range(first, end)
                 if end - first > len(self._events):
                     numbers = [number for number in self._events if first <= number < end]
@@ -187,18 +192,18 @@ class TableStream(Closing):
         return found
 
 
-def schema_of(definition: Definition) -> pa.Schema:
-    """The fields of a table's events: turnlane's own, then the user's."""
+def get_event_schema(definition: Definition) -> pa.Schema:
+    """Return the schema of a table's events: turnlane's own columns, then the user's."""
     text = {"event_group", "after_group"}
-    own = [pa.field(name, pa.string() if name in text else pa.int64()) for name in COLUMNS]
-    users = [pa.field(column.name, type_of(column)) for column in definition.columns]
+    own = [pa.field(name, pa.string() if name in text else pa.int64()) for name in EVENT_COLUMNS]
+    users = [pa.field(column.name, get_arrow_type(column)) for column in definition.columns]
     return pa.schema([*own, *users])
 
 
-def rows_of(block: Block) -> list[list[Any]]:
-    """Events as JSON has them; bytes in base64."""
+def convert_rows_to_json(block: Block) -> list[list[Any]]:
+    """Return the rows of a block as JSON values, bytes in base64."""
     columns = [
-        [_in_base64(each) for each in column.to_pylist()]
+        [_encode_base64(each) for each in column.to_pylist()]
         if pa.types.is_binary(column.type)
         else column.to_pylist()
         for column in block.columns
@@ -206,26 +211,22 @@ def rows_of(block: Block) -> list[list[Any]]:
     return [list(row) for row in zip(*columns, strict=True)]
 
 
-def _in_base64(value: bytes | None) -> str | None:
+def _encode_base64(value: bytes | None) -> str | None:
     return None if value is None else base64.b64encode(value).decode()
 
 
-def _within(number: int, spans: Spans) -> bool:
+def _is_within(number: int, spans: Spans) -> bool:
     return any(first <= number < end for first, end in spans)
 
 
-RETRY: Final = 1.0
-"""Seconds before a database that did not answer, or had no such queue, is tried again."""
-
-
-class ServedTable(Closing):
-    """One queue table. Its databases may be away when the node starts."""
+class ServedTable(Closeable):
+    """One queue table that the node serves. Its databases may be down when the node starts."""
 
     def __init__(self, name: str, settings: ServedTableSettings) -> None:
         self.name = name
         self._shards = settings.map()
         self._queue: ShardedQueue | None = None
-        self._trouble: str = "it was not reached yet"
+        self._trouble: str = "its databases were not reached yet"
         self._over = threading.Event()
         self._opener = threading.Thread(
             target=self._open, name=f"turnlane-table-{name}", daemon=True
@@ -239,9 +240,9 @@ class ServedTable(Closing):
 
     @property
     def queue(self) -> ShardedQueue:
-        """The queue. Raises ``DatabaseDown`` until its databases were reached."""
+        """Return the queue. Raises ``DatabaseDown`` until its databases were reached."""
         if self._queue is None:
-            raise DatabaseDown(f"queue table {self.name!r}: {self._trouble}", after=RETRY)
+            raise DatabaseDown(f"queue table {self.name!r}: {self._trouble}", after=RETRY_SECONDS)
         return self._queue
 
     def close(self) -> None:
@@ -249,16 +250,15 @@ class ServedTable(Closing):
         self._opener.join()
 
     def _open(self) -> None:
-        """Open it and keep it until the end."""
-        # Drivers raise what they like for an address that leads nowhere.
+        """Connect to the databases, again after every error, and serve until the end."""
         while not self._over.is_set():
             try:
                 self._serve()
-            except Exception as error:  # noqa: BLE001 - said, and tried again
+            except Exception as error:  # noqa: BLE001 - drivers raise any error for a bad address
                 self._trouble = str(error)
                 level = logging.WARNING if isinstance(error, TurnlaneError) else logging.ERROR
-                log.log(level, "queue table %s: %s", self.name, error)
-                self._over.wait(RETRY)
+                log.log(level, "table.open_failed", table=self.name, error=error)
+                self._over.wait(RETRY_SECONDS)
 
     def _serve(self) -> None:
         with connect_shards(self._shards.shards) as databases:
@@ -268,8 +268,8 @@ class ServedTable(Closing):
             self._over.wait()
 
 
-class Tables(Closing):
-    """All queue tables of a node, and the streams of their receivers. Safe from any thread."""
+class Tables(Closeable):
+    """All queue tables of a node, and the streams of their receivers. Thread-safe."""
 
     def __init__(self, settings: Mapping[str, ServedTableSettings] | None = None) -> None:
         self._tables = {name: ServedTable(name, each) for name, each in (settings or {}).items()}
@@ -277,11 +277,11 @@ class Tables(Closing):
         self._lock = threading.Lock()
 
     def all(self) -> dict[str, ServedTable]:
-        """The tables by name."""
+        """Return the tables by name."""
         return dict(self._tables)
 
     def table(self, name: str) -> ServedTable:
-        """The table of this name. Raises ``NoSuchQueue``."""
+        """Return the table of this name. Raises ``NoSuchQueue``."""
         found = self._tables.get(name)
         if found is None:
             known = ", ".join(sorted(self._tables)) or "none"
@@ -290,7 +290,7 @@ class Tables(Closing):
 
     @contextmanager
     def stream(self, name: str, key_range: KeyRange, prefetch: int) -> Iterator[TableStream]:
-        """A receiver elsewhere, for as long as it is there."""
+        """Open a stream for a remote receiver, and close it at the end of the block."""
         queue = self.table(name).queue
         with TableStream(name, queue.receive(str(key_range), prefetch), queue.definition) as made:
             with self._lock:
@@ -301,22 +301,22 @@ class Tables(Closing):
                 with self._lock:
                     del self._streams[made.id]
 
-    def stream_of(self, table: str, stream_id: str) -> TableStream:
-        """A stream by its id. Raises ``NoSuchStream``."""
+    def find_stream(self, table: str, stream_id: str) -> TableStream:
+        """Return a stream by its id. Raises ``NoSuchStream``."""
         with self._lock:
             found = self._streams.get(stream_id)
         if found is None or found.table != table:
             raise NoSuchStream(
-                f"stream {stream_id[:80]!r} is over: what was not acked fires elsewhere"
+                f"stream {stream_id[:80]!r} has ended: events that were not acked fire again"
             )
         return found
 
     @property
     def streams(self) -> int:
-        """How many receivers elsewhere there are."""
+        """The number of streams to remote receivers."""
         return len(self._streams)
 
     def close(self) -> None:
-        """Stop the managers; what is out fires again elsewhere."""
+        """Stop the managers. Unsettled events fire again from another node."""
         for table in self._tables.values():
             table.close()

@@ -1,4 +1,9 @@
-"""Output ``elasticsearch``: events as documents, through the bulk API. OpenSearch has the same."""
+"""Output ``elasticsearch``: writes events as documents with the bulk API, also to OpenSearch.
+
+Elasticsearch accepts or refuses each document on its own, so only the failed ones are sent again. A
+document's id is made of the event's position and time: an event that is sent again is the same
+document.
+"""
 
 from __future__ import annotations
 
@@ -15,42 +20,54 @@ from pydantic import Field
 from turnlane.errors import PartlyDelivered, RetryLater, TurnlaneError
 from turnlane.events import Block
 from turnlane.formats.lines import joined, large, strung
-from turnlane.outputs.api import OutputSettings, lasting_ids
-from turnlane.outputs.http_connections import Answer, error_of, quoted, shown
-from turnlane.outputs.http_requests import (
-    BaseAddress,
-    Compression,
-    Failures,
-    Prepared,
-    Request,
-    Rows,
-    WebOutput,
-    WebOutputSettings,
-    chosen,
+from turnlane.outputs.api import OutputSettings
+from turnlane.outputs.event_ids import make_dated_event_ids
+from turnlane.outputs.http_client import (
+    HttpResponse,
+    get_response_error,
+    quote_body,
+    remove_query,
 )
-from turnlane.outputs.templates import Template, TemplateText, columns_of, for_json
+from turnlane.outputs.http_requests import (
+    BaseHttpUrl,
+    BlockRows,
+    BodyCompression,
+    HttpRequest,
+    PreparedRequests,
+    RequestOutput,
+    RequestOutputSettings,
+    RowErrors,
+    select_rows,
+)
+from turnlane.outputs.templates import (
+    Template,
+    TemplateText,
+    escape_json,
+    find_template_columns,
+)
 
-_KIND: Final = "application/x-ndjson"
-_WANTED: Final = "errors,items.*.status,items.*.error.type,items.*.error.reason"
-"""What we want to know of an answer: without the rest it is a tenth as long."""
-_EXISTS: Final = 409
+_CONTENT_TYPE: Final = "application/x-ndjson"
+_RESPONSE_FIELDS: Final = "errors,items.*.status,items.*.error.type,items.*.error.reason"
+"""The fields of a response that are read. Without the others it is a tenth as long."""
+_ALREADY_EXISTS: Final = 409
 _LINE_ENDS: Final = "[\r\n]"
 
 
-class ElasticsearchSettings(WebOutputSettings):
+class ElasticsearchOutputSettings(RequestOutputSettings):
     """The settings of the output ``elasticsearch``."""
 
     type: Literal["elasticsearch"] = "elasticsearch"
-    url: BaseAddress = Field(description="Where Elasticsearch is.", examples=["https://host:9200"])
+    url: BaseHttpUrl = Field(
+        description="The URL of Elasticsearch.", examples=["https://host:9200"]
+    )
     index: TemplateText = Field(
-        description="The index or data stream of each event; `{column}` in it is one of its "
-        "columns.",
+        description="The index or data stream of each event; it may contain `{column}`.",
         examples=["logs-{timestamp:%Y.%m.%d}"],
     )
     action: Literal["create", "index"] = Field(
         default="create",
-        description="What is done with a document whose id is there already: it stays (`create`, "
-        "which data streams insist on), or it is replaced (`index`).",
+        description="What happens to a document whose id exists already: it stays (`create`, which "
+        "data streams require), or it is replaced (`index`).",
     )
     id: TemplateText | None = Field(
         default=None,
@@ -59,112 +76,116 @@ class ElasticsearchSettings(WebOutputSettings):
     )
     format: Literal["json", "raw"] = Field(
         default="json",
-        description="The document is the whole event, or the event's value, which then has to be "
-        "a JSON object.",
+        description="The document is the whole event (`json`), or the event's value (`raw`), which "
+        "must be a JSON object then.",
     )
-    pipeline: str | None = Field(default=None, description="The ingest pipeline to go through.")
-    compression: Literal[Compression.NONE, Compression.GZIP] = Field(
-        default=Compression.GZIP, description="How bodies are made smaller."
+    pipeline: str | None = Field(
+        default=None, description="The ingest pipeline that Elasticsearch applies."
+    )
+    compression: Literal[BodyCompression.NONE, BodyCompression.GZIP] = Field(
+        default=BodyCompression.GZIP, description="How the bodies of requests are compressed."
     )
 
     @property
-    def wants(self) -> frozenset[str]:
-        """What templates name, and the events' times, for ids."""
-        return columns_of(self.index, self.id) | {"timestamp"}
+    def wanted_columns(self) -> frozenset[str]:
+        """The columns of the templates, and the time for ids."""
+        return find_template_columns(self.index, self.id) | {"timestamp"}
 
 
-class ElasticsearchOutput(WebOutput):
-    """A document is taken or refused by itself: only what failed comes again."""
+class ElasticsearchOutput(RequestOutput):
+    """Writes each block with one bulk request."""
 
-    settings_type: ClassVar[type[OutputSettings]] = ElasticsearchSettings
-    settings: ElasticsearchSettings
-    longest_answer: ClassVar[int] = 1 << 26
+    settings_type: ClassVar[type[OutputSettings]] = ElasticsearchOutputSettings
+    settings: ElasticsearchOutputSettings
+    max_response_bytes: ClassVar[int] = 1 << 26
     takes_apart = True
 
-    def __init__(self, settings: ElasticsearchSettings) -> None:
+    def __init__(self, settings: ElasticsearchOutputSettings) -> None:
         super().__init__(settings)
         self._index = Template.parse(settings.index)
         self._id = None if settings.id is None else Template.parse(settings.id)
-        asked = {"filter_path": _WANTED}
+        parameters = {"filter_path": _RESPONSE_FIELDS}
         if settings.pipeline is not None:
-            asked["pipeline"] = settings.pipeline
-        self._url = f"{settings.url}/_bulk?{urlencode(asked, safe='*,')}"
+            parameters["pipeline"] = settings.pipeline
+        self._url = f"{settings.url}/_bulk?{urlencode(parameters, safe='*,')}"
 
-    def prepare(self, block: Block) -> Prepared:
-        """One bulk request: for each event a line that says what to do, and its document."""
-        requests = [self._request(block, np.arange(block.num_rows))] if block.num_rows else []
-        return Prepared(block.num_rows, requests)
+    def prepare(self, block: Block) -> PreparedRequests:
+        """Make one bulk request: for each event a line with the action, and its document."""
+        requests = [self._make_request(block, np.arange(block.num_rows))] if block.num_rows else []
+        return PreparedRequests(block.num_rows, requests)
 
-    def _request(self, block: Block, rows: Rows) -> Request:
-        lines = self._lines(chosen(block, rows))
-        body, headers = self.packed(strung(lines).data, _KIND)
-        return Request(self._url, body, headers, rows, partial(self._request, block))
+    def _make_request(self, block: Block, rows: BlockRows) -> HttpRequest:
+        lines = self._make_lines(select_rows(block, rows))
+        body, headers = self.pack(strung(lines).data, _CONTENT_TYPE)
+        return HttpRequest(self._url, body, headers, rows, partial(self._make_request, block))
 
-    def _lines(self, block: Block) -> Any:  # noqa: ANN401
+    def _make_lines(self, block: Block) -> Any:  # noqa: ANN401
         documents = large(block.column("payload"))
         if self.settings.format == "raw":
-            # Between the parts of JSON a line end is only space, and within none it can be.
+            # In JSON a line end can only stand between tokens, where a space means the same.
             documents = pc.replace_substring_regex(documents, _LINE_ENDS, " ")
-        index = large(for_json(self._index.fill(block)))
-        parts = [_fixed(f'{{"{self.settings.action}":{{"_index":"'), index]
-        ids = lasting_ids(block) if self._id is None else self._id.fill(block)
+        index = large(escape_json(self._index.fill(block)))
+        parts = [_make_scalar(f'{{"{self.settings.action}":{{"_index":"'), index]
+        ids = make_dated_event_ids(block) if self._id is None else self._id.fill(block)
         if ids is not None:
-            parts += [_fixed('","_id":"'), large(for_json(ids))]
-        return joined(*parts, _fixed('"}}\n'), documents, _fixed("\n"))
+            parts += [_make_scalar('","_id":"'), large(escape_json(ids))]
+        return joined(*parts, _make_scalar('"}}\n'), documents, _make_scalar("\n"))
 
-    # ── answers ─────────────────────────────────────────────────────────────────────────────────
-
-    def understand(self, request: Request, answer: Answer) -> None:
-        said = self._said(answer)
-        items = said.get("items")
+    def check_response(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Raise ``PartlyDelivered`` with the documents that were not accepted."""
+        result = self._parse(response)
+        items = result.get("items")
         if not isinstance(items, list) or len(items) != len(request.rows):
-            raise RetryLater(f"{shown(request.url)}: this is no answer to a bulk request")
-        failures = {} if said.get("errors") is False else self._refused(items)
-        if failures:
-            raise PartlyDelivered(failures)
+            raise RetryLater(f"{remove_query(request.url)}: not a response to a bulk request")
+        errors = {} if result.get("errors") is False else self._find_errors(items)
+        if errors:
+            raise PartlyDelivered(errors)
 
-    def _said(self, answer: Answer) -> dict[str, Any]:
+    def _parse(self, response: HttpResponse) -> dict[str, Any]:
         try:
-            said = json.loads(answer.body) if answer.whole else None
+            result = json.loads(response.body) if response.is_complete else None
         except (ValueError, RecursionError):
-            said = None
-        if not isinstance(said, dict):
-            where, text = shown(self._url), quoted(answer.body)
-            raise RetryLater(f"{where}: this is no answer of Elasticsearch{text}")
-        return said
+            result = None
+        if not isinstance(result, dict):
+            url, text = remove_query(self._url), quote_body(response.body)
+            raise RetryLater(f"{url}: not a response of Elasticsearch{text}")
+        return result
 
-    def _refused(self, items: list[Any]) -> Failures:
-        """The documents that were not taken, and why. Those to come again share their error."""
-        failures: Failures = {}
+    def _find_errors(self, items: list[Any]) -> RowErrors:
+        """Return the errors of documents that were not accepted. Retryable ones are shared."""
+        errors: RowErrors = {}
         shared: dict[int, TurnlaneError] = {}
         for row, item in enumerate(items):
-            status, reason = _result(item)
-            if status < 300 or (status == _EXISTS and self.settings.action == "create"):
+            status, reason = _read_item(item)
+            is_old = status == _ALREADY_EXISTS and self.settings.action == "create"
+            if status < 300 or is_old:
                 continue
-            error = shared.get(status) or error_of(Answer(status, body=reason), self._url, 0.0)
+            error = shared.get(status)
+            if error is None:
+                error = get_response_error(HttpResponse(status, body=reason), self._url, 0.0)
             assert error is not None
             if isinstance(error, RetryLater):
                 shared[status] = error
-            failures[row] = error
-        return failures
+            errors[row] = error
+        return errors
 
     def check(self) -> None:
-        """Ask who is there."""
+        """Ask for the information about the cluster."""
         url = f"{self.settings.url}/"
-        self._said(self.good(self.exchange(url, method="GET"), url))
+        self._parse(self.require_success(self.exchange(url, method="GET"), url))
 
 
-def _fixed(text: str) -> Any:  # noqa: ANN401
+def _make_scalar(text: str) -> Any:  # noqa: ANN401
     return pa.scalar(text.encode(), pa.large_binary())
 
 
-def _result(item: Any) -> tuple[int, bytes]:  # noqa: ANN401
-    """An item's status, and the reason if it failed. What makes no sense has failed for now."""
+def _read_item(item: Any) -> tuple[int, bytes]:  # noqa: ANN401
+    """Return the status of an item and the reason of a failure. A malformed item may be retried."""
     try:
         [outcome] = item.values()
         status = int(outcome["status"])
         error = outcome.get("error") or {}
         reason = f"{error.get('type', '')}: {error.get('reason', '')}".strip(": ")
     except (AttributeError, KeyError, TypeError, ValueError):
-        return 502, b"the answer does not say what became of the document"
+        return 502, b"the response does not say what happened to the document"
     return status, reason.encode()

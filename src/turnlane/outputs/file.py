@@ -1,14 +1,14 @@
-"""Output ``file``: events appended to a file, a line each, which may rotate by size and time.
+"""Output ``file``: appends events to a file, a line each; the file may rotate by size and time.
 
-Whoever writes holds the file's lock and looks whether the file still has its name: so several
-tasks, of several processes, can share it, and it is rotated by exactly one of them.
+Several tasks, in several processes, can write to one file. A writer opens the file, takes its lock,
+and checks that the file still has its name; if another task has rotated it, the writer starts
+again. So exactly one task rotates a file, and lines of two batches never mix.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import stat
 import threading
@@ -23,227 +23,219 @@ from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import StorageFailed
 from turnlane.events import Block
 from turnlane.formats.lines import lines_of
+from turnlane.logs import get_logger
 from turnlane.outputs.api import Output, OutputSettings
 from turnlane.outputs.file_rotation import (
     DIRECTIVES,
-    Compression,
-    FileNames,
-    Tidying,
-    is_at,
-    numbered,
+    FileCompression,
+    FileNamePattern,
+    OldFileCleaner,
+    find_unknown_directives,
+    is_file_at,
     sync_folder,
-    unknown_directives,
 )
 from turnlane.units import Size
-from turnlane.validation import Contradiction, Problem
+from turnlane.validation import ConfigIssue, ContradictorySettings
 
-# ── uncached ──
-# Writing much at a time without leaving it in the page cache.
-#
-# Lines that stream into a file by the hundred megabytes push out of memory what others read, and
-# the
-# kernel has to find a new page for each of theirs, which takes longer than to write them. Since
-# Linux
-# 6.14 a write can say that its pages are free again as soon as they are on the disk.
+log = get_logger(__name__)
 
-LARGE: Final = 1 << 20
-"""Bytes. Less than that is left to the kernel, which gathers small writes before it writes them."""
+MIN_UNCACHED_BYTES: Final = 1 << 20
+"""Smaller writes go through the page cache, because the kernel combines them."""
 _DONT_CACHE: Final = 0x80
-"""``RWF_DONTCACHE``, which Python has no name for."""
-_UNABLE: Final = (errno.EOPNOTSUPP, errno.EINVAL, errno.ESPIPE)
-"""What an older kernel, a file system that cannot do it, and a pipe say to that."""
+"""``RWF_DONTCACHE``, for which Python has no name."""
+_UNSUPPORTED: Final = (errno.EOPNOTSUPP, errno.EINVAL, errno.ESPIPE)
+"""The errors of older kernels, of file systems that do not support it, and of pipes."""
 
 
-def append(fd: int, data: memoryview) -> int:
-    """Write some of it to a file that was opened for appending; returns how many bytes."""
-    if len(data) >= LARGE:
-        try:
-            return os.pwritev(fd, [data], 0, _DONT_CACHE)  # appending, so the place says nothing
-        except NotImplementedError:  # an older C library
-            pass
-        except OSError as error:
-            if error.errno not in _UNABLE:
-                raise
-    return os.write(fd, data)
-
-
-log = logging.getLogger(__name__)
-
-
-class FileSettings(OutputSettings):
-    """The settings of a file output."""
+class FileOutputSettings(OutputSettings):
+    """The settings of the output ``file``."""
 
     path: Path = Field(
-        description="The file, made with its directories if it is not there. May hold the time of "
-        "writing, in UTC: `%Y`, `%m`, `%d`, `%H`, `%M`, `%S`, `%j`.",
+        description="The file. It and its directories are created if they do not exist. The path "
+        "may contain the time of writing, in UTC: `%Y`, `%m`, `%d`, `%H`, `%M`, `%S`, `%j`.",
         examples=["out/%Y-%m-%d/alerts.jsonl"],
     )
     format: Literal["json", "raw"] = Field(
-        default="json", description="A line is the whole event as JSON, or its value as it is."
+        default="json",
+        description="A line is the whole event as JSON (`json`), or its unchanged value (`raw`).",
     )
     sync: bool = Field(
-        default=False, description="Whether a batch is done only once it is on the device."
+        default=False,
+        description="Whether a batch counts as delivered only once it is on the device.",
     )
     rotate_size: Size | None = Field(
         default=None,
         ge=1,
-        description="Begin another file before this one gets larger; full ones are numbered. "
+        description="Begin another file before this one gets larger; full files are numbered. "
         "Default: never.",
         examples=["100Mi"],
     )
-    compress: Compression = Field(
-        default="none", description="How files that are full, or of an earlier time, are kept."
+    compress: FileCompression = Field(
+        default="none", description="How full files, and files of an earlier time, are compressed."
     )
     keep: int | None = Field(
         default=None,
         ge=0,
-        description="How many of those files stay; older ones are removed. Default: all.",
+        description="How many of those files are kept; the oldest are removed. Default: all.",
     )
 
-    # A file takes as much at a time as one likes, and from one at a time only.
-    usual: ClassVar[Mapping[str, Any]] = {
+    # A file takes large batches, and only one at a time.
+    delivery_defaults: ClassVar[Mapping[str, Any]] = {
         "batch_events": 65_536,
         "batch_bytes": 8 << 20,
         "max_concurrency": 1,
     }
 
     @property
-    def wants(self) -> frozenset[str]:
-        """Nothing else."""
+    def wanted_columns(self) -> frozenset[str]:
+        """No column but the payload."""
         return frozenset()
 
     @model_validator(mode="after")
-    def _sensible(self) -> Self:
-        problems = [
-            Problem("path", f"{each} is none of {', '.join(f'%{one}' for one in DIRECTIVES)}")
-            for each in unknown_directives(self.path)
+    def _check_rotation(self) -> Self:
+        allowed = ", ".join(f"%{letter}" for letter in DIRECTIVES)
+        issues = [
+            ConfigIssue("path", f"{each} is not supported; use {allowed}")
+            for each in find_unknown_directives(self.path)
         ]
-        if self.rotate_size is None and not FileNames(self.path).has_time:
+        if self.rotate_size is None and not FileNamePattern(self.path).has_time:
             needless = {"compress": self.compress != "none", "keep": self.keep is not None}
-            problems += [
-                Problem(knob, "needs rotate_size, or the time in path: the file never rotates")
-                for knob, given in needless.items()
-                if given
-            ]
-        if problems:
-            raise Contradiction(problems)
+            message = "needs rotate_size, or the time in path: without them the file never rotates"
+            issues += [ConfigIssue(name, message) for name, is_set in needless.items() if is_set]
+        if issues:
+            raise ContradictorySettings(issues)
         return self
 
 
 class FileOutput(Output):
-    """Appends whole lines, all of a batch or none, unless it is killed meanwhile."""
+    """Appends whole lines: all of a batch or none, unless the process is killed in between."""
 
-    settings_type = FileSettings
-    settings: FileSettings
+    settings_type = FileOutputSettings
+    settings: FileOutputSettings
 
-    def __init__(self, settings: FileSettings, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, settings: FileOutputSettings, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__(settings)
         self._clock = clock
-        self._names = FileNames(settings.path)
-        self._tidying = Tidying(self._names, settings.compress, settings.keep)
-        self._tidies = settings.compress != "none" or settings.keep is not None
-        self._tidiers: list[threading.Thread] = []
-        self._starting = threading.Lock()
+        self._names = FileNamePattern(settings.path)
+        self._cleaner = OldFileCleaner(self._names, settings.compress, settings.keep)
+        self._cleanups: list[threading.Thread] = []
+        self._cleanups_lock = threading.Lock()
 
     def prepare(self, block: Block) -> Any:  # noqa: ANN401
-        """The block's payloads as lines, in one piece of memory."""
+        """Return the payloads of the block as lines, in one buffer."""
         return lines_of(block.column("payload"))
 
     def send(self, prepared: Any) -> None:  # noqa: ANN401
+        """Append the lines. Raises ``StorageFailed``."""
         data = memoryview(prepared)
-        path = self._path()
+        path = self._get_path()
         try:
-            while not self._written(path, data):
-                path = self._path()
+            while not self._append(path, data):
+                path = self._get_path()
         except OSError as error:
             raise StorageFailed(f"{path}: {error.strerror or error}") from error
 
     def check(self) -> None:
-        """Open the file as for writing; one that was not there is there then, and empty."""
-        path = self._path()
+        """Open the file for writing; creates an empty file if it does not exist."""
+        path = self._get_path()
         try:
-            os.close(self._opened(path))
+            os.close(_open_for_append(path))
         except OSError as error:
             raise StorageFailed(f"{path}: {error.strerror or error}") from error
 
     def close(self) -> None:
-        """Wait until what was rotated is compressed."""
-        for tidier in self._tidiers:
-            tidier.join()
+        """Wait until rotated files are compressed."""
+        for cleanup in self._cleanups:
+            cleanup.join()
 
-    def _path(self) -> Path:
-        return self._names.at(datetime.fromtimestamp(self._clock.time_ns() / 1e9, UTC))
+    def _get_path(self) -> Path:
+        return self._names.get_path(datetime.fromtimestamp(self._clock.time_ns() / 1e9, UTC))
 
-    def _opened(self, path: Path) -> int:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
-    def _written(self, path: Path, data: memoryview) -> bool:
-        """Append, if that is still the file to write to."""
-        begins = not path.exists()
-        fd = self._opened(path)
+    def _append(self, path: Path, data: memoryview) -> bool:
+        """Append the data and return true; return false if another file must be written to."""
+        is_new = not path.exists()
+        fd = _open_for_append(path)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            if not is_at(fd, path):
-                return False  # rotated while we waited
+            if not is_file_at(fd, path):
+                return False  # another task rotated it while this one waited for the lock
             if stat.S_ISREG(os.fstat(fd).st_mode):
-                _end_line(fd, path)
-                if self._is_full(fd, len(data)):
-                    path.rename(numbered(path, self._names))
+                _end_last_line(fd, path)
+                size, limit = os.fstat(fd).st_size, self.settings.rotate_size
+                if limit is not None and size > 0 and size + len(data) > limit:
+                    path.rename(self._names.get_numbered_path(path))
                     return False
-            self._append(fd, data)
-            if begins and self.settings.sync:
+            self._write_all(fd, data)
+            if is_new and self.settings.sync:
                 sync_folder(path.parent)
         finally:
             os.close(fd)
-        if begins:
-            self._tidy()
+        if is_new:
+            self._start_cleanup()
         return True
 
-    def _is_full(self, fd: int, more: int) -> bool:
-        size, most = os.fstat(fd).st_size, self.settings.rotate_size
-        return most is not None and size > 0 and size + more > most
-
-    def _append(self, fd: int, data: memoryview) -> None:
-        """Append all of it or nothing: half a batch would come again with the other half."""
+    def _write_all(self, fd: int, data: memoryview) -> None:
+        """Write everything or nothing: after an error the whole batch is written again."""
         before = os.fstat(fd)
         try:
             while data:
-                data = data[append(fd, data) :]
+                data = data[append_past_cache(fd, data) :]
             if self.settings.sync:
                 os.fsync(fd)
         except OSError:
-            if stat.S_ISREG(before.st_mode):  # a device or a pipe keeps what it has got
+            if stat.S_ISREG(before.st_mode):  # a device or a pipe cannot be truncated
                 os.ftruncate(fd, before.st_size)
             raise
 
-    def _tidy(self) -> None:
-        """A file has begun: those before it are old. Compressing is nothing to wait for."""
-        if not self._tidies:
+    def _start_cleanup(self) -> None:
+        """Compress and remove old files on another thread: a new file has begun."""
+        if self.settings.compress == "none" and self.settings.keep is None:
             return
-        tidier = threading.Thread(
-            target=self._tidying.run, args=[self._path], name="turnlane-tidier", daemon=True
+        cleanup = threading.Thread(
+            target=self._cleaner.run, args=[self._get_path], name="turnlane-tidier", daemon=True
         )
-        with self._starting:
-            self._tidiers = [each for each in self._tidiers if each.is_alive()]
-            tidier.start()
-            self._tidiers.append(tidier)
+        with self._cleanups_lock:
+            self._cleanups = [each for each in self._cleanups if each.is_alive()]
+            cleanup.start()
+            self._cleanups.append(cleanup)
 
 
-def _end_line(fd: int, path: Path) -> None:
-    """End a last line that has no end, so that ours begin on a line of their own.
+def append_past_cache(fd: int, data: memoryview) -> int:
+    """Write some of the data to a file that is open for appending; return how many bytes.
 
-    A killed task of ours may have left half a line, or another program data of any kind. Nobody can
-    tell which, so nothing is ever taken away.
+    Large writes leave nothing in the page cache. Lines that stream into a file by the hundred
+    megabytes push data that others read out of memory, and the kernel must find a new page for each
+    of them, which takes longer than to write them. Since Linux 6.14 a write can say that its pages
+    are free as soon as they are on the disk.
+    """
+    if len(data) >= MIN_UNCACHED_BYTES:
+        try:
+            return os.pwritev(fd, [data], 0, _DONT_CACHE)  # appending ignores the offset 0
+        except NotImplementedError:  # an older C library
+            pass
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+    return os.write(fd, data)
+
+
+def _open_for_append(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
+def _end_last_line(fd: int, path: Path) -> None:
+    """End a last line that has no newline, so that the next batch begins on a line of its own.
+
+    A killed task may have left half a line, or another program may have written any data. They
+    cannot be told apart, so nothing is ever removed.
     """
     size = os.fstat(fd).st_size
-    if size == 0 or _ends_a_line(path, size):
+    if size == 0:
         return
-    log.warning("%s: the last line had no end; it stays, and gets one", path)
-    os.write(fd, b"\n")
-
-
-def _ends_a_line(path: Path, size: int) -> bool:
     with path.open("rb") as file:
         file.seek(size - 1)
-        return file.read(1) == b"\n"
+        if file.read(1) == b"\n":
+            return
+    log.warning("file.last_line_incomplete", path=path, hint="it is kept and ended by a newline")
+    os.write(fd, b"\n")

@@ -1,4 +1,8 @@
-"""Output ``http``: events posted to a web server, many in a request or one by one."""
+"""Output ``http``: sends events to a web server, many in a request or one by one.
+
+Every response with a status of 2xx means that the events are delivered. URL, headers and body may
+be templates; events with different URLs or headers go in different requests.
+"""
 
 from __future__ import annotations
 
@@ -15,123 +19,123 @@ from pydantic import AfterValidator, Field, model_validator
 
 from turnlane.events import Block
 from turnlane.formats.lines import joined, large, lines_of, strung
-from turnlane.outputs.api import OutputSettings, ids_of, key_of
-from turnlane.outputs.http_connections import Answer
+from turnlane.outputs.api import OutputSettings
+from turnlane.outputs.event_ids import make_event_ids, make_idempotency_key
+from turnlane.outputs.http_client import HttpResponse
 from turnlane.outputs.http_requests import (
+    BlockRows,
     HeaderName,
     Headers,
     HeaderText,
-    Prepared,
-    Request,
-    Rows,
-    WebAddress,
-    WebOutput,
-    WebOutputSettings,
-    chosen,
+    HttpRequest,
+    HttpUrl,
+    PreparedRequests,
+    RequestOutput,
+    RequestOutputSettings,
+    select_rows,
 )
 from turnlane.outputs.templates import (
     Template,
     TemplateText,
-    checked,
-    columns_of,
-    for_header,
-    for_json,
-    for_url,
+    check_template,
+    escape_header,
+    escape_json,
+    escape_url,
+    find_template_columns,
 )
-from turnlane.validation import Contradiction, Problem
+from turnlane.validation import ConfigIssue, ContradictorySettings
 
 
-class Form(enum.StrEnum):
-    """How events stand in a body."""
+class BodyFormat(enum.StrEnum):
+    """The format of a request's body."""
 
     JSON = "json"
     """A JSON array of events."""
     JSONL = "jsonl"
-    """A line of JSON for each."""
+    """A line of JSON for each event."""
     RAW = "raw"
-    """Each event's value, as it is, on a line."""
+    """A line for each event with its unchanged value."""
 
 
-_KINDS: Final = {
-    Form.JSON: "application/json",
-    Form.JSONL: "application/x-ndjson",
-    Form.RAW: "text/plain; charset=utf-8",
+_CONTENT_TYPES: Final = {
+    BodyFormat.JSON: "application/json",
+    BodyFormat.JSONL: "application/x-ndjson",
+    BodyFormat.RAW: "text/plain; charset=utf-8",
 }
-_SINGLE_KINDS: Final = {**_KINDS, Form.JSONL: "application/json"}
+_SINGLE_CONTENT_TYPES: Final = {**_CONTENT_TYPES, BodyFormat.JSONL: "application/json"}
 _COMMA: Final = pa.scalar(b",", pa.large_binary())
-_NO_FIELDS: Final = pa.scalar(b"{}", pa.large_binary())
-_GO_ON: Final = pa.scalar(b'",', pa.large_binary())
-_END: Final = pa.scalar(b'"', pa.large_binary())
-"""What comes behind a field's text: others, or none."""
-_ALIVE: Final = frozenset({400, 404, 405, 411, 415, 422, 501})
-"""Answers to a ``HEAD`` from somebody who wants a ``POST`` with something in it."""
+_EMPTY_OBJECT: Final = pa.scalar(b"{}", pa.large_binary())
+_QUOTE_AND_COMMA: Final = pa.scalar(b'",', pa.large_binary())
+_QUOTE: Final = pa.scalar(b'"', pa.large_binary())
+_REACHABLE: Final = frozenset({400, 404, 405, 411, 415, 422, 501})
+"""Statuses with which a server that expects a ``POST`` may answer a ``HEAD``."""
 
 
-TemplateAddress = Annotated[WebAddress, AfterValidator(checked)]
-HeaderTemplate = Annotated[HeaderText, AfterValidator(checked)]
+UrlTemplate = Annotated[HttpUrl, AfterValidator(check_template)]
+HeaderTemplate = Annotated[HeaderText, AfterValidator(check_template)]
 
 
-class HttpSettings(WebOutputSettings):
+class HttpOutputSettings(RequestOutputSettings):
     """The settings of the output ``http``."""
 
     type: Literal["http"] = "http"
-    url: TemplateAddress = Field(
-        description="Where requests go. Its path and query may have `{column}` in them: then "
-        "events go where their own columns say.",
+    url: UrlTemplate = Field(
+        description="The URL of the requests. Path and query may contain `{column}`: then each "
+        "event goes to the URL with its own values.",
         examples=["https://example.org/events/{source}"],
     )
-    method: Literal["POST", "PUT", "PATCH"] = Field(default="POST", description="The method.")
+    method: Literal["POST", "PUT", "PATCH"] = Field(default="POST", description="The HTTP method.")
     headers: dict[HeaderName, HeaderTemplate] = Field(
         default={},
         repr=False,
-        description="Headers of every request; they may have `{column}` in them.",
+        description="Headers of every request; they may contain `{column}`.",
     )
-    format: Form = Field(
-        default=Form.JSON,
-        description="A body is a JSON array (`json`), or a line for each event: JSON (`jsonl`) or "
-        "the value as it is (`raw`).",
+    format: BodyFormat = Field(
+        default=BodyFormat.JSON,
+        description="The body is a JSON array (`json`), or a line for each event: JSON (`jsonl`) "
+        "or the unchanged value (`raw`).",
     )
     body: TemplateText | None = Field(
         default=None,
-        description="What is sent of each event instead, with `{column}` in it.",
+        description="A template for each event, with `{column}`, that is sent instead.",
         examples=['{{"text": "{source}: {value}"}}'],
     )
-    one_by_one: bool = Field(default=False, description="A request for each event.")
+    one_by_one: bool = Field(default=False, description="Send each event in its own request.")
     idempotency_key: bool = Field(
         default=True,
-        description="Whether requests have a header `Idempotency-Key`, the same whenever the same "
-        "events are sent again.",
+        description="Whether requests have an `Idempotency-Key` header, which is the same whenever "
+        "the same events are sent again.",
     )
 
     event_id: str | None = Field(
         default=None,
         min_length=1,
-        description="The field in which every JSON object gets its event's id, by which a receiver "
-        "can drop repeats. Default: none.",
+        description="A field that is added to every JSON object and contains the event's id, so "
+        "that a receiver can drop repeated events. Default: none.",
         examples=["event_id"],
     )
 
     @model_validator(mode="after")
-    def _ids_only_in_objects(self) -> Self:
-        if self.event_id is not None and (self.format is Form.RAW or self.body is not None):
-            why = "is for events as JSON objects; a body or a header may have {event_id} in it"
-            raise Contradiction([Problem("event_id", why)])
+    def _check_event_id(self) -> Self:
+        if self.event_id is not None and (self.format is BodyFormat.RAW or self.body is not None):
+            message = "needs events as JSON objects; a body or a header may contain {event_id}"
+            raise ContradictorySettings([ConfigIssue("event_id", message)])
         return self
 
     @property
-    def wants(self) -> frozenset[str]:
-        """What templates name; keys have the events' times in them."""
-        named = columns_of(self.url, self.body, *self.headers.values())
+    def wanted_columns(self) -> frozenset[str]:
+        """The columns of the templates, and the time for idempotency keys."""
+        named = find_template_columns(self.url, self.body, *self.headers.values())
         return named | {"timestamp"} if self.idempotency_key else named
 
 
-class HttpOutput(WebOutput):
-    """Whatever answers with 2xx has the events."""
+class HttpOutput(RequestOutput):
+    """Sends events to a web server."""
 
-    settings_type: ClassVar[type[OutputSettings]] = HttpSettings
-    settings: HttpSettings
+    settings_type: ClassVar[type[OutputSettings]] = HttpOutputSettings
+    settings: HttpOutputSettings
 
-    def __init__(self, settings: HttpSettings) -> None:
+    def __init__(self, settings: HttpOutputSettings) -> None:
         super().__init__(settings)
         self.method = settings.method
         self._url = Template.parse(settings.url)
@@ -141,112 +145,103 @@ class HttpOutput(WebOutput):
     @property
     def takes_apart(self) -> bool:
         """Whether there may be several requests for a block."""
-        return self.settings.one_by_one or not self._is_constant
+        is_constant = self._url.constant is not None
+        has_constant_headers = len(self.get_headers()) == len(self._headers)
+        return self.settings.one_by_one or not (is_constant and has_constant_headers)
 
-    @property
-    def _is_constant(self) -> bool:
-        return self._url.constant is not None and len(self.headers()) == len(self._headers)
-
-    # ── preparing ───────────────────────────────────────────────────────────────────────────────
-
-    def prepare(self, block: Block) -> Prepared:
-        """A request for all, or for those that go to one place with the same headers."""
-        payloads = self._payloads(block)
+    def prepare(self, block: Block) -> PreparedRequests:
+        """Make one request for all events that have the same URL and headers."""
+        payloads = self._make_payloads(block)
         requests = [
-            self._request(block, payloads, url, headers, rows)
-            for rows, url, headers in self._targets(block)
+            self._make_request(block, payloads, url, headers, rows)
+            for rows, url, headers in self._group_rows(block)
         ]
-        return Prepared(block.num_rows, requests)
+        return PreparedRequests(block.num_rows, requests)
 
-    def _payloads(self, block: Block) -> Any:  # noqa: ANN401
+    def _make_payloads(self, block: Block) -> Any:  # noqa: ANN401
         if self._body is None:
             objects = large(block.column("payload"))
             name = self.settings.event_id
-            return objects if name is None else _with_ids(objects, ids_of(block), name)
-        escape = None if self.settings.format is Form.RAW else for_json
+            return objects if name is None else _add_ids(objects, make_event_ids(block), name)
+        escape = None if self.settings.format is BodyFormat.RAW else escape_json
         return large(self._body.fill(block, escape))
 
-    def _targets(self, block: Block) -> Iterator[tuple[Rows, str, Headers]]:
-        """Where which rows go, and with which headers."""
-        every: Rows = np.arange(block.num_rows)
-        where = self._url.constant
-        if where is not None and not self.takes_apart:
+    def _group_rows(self, block: Block) -> Iterator[tuple[BlockRows, str, Headers]]:
+        """Yield the rows of each request with its URL and headers."""
+        all_rows: BlockRows = np.arange(block.num_rows)
+        constant_url = self._url.constant
+        if constant_url is not None and not self.takes_apart:
             if block.num_rows:
-                yield every, where, self.headers()
+                yield all_rows, constant_url, self.get_headers()
             return
-        columns = [self._url.fill(block, for_url)]
-        columns += [each.fill(block, for_header) for each in self._headers.values()]
+        columns = [self._url.fill(block, escape_url)]
+        columns += [each.fill(block, escape_header) for each in self._headers.values()]
         names = list(self._headers)
         if self.settings.one_by_one:
-            groups = [every[at : at + 1] for at in range(block.num_rows)]
+            groups = [all_rows[at : at + 1] for at in range(block.num_rows)]
         else:
-            groups = _groups(columns)
+            groups = _group_equal_rows(columns)
         for rows in groups:
             url, *texts = (str(column[int(rows[0])]) for column in columns)
             yield rows, url, {name: text.encode() for name, text in zip(names, texts, strict=True)}
 
-    def _request(
+    def _make_request(
         self,
         block: Block,
         payloads: Any,  # noqa: ANN401
         url: str,
         headers: Headers,
-        rows: Rows,
-    ) -> Request:
-        part = partial(self._request, block, payloads, url, headers)
+        rows: BlockRows,
+    ) -> HttpRequest:
+        rebuild = partial(self._make_request, block, payloads, url, headers)
         if len(rows) < block.num_rows:
-            block, payloads = chosen(block, rows), payloads.take(rows)
-        body = self._joined(payloads)
-        key = key_of(block, body) if self.settings.idempotency_key else None
-        packed, sent = self.packed(body, self._kind, key, headers)
-        return Request(url, packed, sent, rows, part)
+            block, payloads = select_rows(block, rows), payloads.take(rows)
+        body = self._make_body(payloads)
+        key = make_idempotency_key(block, body) if self.settings.idempotency_key else None
+        types = _SINGLE_CONTENT_TYPES if self.settings.one_by_one else _CONTENT_TYPES
+        packed, packed_headers = self.pack(body, types[self.settings.format], key, headers)
+        return HttpRequest(url, packed, packed_headers, rows, rebuild)
 
-    @property
-    def _kind(self) -> str:
-        kinds = _SINGLE_KINDS if self.settings.one_by_one else _KINDS
-        return kinds[self.settings.format]
-
-    def _joined(self, payloads: Any) -> pa.Buffer:  # noqa: ANN401
+    def _make_body(self, payloads: Any) -> pa.Buffer:  # noqa: ANN401
         if self.settings.one_by_one:
             return strung(payloads).data
-        if self.settings.format is Form.JSON:
+        if self.settings.format is BodyFormat.JSON:
             elements = strung(joined(payloads, _COMMA)).data
             return pa.py_buffer(b"".join((b"[", elements[:-1], b"]")))
         return lines_of(payloads)
 
-    def headers(self) -> Headers:
+    def get_headers(self) -> Headers:
+        """Return the headers that contain no columns."""
         constants = {name: each.constant for name, each in self._headers.items()}
         return {name: text.encode() for name, text in constants.items() if text is not None}
 
-    # ── answers ─────────────────────────────────────────────────────────────────────────────────
-
-    def understand(self, request: Request, answer: Answer) -> None:
-        """Nothing is asked of a good answer."""
+    def check_response(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Do nothing: a good status is enough."""
 
     def check(self) -> None:
-        """Ask for the address with ``HEAD``; if that depends on events, for the host's root."""
+        """Send a ``HEAD`` to the URL, or to the root of the host if the URL has columns."""
         url = self._url.constant
         if url is None:
-            url = "/".join([*self._url.before_places().split("/")[:3], ""])
-        answer = self.exchange(url, method="HEAD")
-        if answer.status not in _ALIVE:
-            self.good(answer, url)
+            url = "/".join([*self._url.get_text_before_fields().split("/")[:3], ""])
+        response = self.exchange(url, method="HEAD")
+        if response.status not in _REACHABLE:
+            self.require_success(response, url)
 
 
-def _with_ids(objects: Any, ids: pa.Array[Any] | None, name: str) -> Any:  # noqa: ANN401
-    """JSON objects with one field more; without ids, as they are."""
+def _add_ids(objects: Any, ids: pa.Array[Any] | None, name: str) -> Any:  # noqa: ANN401
+    """Add a field with the id to each JSON object; without ids, return the objects unchanged."""
     if ids is None:
         return objects
     head = pa.scalar(f'{{{json.dumps(name)}:"'.encode(), pa.large_binary())
     rest = pc.binary_replace_slice(objects, 0, 1, b"")
-    more = pc.if_else(pc.equal(objects, _NO_FIELDS), _END, _GO_ON)
-    return joined(head, large(for_json(ids)), more, rest)
+    separator = pc.if_else(pc.equal(objects, _EMPTY_OBJECT), _QUOTE, _QUOTE_AND_COMMA)
+    return joined(head, large(escape_json(ids)), separator, rest)
 
 
-def _groups(columns: list[Any]) -> list[Rows]:
-    """The rows that are alike in all columns, each group in their order."""
-    alike: Any = pc.binary_join_element_wise(*columns, "\n")
-    numbers = alike.dictionary_encode().indices.to_numpy()
+def _group_equal_rows(columns: list[Any]) -> list[BlockRows]:
+    """Return groups of the rows that are equal in all columns, each group in order."""
+    combined: Any = pc.binary_join_element_wise(*columns, "\n")
+    numbers = combined.dictionary_encode().indices.to_numpy()
     order = np.argsort(numbers, kind="stable")
     ends = np.flatnonzero(np.diff(numbers[order])) + 1
     return [part for part in np.split(order, ends) if len(part)]

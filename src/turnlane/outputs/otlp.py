@@ -1,8 +1,10 @@
-"""Output ``otlp``: telemetry on to OpenTelemetry's collectors, and anything else as log records."""
+"""Output ``otlp``: sends telemetry to OpenTelemetry collectors, and other events as log records.
+
+Telemetry that came in as OTLP goes out unchanged. All events of a signal are one export request.
+"""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -27,166 +29,169 @@ from turnlane.formats.otlp import (
     logs_request,
     rejected,
 )
-from turnlane.outputs.api import OutputSettings, key_of, lasting_ids
-from turnlane.outputs.http_connections import Answer, quoted
+from turnlane.logs import get_logger
+from turnlane.outputs.api import OutputSettings
+from turnlane.outputs.event_ids import make_dated_event_ids, make_idempotency_key
+from turnlane.outputs.http_client import HttpResponse, quote_body
 from turnlane.outputs.http_requests import (
-    BaseAddress,
-    Compression,
-    Prepared,
-    Request,
-    Rows,
-    WebOutput,
-    WebOutputSettings,
-    chosen,
+    BaseHttpUrl,
+    BlockRows,
+    BodyCompression,
+    HttpRequest,
+    PreparedRequests,
+    RequestOutput,
+    RequestOutputSettings,
+    select_rows,
 )
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
-_KIND: Final = "content-type"
+_CONTENT_TYPE_HEADER: Final = "content-type"
 _SIGNALS: Final = pa.array([signal.value for signal in Signal])
-_OTHER: Final = -1
+_NO_SIGNAL: Final = -1
 
 
-class OtlpSettings(WebOutputSettings):
+class OtlpOutputSettings(RequestOutputSettings):
     """The settings of the output ``otlp``."""
 
     type: Literal["otlp"] = "otlp"
-    url: BaseAddress = Field(
-        description="Where the collector is; `/v1/logs` and so on are put behind it.",
+    url: BaseHttpUrl = Field(
+        description="The URL of the collector; `/v1/logs` and so on are appended.",
         examples=["http://collector:4318"],
     )
     resource: dict[str, str] = Field(
         default={},
-        description="The resource's attributes for events that are no telemetry.",
+        description="The attributes of the resource for events that are not telemetry.",
         examples=[{"service.name": "shop"}],
     )
-    compression: Compression = Field(
-        default=Compression.GZIP, description="How bodies are made smaller."
+    compression: BodyCompression = Field(
+        default=BodyCompression.GZIP, description="How the bodies of requests are compressed."
     )
 
     format: ClassVar[str] = "raw"
-    """So that no payloads are made, which would not be used."""
+    """``raw`` saves making payloads, which this output does not use."""
 
 
-class _Asked(NamedTuple):
-    """What a request has asked a collector to take."""
+class _Export(NamedTuple):
+    """The contents of an export request, to compare them with the response."""
 
     signal: Signal
     body: bytes
     events: int
 
-    @property
-    def records(self) -> int:
-        """How many, as OTLP counts."""
+    def count_records(self) -> int:
         return count(self.signal, decode(self.signal, self.body))
 
 
-class OtlpOutput(WebOutput):
-    """Telemetry that came in as OTLP goes out as it came; all of a signal in one request."""
+class OtlpOutput(RequestOutput):
+    """Sends one export request for each signal of a block."""
 
-    settings_type: ClassVar[type[OutputSettings]] = OtlpSettings
-    settings: OtlpSettings
+    settings_type: ClassVar[type[OutputSettings]] = OtlpOutputSettings
+    settings: OtlpOutputSettings
+    takes_apart = True
 
-    def __init__(self, settings: OtlpSettings) -> None:
+    def __init__(self, settings: OtlpOutputSettings) -> None:
         super().__init__(settings)
         self._rejected = 0
-        self._counting = threading.Lock()
-
-    takes_apart = True
-    """There is a request for each signal."""
+        self._rejected_lock = threading.Lock()
 
     @property
     def rejected(self) -> int:
-        """Records that collectors have refused for good while they took the rest."""
+        """The number of records that collectors refused for good while they took the others."""
         return self._rejected
 
-    # ── preparing ───────────────────────────────────────────────────────────────────────────────
+    def prepare(self, block: Block) -> PreparedRequests:
+        """Make one request for each signal in the block."""
+        return PreparedRequests(block.num_rows, list(self._make_requests(block)))
 
-    def prepare(self, block: Block) -> Prepared:
-        """A request for each signal that there is."""
-        return Prepared(block.num_rows, list(self._requests(block)))
-
-    def _requests(self, block: Block) -> Iterator[Request]:
-        kinds = _signals(block)
+    def _make_requests(self, block: Block) -> Iterator[HttpRequest]:
+        signals = _find_signals(block)
         for number, signal in enumerate(Signal):
-            wanted = kinds == number
+            is_wanted = signals == number
             if signal is Signal.LOGS:
-                wanted |= kinds == _OTHER
-            if wanted.any():
-                yield self._request(block, kinds, signal, np.flatnonzero(wanted))
+                is_wanted |= signals == _NO_SIGNAL
+            if is_wanted.any():
+                yield self._make_request(block, signals, signal, np.flatnonzero(is_wanted))
 
-    def _request(self, block: Block, kinds: Rows, signal: Signal, rows: Rows) -> Request:
-        part = partial(self._request, block, kinds, signal)
-        others = kinds[rows] == _OTHER
-        # Export requests behind each other are one that holds everything.
-        body = self._telemetry(block, rows[~others]) + self._records(block, rows[others])
-        packed, headers = self.packed(body, PROTOBUF, key_of(chosen(block, rows), body))
-        asked = _Asked(signal, body, len(rows))
-        return Request(self._url(signal), packed, headers, rows, part, about=asked)
+    def _make_request(
+        self, block: Block, signals: BlockRows, signal: Signal, rows: BlockRows
+    ) -> HttpRequest:
+        rebuild = partial(self._make_request, block, signals, signal)
+        is_other = signals[rows] == _NO_SIGNAL
+        # Serialised export requests, concatenated, are one request with the records of all.
+        body = self._join_telemetry(block, rows[~is_other])
+        body += self._make_log_records(block, rows[is_other])
+        key = make_idempotency_key(select_rows(block, rows), body)
+        packed, headers = self.pack(body, PROTOBUF, key)
+        export = _Export(signal, body, len(rows))
+        return HttpRequest(self._get_url(signal), packed, headers, rows, rebuild, context=export)
 
-    def _telemetry(self, block: Block, rows: Rows) -> bytes:
+    def _join_telemetry(self, block: Block, rows: BlockRows) -> bytes:
         if not len(rows):
             return b""
-        return strung(large(chosen(block, rows).column("value"))).data.to_pybytes()
+        return strung(large(select_rows(block, rows).column("value"))).data.to_pybytes()
 
-    def _records(self, block: Block, rows: Rows) -> bytes:
+    def _make_log_records(self, block: Block, rows: BlockRows) -> bytes:
         if not len(rows):
             return b""
-        events = chosen(block, rows)
-        return logs_request(events, resource=self.settings.resource, ids=lasting_ids(events))
+        events = select_rows(block, rows)
+        ids = make_dated_event_ids(events)
+        return logs_request(events, resource=self.settings.resource, ids=ids)
 
-    def _url(self, signal: Signal) -> str:
+    def _get_url(self, signal: Signal) -> str:
         return f"{self.settings.url}/v1/{signal}"
 
-    # ── answers ─────────────────────────────────────────────────────────────────────────────────
+    def check_response(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Count rejected records, or raise if all were rejected.
 
-    def understand(self, request: Request, answer: Answer) -> None:
-        """Nothing that a collector has rejected may be sent again: so OTLP has it.
-
-        It does not say which records those are, unless they are all.
+        OTLP forbids sending rejected records again, and does not say which ones they are.
         """
-        asked: _Asked = request.about
-        rejections, why = self._rejections(asked.signal, answer)
+        export: _Export = request.context
+        rejections, reason = self._read_rejections(export.signal, response)
         if not rejections:
-            if why:
-                log.warning("%s took all records, with a warning: %s", request.url, why)
+            if reason:
+                log.warning("otlp.accepted_with_warning", url=request.url, warning=reason)
             return
-        if rejections >= asked.records:
-            text = f"{request.url}: rejected for good: {why}"
-            raise PartlyDelivered({row: Never(text) for row in range(asked.events)})
-        with self._counting:
+        if rejections >= export.count_records():
+            text = f"{request.url}: rejected for good: {reason}"
+            raise PartlyDelivered({row: Never(text) for row in range(export.events)})
+        with self._rejected_lock:
             self._rejected += rejections
-        log.warning("%s rejected %d records for good: %s", request.url, rejections, why)
+        log.warning("otlp.records_rejected", url=request.url, records=rejections, reason=reason)
 
-    def _rejections(self, signal: Signal, answer: Answer) -> tuple[int, str]:
-        kind = answer.headers.get(_KIND, PROTOBUF).partition(";")[0].strip().lower()
-        garbage = RetryLater(f"{self._url(signal)}: no answer to OTLP: {kind}{quoted(answer.body)}")
-        if not answer.whole:
-            raise garbage
-        if not answer.body:
+    def _read_rejections(self, signal: Signal, response: HttpResponse) -> tuple[int, str]:
+        kind = response.headers.get(_CONTENT_TYPE_HEADER, PROTOBUF).partition(";")[0]
+        kind = kind.strip().lower()
+        text = quote_body(response.body)
+        malformed = RetryLater(f"{self._get_url(signal)}: not a response of OTLP: {kind}{text}")
+        if not response.is_complete:
+            raise malformed
+        if not response.body:
             return 0, ""
         if kind not in (PROTOBUF, JSON):
-            raise garbage
+            raise malformed
         try:
-            return rejected(signal, answer.body, kind)
+            return rejected(signal, response.body, kind)
         except Malformed as error:
-            raise garbage from error
+            raise malformed from error
 
     def check(self) -> None:
-        """Export nothing, which every collector takes."""
-        url = self._url(Signal.LOGS)
-        answer = self.exchange(url, b"", {**self.headers(), "Content-Type": PROTOBUF.encode()})
-        self._rejections(Signal.LOGS, self.good(answer, url))
+        """Export no records, which every collector accepts."""
+        url = self._get_url(Signal.LOGS)
+        headers = {**self.get_headers(), "Content-Type": PROTOBUF.encode()}
+        response = self.exchange(url, b"", headers)
+        self._read_rejections(Signal.LOGS, self.require_success(response, url))
 
 
-def _signals(block: Block) -> Rows:
-    """Each event's signal, by number; -1 for those that are no telemetry."""
+def _find_signals(block: Block) -> BlockRows:
+    """Return the number of each event's signal; -1 for events that are not telemetry."""
     at = block.schema.get_field_index("headers")
     if at < 0 or "value" not in block.schema.names:
-        return np.full(block.num_rows, _OTHER)
+        return np.full(block.num_rows, _NO_SIGNAL)
     headers = block.column(at)
     signals = pc.map_lookup(headers, pa.scalar(SIGNAL_HEADER), "last")
-    is_protobuf = pc.equal(pc.map_lookup(headers, pa.scalar(_KIND), "last"), pa.scalar(PROTOBUF))
+    content_types = pc.map_lookup(headers, pa.scalar(_CONTENT_TYPE_HEADER), "last")
+    is_protobuf = pc.equal(content_types, pa.scalar(PROTOBUF))
     numbers: Any = pc.index_in(pc.if_else(is_protobuf, signals, None), _SIGNALS)
-    found: Rows = numbers.fill_null(_OTHER).to_numpy(zero_copy_only=False)
+    found: BlockRows = numbers.fill_null(_NO_SIGNAL).to_numpy(zero_copy_only=False)
     return found

@@ -1,9 +1,13 @@
-"""Output ``queue``: events into a queue of another node, or of the same."""
+"""Output ``queue``: publishes events into a queue of another node, or of the same node.
+
+With a ``producer`` the events are numbered by their offsets, so that the node drops events that are
+sent again. Sequence numbers must be consecutive within a publish, so a block is cut where they are
+not.
+"""
 
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 from pydantic import AfterValidator, Field, model_validator
 
-from turnlane.client.address import Url, understood
-from turnlane.client.node_client import Credentials, RemoteNode, said
+from turnlane.client.address import NodeUrl, raise_node_errors
+from turnlane.client.node_client import Credentials, RemoteNode, parse_metadata
 from turnlane.errors import (
     EventTooLarge,
     Never,
@@ -23,102 +27,112 @@ from turnlane.errors import (
     RetryLater,
     TransportDown,
 )
-from turnlane.events import Block, typed
-from turnlane.outputs.api import NOT_OF_EVENTS, ROW, Output, OutputSettings
-from turnlane.outputs.http_connections import ClientTls
-from turnlane.runtime import revealed
+from turnlane.events import Block, cast_base_columns
+from turnlane.logs import get_logger
+from turnlane.outputs.api import Output, OutputSettings
+from turnlane.outputs.connections import ClientTls
+from turnlane.outputs.event_ids import INTERNAL_COLUMNS, ROW_NUMBER_COLUMN
+from turnlane.runtime import read_secret
 from turnlane.units import Duration
-from turnlane.validation import Contradiction, Problem
+from turnlane.validation import ConfigIssue, ContradictorySettings
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
-def _one_node(endpoint: str) -> str:
-    places = Url.of_setting(endpoint).places
+def _check_single_node(endpoint: str) -> str:
+    places = NodeUrl.from_setting(endpoint).places
     if len(places) > 1:
-        raise ValueError(f"names {len(places)} nodes; an action sends to one")
+        raise ValueError(f"must name one node, not {len(places)}")
     return endpoint
 
 
 class QueueOutputSettings(OutputSettings):
-    """The settings of a queue output."""
+    """The settings of the output ``queue``."""
 
-    endpoint: Annotated[str, AfterValidator(_one_node)] = Field(
-        description="The node, with TLS if it is `turnlanes://`.",
+    endpoint: Annotated[str, AfterValidator(_check_single_node)] = Field(
+        description="The URL of the node; `turnlanes://` uses TLS.",
         examples=["turnlanes://host:8815"],
     )
-    queue: str = Field(min_length=1, description="The queue there, which has to exist.")
+    queue: str = Field(min_length=1, description="The queue on that node, which must exist.")
     token_env: str | None = Field(
         default=None, description="The environment variable that has the token."
     )
     token_file: Path | None = Field(default=None, description="The file that has the token.")
     tls: ClientTls = Field(
-        default_factory=ClientTls, description="For `turnlanes://`: whom to trust, what to show."
+        default_factory=ClientTls,
+        description="For `turnlanes://`: the authorities to trust, and the certificate to present.",
     )
     producer: str | None = Field(
         default=None,
         min_length=1,
         max_length=200,
-        description="A name by which the node there knows this action, and drops what comes "
-        "again. Only with `ordering: strict`: it may drop what comes out of order. Another one "
-        "if the action's queue was made anew.",
+        description="A name by which the node recognises this action and drops events that are "
+        "sent again. Only with `ordering: strict`, because the node may drop events that arrive "
+        "out of order. Use another name if the action's queue was created again.",
     )
     timeout: Duration = Field(
-        default=20.0, gt=0, description="How long a batch may take, with waiting for room."
+        default=20.0,
+        gt=0,
+        description="How long a batch may take, including the wait for room in the queue.",
     )
 
     @model_validator(mode="after")
-    def _sensible(self) -> Self:
-        problems = []
-        if self.tls != ClientTls() and not Url.parse(self.endpoint).tls:
-            problems.append(Problem("tls", "is for turnlanes://, and the endpoint is none"))
+    def _check_tls(self) -> Self:
+        issues = []
+        if self.tls != ClientTls() and not NodeUrl.parse(self.endpoint).tls:
+            issues.append(ConfigIssue("tls", "needs an endpoint that begins with turnlanes://"))
         if not self.tls.verify:
-            problems.append(Problem("tls.verify", "a node's certificate is always checked"))
-        if problems:
-            raise Contradiction(problems)
+            issues.append(
+                ConfigIssue(
+                    "tls.verify", "cannot be false: the certificate of a node is always checked"
+                )
+            )
+        if issues:
+            raise ContradictorySettings(issues)
         return self
 
 
-class Piece(NamedTuple):
+class SequencedBlock(NamedTuple):
     """Events that are published together."""
 
     producer: str | None
     sequence: int | None
-    """The first event's number. Those after it go on from there."""
+    """The sequence number of the first event. The others follow without a gap."""
     block: Block
 
 
 class QueueOutput(Output):
-    """Publishes, and waits until events are as safe there as that queue makes them."""
+    """Publishes, and waits until the queue has stored the events as durably as it promises."""
 
     settings_type = QueueOutputSettings
     settings: QueueOutputSettings
 
     def __init__(self, settings: QueueOutputSettings) -> None:
         super().__init__(settings)
-        self._connecting = threading.Lock()
+        self._connect_lock = threading.Lock()
         self._node: RemoteNode | None = None
 
     def prepare(self, block: Block) -> Any:  # noqa: ANN401
-        """The events without their place here, in pieces whose numbers are consecutive."""
+        """Return blocks with consecutive sequence numbers, without the positions in this queue."""
         if self.settings.producer is None:
-            return [Piece(None, None, typed(block, without=NOT_OF_EVENTS))]
-        return list(_numbered(block, self.settings.producer))
+            return [SequencedBlock(None, None, cast_base_columns(block, without=INTERNAL_COLUMNS))]
+        return _cut_by_sequence(block, self.settings.producer)
 
     def send(self, prepared: Any) -> None:  # noqa: ANN401
-        pieces: list[Piece] = prepared
+        """Publish the blocks one after another."""
+        blocks: list[SequencedBlock] = prepared
         try:
-            for piece in pieces:
-                self._publish(self._connected(), piece)
+            for each in blocks:
+                self._publish(self._get_node(), each)
         except EventTooLarge as error:
             raise PayloadTooLarge(str(error)) from error
-        except Never as error:  # of the queue, the token or the columns, which a person can change
+        except Never as error:  # about the queue, the token or the columns: a person can correct it
             raise RetryLater(f"queue {self.settings.queue!r}: {error}") from error
 
     def check(self) -> None:
-        """Ask the node whether there is the queue, and whether the token may use it."""
+        """Ask the node whether the queue exists and the token may use it."""
         try:
-            if self.settings.queue not in self._connected().queues():
+            if self.settings.queue not in self._get_node().queues():
                 raise NoSuchQueue(f"there is no queue {self.settings.queue!r}")
         except Never as error:
             raise RetryLater(f"{self.settings.endpoint}: {error}") from error
@@ -127,59 +141,63 @@ class QueueOutput(Output):
         if self._node is not None:
             self._node.close()
 
-    def _connected(self) -> RemoteNode:
-        with self._connecting:
+    def _get_node(self) -> RemoteNode:
+        with self._connect_lock:
             if self._node is None:
                 settings = self.settings
-                url, tls = Url.parse(settings.endpoint), settings.tls
-                token = revealed("token", settings.token_env, settings.token_file)
+                url, tls = NodeUrl.parse(settings.endpoint), settings.tls
+                token = read_secret("token", settings.token_env, settings.token_file)
                 credentials = Credentials(token, tls.ca, tls.cert, tls.key)
                 self._node = RemoteNode(url.places[0], url.locations()[0], credentials)
             return self._node
 
-    def _publish(self, node: RemoteNode, piece: Piece) -> None:
+    def _publish(self, node: RemoteNode, part: SequencedBlock) -> None:
         command = {"publish": self.settings.queue}
-        if piece.producer is not None:
-            command["producer"] = piece.producer
-        numbers = {} if piece.sequence is None else {"sequence": piece.sequence}
-        with understood(node.place):
-            writer, answers = node.put(command, piece.block.schema, self.settings.timeout)
-            writer.write_with_metadata(piece.block, pa.py_buffer(json.dumps(numbers).encode()))
+        if part.producer is not None:
+            command["producer"] = part.producer
+        metadata = {} if part.sequence is None else {"sequence": part.sequence}
+        with raise_node_errors(node.place):
+            writer, answers = node.put(command, part.block.schema, self.settings.timeout)
+            writer.write_with_metadata(part.block, pa.py_buffer(json.dumps(metadata).encode()))
             writer.done_writing()
-            # The stream ends well once everything is there.
+            # The stream ends without an error once all events are stored.
             while (answer := answers.read()) is not None:
-                self._hear(said(answer), piece)
+                self._process_answer(parse_metadata(answer), part)
             writer.close()
 
-    def _hear(self, news: dict[str, Any], piece: Piece) -> None:
-        if "ended" in news:
-            raise TransportDown(f"{self.settings.endpoint}: {news['ended']}")
-        first = piece.sequence
-        if first is not None and news.get("resume_at", 0) > first:
-            count = min(news["resume_at"] - first, piece.block.num_rows)
-            log.info("queue %s: up to %d events were there already", self.settings.queue, count)
+    def _process_answer(self, answer: dict[str, Any], part: SequencedBlock) -> None:
+        if "ended" in answer:
+            raise TransportDown(f"{self.settings.endpoint}: {answer['ended']}")
+        first = part.sequence
+        if first is not None and answer.get("resume_at", 0) > first:
+            count = min(answer["resume_at"] - first, part.block.num_rows)
+            log.info("queue_output.repeats_dropped", queue=self.settings.queue, events=count)
 
 
-def _numbered(block: Block, producer: str) -> list[Piece]:
-    """Events numbered by their offsets, which are consecutive within a piece.
+def _cut_by_sequence(block: Block, producer: str) -> list[SequencedBlock]:
+    """Cut a block into parts with consecutive offsets, which are the sequence numbers.
 
-    Further rows that a transform has made of events are numbered apart, as another producer's: they
-    have the same offsets.
+    If a transform made several rows of an event, these have the same offset: the second and later
+    rows are numbered under producer names of their own.
     """
     names = block.schema.names
     if not {"partition", "offset"} <= set(names):
-        raise RetryLater("producer: these events come from no queue; sql made them")
+        raise RetryLater("producer: needs events with offsets; rows that sql made have none")
     offsets = block.column("offset").to_numpy()
     partitions = block.column("partition").to_numpy()
-    numbers = block.column(ROW).to_numpy() if ROW in names else np.zeros_like(offsets)
-    events = typed(block, without=NOT_OF_EVENTS)
-    apart = (np.diff(offsets) != 1) | (np.diff(partitions) != 0) | (np.diff(numbers) != 0)
-    breaks = np.flatnonzero(apart) + 1
+    numbers = (
+        block.column(ROW_NUMBER_COLUMN).to_numpy()
+        if ROW_NUMBER_COLUMN in names
+        else np.zeros_like(offsets)
+    )
+    events = cast_base_columns(block, without=INTERNAL_COLUMNS)
+    is_break = (np.diff(offsets) != 1) | (np.diff(partitions) != 0) | (np.diff(numbers) != 0)
+    breaks = np.flatnonzero(is_break) + 1
     starts = [0, *breaks.tolist()] if block.num_rows else []
-    pieces = []
+    parts = []
     for start, end in pairwise([*starts, block.num_rows]):
         name, first = f"{producer}/{partitions[start]}", int(offsets[start])
         if numbers[start]:
             name = f"{name}.{numbers[start]}"
-        pieces.append(Piece(name, first, events.slice(start, end - start)))
-    return pieces
+        parts.append(SequencedBlock(name, first, events.slice(start, end - start)))
+    return parts

@@ -16,8 +16,7 @@ from turnlane.databases import (
 from turnlane.errors import Never, RetryLater
 from turnlane.events import Block
 from turnlane.outputs.api import ExactlyOnceSettings, Output, OutputSettings
-from turnlane.outputs.connections import ClientTls
-from turnlane.outputs.pool import Pool
+from turnlane.outputs.connections import ClientTls, ConnectionPool
 from turnlane.outputs.sql_rows import TableRows, build_rows
 from turnlane.outputs.sql_writers import WRITERS, TableWriter, Target
 from turnlane.runtime import read_secret
@@ -92,7 +91,7 @@ class SqlOutput(Output):
 
     def __init__(self, settings: SqlSettings) -> None:
         super().__init__(settings)
-        self._writers: Pool[TableWriter] = Pool(self._connect)
+        self._writers: ConnectionPool[TableWriter] = ConnectionPool(self._connect)
 
     def prepare(self, block: Block) -> Any:  # noqa: ANN401
         """Return the block's events as rows of the table."""

@@ -30,7 +30,7 @@ from turnlane.events import Block
 from turnlane.intervals import RangeSet
 from turnlane.logs import get_logger
 from turnlane.outputs.event_ids import POSITION_COLUMNS, ROW_NUMBER_COLUMN, make_event_ids
-from turnlane.table.notes import DELIVERED_TABLE
+from turnlane.table.batch_commit import DELIVERED_TABLE
 
 log = get_logger(__name__)
 

@@ -1,4 +1,9 @@
-"""Output ``syslog``: events as messages over UDP, TCP or TLS, in the form of either RFC."""
+"""Output ``syslog``: sends events as messages over UDP, TCP or TLS, as RFC 5424 or RFC 3164.
+
+A syslog receiver never confirms a message. Over TCP and TLS the output finds out as much as it can:
+whether the receiver closed the connection, before and after a batch, and whether its TCP confirmed
+every byte.
+"""
 
 from __future__ import annotations
 
@@ -30,94 +35,93 @@ from turnlane.formats.syslog import (
     rfc3164,
     rfc5424,
 )
-from turnlane.outputs.api import Output, OutputSettings, ids_of
-from turnlane.outputs.http_connections import ClientTls, hang_up
-from turnlane.outputs.pool import Pool
+from turnlane.outputs.api import Output, OutputSettings
+from turnlane.outputs.connections import ClientTls, ConnectionPool, abort_connection
+from turnlane.outputs.event_ids import make_event_ids
+from turnlane.retry import Backoff
 from turnlane.serving.address import Address
 from turnlane.units import Duration
-from turnlane.validation import Contradiction, Problem
+from turnlane.validation import ConfigIssue, ContradictorySettings
 
-# ── syslog_sockets ──
-# Sockets to a syslog receiver, which never says that it has got anything.
-#
-# What can be known is found out all the same: whether the other side has hung up, before and
-# after a
-# batch, and whether its TCP has confirmed every byte.
+# ── sockets ──────────────────────────────────────────────────────────────────────────────────────
 
-_GREETING_SECONDS: Final = 1.0
-_SHORTEST_LOOK: Final = 0.0002
-_LONGEST_LOOK: Final = 0.02
+_HANDSHAKE_WAIT: Final = 1.0
+"""Seconds to wait for the server's first bytes after a TLS 1.3 handshake."""
+_CONFIRM_POLL: Final = Backoff(0.0002, 0.02)
+"""Seconds between two looks whether the receiver's TCP confirmed everything."""
 
 
-class Limits(NamedTuple):
-    """How long things may take, in seconds."""
+class SocketLimits(NamedTuple):
+    """How long connecting and sending a batch may take, in seconds."""
 
     connect: float
     send: float
 
 
 class StreamSocket:
-    """A TCP or TLS connection."""
+    """A TCP or TLS connection to a receiver."""
 
     def __init__(
-        self, address: Address, limits: Limits, tls: ClientTls | None, *, confirm: bool
+        self, address: Address, limits: SocketLimits, tls: ClientTls | None, *, confirm: bool
     ) -> None:
         self._address = address
         self._limits = limits
         self._confirm = confirm
-        context = tls.context() if tls is not None else None
+        context = tls.make_context() if tls is not None else None
         try:
             plain = socket.create_connection((address.host, address.port), limits.connect)
         except OSError as error:
-            raise self._failed(error) from error
+            raise _make_error(self._address, error) from error
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self._socket = self._secured(plain, context) if context is not None else plain
+            self._socket = plain if context is None else self._start_tls(plain, context)
         except OSError as error:
             plain.close()
-            raise self._failed(error) from error
+            raise _make_error(self._address, error) from error
         self._socket.settimeout(limits.send)
 
-    def _secured(self, plain: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
-        secured = context.wrap_socket(plain, server_hostname=self._address.host)
-        # In TLS 1.3 the client is through before the server has looked at its certificate. What
-        # comes first is a ticket for the next time, or a refusal: then nothing must be sent.
-        if secured.version() == "TLSv1.3" and not secured.pending():
-            _readable(secured, min(_GREETING_SECONDS, self._limits.connect))
-        return secured
+    def _start_tls(self, plain: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
+        encrypted = context.wrap_socket(plain, server_hostname=self._address.host)
+        # In TLS 1.3 the handshake of the client ends before the server has checked its certificate.
+        # The server's first bytes are a session ticket, or a refusal: then nothing may be sent.
+        if encrypted.version() == "TLSv1.3" and not encrypted.pending():
+            _wait_readable(encrypted, min(_HANDSHAKE_WAIT, self._limits.connect))
+        return encrypted
 
     @property
     def is_open(self) -> bool:
-        """Whether the other side has not hung up, as far as is known here."""
-        return self._trouble() is None
+        """Whether the receiver has not closed the connection, as far as is known here."""
+        return self._find_error() is None
 
     def send(self, messages: Strung) -> None:
-        """Send all of it, and wait until the other side's TCP has it. Raises ``RetryLater``."""
-        if (trouble := self._trouble()) is not None:
-            raise self._failed(trouble)
+        """Send all messages and wait for the confirmation of TCP. Raises ``RetryLater``."""
+        self._check_open()
         deadline = time.monotonic() + self._limits.send
         try:
             self._socket.sendall(memoryview(messages.data))
         except OSError as error:
-            raise self._failed(error) from error
+            raise _make_error(self._address, error) from error
         if self._confirm:
             self._await_confirmation(deadline)
-        if (trouble := self._trouble()) is not None:
-            raise self._failed(trouble)
+        self._check_open()
 
     def _await_confirmation(self, deadline: float) -> None:
-        look = _SHORTEST_LOOK
-        while unconfirmed := _unconfirmed(self._socket):
-            if (trouble := self._trouble()) is not None:
-                raise self._failed(trouble)
+        looks = 1
+        while unconfirmed := _count_unconfirmed_bytes(self._socket):
+            self._check_open()
             if time.monotonic() > deadline:
                 raise RetryLater(f"{self._address} has not confirmed {unconfirmed} bytes in time")
-            _readable(self._socket, look)  # woken early if it hangs up
-            look = min(2 * look, _LONGEST_LOOK)
+            _wait_readable(self._socket, _CONFIRM_POLL.get_wait(looks))  # also ends at a close
+            looks += 1
 
-    def _trouble(self) -> OSError | None:
-        """What is known to be wrong. What the other side might say is no answer, and is dropped."""
+    def _check_open(self) -> None:
+        error = self._find_error()
+        if error is not None:
+            raise _make_error(self._address, error)
+
+    def _find_error(self) -> OSError | None:
+        """Return the error of the connection, if there is one. Drops bytes that were received."""
         try:
             self._socket.settimeout(0)
             while self._socket.recv(4096):
@@ -129,24 +133,21 @@ class StreamSocket:
         finally:
             with contextlib.suppress(OSError):
                 self._socket.settimeout(self._limits.send)
-        return ConnectionResetError("it has hung up")
-
-    def _failed(self, error: OSError) -> RetryLater:
-        return RetryLater(f"{self._address}: {error.strerror or error}")
+        return ConnectionResetError("the receiver closed the connection")
 
     def cancel(self) -> None:
-        """Have whoever sends fail."""
-        hang_up(self._socket)
+        """Make a thread that sends fail."""
+        abort_connection(self._socket)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._socket.close()
 
 
 class DatagramSocket:
-    """Sends each message in a datagram of its own, and hardly ever hears of one that is lost."""
+    """Sends each message in its own datagram. Lost datagrams are hardly ever noticed."""
 
-    def __init__(self, address: Address, limits: Limits) -> None:
+    def __init__(self, address: Address, limits: SocketLimits) -> None:
         self._address = address
         try:
             family, kind, proto, _, place = socket.getaddrinfo(
@@ -154,21 +155,21 @@ class DatagramSocket:
             )[0]
             self._socket = socket.socket(family, kind, proto)
         except OSError as error:
-            raise self._failed(error) from error
+            raise _make_error(self._address, error) from error
         self._socket.settimeout(limits.send)
         try:
             self._socket.connect(place)
         except OSError as error:
             self._socket.close()
-            raise self._failed(error) from error
+            raise _make_error(self._address, error) from error
 
     @property
     def is_open(self) -> bool:
-        """Nobody can know."""
+        """Always true: UDP has no connection."""
         return True
 
     def send(self, messages: Strung) -> None:
-        """Send them one by one: a datagram is a message, and a call to the system."""
+        """Send the messages one by one. Raises ``PartlyDelivered`` if some are too large."""
         data, first = memoryview(messages.data), 0
         failures: dict[int, TurnlaneError] = {}
         for row, end in enumerate(messages.ends.tolist()):
@@ -176,98 +177,105 @@ class DatagramSocket:
                 self._socket.send(data[first:end])
             except OSError as error:
                 if error.errno != errno.EMSGSIZE:
-                    raise self._failed(error) from error
-                failures[row] = Never(f"{end - first} bytes do not fit into a datagram")
+                    raise _make_error(self._address, error) from error
+                failures[row] = Never(
+                    f"the message of {end - first} bytes does not fit into a datagram"
+                )
             first = end
         if failures:
             raise PartlyDelivered(failures)
 
-    def _failed(self, error: OSError) -> RetryLater:
-        return RetryLater(f"{self._address}: {error.strerror or error}")
-
     def cancel(self) -> None:
-        """Nothing: a datagram waits for nobody."""
+        """Do nothing: sending a datagram never waits long."""
 
     def close(self) -> None:
-        """Let go."""
+        """Close the socket."""
         self._socket.close()
 
 
-def _readable(connection: socket.socket, timeout: float) -> None:
-    """Wait until there is something to read, or an end."""
+def _make_error(address: Address, error: OSError) -> RetryLater:
+    return RetryLater(f"{address}: {error.strerror or error}")
+
+
+def _wait_readable(connection: socket.socket, timeout: float) -> None:
+    """Wait until there are bytes to read, the connection is closed, or the time is over."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     poll.poll(timeout * 1000)
 
 
-def _unconfirmed(connection: socket.socket) -> int:
-    """How many bytes the other side's TCP has not confirmed."""
+def _count_unconfirmed_bytes(connection: socket.socket) -> int:
+    """Return the number of bytes that the receiver's TCP has not confirmed."""
     count: int = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
     return count
 
 
+# ── the output ───────────────────────────────────────────────────────────────────────────────────
+
+
 class SyslogColumns(BaseModel):
-    """The columns that the parts of a message come from: as `parse: syslog` calls them."""
+    """The columns for the parts of a message. The defaults are the names of `parse: syslog`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     facility: str = Field(default="facility", description="A number from 0 to 23.")
     severity: str = Field(default="severity", description="A number from 0 to 7.")
-    time: str = Field(default="time", description="Where it is missing or null: `timestamp`.")
-    hostname: str = Field(default="hostname", description="The host that the event is of.")
+    time: str = Field(default="time", description="If missing or null: `timestamp`.")
+    hostname: str = Field(default="hostname", description="The host that the event comes from.")
     app_name: str = Field(default="app_name", description="The program; RFC 3164's tag.")
     proc_id: str = Field(default="proc_id", description="The process.")
     msg_id: str = Field(default="msg_id", description="The kind of message.")
     message: str = Field(
         default="message",
-        description="The text. Where it is missing or null: `value`. `payload` is the whole event "
-        "as JSON.",
+        description="The text. If missing or null: `value`. `payload` is the whole event as JSON.",
     )
 
 
 class SyslogOutputSettings(OutputSettings):
-    """The settings of a syslog output."""
+    """The settings of the output ``syslog``."""
 
     address: Address = Field(description="The receiver.", examples=["logs.example.com:514"])
     protocol: Literal["udp", "tcp", "tls"] = Field(
-        default="tcp", description="UDP loses messages without a word."
+        default="tcp", description="The transport. UDP loses messages without notice."
     )
     tls: ClientTls = Field(
-        default_factory=ClientTls, description="For `tls`: whom to trust, and what to show."
+        default_factory=ClientTls,
+        description="For `tls`: the authorities to trust, and the certificate to present.",
     )
     format: Literal["rfc5424", "rfc3164", "raw"] = Field(
-        default="rfc5424", description="How messages look; `raw` sends the value as it is."
+        default="rfc5424", description="The format of messages; `raw` sends the unchanged value."
     )
     framing: Literal["octet", "newline"] = Field(
         default="octet",
-        description="How messages end over TCP and TLS: their length comes before them, or a "
-        "newline after them; then newlines within become spaces.",
+        description="How messages are separated over TCP and TLS: by their length before each one "
+        "(`octet`), or by a newline after each one (`newline`), which replaces newlines inside "
+        "messages by spaces.",
     )
-    facility: Facility = Field(default="user", description="For events that do not say.")
-    severity: Severity = Field(default="info", description="For events that do not say.")
+    facility: Facility = Field(default="user", description="For events without a facility.")
+    severity: Severity = Field(default="info", description="For events without a severity.")
     hostname: str | None = Field(
         default=None,
         min_length=1,
-        description="For events that do not say. Default: the machine that sends.",
+        description="For events without a host. Default: the name of the sending machine.",
     )
     app_name: str = Field(
-        default="turnlane", min_length=1, description="For events that do not say."
+        default="turnlane", min_length=1, description="For events without a program."
     )
     columns: SyslogColumns = Field(
-        default_factory=SyslogColumns, description="Which columns say it."
+        default_factory=SyslogColumns, description="The columns for the parts of a message."
     )
     event_id: str | None = Field(
         default=None,
         pattern=r"^[!#-<>-\\^-~]{1,32}$",
-        description="For `rfc5424`: the element of structured data in which messages have the "
-        "event's id, by which a receiver can drop repeats. Its name is to have your enterprise's "
+        description="For `rfc5424`: the element of structured data that contains the event's id, "
+        "so that a receiver can drop repeated events. Its name should end in your enterprise "
         "number. Default: none.",
         examples=["event@32473"],
     )
     confirm: bool = Field(
         default=True,
-        description="Over TCP and TLS: whether a batch is done only once the receiver's operating "
-        "system has confirmed all of it.",
+        description="Over TCP and TLS: whether a batch counts as delivered only once the "
+        "receiver's operating system has confirmed every byte.",
     )
     connect_timeout: Duration = Field(
         default=10.0, gt=0, description="How long it may take to connect."
@@ -275,26 +283,28 @@ class SyslogOutputSettings(OutputSettings):
     timeout: Duration = Field(default=20.0, gt=0, description="How long a batch may take.")
 
     @property
-    def wants(self) -> frozenset[str] | None:
-        """Whatever a message is made of."""
+    def wanted_columns(self) -> frozenset[str] | None:
+        """None for raw values; otherwise any column."""
         return frozenset() if self.format == "raw" else None
 
     @model_validator(mode="after")
-    def _tls_only_with_tls(self) -> Self:
+    def _check_tls(self) -> Self:
         if self.tls != ClientTls() and self.protocol != "tls":
-            raise Contradiction([Problem("tls", f"means nothing with protocol: {self.protocol}")])
+            raise ContradictorySettings(
+                [ConfigIssue("tls", f"needs protocol: tls, not {self.protocol}")]
+            )
         return self
 
     @model_validator(mode="after")
-    def _ids_only_in_structured_data(self) -> Self:
+    def _check_event_id(self) -> Self:
         if self.event_id is not None and self.format != "rfc5424":
-            why = f"means nothing with format: {self.format}, which has no structured data"
-            raise Contradiction([Problem("event_id", why)])
+            message = f"needs format: rfc5424; {self.format} has no structured data"
+            raise ContradictorySettings([ConfigIssue("event_id", message)])
         return self
 
 
 class SyslogOutput(Output):
-    """Keeps a connection for each sender."""
+    """Sends messages; keeps a connection for each thread that sends."""
 
     settings_type = SyslogOutputSettings
     settings: SyslogOutputSettings
@@ -308,18 +318,18 @@ class SyslogOutput(Output):
             settings.hostname or socket.gethostname(),
             settings.app_name,
         )
-        self._sockets: Pool[StreamSocket | DatagramSocket] = Pool(self._connect)
+        self._sockets: ConnectionPool[StreamSocket | DatagramSocket] = ConnectionPool(self._connect)
 
     def prepare(self, block: Block) -> Any:  # noqa: ANN401
-        """The messages as they are sent, in one piece of memory."""
+        """Return the framed messages in one buffer."""
         settings = self.settings
-        messages = self._messages(block)
+        messages = self._format_messages(block)
         if settings.protocol != "udp":
-            octets = settings.framing == "octet"
-            messages = octet_counted(messages) if octets else newline_ended(messages)
+            is_counted = settings.framing == "octet"
+            messages = octet_counted(messages) if is_counted else newline_ended(messages)
         return strung(messages)
 
-    def _messages(self, block: Block) -> Any:  # noqa: ANN401
+    def _format_messages(self, block: Block) -> Any:  # noqa: ANN401
         element = self.settings.event_id
         match self.settings.format:
             case "raw":
@@ -327,18 +337,18 @@ class SyslogOutput(Output):
             case "rfc3164":
                 return rfc3164(block, self._names, self._otherwise)
             case "rfc5424":
-                found = None if element is None else ids_of(block)
+                found = None if element is None else make_event_ids(block)
                 ids = None if element is None or found is None else (element, found)
                 return rfc5424(block, self._names, self._otherwise, ids)
 
     def send(self, prepared: Any) -> None:  # noqa: ANN401
         messages: Strung = prepared
-        with self._sockets.borrowed() as connection:
+        with self._sockets.borrow() as connection:
             connection.send(messages)
 
     def check(self) -> None:
-        """Connect. With UDP only the name is looked up: nobody would answer."""
-        with self._sockets.borrowed() as connection:
+        """Connect. With UDP, only look up the host: a receiver would not answer."""
+        with self._sockets.borrow() as connection:
             connection.send(NOTHING)
 
     def cancel(self) -> None:
@@ -349,7 +359,7 @@ class SyslogOutput(Output):
 
     def _connect(self) -> StreamSocket | DatagramSocket:
         settings = self.settings
-        limits = Limits(settings.connect_timeout, settings.timeout)
+        limits = SocketLimits(settings.connect_timeout, settings.timeout)
         if settings.protocol == "udp":
             return DatagramSocket(settings.address, limits)
         tls = settings.tls if settings.protocol == "tls" else None

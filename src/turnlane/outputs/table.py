@@ -1,9 +1,13 @@
-"""Output ``table``: schedules events in a queue table."""
+"""Output ``table``: schedules events in a queue table, in one database or several shards.
+
+An event's name in the table is made of its id, so an event that is sent again is not scheduled
+again as long as its row exists. With ``exactly_once`` the delivered offsets are recorded in the
+same transaction, so it is not scheduled again even after it has fired.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, Self
@@ -13,41 +17,43 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field, model_validator
 
+from turnlane.databases import (
+    Dialect,
+    StatementResult,
+    execute_statement,
+    get_delivery_error,
+    translate_errors,
+)
 from turnlane.errors import NameTaken, Never, RetryLater, TurnlaneError
 from turnlane.events import Block
-from turnlane.outputs.api import OnceSettings, Output, OutputSettings, lasting_ids
-from turnlane.outputs.pool import Pool
-from turnlane.outputs.sql_delivered import Delivered
-from turnlane.outputs.sql_notes import Notes
-from turnlane.outputs.sql_rows import Offsets, Rows
-from turnlane.outputs.sql_rows import rows_of as rows_of_sql_rows
-from turnlane.runtime import Closing
+from turnlane.logs import get_logger
+from turnlane.outputs.api import ExactlyOnceSettings, Output, OutputSettings
+from turnlane.outputs.connections import ConnectionPool
+from turnlane.outputs.event_ids import make_dated_event_ids
+from turnlane.outputs.sql_rows import (
+    DeliveredRanges,
+    DeliveryRecord,
+    Offsets,
+    TableRows,
+    build_rows,
+)
+from turnlane.runtime import Closeable
+from turnlane.table.batch_commit import WriterGate
 from turnlane.table.definition import Definition
-from turnlane.table.fenced_writes import EventInserter
-from turnlane.table.notes import WriterGate
-from turnlane.table.row_codec import cast_batch, check_columns, convert_to_rows
+from turnlane.table.rows import EventInserter, cast_batch, check_columns, convert_to_rows
 from turnlane.table.shard_directory import ShardRouter, TableAddress
-from turnlane.table.sql.dialect import Dialect
-from turnlane.table.sql.session import Executed, understood
 from turnlane.units import Duration
-from turnlane.validation import Contradiction
+from turnlane.validation import ContradictorySettings
 
-# ── table_places ──
-# The tables that events are scheduled in: one connection to each database.
+log = get_logger(__name__)
 
-log = logging.getLogger(__name__)
-
-NAME: Final = "event_name"
-FIRE_AT: Final = "fire_at"
-NAMES: Final = 1_000
-"""To a statement."""
-
-_DATA: Final = {"DataError", "IntegrityError"}
-"""As every driver of Python's calls what is wrong with a value."""
+NAME_COLUMN: Final = "event_name"
+FIRE_AT_COLUMN: Final = "fire_at"
+NAMES_PER_STATEMENT: Final = 1_000
 
 
-class TablePlace(Closing):
-    """A queue's table in one database. Used by one thread at a time."""
+class ShardWriter(Closeable):
+    """Writes into a queue's table in one database. One thread uses it at a time."""
 
     def __init__(
         self,
@@ -58,224 +64,214 @@ class TablePlace(Closing):
     ) -> None:
         self._dialect = dialect
         self._delay = delay
-        """Nanoseconds from now until events fire that have no time."""
+        """Nanoseconds until events without a fire time fire."""
         self._inserts = EventInserter(dialect, definition)
-        self._table = dialect.identifier(definition.name)
-        with understood(dialect):
+        self._table = dialect.quote_name(definition.name)
+        with translate_errors(dialect):
             self._connection = dialect.connect()
         self._gate = WriterGate(dialect, definition.name)
-        self._notes: Notes | None = None
+        self._record: DeliveryRecord | None = None
         if delivered_as is not None:
             self._prepare_gate()
-            delivered = Delivered(delivered_as, dialect.bare, self._execute)
-            self._notes = Notes(delivered, self._transaction, f" {dialect.lock}")
+            ranges = DeliveredRanges(delivered_as, dialect.quote_bare_name, self._execute)
+            self._record = DeliveryRecord(ranges, self._transaction, f" {dialect.lock}")
 
-    def write(self, rows: Rows, mine: Offsets) -> None:
-        """Schedule the rows whose numbers are ``mine``, but for those that were before.
+    def write(self, rows: TableRows, numbers: Offsets) -> None:
+        """Schedule the rows with these numbers, except those that were delivered before.
 
-        All rows are noted: none of the others belongs here. (So the notes stay short.)
+        The record gets all rows, also of other shards, because it needs fewer ranges then.
         """
-        with self._understood():
-            if self._notes is not None:
-                self._notes.get_ready(rows.places)
+        with self._translate_errors():
+            if self._record is not None:
+                self._record.prepare(rows.positions)
             with self._transaction():
-                if self._notes is not None:
-                    self._gate.pass_through(self._executed)
-                    mine = np.intersect1d(mine, self._notes.fresh(rows.places))
-                part = self._unknown(rows.columns.take(mine))
-                if part.num_rows:
-                    listed = self._timed(convert_to_rows(part, self._dialect))
-                    self._inserts.enqueue_many(self._connection, listed)
+                if self._record is not None:
+                    self._gate.pass_through(self._run)
+                    numbers = np.intersect1d(numbers, self._record.record(rows.positions))
+                batch = self._remove_known_names(rows.columns.take(numbers))
+                if batch.num_rows:
+                    new_rows = self._set_fire_times(convert_to_rows(batch, self._dialect))
+                    self._inserts.enqueue_many(self._connection, new_rows)
 
     def close(self) -> None:
         with contextlib.suppress(self._dialect.error, OSError):
             self._connection.close()
 
     def _prepare_gate(self) -> None:
-        """Make what is missing of it; who finds it there needs no right to make tables."""
-        with self._understood():
+        """Create the gate if it is missing. If it exists, no right to create tables is needed."""
+        with self._translate_errors():
             try:
                 with self._transaction():
-                    there = self._gate.is_there(self._executed)
+                    exists = self._gate.exists(self._run)
             except self._dialect.error as error:
-                log.debug("there is no gate: %s", error)
-                there = False
-            if not there:
+                log.debug("table_output.gate_missing", error=error)
+                exists = False
+            if not exists:
                 with self._transaction():
-                    self._gate.prepare(self._executed)
+                    self._gate.prepare(self._run)
 
-    def _timed(self, listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows with their fire times, by the clock of the database that fires them."""
-        if self._delay and any(FIRE_AT not in row for row in listed):
-            now: int = self._run(f"SELECT {self._dialect.now}", ())[0][0]
-            return [{FIRE_AT: now + self._delay, **row} for row in listed]
-        return listed
+    def _set_fire_times(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Add fire times where they are missing, by the clock of the database that fires."""
+        if self._delay and any(FIRE_AT_COLUMN not in row for row in rows):
+            now: int = self._run(f"SELECT {self._dialect.now}").rows()[0][0]
+            return [{FIRE_AT_COLUMN: now + self._delay, **row} for row in rows]
+        return rows
 
-    def _unknown(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The rows whose names are not in the table; of several with one name, the first."""
-        if NAME not in batch.schema.names:
+    def _remove_known_names(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Return the rows whose names are not in the table; of equal names, the first row."""
+        if NAME_COLUMN not in batch.schema.names:
             return batch
-        names: list[str | None] = batch.column(NAME).to_pylist()
-        seen = self._taken([name for name in names if name is not None])
-        kept = []
+        names: list[str | None] = batch.column(NAME_COLUMN).to_pylist()
+        known = self._find_names([name for name in names if name is not None])
+        new = []
         for at, name in enumerate(names):
-            if name is None or name not in seen:
-                kept.append(at)
+            if name is None or name not in known:
+                new.append(at)
             if name is not None:
-                seen.add(name)
-        return batch if len(kept) == len(names) else batch.take(np.array(kept, dtype=np.int64))
+                known.add(name)
+        return batch if len(new) == len(names) else batch.take(np.array(new, dtype=np.int64))
 
-    def _taken(self, names: Sequence[str]) -> set[str]:
-        taken: set[str] = set()
-        for at in range(0, len(names), NAMES):
-            some = names[at : at + NAMES]
-            marks = ", ".join([self._dialect.mark] * len(some))
-            statement = f"SELECT {NAME} FROM {self._table} WHERE {NAME} IN ({marks})"  # noqa: S608 - quoted
-            taken.update(row[0] for row in self._run(statement, some))
-        return taken
+    def _find_names(self, names: Sequence[str]) -> set[str]:
+        """Return the names that are in the table."""
+        found: set[str] = set()
+        for at in range(0, len(names), NAMES_PER_STATEMENT):
+            part = names[at : at + NAMES_PER_STATEMENT]
+            marks = ", ".join([self._dialect.placeholder] * len(part))
+            statement = f"SELECT {NAME_COLUMN} FROM {self._table} WHERE {NAME_COLUMN} IN ({marks})"  # noqa: S608 - quoted
+            found.update(row[0] for row in self._run(statement, part).rows())
+        return found
 
     def _execute(self, statement: str, values: Sequence[Any]) -> Sequence[Any]:
-        return self._run(statement.replace("?", self._dialect.mark), values)
+        return self._run(statement.replace("?", self._dialect.placeholder), values).rows()
 
-    def _executed(self, statement: str, parameters: Sequence[Any] = ()) -> Executed:
-        cursor = self._connection.cursor()
-        cursor.execute(statement, tuple(parameters))
-        return Executed(cursor)
-
-    def _run(self, statement: str, values: Sequence[Any]) -> Sequence[Any]:
-        cursor = self._connection.cursor()
-        cursor.execute(statement, tuple(values))
-        return list(cursor.fetchall()) if cursor.description else ()
+    def _run(self, statement: str, parameters: Sequence[Any] = ()) -> StatementResult:
+        return execute_statement(self._connection, statement, parameters)
 
     def _transaction(self) -> contextlib.AbstractContextManager[None]:
         return self._dialect.transaction(self._connection)
 
     @contextlib.contextmanager
-    def _understood(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
-            with understood(self._dialect):
+            with translate_errors(self._dialect):
                 yield
         except NameTaken as error:
-            # Another sender was quicker: next time it is seen.
+            # Another sender inserted the name first: the next attempt finds it.
             raise RetryLater(str(error)) from error
         except TurnlaneError:
             raise
         except self._dialect.error as error:
-            raise _meaning(error) from error
+            meaning = get_delivery_error(self._dialect, error)
+            raise (meaning or RetryLater(str(error))) from error
 
 
-def _meaning(error: Exception) -> TurnlaneError:
-    """What an error of a driver means for the events."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    return Never(str(error)) if kinds & _DATA else RetryLater(str(error))
-
-
-class TableOutputSettings(OnceSettings, OutputSettings, TableAddress):
-    """The settings of a table output."""
+class TableOutputSettings(ExactlyOnceSettings, OutputSettings, TableAddress):
+    """The settings of the output ``table``."""
 
     columns: dict[str, str] = Field(
         min_length=1,
-        description="The table's columns, each with where it comes from: a column of the events, "
-        "a path such as `headers.team` or `value.user.id` (into JSON), or `event_id`. Beside "
-        "yours: `fire_at`, `priority`, `event_name`, `event_group`, `after_group`.",
+        description="The columns of the table, each with its source: a column of the events, a "
+        "path such as `headers.team` or `value.user.id` (into JSON), or `event_id`. Besides your "
+        "own columns: `fire_at`, `priority`, `event_name`, `event_group`, `after_group`.",
     )
     delay: Duration = Field(
-        default=0.0, description="How long after `fire_at` they fire; without that, after now."
+        default=0.0,
+        description="How long after `fire_at` events fire; without `fire_at`, after the delivery.",
     )
 
     @model_validator(mode="after")
-    def _sensible(self) -> Self:
-        problems = self.once_problems()
-        if problems:
-            raise Contradiction(problems)
+    def _check_exactly_once(self) -> Self:
+        issues = self.find_exactly_once_issues()
+        if issues:
+            raise ContradictorySettings(issues)
         return self
 
 
-class _Tables:
-    """The queue's tables in all databases, as one thread uses them."""
+class _ShardWriters:
+    """The writers of all shards, for one thread."""
 
     is_open = True
 
     def __init__(self, settings: TableOutputSettings) -> None:
         with ExitStack() as opened:
-            self._spread = opened.enter_context(ShardRouter(settings.databases(), settings.table))
-            self.definition = self._spread.definition
+            self._router = opened.enter_context(ShardRouter(settings.databases(), settings.table))
+            self.definition = self._router.definition
             check_columns(settings.columns, self.definition)
-            noted = settings.noted_as(settings.table)
-            self._places = [
+            delivered_as = settings.get_delivery_name(settings.table)
+            self._writers = [
                 opened.enter_context(
-                    TablePlace(
-                        self._spread.dialect(shard),
+                    ShardWriter(
+                        self._router.get_dialect(shard),
                         self.definition,
-                        noted,
+                        delivered_as,
                         _nanoseconds(settings.delay),
                     )
                 )
-                for shard in self._spread.map.shards
+                for shard in self._router.map.shards
             ]
             self._opened = opened.pop_all()
 
-    def write(self, rows: Rows) -> None:
-        """Schedule all rows; a transaction in each database."""
-        numbers = self._spread.numbers(rows.columns)
-        for at, place in enumerate(self._places):
-            mine = np.flatnonzero(numbers == at)
-            if len(mine) or rows.places:
-                place.write(rows, mine)
+    def write(self, rows: TableRows) -> None:
+        """Schedule all rows, in one transaction of each database."""
+        shards = self._router.find_shard_indexes(rows.columns)
+        for shard, writer in enumerate(self._writers):
+            numbers = np.flatnonzero(shards == shard)
+            if len(numbers) or rows.positions:
+                writer.write(rows, numbers)
 
     def cancel(self) -> None:
-        """Nothing: statements have time limits of their own."""
+        """Do nothing: statements have their own time limits."""
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._opened.close()
 
 
 class TableOutput(Output):
-    """Schedules each block, in a transaction of each database."""
+    """Schedules the events of each block, in one transaction of each database."""
 
     settings_type = TableOutputSettings
     settings: TableOutputSettings
 
     def __init__(self, settings: TableOutputSettings) -> None:
         super().__init__(settings)
-        self._tables: Pool[_Tables] = Pool(self._connect)
+        self._pool: ConnectionPool[_ShardWriters] = ConnectionPool(self._connect)
 
     def prepare(self, block: Block) -> Any:  # noqa: ANN401
-        """The block's events as rows; named by their ids unless the settings name them."""
-        rows = rows_of_sql_rows(block, self.settings.columns, places=self.settings.exactly_once)
-        ids = lasting_ids(block)
-        if NAME in self.settings.columns or ids is None:
+        """Return the events as rows. Their ids are their names, unless the settings name them."""
+        rows = build_rows(block, self.settings.columns, with_positions=self.settings.exactly_once)
+        ids = make_dated_event_ids(block)
+        if NAME_COLUMN in self.settings.columns or ids is None:
             return rows
-        return rows._replace(columns=rows.columns.append_column(NAME, ids))
+        return rows._replace(columns=rows.columns.append_column(NAME_COLUMN, ids))
 
     def send(self, prepared: Any) -> None:  # noqa: ANN401
-        rows: Rows = prepared
-        with self._tables.borrowed() as tables:
-            batch = self._delayed(cast_batch(rows.columns, tables.definition))
-            tables.write(rows._replace(columns=batch))
+        rows: TableRows = prepared
+        with self._pool.borrow() as writers:
+            batch = self._add_delay(cast_batch(rows.columns, writers.definition))
+            writers.write(rows._replace(columns=batch))
 
     def check(self) -> None:
-        """Connect, which looks at the table and its columns."""
-        with self._tables.borrowed():
+        """Connect, which also checks the table and its columns."""
+        with self._pool.borrow():
             pass
 
     def close(self) -> None:
-        self._tables.close()
+        self._pool.close()
 
-    def _connect(self) -> _Tables:
+    def _connect(self) -> _ShardWriters:
         try:
-            return _Tables(self.settings)
-        except Never as error:  # of the settings or the table, which a person can change
+            return _ShardWriters(self.settings)
+        except Never as error:  # about the settings or the table: a person can correct it
             raise RetryLater(f"table {self.settings.table!r}: {error}") from error
 
-    def _delayed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The batch with its fire times as late as they shall be; the others are the table's."""
-        at = batch.schema.get_field_index(FIRE_AT)
+    def _add_delay(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Add the delay to fire times. The writers set times that are missing."""
+        at = batch.schema.get_field_index(FIRE_AT_COLUMN)
         if at < 0 or not self.settings.delay:
             return batch
-        late: Any = pc.add(batch.column(at), _nanoseconds(self.settings.delay))
-        return batch.set_column(at, FIRE_AT, late)
+        delayed: Any = pc.add(batch.column(at), _nanoseconds(self.settings.delay))
+        return batch.set_column(at, FIRE_AT_COLUMN, delayed)
 
 
 def _nanoseconds(seconds: float) -> int:

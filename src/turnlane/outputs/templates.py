@@ -1,8 +1,8 @@
-"""Texts with places for columns: ``logs-{source}-{timestamp:%Y.%m}``, filled in for all events.
+"""Templates: texts with fields, such as ``logs-{source}-{timestamp:%Y.%m}``, for each event.
 
 ``{column}`` is a column's value, ``{column.key}`` an entry of a map or a field of a struct,
-``{column:%Y-%m-%d}`` a time in a form of its own, ``{event_id}`` the event's id. ``{{`` and ``}}``
-are braces. A value that an event lacks is an empty text.
+``{column:%Y-%m-%d}`` a time in the given format, ``{event_id}`` the event's id. ``{{`` and ``}}``
+are braces. A value that an event does not have is an empty text.
 """
 
 from __future__ import annotations
@@ -20,190 +20,186 @@ from pydantic import AfterValidator
 
 from turnlane.errors import RetryLater
 from turnlane.events import Block
-from turnlane.outputs.api import ids_of
+from turnlane.outputs.event_ids import make_event_ids
 
 Texts: TypeAlias = "pa.Array[Any]"
 Escape = Callable[[Texts], Texts]
 
 EVENT_ID: Final = "event_id"
-ISO: Final = "%Y-%m-%dT%H:%M:%SZ"
-_PIECE: Final = re.compile(r"(\{\{|\}\})|\{([^{}]*)\}|([{}])")
-_PLACE: Final = re.compile(r"(?P<column>\w+)(?:\.(?P<key>[^:]+))?(?::(?P<form>.+))?")
+ISO_TIME: Final = "%Y-%m-%dT%H:%M:%SZ"
+_TOKEN: Final = re.compile(r"(\{\{|\}\})|\{([^{}]*)\}|([{}])")
+_FIELD: Final = re.compile(r"(?P<column>\w+)(?:\.(?P<key>[^:]+))?(?::(?P<time_format>.+))?")
 _CONTROL: Final = r"[\x00-\x1f]"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a value goes."""
+class TemplateField:
+    """A field of a template, which is replaced by a value of the event."""
 
     column: str
     key: str | None = None
-    form: str | None = None
+    time_format: str | None = None
 
-    def values(self, block: Block) -> Texts:
-        """Each event's text. Raises ``RetryLater``: somebody has to mend the template."""
-        column = self._column(block)
+    @classmethod
+    def parse(cls, text: str) -> TemplateField:
+        """Parse the text between two braces. Raises ``ValueError``."""
+        match = _FIELD.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{{{text}}} is not {{column}}, {{column.key}} or {{column:%Y.%m.%d}}")
+        return cls(match["column"], match["key"], match["time_format"])
+
+    def get_texts(self, block: Block) -> Texts:
+        """Return each event's text. Raises ``RetryLater``: a person must correct the template."""
+        column = self._get_column(block)
         if self.key is not None:
-            column = self._inside(column, self.key)
-        if self.form is not None:
-            if not pa.types.is_temporal(column.type):
-                raise RetryLater(f"{{{self.column}:{self.form}}}: {column.type} is no time")
-            formed: Texts = pc.strftime(column, self.form)
-            return formed
-        return text_of(column, self.column)
+            column = self._get_entries(column, self.key)
+        if self.time_format is None:
+            return convert_to_text(column, self.column)
+        if not pa.types.is_temporal(column.type):
+            field = f"{{{self.column}:{self.time_format}}}"
+            raise RetryLater(f"{field}: the column must be a time, not {column.type}")
+        texts: Texts = pc.strftime(column, self.time_format)
+        return texts
 
-    def _column(self, block: Block) -> Any:  # noqa: ANN401
-        ids = ids_of(block) if self.column == EVENT_ID else None
+    def _get_column(self, block: Block) -> Any:  # noqa: ANN401
+        ids = make_event_ids(block) if self.column == EVENT_ID else None
         if ids is not None:
             return ids
         if self.column not in block.schema.names:
-            there = ", ".join(block.schema.names)
-            raise RetryLater(f"events have no column {self.column!r} for a template; only {there}")
+            names = ", ".join(block.schema.names)
+            raise RetryLater(f"a template needs the column {self.column!r}; events have: {names}")
         return block.column(self.column)
 
-    def _inside(self, column: Any, key: str) -> Any:  # noqa: ANN401
+    def _get_entries(self, column: Any, key: str) -> Any:  # noqa: ANN401
         if pa.types.is_map(column.type):
             return pc.map_lookup(column, pa.scalar(key), "last")
         kind: Any = column.type
         if pa.types.is_struct(kind) and kind.get_field_index(key) >= 0:
             return pc.struct_field(column, key)
-        raise RetryLater(f"column {self.column!r}, which is {kind}, has no {key!r}")
+        raise RetryLater(f"the column {self.column!r} of type {kind} has no field {key!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A text with places."""
+    """A text with fields."""
 
-    parts: tuple[str | Place, ...]
+    parts: tuple[str | TemplateField, ...]
 
     @classmethod
     def parse(cls, text: str) -> Template:
-        """Raises ``ValueError``."""
-        parts: list[str | Place] = []
+        """Parse a template. Raises ``ValueError``."""
+        parts: list[str | TemplateField] = []
         at = 0
-        for piece in _PIECE.finditer(text):
-            parts.append(text[at : piece.start()])
-            doubled, inner, lone = piece.groups()
+        for token in _TOKEN.finditer(text):
+            parts.append(text[at : token.start()])
+            brace, inner, lone = token.groups()
             if lone is not None:
                 raise ValueError(f"write {lone * 2} for a {lone} that begins or ends no {{column}}")
-            parts.append(_place(inner) if doubled is None else doubled[0])
-            at = piece.end()
+            parts.append(TemplateField.parse(inner) if brace is None else brace[0])
+            at = token.end()
         return cls(tuple(part for part in (*parts, text[at:]) if part))
 
     @property
     def columns(self) -> frozenset[str]:
-        """The columns that come into it."""
-        places = (part.column for part in self.parts if isinstance(part, Place))
-        return frozenset(places) - {EVENT_ID}
+        """The columns that the template uses."""
+        names = (part.column for part in self.parts if isinstance(part, TemplateField))
+        return frozenset(names) - {EVENT_ID}
 
     @property
     def constant(self) -> str | None:
         """The text, if it is the same for all events."""
-        if any(isinstance(part, Place) for part in self.parts):
+        if any(isinstance(part, TemplateField) for part in self.parts):
             return None
         return "".join(map(str, self.parts))
 
-    def before_places(self) -> str:
-        """The text up to the first place."""
-        found = ""
+    def get_text_before_fields(self) -> str:
+        """Return the text before the first field."""
+        text = ""
         for part in self.parts:
-            if isinstance(part, Place):
+            if isinstance(part, TemplateField):
                 break
-            found += part
-        return found
+            text += part
+        return text
 
     def fill(self, block: Block, escape: Escape | None = None) -> Texts:
-        """The text for each event; ``escape`` is done to the values that come in."""
+        """Return the text for each event; ``escape`` is applied to the values of fields."""
         constant = self.constant
         if constant is not None:
             return pa.repeat(pa.scalar(constant), block.num_rows)
-        filled: list[Any] = []
+        columns: list[Any] = []
         for part in self.parts:
-            if isinstance(part, Place):
-                values = part.values(block).fill_null("")
-                filled.append(values if escape is None else escape(values))
+            if isinstance(part, TemplateField):
+                values = part.get_texts(block).fill_null("")
+                columns.append(values if escape is None else escape(values))
             else:
-                filled.append(pa.scalar(part))
-        found: Texts = pc.binary_join_element_wise(*filled, pa.scalar(""))
-        return found
+                columns.append(pa.scalar(part))
+        texts: Texts = pc.binary_join_element_wise(*columns, pa.scalar(""))
+        return texts
 
 
-def _place(inner: str) -> Place:
-    match = _PLACE.fullmatch(inner)
-    if match is None:
-        raise ValueError(f"{{{inner}}} is not {{column}}, {{column.key}} or {{column:%Y.%m.%d}}")
-    return Place(match["column"], match["key"], match["form"])
-
-
-def columns_of(*texts: str | None) -> frozenset[str]:
-    """The columns that come into any of these templates."""
+def find_template_columns(*texts: str | None) -> frozenset[str]:
+    """Return the columns that any of these templates uses."""
     return frozenset().union(*(Template.parse(text).columns for text in texts if text is not None))
 
 
-def checked(text: str) -> str:
-    """The text, if it is a template. Raises ``ValueError``."""
+def check_template(text: str) -> str:
+    """Return the text if it is a template. Raises ``ValueError``."""
     Template.parse(text)
     return text
 
 
-TemplateText = Annotated[str, AfterValidator(checked)]
+TemplateText = Annotated[str, AfterValidator(check_template)]
 """A setting that is a template."""
 
 
-def text_of(column: Any, name: str) -> Texts:  # noqa: ANN401
-    """A column as text. Raises ``RetryLater`` if it is none, nor a number, time or truth."""
+def convert_to_text(column: Any, name: str) -> Texts:  # noqa: ANN401
+    """Convert a column to text. Raises ``RetryLater`` if it has nested values."""
     kind = column.type
-    if pa.types.is_timestamp(kind):
-        column = pc.strftime(column, ISO)
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return _decoded(column)
     if pa.types.is_nested(kind):
-        raise RetryLater(f"column {name!r} is {kind}, which is no text; name a key of it")
-    found: Texts = column.cast(pa.string())
-    return found
-
-
-def _decoded(column: Any) -> Texts:  # noqa: ANN401
-    """Bytes as the text that they nearly always are."""
+        raise RetryLater(f"the column {name!r} of type {kind} has no text; name a field of it")
+    if pa.types.is_timestamp(kind):
+        column = pc.strftime(column, ISO_TIME)
     try:
-        found: Texts = column.cast(pa.string())
+        texts: Texts = column.cast(pa.string())
     except pa.ArrowInvalid:
-        whole = [value and value.decode(errors="replace") for value in column.to_pylist()]
-        found = pa.array(whole, pa.string())
-    return found
+        if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+            raise
+        decoded = [value and value.decode(errors="replace") for value in column.to_pylist()]
+        texts = pa.array(decoded, pa.string())
+    return texts
 
 
 # ── escaping ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def for_json(texts: Texts) -> Texts:
-    """As they stand within the quotes of a JSON text."""
-    found: Any = pc.replace_substring_regex(texts, r'(["\\])', r"\\\1")
-    if pc.any(pc.match_substring_regex(found, _CONTROL)).as_py():
-        found = _each_once(texts, lambda text: json.dumps(text, ensure_ascii=False)[1:-1])
-    escaped: Texts = found
-    return escaped
-
-
-def for_url(texts: Texts) -> Texts:
-    """As they stand in a path or a query: nothing in them can end the part that they stand in."""
-    return _each_once(texts, _quoted)
-
-
-def for_header(texts: Texts) -> Texts:
-    """On one line."""
-    found: Texts = pc.replace_substring_regex(texts, r"[\x00-\x1f\x7f]", " ")
+def escape_json(texts: Texts) -> Texts:
+    """Escape texts for the inside of a JSON string."""
+    escaped: Any = pc.replace_substring_regex(texts, r'(["\\])', r"\\\1")
+    if pc.any(pc.match_substring_regex(escaped, _CONTROL)).as_py():
+        escaped = _map_distinct(texts, lambda text: json.dumps(text, ensure_ascii=False)[1:-1])
+    found: Texts = escaped
     return found
 
 
-def _quoted(text: str) -> str:
-    # A segment of dots alone would name another path.
+def escape_url(texts: Texts) -> Texts:
+    """Escape texts for one segment of a path or one value of a query."""
+    return _map_distinct(texts, _quote_segment)
+
+
+def escape_header(texts: Texts) -> Texts:
+    """Replace control characters, which would end a header, by spaces."""
+    escaped: Texts = pc.replace_substring_regex(texts, r"[\x00-\x1f\x7f]", " ")
+    return escaped
+
+
+def _quote_segment(text: str) -> str:
+    # A segment of dots alone would change the path.
     return "%2E" * len(text) if text and not text.strip(".") else quote(text, safe="")
 
 
-def _each_once(texts: Texts, change: Callable[[str], str]) -> Texts:
-    """The same change to all texts, made once for each that is different."""
+def _map_distinct(texts: Texts, function: Callable[[str], str]) -> Texts:
+    """Apply a function to all texts, once for each distinct text."""
     encoded: Any = texts.dictionary_encode()
-    changed = [change(text) for text in encoded.dictionary.to_pylist()]
-    found: Texts = pa.array(changed, pa.string()).take(encoded.indices)
+    mapped = [function(text) for text in encoded.dictionary.to_pylist()]
+    found: Texts = pa.array(mapped, pa.string()).take(encoded.indices)
     return found

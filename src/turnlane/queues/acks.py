@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from turnlane.intervals import Ranges
+from turnlane.intervals import RangeSet
 from turnlane.logs import get_logger
 from turnlane.queues.api import Ack, AckCallback, AckLevel, Durability
 
@@ -108,7 +108,7 @@ class Watermark:
         self.level = level
         self.durability = durability
         self.position = position
-        self.lost = Ranges()
+        self.lost = RangeSet()
         """Offsets at or above the position whose events were dropped after acceptance."""
         self.served = 0
         """How many publishers the last advance has woken."""

@@ -289,7 +289,7 @@ class Admission:
             self.line.popleft()
         self._update_limits()
 
-    # Closing
+    # Closeable
 
     def close(self) -> None:
         """Refuse every later request; the publishers in line are woken."""

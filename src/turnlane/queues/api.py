@@ -18,9 +18,9 @@ from types import TracebackType
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 from turnlane.errors import ConfigError
-from turnlane.events import Block, Event, events_of
+from turnlane.events import Block, Event, iterate_events
 from turnlane.ledger import Ledger
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 
 
 class AckLevel(enum.StrEnum):
@@ -123,7 +123,7 @@ class Place:
         return self.end - self.first
 
 
-class Producer(Closing):
+class Producer(Closeable):
     """The publishing end. Several threads may share it; the acks then cover all of them."""
 
     @abc.abstractmethod
@@ -228,7 +228,7 @@ class Batch(abc.ABC):
         return len(self.place)
 
     def __iter__(self) -> Iterator[Event]:
-        return events_of(self.block, self.place.first)
+        return iterate_events(self.block, self.place.first)
 
     def __enter__(self) -> Self:
         return self
@@ -249,7 +249,7 @@ Consumer = Callable[[Batch], None]
 """Takes a batch. If it returns, the batch is done; if it raises, nothing was delivered."""
 
 
-class Queue(Closing):
+class Queue(Closeable):
     """A queue of events. Every method may be called from any thread."""
 
     @abc.abstractmethod

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import pyarrow as pa
 
-from turnlane.events import BASE_SCHEMA, Block, values_array
+from turnlane.events import BASE_SCHEMA, Block, build_values
 from turnlane.queues.storage_api import BlockRange
-from turnlane.storage.frames import Stamp
+from turnlane.storage.frames import ProducerSequence
 
 SEAL_BYTES = 256 * 1024
 """An open block is sealed at this size at the latest: a few thousand log lines."""
@@ -73,7 +73,7 @@ class OpenBlock:
         """Return the events as an Arrow block."""
         stamps = np.array(self.timestamps, dtype=np.int64) // 1000
         arrays = {
-            "value": values_array(self.values),
+            "value": build_values(self.values),
             "timestamp": pa.array(stamps).view(BASE_SCHEMA.field("timestamp").type),
         }
         count = len(self.values)
@@ -145,7 +145,7 @@ class Buffer:
         """Take out the events ``first`` to ``end - 1``; ``first`` must be in memory."""
         self.drop_below(first)
         blocks: list[Block] = []
-        sequences: list[Stamp] = []
+        sequences: list[ProducerSequence] = []
         size = 0
         at = first
         while at < end:

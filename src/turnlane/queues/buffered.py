@@ -24,8 +24,15 @@ import pyarrow as pa
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import AckNotStored, EventsLost, QueueClosed, QueueEmpty, TransportDown
-from turnlane.events import Block, conform, join
-from turnlane.intervals import Ranges, Span, count_of, newest_of, oldest_of, overlap
+from turnlane.events import Block, conform_block, join_blocks
+from turnlane.intervals import (
+    RangeSet,
+    Span,
+    count_offsets,
+    is_overlapping,
+    take_newest,
+    take_oldest,
+)
 from turnlane.ledger import Outcome
 from turnlane.logs import get_logger
 from turnlane.queues.acks import AckWaiter, PositionObserver
@@ -43,8 +50,8 @@ from turnlane.queues.consumer import ConsumerSide
 from turnlane.queues.producer import BufferedProducer, hash_producer_id
 from turnlane.queues.settings import Kind, QueueSettings
 from turnlane.queues.state import QueueState
-from turnlane.queues.storage_api import BlockRange, Storage, UnreadableRange
-from turnlane.storage.producer_sequences import Gaps
+from turnlane.queues.storage_api import BlockRange, LostRange, Storage
+from turnlane.storage.producer_sequences import GapPolicy
 
 log = get_logger(__name__)
 
@@ -120,7 +127,7 @@ class BufferedQueue(Queue):
         on_ack: AckCallback | None = None,
         flow: FlowControl | str = FlowControl.NONE,
         producer_id: str | None = None,
-        gaps: Gaps = Gaps.KEEP,
+        gaps: GapPolicy = GapPolicy.KEEP,
     ) -> BufferedProducer:
         self.check_open()
         if on_ack is not None:
@@ -189,7 +196,7 @@ class BufferedQueue(Queue):
             return state.positions.pending
         if state.admission.has_failed:
             return 0
-        return count_of(
+        return count_offsets(
             state.positions.find_unsettled(state.acks.persisted.position, state.positions.end)
         )
 
@@ -392,13 +399,13 @@ class BufferedQueue(Queue):
                 if first >= end:
                     return None
                 if first >= state.buffer.first:
-                    return first, conform(join(state.buffer.peek(first, end)))
+                    return first, conform_block(join_blocks(state.buffer.peek(first, end)))
                 end = min(end, state.buffer.first)
             while first < end:
                 found = self._storage.read(first, end)
                 if found is None:
                     break
-                if not isinstance(found, UnreadableRange):
+                if not isinstance(found, LostRange):
                     return found
                 # It can never be read: a reader would wait for it without end.
                 self.settle(first, min(found.end, end), found.outcome)
@@ -410,7 +417,9 @@ class BufferedQueue(Queue):
         state, settling = self._state, self._state.in_flight.settling
         with state.lock:
             # The thread that settles an event first decides its outcome.
-            while any(overlap((first, end), span) for span in state.in_flight.find_settling()):
+            while any(
+                is_overlapping((first, end), span) for span in state.in_flight.find_settling()
+            ):
                 state.changed.wait()
             if state.is_closed:
                 raise QueueClosed(f"queue {self.name!r} is closed")
@@ -462,9 +471,9 @@ class BufferedQueue(Queue):
             spans = positions.find_unsettled(first, end)
         if pending <= events:
             newest = 0
-        chosen = Ranges(newest_of(spans[-MAX_SPANS // 2 :], newest))
+        chosen = RangeSet(take_newest(spans[-MAX_SPANS // 2 :], newest))
         room = MAX_SPANS - len(chosen)
-        for span in oldest_of(spans[:room], events - count_of(chosen)):
+        for span in take_oldest(spans[:room], events - count_offsets(chosen)):
             chosen.add(*span)
         return Unsettled(list(chosen), pending, end)
 

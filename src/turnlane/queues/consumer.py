@@ -13,12 +13,12 @@ import time
 
 from turnlane.clock import Clock
 from turnlane.errors import AckNotStored, BatchFreed, QueueClosed, QueueEmpty, StorageFailed
-from turnlane.intervals import overlap
+from turnlane.intervals import is_overlapping
 from turnlane.ledger import Outcome
 from turnlane.logs import get_logger
 from turnlane.queues.positions import BatchState, BufferedBatch
 from turnlane.queues.state import QueueState
-from turnlane.queues.storage_api import BlockRange, UnreadableRange
+from turnlane.queues.storage_api import BlockRange, LostRange
 from turnlane.units import TimeWindow
 
 log = get_logger(__name__)
@@ -161,7 +161,7 @@ class ConsumerSide:
         try:
             while len(wanted):
                 found = self._storage.fetch(wanted)
-                if not isinstance(found, UnreadableRange):
+                if not isinstance(found, LostRange):
                     break
                 end = min(found.end, wanted.end)
                 self._settle_unreadable(wanted, found.first, end, found.outcome)
@@ -232,7 +232,7 @@ class ConsumerSide:
         state = self._state
         first, end = batch.place.first, batch.place.end
         with state.lock:
-            while any(overlap(span, (first, end)) for span in state.in_flight.settling):
+            while any(is_overlapping(span, (first, end)) for span in state.in_flight.settling):
                 state.changed.wait()
             if batch.state is not BatchState.IN_FLIGHT:
                 return

@@ -12,8 +12,8 @@ from typing import NoReturn
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import BatchFreed, EventTooLarge, NotSupported, QueueClosed, RetryLater
-from turnlane.events import EVENT_OVERHEAD, Block, block_of, event_sizes, prepared
-from turnlane.ledger import Outcome, Totals
+from turnlane.events import EVENT_OVERHEAD, Block, block_of, get_event_sizes, prepare_block
+from turnlane.ledger import Outcome, OutcomeTotals
 from turnlane.logs import get_logger
 from turnlane.queues.acks import AckDispatcher, AckListener, Watermark
 from turnlane.queues.admission import check_severities, sample_rows
@@ -49,7 +49,7 @@ class DirectQueue(Queue):
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._positions = Positions()
-        self._totals = Totals()
+        self._totals = OutcomeTotals()
         self._marks = {level: Watermark(level, Durability.MEMORY, 0) for level in AckLevel}
         self._acks = AckDispatcher(settings.name)
         self._seen = 0
@@ -289,9 +289,9 @@ class DirectProducer(Producer):
         del timeout
         if sequence is not None:
             raise ValueError("a sequence needs a producer made with producer_id")
-        block = prepared(block, self._queue.time_ns)
+        block = prepare_block(block, self._queue.time_ns)
         check_severities(block)
-        self._check_size(int(event_sizes(block).max(initial=0)))
+        self._check_size(int(get_event_sizes(block).max(initial=0)))
         return self._deliver(block)
 
     def try_publish_block(self, block: Block, *, sequence: int | None = None) -> Published:

@@ -31,24 +31,24 @@ import pyarrow as pa
 
 from turnlane.errors import EventsLost, StorageFailed
 from turnlane.events import Block
-from turnlane.intervals import Span, count_of
+from turnlane.intervals import Span, count_offsets
 from turnlane.ledger import Outcome
 from turnlane.logs import get_logger
 from turnlane.queues.api import AckLevel, Durability, Stats
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.storage_api import (
     BlockRange,
+    LostRange,
     Storage,
     StorageHost,
     StoredState,
     TakeBatch,
-    UnreadableRange,
 )
 from turnlane.retry import doubled
 from turnlane.storage.disk_io import Disk
-from turnlane.storage.producer_sequences import Numbered
-from turnlane.storage.reader import Fault
-from turnlane.storage.store import Store
+from turnlane.storage.producer_sequences import SequencedRange
+from turnlane.storage.reader import UnreadableRange
+from turnlane.storage.store import Store, StoreSettings
 
 log = get_logger(__name__)
 
@@ -107,7 +107,7 @@ class LogStorage(Storage):
         self._name = settings.name
         self._disk = disk or Disk()
         self.durability = Durability(settings.durability)
-        self.store = Store.open(settings, self._disk)
+        self.store = Store.open(_store_settings(settings), self._disk)
         self.failure = ""
         """How the last attempt to write failed; empty if it succeeded."""
         self.wants_next_event = False
@@ -160,7 +160,18 @@ class LogStorage(Storage):
     # ── opening ─────────────────────────────────────────────────────────────────────────────────
 
     def recover(self) -> StoredState:
-        return self.store.stored_state()
+        store, state = self.store, self.store.recovered
+        return StoredState(
+            queue_id=store.queue_id,
+            low=state.low if state.found else store.log.start,
+            end=store.log.end,
+            settled=state.settled,
+            returned=state.returned,
+            totals=state.totals,
+            sequences=store.restore_sequences(),
+            columns={field.name: field.type for field in store.log.schema},
+            bytes=store.unsettled_bytes,
+        )
 
     def start(self, host: StorageHost, take: TakeBatch) -> None:
         super().start(host, take)
@@ -195,7 +206,7 @@ class LogStorage(Storage):
                 job.before()
             self.store.commit(job.ranges, sync=job.sync)
             self._flushes += bool(job.ranges)
-            self.store.hint(self._host.admission.bytes)
+            self.store.record_position(self._host.admission.bytes)
         except TRANSIENT as error:
             return self._handle_failure(error)
         has_more = self._handle_success()
@@ -208,7 +219,7 @@ class LogStorage(Storage):
         self._failures = 0
         with self._host.lock:
             self.failure = ""
-            for first, end in self.store.lost():
+            for first, end in self.store.take_lost_ranges():
                 self._host.lose(first, end)
             self._report_persisted()
             self._on_committed()
@@ -241,10 +252,10 @@ class LogStorage(Storage):
             spared = self._drop_settled_unwritten()
         try:
             for each in spared:
-                self.store.remember(each.sequences)
-            self.store.hint(host.admission.bytes)
+                self.store.remember_sequences(each.sequences)
+            self.store.record_position(host.admission.bytes)
             if is_all_settled:
-                self.store.log.retire()
+                self.store.log.close_active_segment()
             return self._remove_settled_segments() or bool(spared)
         except OSError as error:
             log.debug("queue.make_space_failed", queue=self._name, error=error)
@@ -265,7 +276,7 @@ class LogStorage(Storage):
         """Do the work that can wait. After a failure the writer tries it again later."""
         try:
             if retire:
-                self.store.log.retire()
+                self.store.log.close_active_segment()
             self._record_drops()
             self._sync_acks()
             self._remove_settled_segments()
@@ -282,7 +293,7 @@ class LogStorage(Storage):
         with self._host.lock:
             drops = self._drops.copy()
         for outcome, events in drops.items():
-            self.store.journal.dropped(outcome, events)
+            self.store.journal.record_dropped(outcome, events)
             with self._host.lock:
                 self._drops -= Counter({outcome: events})
 
@@ -300,11 +311,11 @@ class LogStorage(Storage):
         with self._host.lock:
             segments = self.store.find_settled_segments(self._host.positions.is_settled)
         if segments:
-            self.store.remove(segments)
+            self.store.remove_segments(segments)
         return bool(segments)
 
     def _update_oldest_segment(self) -> None:
-        spans = self.store.log.inactive_chunks()
+        spans = self.store.log.list_inactive_segments()
         self._oldest_segment_end = spans[0].end if spans else 1 << 62
 
     def _can_remove_segment(self) -> bool:
@@ -339,7 +350,7 @@ class LogStorage(Storage):
     def settle(self, settled: BlockRange, outcome: Outcome) -> None:
         if not outcome.is_drop:
             self._await_written_sequences(settled)
-        self.store.journal.settled(settled.first, settled.end, settled.size, outcome)
+        self.store.journal.record_settled(settled.first, settled.end, settled.size, outcome)
         settled.is_recorded = True
         if self.durability is not Durability.ALWAYS:
             self._has_unsynced_acks = True
@@ -351,7 +362,7 @@ class LogStorage(Storage):
         them. Not while the disk keeps failing, because acks go on then.
         """
         host = self._host
-        while end := self.store.journal.unsafe_end(settled.first, settled.end):
+        while end := self.store.journal.find_unsafe_end(settled.first, settled.end):
             with host.lock:
                 if not self._can_write() or end <= host.persisted.position:
                     return
@@ -373,7 +384,7 @@ class LogStorage(Storage):
 
     def give_back(self, returned: BlockRange) -> None:
         try:
-            self.store.journal.returned(returned.first, returned.end, returned.attempt)
+            self.store.journal.record_returned(returned.first, returned.end, returned.attempt)
         except OSError as error:
             # Only the count of attempts is wrong, and only if the queue is opened again before
             # the batch is settled.
@@ -381,16 +392,16 @@ class LogStorage(Storage):
 
     # ── reading ─────────────────────────────────────────────────────────────────────────────────
 
-    def fetch(self, wanted: BlockRange) -> list[Block] | UnreadableRange:
+    def fetch(self, wanted: BlockRange) -> list[Block] | LostRange:
         blocks: list[Block] = []
         at = wanted.first
         with self._fetching:
             while at < wanted.end and not self._is_closed:
                 found = self.store.fetch(at, wanted.end)
-                if isinstance(found, Fault):
+                if isinstance(found, UnreadableRange):
                     if blocks:
                         break
-                    return UnreadableRange(*found)
+                    return LostRange(*found)
                 end = at + found.block.num_rows
                 is_large = wanted.size * (end - wanted.first) >= JOIN_BYTES * len(wanted)
                 if is_large and blocks:
@@ -401,9 +412,9 @@ class LogStorage(Storage):
                     break
         return blocks
 
-    def read(self, first: int, end: int) -> tuple[int, Block] | UnreadableRange | None:
+    def read(self, first: int, end: int) -> tuple[int, Block] | LostRange | None:
         found = self.store.visit(first, end)
-        return UnreadableRange(*found) if isinstance(found, Fault) else found
+        return LostRange(*found) if isinstance(found, UnreadableRange) else found
 
     # ── closing ─────────────────────────────────────────────────────────────────────────────────
 
@@ -421,10 +432,10 @@ class LogStorage(Storage):
             with self._host.lock:
                 dropped = self._host.drop_unstored(self.store.log.end)
             for first, end in dropped:
-                self.store.journal.settled(first, end, 0, Outcome.CLOSED)
+                self.store.journal.record_settled(first, end, 0, Outcome.CLOSED)
             if not dropped and not unwritten:
                 # Otherwise producers may have to send events again that were dropped or lost.
-                self.store.journal.remember(self._host.sequences)
+                self.store.journal.remember_sequences(self._host.sequences)
             self.store.journal.snapshot()
         except OSError as error:
             log.warning("queue.journal_not_tidied", queue=self._name, error=error)
@@ -457,7 +468,7 @@ class LogStorage(Storage):
             )
 
     def _count_unsynced(self) -> int:
-        return count_of(
+        return count_offsets(
             self._host.positions.find_unsettled(self._find_safe_end(), self.store.log.end)
         )
 
@@ -478,6 +489,18 @@ class LogStorage(Storage):
         )
 
 
+def _store_settings(settings: QueueSettings) -> StoreSettings:
+    assert settings.path is not None, "the settings of a disk queue have a path"
+    return StoreSettings(
+        path=settings.path,
+        name=settings.name,
+        segment_size=settings.chunk_size,
+        compression=settings.compression.value,
+        durable=settings.durability is not Durability.NEVER,
+        max_unsynced_bytes=min(settings.memory_bytes, settings.max_bytes or settings.memory_bytes),
+    )
+
+
 class DiskStorage(LogStorage):
     """Everything accepted is written; events acked as ``persisted`` survive any crash."""
 
@@ -494,8 +517,8 @@ class DiskStorage(LogStorage):
         # A copy: consumers cut pieces off the range in the buffer.
         self._unwritten.append(sealed.copy())
         for numbers in sealed.sequences:
-            numbered = Numbered(sealed.first, sealed.end, numbers, sealed.is_consecutive)
-            self.store.journal.unstamped.add(numbered)
+            numbered = SequencedRange(sealed.first, sealed.end, numbers, sealed.is_consecutive)
+            self.store.journal.unwritten_sequences.add(numbered)
         self._unwritten_bytes += sealed.size
         if self._unwritten_bytes >= self._settings.write_buffer:
             self._work.notify()
@@ -549,7 +572,7 @@ class DiskStorage(LogStorage):
         if self._unwritten_bytes >= self._settings.write_buffer:
             return 0.0
         due = self._synced_at + self._interval()
-        has_unsynced = self.store.log.unsynced or self._unwritten or self._host.unsealed_events
+        has_unsynced = self.store.log.has_unsynced or self._unwritten or self._host.unsealed_events
         if not has_unsynced:
             if not self._is_untidy():
                 return None
@@ -600,7 +623,7 @@ class DiskStorage(LogStorage):
         end = self.store.log.end
         while self._unwritten and self._unwritten[0].end <= end:
             self._unwritten_bytes -= self._unwritten.popleft().size
-        self.store.journal.unstamped.forget_below(self._find_safe_end())
+        self.store.journal.unwritten_sequences.forget_below(self._find_safe_end())
         host.trim_buffer(end, self._settings.memory_bytes)
 
     def _drop_settled_unwritten(self) -> list[BlockRange]:

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from turnlane.intervals import Ranges, Span
+from turnlane.intervals import RangeSet, Span
 from turnlane.ledger import Outcome
 from turnlane.logs import get_logger
 from turnlane.queues.api import Durability
@@ -46,19 +46,19 @@ class PendingAcks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ranges: dict[Outcome, Ranges] = {}
+        self._ranges: dict[Outcome, RangeSet] = {}
 
     def add(self, first: int, end: int, outcome: Outcome) -> None:
         """Add a range that was not settled before."""
         with self._lock:
-            self._ranges.setdefault(outcome, Ranges()).add(first, end)
+            self._ranges.setdefault(outcome, RangeSet()).add(first, end)
 
     def record(self, journal: Journal) -> None:
         """Record all of them. After an ``OSError`` call it again: twice does no harm."""
         with self._lock:
             for outcome, ranges in self._ranges.items():
                 for first, end in ranges:
-                    journal.settled(first, end, 0, outcome)
+                    journal.record_settled(first, end, 0, outcome)
             self._ranges.clear()
 
 
@@ -91,7 +91,7 @@ class SpillStorage(LogStorage):
 
     def _can_end(self) -> bool:
         """Whether disk assistance is over: there are files, and everything in them is settled."""
-        return bool(self.store.log.chunks()) and not self._has_stored()
+        return bool(self.store.log.list_segments()) and not self._has_stored()
 
     # ── events from the queue ───────────────────────────────────────────────────────────────────
 
@@ -159,7 +159,7 @@ class SpillStorage(LogStorage):
         is_now = self._is_stopping or self._is_spilling or self._can_end()
         if is_now or self._can_remove_segment():
             return 0.0
-        if not self.store.log.unsynced and not self._is_untidy():
+        if not self.store.log.has_unsynced and not self._is_untidy():
             return None
         return max(0.0, self._synced_at + self._settings.sync_interval - time.monotonic())
 
@@ -212,7 +212,7 @@ class SpillStorage(LogStorage):
         if again:
             self._record_pending_acks()  # or events settled before them would seem missing
         for each in again:
-            self.store.journal.returned(each.first, each.end, each.attempt)
+            self.store.journal.record_returned(each.first, each.end, each.attempt)
 
     def _on_committed(self) -> None:
         """Events on disk take no room in memory any more."""

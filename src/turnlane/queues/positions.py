@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from turnlane.errors import BatchFreed
-from turnlane.events import Block, conform, join
-from turnlane.intervals import Ranges, Span, count_of
+from turnlane.events import Block, conform_block, join_blocks
+from turnlane.intervals import RangeSet, Span, count_offsets
 from turnlane.ledger import Outcome
 from turnlane.queues.api import Batch, Place
 from turnlane.queues.storage_api import BlockRange
@@ -42,8 +42,8 @@ class Positions:
         self.low = low
         self.frontier = low
         self.end = max(low, end)
-        self.settled = Ranges(settled)
-        self._skipped = Ranges(skipped)
+        self.settled = RangeSet(settled)
+        self._skipped = RangeSet(skipped)
         """Ranges above ``frontier`` that were given back before the queue was opened."""
         self._raise_low()
 
@@ -184,12 +184,12 @@ class BufferedBatch(Batch):
     def block(self) -> Block:
         blocks = self._contents()
         if len(blocks) > 1:
-            self.events.blocks = blocks = [join(blocks)]
-        return conform(blocks[0])
+            self.events.blocks = blocks = [join_blocks(blocks)]
+        return conform_block(blocks[0])
 
     @property
     def blocks(self) -> Sequence[Block]:
-        return [conform(block) for block in self._contents()]
+        return [conform_block(block) for block in self._contents()]
 
     def _contents(self) -> Sequence[Block]:
         blocks = self.events.blocks
@@ -329,7 +329,7 @@ class InFlight:
                 del self._batches[batch.place.first]
 
     def _count_unsettled(self, batch: BufferedBatch) -> int:
-        return count_of(self._positions.find_unsettled(batch.place.first, batch.place.end))
+        return count_offsets(self._positions.find_unsettled(batch.place.first, batch.place.end))
 
 
 def _add_up(charges: Iterable[tuple[int, int]]) -> tuple[int, int]:

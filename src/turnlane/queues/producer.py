@@ -29,9 +29,9 @@ from turnlane.events import (
     EVENT_OVERHEAD,
     MAX_BLOCK_BYTES,
     Block,
-    event_sizes,
-    prepared,
-    stamped,
+    add_timestamps,
+    get_event_sizes,
+    prepare_block,
 )
 from turnlane.queues.acks import AckListener, AckWaiter
 from turnlane.queues.admission import (
@@ -47,8 +47,8 @@ from turnlane.queues.admission import (
 )
 from turnlane.queues.api import AckCallback, AckLevel, FlowControl, Producer, Published
 from turnlane.queues.state import Annotations, QueueState
-from turnlane.storage.frames import Stamp
-from turnlane.storage.producer_sequences import MAX_RUNS, Gaps
+from turnlane.storage.frames import ProducerSequence
+from turnlane.storage.producer_sequences import MAX_RUNS, GapPolicy
 
 _PADDING = 64
 """Arrow rounds the size of its buffers up to a multiple of this."""
@@ -161,7 +161,7 @@ class BlockRequest(ProducerRequest):
     def largest_event(self) -> int:
         if self.events == 1:
             return self.size
-        return int(event_sizes(self._block).max(initial=0))
+        return int(get_event_sizes(self._block).max(initial=0))
 
     @property
     def is_repeat(self) -> bool:
@@ -206,7 +206,7 @@ class BlockRequest(ProducerRequest):
     def _check_gaps(self) -> None:
         """Raise ``NumbersMissing`` if the producer leaves out too many numbers."""
         key = self.producer.key
-        if self._sequence is None or key is None or self.producer.gaps is not Gaps.KEEP:
+        if self._sequence is None or key is None or self.producer.gaps is not GapPolicy.KEEP:
             return
         accepted = self.producer.state.sequences.get(key)
         if accepted is None or len(accepted.runs) < MAX_RUNS:
@@ -236,7 +236,7 @@ class BlockRequest(ProducerRequest):
         super().skip()
         self._accept_numbers()
 
-    def _accept_numbers(self) -> Stamp | None:
+    def _accept_numbers(self) -> ProducerSequence | None:
         key = self.producer.key
         if self._sequence is None or key is None:
             return None
@@ -282,7 +282,7 @@ class BufferedProducer(Producer):
         flow: FlowControl,
         producer_id: str | None,
         *,
-        gaps: Gaps = Gaps.KEEP,
+        gaps: GapPolicy = GapPolicy.KEEP,
     ) -> None:
         self.state = state
         # Looked up once, not for every event.
@@ -524,8 +524,8 @@ class BufferedProducer(Producer):
             )
         if self._schema is not None and block.schema.equals(self._schema):
             check_severities(block)
-            return stamped(block, state.time_ns)
-        ready = prepared(block, state.time_ns)
+            return add_timestamps(block, state.time_ns)
+        ready = prepare_block(block, state.time_ns)
         check_severities(ready)
         with self._lock:
             state.check_columns(ready.schema)

@@ -31,7 +31,7 @@ from pydantic import (
 from turnlane.memory_limit import memory_limit
 from turnlane.queues.api import Durability, FullBehavior
 from turnlane.units import Duration, Percentage, Size, TimeWindow, format_size
-from turnlane.validation import Contradiction, Problem, config_error
+from turnlane.validation import ConfigIssue, ContradictorySettings, convert_validation_error
 
 
 class Kind(enum.StrEnum):
@@ -443,7 +443,7 @@ class QueueSettings(BaseModel):
         try:
             super().__init__(**knobs)
         except ValidationError as error:
-            raise config_error(error, type(self).model_fields) from None
+            raise convert_validation_error(error, type(self).model_fields) from None
 
     # Pydantic's mark for an __init__ that only wraps the usual one: a larger model then validates
     # this one in place, and its errors say where the problem is.
@@ -554,28 +554,34 @@ _MARKS: Final = (
 
 
 def complete_settings(settings: QueueSettings) -> None:
-    """Compute the defaults; raise :class:`Contradiction` with all problems."""
+    """Compute the defaults; raise :class:`ContradictorySettings` with all problems."""
     problems = list(_find_misplaced(settings))
     if not problems:
         _compute_defaults(settings)
         problems = list(_find_contradictions(settings))
     if problems:
-        raise Contradiction(problems)
+        raise ContradictorySettings(problems)
 
 
-def _find_misplaced(settings: QueueSettings) -> Iterator[Problem]:
+def _find_misplaced(settings: QueueSettings) -> Iterator[ConfigIssue]:
     """Find knobs that the kind does not have, and a missing path."""
     kind = settings.kind
     for setting in sorted(settings.explicit):
         kinds = settings.kinds_of(setting)
         if setting == "size" and kind is Kind.PROXY:
-            yield Problem(setting, "follows from batches * batch_size in a proxy queue; set those")
+            yield ConfigIssue(
+                setting, "follows from batches * batch_size in a proxy queue; set those"
+            )
         elif kind not in kinds:
-            yield Problem(setting, f"means nothing in a {kind} queue, only in {', '.join(kinds)}")
+            yield ConfigIssue(
+                setting, f"means nothing in a {kind} queue, only in {', '.join(kinds)}"
+            )
     if kind in ON_DISK and settings.path is None:
-        yield Problem("path", f"is required for a {kind} queue, such as /var/lib/turnlane/orders")
+        yield ConfigIssue(
+            "path", f"is required for a {kind} queue, such as /var/lib/turnlane/orders"
+        )
     if settings.memory_percent is not None and settings.max_bytes is not None:
-        yield Problem("memory_percent", "contradicts max_bytes; set one of them")
+        yield ConfigIssue("memory_percent", "contradicts max_bytes; set one of them")
 
 
 def _compute_defaults(settings: QueueSettings) -> None:
@@ -636,13 +642,13 @@ def _event_bounds(settings: QueueSettings) -> dict[str, int]:
     return bounds
 
 
-def _find_contradictions(settings: QueueSettings) -> Iterator[Problem]:
+def _find_contradictions(settings: QueueSettings) -> Iterator[ConfigIssue]:
     yield from _find_unpaired(settings)
     yield from _find_too_large(settings)
     yield from _find_wrong_marks(settings)
 
 
-def _find_unpaired(settings: QueueSettings) -> Iterator[Problem]:
+def _find_unpaired(settings: QueueSettings) -> Iterator[ConfigIssue]:
     """Find knobs that need another knob, or another value of it."""
     explicit = settings.explicit
     for one, other in (
@@ -650,21 +656,21 @@ def _find_unpaired(settings: QueueSettings) -> Iterator[Problem]:
         ("discard_severity", "discard_mark"),
     ):
         if one in explicit and other not in explicit:
-            yield Problem(other, f"is required with {one}; set both or neither")
+            yield ConfigIssue(other, f"is required with {one}; set both or neither")
     if "full_timeout" in explicit and settings.full_behavior is not FullBehavior.BLOCK:
-        yield Problem("full_timeout", f"contradicts full_behavior: {settings.full_behavior}")
+        yield ConfigIssue("full_timeout", f"contradicts full_behavior: {settings.full_behavior}")
     if "sync_interval" in explicit and settings.durability is not Durability.INTERVAL:
-        yield Problem("sync_interval", f"contradicts durability: {settings.durability}")
+        yield ConfigIssue("sync_interval", f"contradicts durability: {settings.durability}")
 
 
-def _find_too_large(settings: QueueSettings) -> Iterator[Problem]:
+def _find_too_large(settings: QueueSettings) -> Iterator[ConfigIssue]:
     """Find numbers that exceed the knob that bounds them."""
     bytes_within = [("max_event_bytes", bound) for bound in _event_bounds(settings)]
     for setting, bound in [*bytes_within, ("write_buffer", "chunk_size")]:
         value, most = getattr(settings, setting), getattr(settings, bound)
         if value > most:
             message = f"must be at most {bound}, {format_size(most)}, not {format_size(value)}"
-            yield Problem(setting, message)
+            yield ConfigIssue(setting, message)
     batch = "batch_size" if settings.kind is Kind.PROXY else "dequeue_batch_size"
     for setting, bound in (
         ("minimum_batch_size", batch),
@@ -673,10 +679,10 @@ def _find_too_large(settings: QueueSettings) -> Iterator[Problem]:
     ):
         value, most = getattr(settings, setting), getattr(settings, bound)
         if most is not None and value > most:
-            yield Problem(setting, f"must be at most {bound}, {most}, not {value}")
+            yield ConfigIssue(setting, f"must be at most {bound}, {most}, not {value}")
 
 
-def _find_wrong_marks(settings: QueueSettings) -> Iterator[Problem]:
+def _find_wrong_marks(settings: QueueSettings) -> Iterator[ConfigIssue]:
     """Find marks above the size, below one event, or in percent of a size that is not set."""
     knobs = [setting for setting in _MARKS if setting in settings.explicit]
     problems = [problem for setting in knobs for problem in _check_mark(settings, setting)]
@@ -684,15 +690,15 @@ def _find_wrong_marks(settings: QueueSettings) -> Iterator[Problem]:
     high, low = settings.marks.high, settings.marks.low
     if not problems and high is not None and low is not None and low >= high:
         message = f"must be below high_watermark, {high} events, not {low}"
-        yield Problem("low_watermark", message)
+        yield ConfigIssue("low_watermark", message)
 
 
-def _check_mark(settings: QueueSettings, setting: str) -> Iterator[Problem]:
+def _check_mark(settings: QueueSettings, setting: str) -> Iterator[ConfigIssue]:
     mark: int | Percentage = getattr(settings, setting)
     size = settings.size
     if size is None and isinstance(mark, Percentage):
-        yield Problem(setting, f"{mark} of what? Set size, or write a number of events")
+        yield ConfigIssue(setting, f"{mark} of what? Set size, or write a number of events")
     elif mark == 0 and setting != "low_watermark":
-        yield Problem(setting, "must be at least 1 event, or null to switch it off")
+        yield ConfigIssue(setting, "must be at least 1 event, or null to switch it off")
     elif size is not None and isinstance(mark, int) and mark > size:
-        yield Problem(setting, f"must be at most size, {size} events, not {mark}")
+        yield ConfigIssue(setting, f"must be at most size, {size} events, not {mark}")

@@ -28,8 +28,8 @@ import pyarrow as pa
 from turnlane.clock import Clock
 from turnlane.errors import SchemaMismatch
 from turnlane.events import Block
-from turnlane.intervals import Span, count_of
-from turnlane.ledger import Outcome, Totals
+from turnlane.intervals import Span, count_offsets
+from turnlane.ledger import Outcome, OutcomeTotals
 from turnlane.logs import get_logger
 from turnlane.queues.acks import AckTracker
 from turnlane.queues.admission import Admission
@@ -38,8 +38,8 @@ from turnlane.queues.buffer import SEAL_BYTES, Buffer
 from turnlane.queues.positions import InFlight, Positions
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.storage_api import BlockRange, Storage
-from turnlane.storage.frames import Stamp
-from turnlane.storage.producer_sequences import MAX_RUNS, Accepted, Gaps
+from turnlane.storage.frames import ProducerSequence
+from turnlane.storage.producer_sequences import MAX_RUNS, AcceptedSequences, GapPolicy
 
 log = get_logger(__name__)
 
@@ -71,7 +71,7 @@ class QueueState:
         """Notified when events are settled, or when a settlement ends."""
         returned = [(first, end) for first, end, _ in found.returned]
         self.positions = Positions(found.low, found.end, found.settled, returned)
-        self.totals = Totals(found.totals)
+        self.totals = OutcomeTotals(found.totals)
         # The journal may be lost or be behind: what it does not know was delivered.
         known = self.positions.low + self.positions.settled.total
         self.totals.add(Outcome.DELIVERED, known - self.totals.numbered)
@@ -88,7 +88,7 @@ class QueueState:
         self.persisted = self.acks.persisted
         self.columns: dict[str, pa.DataType] = dict(found.columns)
         """The Arrow type of every column that the queue has seen."""
-        self._sequences: dict[bytes, Accepted] = dict(found.sequences)
+        self._sequences: dict[bytes, AcceptedSequences] = dict(found.sequences)
         """The accepted numbers by producer, the producer that was silent longest first."""
         self.published_blocks = 0
         self.releases = 0
@@ -134,7 +134,7 @@ class QueueState:
         return first
 
     def append_block(
-        self, block: Block, size: int, numbers: Stamp | None, *, is_consecutive: bool
+        self, block: Block, size: int, numbers: ProducerSequence | None, *, is_consecutive: bool
     ) -> int:
         """Append a block; returns its first offset.
 
@@ -187,24 +187,26 @@ class QueueState:
         self.columns.update((column.name, column.type) for column in schema)
 
     @property
-    def sequences(self) -> Mapping[bytes, Accepted]:
+    def sequences(self) -> Mapping[bytes, AcceptedSequences]:
         """The accepted sequence numbers by the key of the producer."""
         return self._sequences
 
-    def accept_sequences(self, producer: bytes, first: int, end: int, gaps: Gaps) -> Stamp:
+    def accept_sequences(
+        self, producer: bytes, first: int, end: int, gaps: GapPolicy
+    ) -> ProducerSequence:
         """Remember that the numbers ``first`` to ``end - 1`` are taken.
 
         Returns the whole run up to ``end``, for the log: the events before are in the queue at
         lower offsets, or were dropped, so that they are in the log if these are.
         """
-        accepted = self._sequences.pop(producer, None) or Accepted()
+        accepted = self._sequences.pop(producer, None) or AcceptedSequences()
         self._sequences[producer] = accepted
         if len(self._sequences) > MAX_SEQUENCES:
             del self._sequences[next(iter(self._sequences))]
-        accepted.add(0 if gaps is Gaps.SKIP else first, end)
-        if gaps is Gaps.FORGET:
+        accepted.add(0 if gaps is GapPolicy.SKIP else first, end)
+        if gaps is GapPolicy.FORGET:
             accepted.close_gaps(MAX_RUNS)
-        return Stamp(producer, end, accepted.start_of_run(first))
+        return ProducerSequence(producer, end, accepted.start_of_run(first))
 
     def count_drops(self, outcome: Outcome, events: int) -> None:
         """Count events that policies dropped before they got an offset."""
@@ -302,7 +304,7 @@ class QueueState:
         """Settle a range that takes ``charged`` events and ``size`` bytes of the bounds."""
         fresh = self.positions.find_unsettled(events.first, events.end)
         self.positions.settle(events.first, events.end)
-        self.totals.add(outcome, count_of(fresh))
+        self.totals.add(outcome, count_offsets(fresh))
         if outcome.is_drop:
             self.acks.lose(events.first, events.end)
         self.storage.on_settled(events, fresh, outcome)

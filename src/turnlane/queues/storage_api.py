@@ -25,8 +25,8 @@ from turnlane.events import Block
 from turnlane.intervals import Span
 from turnlane.ledger import Outcome
 from turnlane.queues.api import AckLevel, Batch, Durability, Place, Stats
-from turnlane.storage.frames import Stamp
-from turnlane.storage.producer_sequences import Accepted
+from turnlane.storage.frames import ProducerSequence
+from turnlane.storage.producer_sequences import AcceptedSequences
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class BlockRange:
     blocks: Sequence[Block] | None
     attempt: int = 1
     """How often the events were handed out, this time included."""
-    sequences: Sequence[Stamp] = ()
+    sequences: Sequence[ProducerSequence] = ()
     """For each numbered producer, the numbers that are complete with this range."""
     is_charged: bool = True
     """Whether the events count against the bounds of the queue."""
@@ -90,7 +90,7 @@ class BlockRange:
         # Which number an event in the middle has is known only if the numbers are consecutive.
         rest_events = self.end - cut
         head.sequences = (
-            [each.before(rest_events) for each in self.sequences] if self.is_consecutive else ()
+            [each.subtract(rest_events) for each in self.sequences] if self.is_consecutive else ()
         )
         self.first, self.size, self.blocks = cut, self.size - size, rest
         return head
@@ -117,7 +117,7 @@ def _cut_blocks(blocks: Sequence[Block], events: int) -> tuple[list[Block], list
     return head, rest
 
 
-class UnreadableRange(NamedTuple):
+class LostRange(NamedTuple):
     """Offsets ``first`` to ``end - 1`` that storage can never read: corrupt or missing."""
 
     first: int
@@ -137,7 +137,7 @@ class StoredState:
     returned: Sequence[tuple[int, int, int]] = ()
     """The ranges that consumers gave back, with the number of their next attempt."""
     totals: Mapping[Outcome, int] = field(default_factory=dict)
-    sequences: Mapping[bytes, Accepted] = field(default_factory=dict)
+    sequences: Mapping[bytes, AcceptedSequences] = field(default_factory=dict)
     """The accepted sequence numbers of every numbered producer."""
     columns: Mapping[str, pa.DataType] = field(default_factory=dict)
     """The Arrow type of every column."""
@@ -210,7 +210,7 @@ class StorageHost(Protocol):
         """What counts against the bounds."""
 
     @property
-    def sequences(self) -> Mapping[bytes, Accepted]:
+    def sequences(self) -> Mapping[bytes, AcceptedSequences]:
         """The accepted sequence numbers by the key of the producer."""
 
     # The events in memory
@@ -349,7 +349,7 @@ class Storage(abc.ABC):
 
     # Reading
 
-    def fetch(self, wanted: BlockRange) -> list[Block] | UnreadableRange:
+    def fetch(self, wanted: BlockRange) -> list[Block] | LostRange:
         """Read the events of a range, from its first on, or as many as lie together.
 
         Only one thread calls this at a time. Returns nothing once the storage is closed. Raises
@@ -357,7 +357,7 @@ class Storage(abc.ABC):
         """
         raise Bug(f"offset {wanted.first} is neither in memory nor in storage")
 
-    def read(self, first: int, end: int) -> tuple[int, Block] | UnreadableRange | None:
+    def read(self, first: int, end: int) -> tuple[int, Block] | LostRange | None:
         """Read events by offset, for readers that take nothing; ``None`` if there are none."""
         del first, end
         return None

@@ -34,7 +34,7 @@ from turnlane.queues.api import Batch, Consumer, Queue
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.settings import STORING
 from turnlane.retry import doubled, scattered
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 
 log = get_logger(__name__)
 
@@ -213,7 +213,7 @@ class _Worker:
             )
 
 
-class WorkerPool(Closing):
+class WorkerPool(Closeable):
     """Workers for one queue. As a context manager it stops at the end."""
 
     def __init__(

@@ -1,1 +1,1 @@
-"""What everything that listens has in common: addresses, TLS, rights, a web server with limits."""
+"""Shared parts of everything that listens: addresses, TLS, tokens, an HTTP server with limits."""

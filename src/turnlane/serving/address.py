@@ -1,11 +1,25 @@
-"""Addresses to listen on, and the rule that only the safe ones are public."""
+"""Addresses to listen on, the rule that public ones are protected, and limits on connections.
+
+gRPC, on which Flight is built, does not list its connections. The list of the open descriptors of
+this process is the only way to find them. All other descriptors of the process are in that list
+too, the files of SQLite among them. POSIX makes them dangerous: if a process closes *any*
+descriptor of a file, it loses *all* ``fcntl`` locks that it holds on that file. SQLite relies on
+these locks. Without them another process takes itself for the last user of the database and deletes
+the write-ahead log, and committed rows are lost.
+
+So this module never duplicates and never closes a descriptor: :func:`borrow` uses the number
+itself. The owner can close it at any moment, and the system can give the number to something else.
+If that is a file, nothing happens to it, because the calls that follow work on sockets only. If it
+is a socket, :func:`shut_down` can end the wrong connection, but only if the number changes hands
+within microseconds; the owner sees a broken connection and connects again. A duplicate would avoid
+this, but the duplicate itself can be a file, and to close it drops the locks.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import ipaddress
-import logging
 import math
 import os
 import re
@@ -22,8 +36,9 @@ from typing import ClassVar, Final, Self
 from pydantic.json_schema import JsonSchemaValue
 
 from turnlane.errors import AddressTaken, ConfigError
-from turnlane.runtime import Closing
-from turnlane.units import Written
+from turnlane.logs import get_logger
+from turnlane.runtime import Closeable
+from turnlane.units import WrittenQuantity
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -32,7 +47,7 @@ _FORM: Final = re.compile(r"(?:\[([0-9A-Fa-f:.%]+)\]|([A-Za-z0-9._*-]*)):([0-9]{
 
 
 @dataclass(frozen=True, slots=True)
-class Address(Written):
+class Address(WrittenQuantity):
     """A host and a port; port 0 lets the operating system choose one."""
 
     schema: ClassVar[JsonSchemaValue] = {
@@ -47,7 +62,7 @@ class Address(Written):
 
     @classmethod
     def parse(cls, value: object) -> Self:
-        """An address from ``127.0.0.1:8088``, ``[::1]:514``, ``*:80`` (everywhere) or ``:8088``."""
+        """Parse ``127.0.0.1:8088``, ``[::1]:514``, ``*:80`` (all interfaces) or ``:8088``."""
         if isinstance(value, cls):
             return value
         match = _FORM.fullmatch(value.strip()) if isinstance(value, str) else None
@@ -58,7 +73,7 @@ class Address(Written):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach it. A name other than ``localhost`` might be any."""
+        """Whether only this machine can reach it. False for names other than ``localhost``."""
         if self.host.lower() == "localhost":
             return True
         try:
@@ -67,19 +82,19 @@ class Address(Written):
             return False
 
     def with_port(self, port: int) -> Self:
-        """The same host with the port that was really given."""
+        """Return the same host with another port."""
         return replace(self, port=port)
 
     def listen(self, kind: int = socket.SOCK_STREAM, *, knob: str = "listen") -> socket.socket:
-        """A bound socket, not yet listening.
+        """Return a bound socket that does not listen yet.
 
-        Raises ``ConfigError``, or ``AddressTaken`` if another has it, naming ``knob``.
+        Raises ``ConfigError`` for the setting ``knob``, or ``AddressTaken`` if it is in use.
         """
         try:
             family, _, proto, _, place = socket.getaddrinfo(self.host, self.port, type=kind)[0]
         except OSError as error:
             raise ConfigError(knob, f"{self}: there is no such host ({error.strerror})") from None
-        # With its protocol named: asyncio turns Nagle's delay (40 ms an answer) off only then.
+        # With the protocol: only then does asyncio turn off Nagle's delay (40 ms per answer).
         bound = socket.socket(family, kind, proto)
         try:
             if kind == socket.SOCK_STREAM:
@@ -95,12 +110,12 @@ class Address(Written):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def named(host: str) -> str:
-    """A sender's host in the one form for it: one that came by IPv4 to IPv6's socket, as IPv4."""
+def normalize_host(host: str) -> str:
+    """Return a sender's host; an IPv4 address that came to an IPv6 socket as IPv4."""
     return host.removeprefix("::ffff:")
 
 
-def check_exposed(
+def check_exposure(
     address: Address,
     *,
     tls: bool,
@@ -109,9 +124,9 @@ def check_exposed(
     knob: str = "listen",
     by: str = "tokens",
 ) -> None:
-    """Refuse to serve others than this machine unprotected, unless told to. ``ConfigError``.
+    """Raise ``ConfigError`` if other machines can reach an unprotected address.
 
-    ``by`` is the setting by which clients are told from strangers.
+    ``by`` is the setting that identifies clients. ``insecure`` turns the check off.
     """
     if address.is_loopback or insecure or (tls and tokens):
         return
@@ -123,27 +138,7 @@ def check_exposed(
     )
 
 
-# ── sockets ──
-# The connections of a server that does not list them: gRPC, on which Flight is built.
-#
-# The list of the open descriptors of this process is the only way to find these connections. All
-# other descriptors of the process are in that list too, the files of SQLite among them. POSIX
-# makes
-# them dangerous: if a process closes *any* descriptor of a file, it loses *all* ``fcntl`` locks
-# that
-# it holds on that file. SQLite relies on these locks. Without them another process takes itself
-# for
-# the last user of the database and deletes the write-ahead log, and committed rows are lost.
-#
-# So this module never duplicates and never closes a descriptor: :func:`borrow` uses the number
-# itself. The owner can close it at any moment, and the system can give the number to something
-# else.
-# If that is a file, nothing happens to it, because the calls that follow work on sockets only.
-# If it
-# is a socket, ``cut`` can end the wrong connection, but only if the number changes hands within
-# microseconds; the owner sees a broken connection and connects again. A duplicate would avoid
-# this,
-# but the duplicate itself can be a file, and to close it drops the locks.
+# ── connections ──────────────────────────────────────────────────────────────────────────────────
 
 _OPEN_FILES: Final = Path("/proc/self/fd")
 
@@ -153,7 +148,7 @@ _LAST_RECEIVED: Final = 52
 """Where Linux's ``struct tcp_info`` has the milliseconds since data last went, and last came."""
 
 
-def connections(port: int) -> Iterator[socket.socket]:
+def list_connections(port: int) -> Iterator[socket.socket]:
     """Yield every connection of this process to its own ``port``.
 
     The caller borrows a connection until it asks for the next one. The owner can close it before
@@ -183,10 +178,10 @@ def borrow(number: int) -> Iterator[socket.socket]:
         connection.detach()
 
 
-def cut(connection: socket.socket) -> bool:
-    """Shut a connection down; false if that was done before.
+def shut_down(connection: socket.socket) -> bool:
+    """Shut a connection down; false if it was shut down before.
 
-    Whoever reads from it finds its end, so that Flight's handlers return.
+    A reader sees the end of the stream, so the handlers of Flight return.
     """
     try:
         connection.shutdown(socket.SHUT_RDWR)
@@ -195,13 +190,13 @@ def cut(connection: socket.socket) -> bool:
     return True
 
 
-def cut_connections(port: int) -> int:
-    """Shut down every connection of this process to its own ``port``; returns how many."""
-    return sum(map(cut, connections(port)))
+def shut_down_connections(port: int) -> int:
+    """Shut down every connection of this process to its own ``port``; return the number."""
+    return sum(map(shut_down, list_connections(port)))
 
 
-def idle_seconds(connection: socket.socket) -> float:
-    """How long nothing has gone either way; what is on its way, or not taken, counts as gone."""
+def get_idle_seconds(connection: socket.socket) -> float:
+    """Return for how many seconds no data was sent or received."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     (sent,), (received,) = (
         struct.unpack_from("=I", info, place) for place in (_LAST_SENT, _LAST_RECEIVED)
@@ -217,22 +212,20 @@ def _is_connected(connection: socket.socket, port: int) -> bool:
     return own == port and connection.type == socket.SOCK_STREAM
 
 
-# ── watch ──
-# Limits on the connections of a server that has none of its own.
+log = get_logger(__name__)
 
-log = logging.getLogger(__name__)
-
-LOOK_SECONDS: Final = 1.0
-"""How often it looks; so long may there be more connections than allowed."""
-SHARE: Final = 0.02
-"""Of its time, what it may look for at most: it has to pass by all that the process has open."""
+CHECK_SECONDS: Final = 1.0
+"""How often connections are checked; for so long there can be more than allowed."""
+MAX_TIME_SHARE: Final = 0.02
+"""The largest share of time for the check, which has to look at all open descriptors."""
 
 
-class ConnectionWatch(Closing):
-    """Cuts connections to a port of this process, on a thread of its own, until it is closed.
+class ConnectionWatch(Closeable):
+    """Shuts down idle and surplus connections to a port of this process, on its own thread.
 
-    Those on which nothing has gone either way for ``idle_timeout`` seconds, and the newest of more
-    than ``max_connections``. Where the system does not list open files nothing happens.
+    A connection is idle without data in either direction for ``idle_timeout`` seconds. Of more than
+    ``max_connections`` the newest are shut down. On systems that do not list open files it does
+    nothing.
     """
 
     def __init__(self, port: int, max_connections: int, *, idle_timeout: float = math.inf) -> None:
@@ -240,7 +233,7 @@ class ConnectionWatch(Closing):
         self._most = max_connections
         self._idle_timeout = idle_timeout
         self._known: set[int] = set()
-        """The connections of the last look, by the number of their socket."""
+        """The connections of the last check, by the inode of their socket."""
         self._over = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name=f"turnlane-watch-{port}", daemon=True
@@ -248,38 +241,38 @@ class ConnectionWatch(Closing):
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop the thread."""
         self._over.set()
         self._thread.join()
 
     def _run(self) -> None:
-        soon = min(LOOK_SECONDS, self._idle_timeout / 4)
+        soon = min(CHECK_SECONDS, self._idle_timeout / 4)
         pause = soon
         while not self._over.wait(pause):
             begun = time.monotonic()
             try:
                 self._look()
             except Exception:
-                log.exception("connections to port %d could not be looked at", self._port)
-            pause = max(soon, (time.monotonic() - begun) / SHARE)
+                log.exception("connections.check_failed", port=self._port)
+            pause = max(soon, (time.monotonic() - begun) / MAX_TIME_SHARE)
 
     def _look(self) -> None:
         found: list[int] = []
         idle = 0
-        for connection in connections(self._port):
+        for connection in list_connections(self._port):
             with contextlib.suppress(OSError):  # the server has closed it since
-                if idle_seconds(connection) >= self._idle_timeout:
-                    idle += cut(connection)
+                if get_idle_seconds(connection) >= self._idle_timeout:
+                    idle += shut_down(connection)
                 else:
                     found.append(_number(connection))
         crowded = self._cut_newest(found)
         if idle or crowded:
             log.info(
-                "port %d: cut %d idle connections, and %d beyond the %d allowed",
-                self._port,
-                idle,
-                crowded,
-                self._most,
+                "connections.shut_down",
+                port=self._port,
+                idle=idle,
+                surplus=crowded,
+                max_connections=self._most,
             )
 
     def _cut_newest(self, found: list[int]) -> int:
@@ -289,13 +282,13 @@ class ConnectionWatch(Closing):
         if len(found) <= self._most:
             return 0
         crowded = 0
-        for connection in connections(self._port):
+        for connection in list_connections(self._port):
             with contextlib.suppress(OSError):  # the server has closed it since
                 if _number(connection) not in self._known:
-                    crowded += cut(connection)
+                    crowded += shut_down(connection)
         return crowded
 
 
 def _number(connection: socket.socket) -> int:
-    """What tells a socket from all others there are."""
+    """Return the inode of a socket, which is unique while the socket is open."""
     return os.fstat(connection.fileno()).st_ino

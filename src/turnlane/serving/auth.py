@@ -1,4 +1,4 @@
-"""Who may do what: bearer tokens with rights per queue."""
+"""Bearer tokens with rights on queues, and TLS settings, for everything that listens."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from typing import Any, Final, NamedTuple, Self
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from turnlane.errors import ConfigError, NotAllowed
-from turnlane.validation import Contradiction, Problem
+from turnlane.validation import ConfigIssue, ContradictorySettings
 
 ANY_QUEUE: Final = "*"
 
 
 class Right(enum.StrEnum):
-    """What a token may allow on a queue. None includes another."""
+    """A right on a queue. No right includes another."""
 
     PUBLISH = "publish"
     READ = "read"
-    """Read, consume, settle."""
+    """Read, consume and settle events."""
     ADMIN = "admin"
-    """Create, change, drop."""
+    """Create, change and drop the queue."""
 
 
 class TokenSettings(BaseModel):
-    """One token: its secret, and the rights it gives by pattern of queue names."""
+    """A token: its secret, and its rights by pattern of queue names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,11 +55,11 @@ class TokenSettings(BaseModel):
         given = [self.secret, self.secret_env, self.secret_file]
         if sum(each is not None for each in given) != 1:
             problem = "give exactly one of secret, secret_env and secret_file"
-            raise Contradiction([Problem("secret", problem)])
+            raise ContradictorySettings([ConfigIssue("secret", problem)])
         return self
 
-    def reveal(self) -> bytes:
-        """The secret. Raises ``ConfigError`` if it is not where it should be."""
+    def read_secret(self) -> bytes:
+        """Return the secret. Raises ``ConfigError`` if it is missing or unreadable."""
         knob = f"tokens.{self.name}"
         if self.secret_env is not None:
             secret = os.environ.get(self.secret_env, "")
@@ -88,7 +88,7 @@ class _Token(NamedTuple):
 
 
 class Authority:
-    """Knows the tokens. Without any, everybody may do everything."""
+    """Checks tokens and their rights. Without any token, every client may do everything."""
 
     def __init__(
         self, tokens: Iterable[TokenSettings] = (), *, now: Callable[[], float] = time.time
@@ -96,7 +96,8 @@ class Authority:
         """Read all secrets. Raises ``ConfigError``."""
         self._now = now
         self._tokens = tuple(
-            _Token(each.name, _digest(each.reveal()), each.rights, each.expires) for each in tokens
+            _Token(each.name, _digest(each.read_secret()), each.rights, each.expires)
+            for each in tokens
         )
         if len({token.digest for token in self._tokens}) < len(self._tokens):
             raise ConfigError("tokens", "two tokens have the same secret")
@@ -109,13 +110,13 @@ class Authority:
     def check(self, bearer: str | None, right: Right, queue: str | None) -> None:
         """Raise ``NotAllowed`` unless the token gives the right on the queue.
 
-        ``bearer`` is the token alone (see :func:`bearer_of`). ``queue=None`` asks for the right on
-        the node as a whole: on every queue.
+        ``bearer`` is the token alone (see :func:`parse_bearer`). ``queue=None`` asks for the
+        right on the whole node: on every queue.
         """
         if not self._tokens:
             return
         token = self._known(bearer)
-        if not _gives(token, right, queue):
+        if not _has_right(token, right, queue):
             what = "every queue" if queue is None else f"queue {queue!r}"
             raise _refusal(f"{token!r} does not give the right to {right} on {what}", known=True)
 
@@ -128,11 +129,11 @@ class Authority:
         return True
 
     def identify(self, bearer: str | None) -> str | None:
-        """The name of a valid token, ``None`` if there are no tokens; else ``NotAllowed``."""
+        """Return the name of a valid token, ``None`` without tokens. Raises ``NotAllowed``."""
         return self._known(bearer).name if self._tokens else None
 
-    def own(self, bearer: str | None, name: str) -> str:
-        """A name that a client calls itself, apart from the same one under another token."""
+    def qualify_name(self, bearer: str | None, name: str) -> str:
+        """Return a client's name, made different from the same name under another token."""
         token = self.identify(bearer)
         return name if token is None else f"{token}\n{name}"
 
@@ -141,25 +142,25 @@ class Authority:
             raise _refusal("a token is needed: send Authorization: Bearer …", known=False)
         digest = _digest(bearer.encode("utf-8", "surrogateescape"))
         found: _Token | None = None
-        # All of them, whatever is found: the time this takes tells nothing about any secret.
+        # Compare with every token: the time must not reveal anything about a secret.
         for token in self._tokens:
             if hmac.compare_digest(token.digest, digest):
                 found = token
         if found is None:
-            raise _refusal("the token is not known", known=False)
+            raise _refusal("the token is unknown", known=False)
         if found.expires is not None and found.expires.timestamp() <= self._now():
             raise _refusal(f"{found!r} has expired", known=False)
         return found
 
 
-def bearer_of(header: str | None) -> str | None:
-    """The token in an ``Authorization`` header; ``None`` if there is none."""
+def parse_bearer(header: str | None) -> str | None:
+    """Return the token of an ``Authorization`` header, ``None`` if there is none."""
     kind, _, token = (header or "").strip().partition(" ")
     return token.strip() or None if kind.lower() == "bearer" else None
 
 
-def _gives(token: _Token, right: Right, queue: str | None) -> bool:
-    """Whether one of the token's patterns gives the right; on the node, only ``*`` itself does."""
+def _has_right(token: _Token, right: Right, queue: str | None) -> bool:
+    """Whether a pattern of the token gives the right; for the whole node, only ``*`` does."""
     patterns = [pattern for pattern, rights in token.rights.items() if right in rights]
     if queue is None:
         return ANY_QUEUE in patterns
@@ -176,8 +177,7 @@ def _refusal(message: str, *, known: bool) -> NotAllowed:
     return error
 
 
-# ── tls ──
-# TLS, with certificates asked of clients too if wanted, for everything that listens.
+# ── TLS ──────────────────────────────────────────────────────────────────────────────────────────
 
 _REASONS: Final = {
     "KEY_VALUES_MISMATCH": "is not the key of {cert}",
@@ -187,7 +187,7 @@ _REASONS: Final = {
 
 
 class TlsSettings(BaseModel):
-    """A server's certificate and key, and the authority of its clients' certificates."""
+    """The certificate and key of a server, and the authorities of its clients' certificates."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -199,7 +199,7 @@ class TlsSettings(BaseModel):
     )
 
     def context(self) -> ssl.SSLContext:
-        """A server's context, TLS 1.2 or newer. Raises ``ConfigError`` naming the file."""
+        """Return the context of a server, TLS 1.2 or newer. Raises ``ConfigError``."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         _contents(self.cert, "tls.cert")
@@ -216,8 +216,8 @@ class TlsSettings(BaseModel):
             _load_authorities(context, self.client_ca, "tls.client_ca")
         return context
 
-    def flight_arguments(self) -> dict[str, Any]:
-        """Keyword arguments for ``pyarrow.flight.FlightServerBase``, checked as by ``context``."""
+    def build_flight_arguments(self) -> dict[str, Any]:
+        """Return the TLS arguments of ``FlightServerBase``. Raises ``ConfigError``."""
         self.context()
         arguments: dict[str, Any] = {
             "tls_certificates": [(self.cert.read_bytes(), self.key.read_bytes())]
@@ -227,7 +227,7 @@ class TlsSettings(BaseModel):
         return arguments
 
     def _load_certificate(self) -> None:
-        """Read the certificate alone, so that a bad one is not blamed on the key."""
+        """Read the certificate alone, so that an error in it is not reported for the key."""
         _load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), self.cert, "tls.cert")
 
     def _said(self, error: ssl.SSLError) -> str:

@@ -1,10 +1,9 @@
-"""The bodies of requests, read within limits, and the answers to what goes wrong."""
+"""Bodies of HTTP requests, read within limits, and error answers as JSON problems (RFC 9457)."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 import zlib
 from collections.abc import AsyncIterator
@@ -33,20 +32,21 @@ from turnlane.errors import (
     RetryLater,
     TurnlaneError,
 )
+from turnlane.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 RETRY_AFTER: Final = 1.0
-"""Seconds, for a refusal that knows no better."""
+"""Seconds until the next attempt, for errors that do not say it."""
 
 PROBLEM_TYPE: Final = "application/problem+json"
 
-_AT_ONCE: Final = 1024
-"""So few compressed bytes are unpacked on the spot: they become a megabyte at most."""
+_INLINE_BYTES: Final = 1024
+"""Up to this size a body is decompressed on the event loop: it becomes a megabyte at most."""
 
 _STEP: Final = 64 * 1024
-_MOST_MEMBERS: Final = 10_000
-"""Each costs time even if it is empty."""
+_MAX_MEMBERS: Final = 10_000
+"""The most members of a gzip body: each costs time even if it is empty."""
 
 _STATUS: Final[tuple[tuple[type[BaseException], int], ...]] = (
     (QueueFull, 429),
@@ -69,58 +69,60 @@ _STATUS: Final[tuple[tuple[type[BaseException], int], ...]] = (
 
 
 class BodyLimits(Protocol):
-    """What a body is held to."""
+    """The limits of a body."""
 
     @property
     def max_request_bytes(self) -> int:
-        """As it comes."""
+        """The most bytes of the body as it arrives."""
 
     @property
     def max_decompressed_bytes(self) -> int:
-        """Once it is unpacked."""
+        """The most bytes of the decompressed body."""
 
 
 class BodyTooLarge(EventTooLarge):
-    """The request's body is larger than is allowed."""
+    """The body of the request is larger than its limit."""
 
 
 async def read_body(request: Request, limits: BodyLimits) -> bytes:
-    """The whole body, unpacked if it is gzip or deflate.
+    """Return the whole body, decompressed if it is gzip or deflate.
 
-    Raises ``BodyTooLarge`` (413), ``ValueError`` for a body that cannot be unpacked (400) and
-    ``HTTPException`` for another encoding (415). Never holds more than the limits allow.
+    Raises ``BodyTooLarge`` (413), ``ValueError`` for a body that cannot be decompressed (400) and
+    ``HTTPException`` for another encoding (415). Never uses more memory than the limits allow.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower() or "identity"
     if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
-        raise HTTPException(415, f"content-encoding {encoding!r}; use gzip, deflate or none")
-    body = await _received(request, limits.max_request_bytes)
+        raise HTTPException(
+            415, f"content-encoding {encoding!r} is not supported; use gzip, deflate or none"
+        )
+    body = await _receive(request, limits.max_request_bytes)
     if encoding == "identity":
         return body
     most = limits.max_decompressed_bytes
-    if len(body) <= _AT_ONCE:
-        return unpacked(body, most)
-    return await asyncio.get_running_loop().run_in_executor(None, unpacked, body, most)
+    if len(body) <= _INLINE_BYTES:
+        return decompress(body, most)
+    return await asyncio.get_running_loop().run_in_executor(None, decompress, body, most)
 
 
-async def _received(request: Request, most: int) -> bytes:
+async def _receive(request: Request, most: int) -> bytes:
     declared = request.headers.get("content-length", "")
     stream = request.stream()
     if declared.isdecimal() and int(declared) > most:
-        await _let_finish(request, stream, most)
+        await _drain(request, stream, most)
         raise _too_large(most)
     pieces: list[bytes] = []
     size = 0
     async for piece in stream:
         size += len(piece)
         if size > most:
-            await _let_finish(request, stream, most)
+            await _drain(request, stream, most)
             raise _too_large(most)
         pieces.append(piece)
     return b"".join(pieces)
 
 
-async def _let_finish(request: Request, stream: AsyncIterator[bytes], most: int) -> None:
-    """Read on for a while: a client that is still sending does not see the answer."""
+async def _drain(request: Request, stream: AsyncIterator[bytes], most: int) -> None:
+    """Read and ignore up to ``most`` bytes: a client that is still sending misses the answer."""
     if request.headers.get("expect") is not None:
         return
     async for piece in stream:
@@ -130,23 +132,25 @@ async def _let_finish(request: Request, stream: AsyncIterator[bytes], most: int)
 
 
 def _too_large(most: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the request's body is larger than {most} bytes; send it in parts")
+    return BodyTooLarge(
+        f"the body is larger than {most} bytes (max_request_bytes); send it in parts"
+    )
 
 
-def unpacked(body: bytes, most: int) -> bytes:
-    """gzip, zlib or raw deflate data, unpacked; never makes more than ``most`` bytes."""
+def decompress(body: bytes, most: int) -> bytes:
+    """Decompress gzip, zlib or raw deflate data to at most ``most`` bytes. ``BodyTooLarge``."""
     try:
-        return _inflated(body, most, 47)  # gzip or zlib, as its first bytes say
+        return _inflate(body, most, 47)  # gzip or zlib, as its first bytes say
     except zlib.error as error:
         if body[:1] == b"\x1f":
-            raise ValueError(f"the body is not gzip as it claims: {error}") from None
+            raise ValueError(f"the body is not valid gzip data: {error}") from None
     try:
-        return _inflated(body, most, -15)  # which some clients call deflate
+        return _inflate(body, most, -15)  # some clients send raw data as deflate
     except zlib.error as error:
-        raise ValueError(f"the body cannot be unpacked: {error}") from None
+        raise ValueError(f"the body cannot be decompressed: {error}") from None
 
 
-def _inflated(body: bytes, most: int, window: int) -> bytes:
+def _inflate(body: bytes, most: int, window: int) -> bytes:
     pieces: list[bytes] = []
     stream = zlib.decompressobj(window)
     members = 0
@@ -156,14 +160,16 @@ def _inflated(body: bytes, most: int, window: int) -> bytes:
             stream = zlib.decompressobj(window)
             members += 1
         given = body[at : at + _STEP]
-        # One byte beyond what is allowed tells too large from just large enough.
+        # One byte more than allowed distinguishes a body that is too large from one that fits.
         pieces.append(stream.decompress(given, most + 1))
         at += len(given) - len(stream.unused_data)
         most -= len(pieces[-1])
-        if most < 0 or members > _MOST_MEMBERS:
-            raise BodyTooLarge("the request's body is too large once it is unpacked")
+        if most < 0 or members > _MAX_MEMBERS:
+            raise BodyTooLarge(
+                "the decompressed body is too large (max_decompressed_bytes); send it in parts"
+            )
     if body and not stream.eof:
-        raise ValueError("the body ends in the middle of its compressed data")
+        raise ValueError("the compressed data of the body is incomplete")
     return b"".join(pieces)
 
 
@@ -186,8 +192,8 @@ class ProblemJson(TypedDict):
     ]
 
 
-def status_of(error: Exception) -> int:
-    """The status that an error is answered with."""
+def get_status(error: Exception) -> int:
+    """Return the HTTP status for an error."""
     if isinstance(error, HTTPException):
         return error.status_code
     if isinstance(error, NotAllowed):
@@ -195,11 +201,11 @@ def status_of(error: Exception) -> int:
     return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
 
 
-def problem(error: Exception) -> Response:
-    """The answer to an error, as a JSON problem (RFC 9457) that also names its class."""
-    status = status_of(error)
+def build_problem(error: Exception) -> Response:
+    """Return the answer to an error: a JSON problem (RFC 9457) with the class of the error."""
+    status = get_status(error)
     if status == 500:
-        log.error("a request failed", exc_info=error)
+        log.error("http.request_failed", exc_info=error)
     detail = "internal error, see the log" if status == 500 else _detail(error)
     content: ProblemJson = {
         "title": HTTPStatus(status).phrase,
@@ -212,32 +218,32 @@ def problem(error: Exception) -> Response:
         content["missing"] = [[first, end - 1] for first, end in error.missing]
     headers = dict(getattr(error, "headers", None) or {})
     if status in (429, 503):
-        headers["retry-after"] = str(retry_after(error))
+        headers["retry-after"] = str(get_retry_after(error))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if status == 413:
-        headers["connection"] = "close"  # the rest of the body may still be coming
+        headers["connection"] = "close"  # the rest of the body may still arrive
     body = json.dumps(content, ensure_ascii=False).encode("utf-8", "backslashreplace")
     return Response(body, status, headers, media_type=PROBLEM_TYPE)
 
 
-def retry_after(error: Exception) -> int:
-    """Whole seconds after which to try again."""
+def get_retry_after(error: Exception) -> int:
+    """Return after how many whole seconds the client should try again."""
     after = getattr(error, "after", None)
     return max(1, math.ceil(RETRY_AFTER if after is None else after))
 
 
 async def answer_problem(_request: Request, error: Exception) -> Response:
-    """The handler of :data:`PROBLEM_HANDLERS`."""
-    return problem(error)
+    """Answer an error; the handler of :data:`PROBLEM_HANDLERS`."""
+    return build_problem(error)
 
 
 PROBLEM_HANDLERS: Final[dict[Any, Any]] = dict.fromkeys(
     (HTTPException, TurnlaneError, ClientDisconnect, ValueError, OSError), answer_problem
 )
-"""``exception_handlers`` of a Starlette application: errors are answered by :func:`problem`.
+"""The ``exception_handlers`` of a Starlette application.
 
-Any other is a bug: uvicorn logs it and answers 500.
+Any other error is a bug: uvicorn logs it and answers 500.
 """
 
 

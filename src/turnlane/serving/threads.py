@@ -1,4 +1,4 @@
-"""Threads for calls that block, so that an event loop never does."""
+"""Threads for blocking calls, so that an event loop never blocks; and deadlines on a thread."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any, TypeVar
 
 import anyio
 
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 
 Result = TypeVar("Result")
 
 
-class Threads:
-    """So many threads at most for the blocking calls of one server."""
+class ThreadLimiter:
+    """Runs the blocking calls of a server on at most ``most`` threads."""
 
     def __init__(self, most: int) -> None:
         self._limiter = anyio.CapacityLimiter(most)
 
     @property
-    def exhausted(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether a call would have to wait for a thread."""
         return self._limiter.available_tokens < 1
 
     async def run(self, call: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Result:
-        """Run a call on one of the threads; waits for a free one.
+        """Run a call on a thread; wait for a free one.
 
-        A caller that is cancelled leaves at once; the call goes on and its result is dropped.
+        A cancelled caller leaves at once; the call continues, and its result is dropped.
         """
         return await anyio.to_thread.run_sync(
             functools.partial(call, *args, **kwargs),
@@ -39,43 +39,39 @@ class Threads:
         )
 
 
-class ThreadsByQueue:
-    """So many threads for each queue: those who wait for one hold up nobody else's."""
+class ThreadLimiterByQueue:
+    """At most ``most`` threads for each queue, so calls that wait for one do not delay others."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._by_queue: dict[str, Threads] = {}
+        self._by_queue: dict[str, ThreadLimiter] = {}
 
-    def of(self, queue: str) -> Threads:
-        """The threads for calls that wait for this queue."""
+    def of(self, queue: str) -> ThreadLimiter:
+        """Return the limiter for calls that wait for this queue."""
         if queue not in self._by_queue:
-            self._by_queue[queue] = Threads(self._most)
+            self._by_queue[queue] = ThreadLimiter(self._most)
         return self._by_queue[queue]
 
 
-# ── deadlines ──
-# One thread that calls off whatever has not come in time.
+class DeadlineTimer(Closeable):
+    """Ends blocks that take longer than ``seconds``. Safe to use from any thread.
 
-
-class Deadlines(Closing):
-    """Gives everyone the same number of seconds. Safe to use from any thread.
-
-    ``name`` is that of its thread, which runs until it is closed.
+    One thread with the given name serves all blocks until the timer is closed.
     """
 
     def __init__(self, seconds: float, name: str) -> None:
         self._seconds = seconds
         self._changed = threading.Condition()
         self._waiting: dict[object, tuple[float, Callable[[], object]]] = {}
-        """When each is late, and what to do then; in the order of their coming, which is that of
-        their deadlines."""
+        """The deadline and the callback of each block, in the order of the deadlines, which is the
+        order of the starts."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
     def limit(self, call_off: Callable[[], object]) -> Iterator[None]:
-        """Call ``call_off`` on the thread of the deadlines if the block takes too long."""
+        """Call ``call_off`` on the thread of the timer if the block takes too long."""
         ticket = object()
         with self._changed:
             self._waiting[ticket] = time.monotonic() + self._seconds, call_off
@@ -87,7 +83,7 @@ class Deadlines(Closing):
                 self._waiting.pop(ticket, None)
 
     def close(self) -> None:
-        """Call off nothing any more."""
+        """Stop the thread. Running blocks have no deadline any more."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -98,7 +94,7 @@ class Deadlines(Closing):
             late()
 
     def _next(self) -> Callable[[], object] | None:
-        """Wait until somebody is late; ``None`` once closed."""
+        """Wait until a block is late and return its callback; ``None`` once closed."""
         with self._changed:
             while not self._closed:
                 ticket = next(iter(self._waiting), None)

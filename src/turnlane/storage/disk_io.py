@@ -1,14 +1,15 @@
-"""Every byte that the log reads or writes passes through here.
+"""The disk: every byte that the log and the journal read or write passes through here.
 
-One thin layer over the operating system, so that ``turnlane.testing.FaultyDisk`` has one place at
-which to fail, fill up, tear or delay.
+It is one thin layer over the operating system, so that ``turnlane.testing.FaultyDisk`` has one
+place to inject failures, full disks, torn writes and delays.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -17,14 +18,13 @@ import pyarrow as pa
 Buffers = Sequence["pa.Buffer | bytes | bytearray | memoryview"]
 
 IOV_MAX = 1024
-"""Linux's limit on the buffers of one vectored write."""
-
+"""Linux's limit for the buffers of one vectored write."""
 
 _SYNC_FILE_RANGE_WRITE = 2
 
 
-def _range_syncer() -> Callable[[int, int, int, int], int] | None:
-    """Linux's ``sync_file_range``, which Python does not have."""
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """Return Linux's ``sync_file_range``, which Python does not offer."""
     try:
         call = ctypes.CDLL(None).sync_file_range
     except (OSError, AttributeError):
@@ -33,11 +33,11 @@ def _range_syncer() -> Callable[[int, int, int, int], int] | None:
     return cast("Callable[[int, int, int, int], int]", call)
 
 
-_sync_file_range = _range_syncer()
+_sync_file_range = _find_sync_file_range()
 
 
 class Disk:
-    """The real disk. Methods raise ``OSError`` and nothing else."""
+    """The real disk. Its methods raise only ``OSError``."""
 
     def open(self, path: Path, *, create: bool = False, write: bool = True) -> int:
         """Open a file and return its descriptor."""
@@ -48,10 +48,19 @@ class Disk:
         """Close a descriptor."""
         os.close(fd)
 
+    @contextmanager
+    def open_file(self, path: Path, *, create: bool = False, write: bool = False) -> Iterator[int]:
+        """Open a file, by default only for reading, and close it at the end of the block."""
+        fd = self.open(path, create=create, write=write)
+        try:
+            yield fd
+        finally:
+            self.close(fd)
+
     def write(self, fd: int, buffers: Buffers, at: int) -> None:
-        """Write all the buffers, one after the other, from byte ``at`` on."""
+        """Write all buffers, one after the other, from byte ``at`` on."""
         if len(buffers) == 1 and os.pwrite(fd, buffers[0], at) == memoryview(buffers[0]).nbytes:
-            return  # nearly every record of a journal: not worth preparing for anything else
+            return  # the usual case of a journal record: skip the preparations below
         rest = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
         while rest:
             done = os.pwritev(fd, rest[:IOV_MAX], at)
@@ -64,8 +73,8 @@ class Disk:
     def read(self, fd: int, length: int, at: int) -> pa.Buffer:
         """Read ``length`` bytes from byte ``at`` on; fewer at the end of the file.
 
-        The memory is Arrow's, which its pool uses again: fresh memory for every frame would cost
-        more in page faults than the reading itself.
+        The memory comes from Arrow's pool, which reuses it. Fresh memory for every frame would cost
+        more page faults than the reading itself.
         """
         buffer = pa.allocate_buffer(length)
         view = memoryview(buffer)
@@ -78,9 +87,9 @@ class Disk:
         return buffer.slice(0, done)
 
     def begin_sync(self, fd: int, at: int, length: int) -> None:
-        """Have the device begin with these bytes, so that a sync that follows takes less long.
+        """Ask the device to begin writing these bytes, so that a later sync takes less time.
 
-        A mere hint: it promises nothing, and what goes wrong is for the sync to say.
+        This is only a hint. It promises nothing, and a failure shows at the sync.
         """
         if _sync_file_range is not None:
             _sync_file_range(fd, at, length, _SYNC_FILE_RANGE_WRITE)
@@ -102,15 +111,15 @@ class Disk:
         os.ftruncate(fd, size)
 
     def allocate(self, fd: int, size: int) -> None:
-        """Reserve ``size`` bytes on the device: writing them later cannot fail for space."""
+        """Reserve ``size`` bytes on the device, so that writing them later cannot lack space."""
         os.posix_fallocate(fd, 0, size)
 
     def size(self, fd: int) -> int:
-        """The file's length."""
+        """Return the file's length."""
         return os.fstat(fd).st_size
 
     def rename(self, old: Path, new: Path) -> None:
-        """Rename, replacing ``new``."""
+        """Rename ``old`` to ``new`` and replace a file of this name."""
         old.replace(new)
 
     def unlink(self, path: Path) -> None:
@@ -118,23 +127,20 @@ class Disk:
         path.unlink()
 
     def listing(self, path: Path) -> list[str]:
-        """The names in a directory, sorted."""
+        """Return the names in a directory, sorted."""
         return sorted(os.listdir(path))
 
     def free_bytes(self, path: Path) -> int:
-        """Bytes that an unprivileged process may still write."""
+        """Return the bytes that an unprivileged process may still write."""
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
 
     def write_whole(self, path: Path, data: bytes) -> None:
         """Replace a file's content in one durable step."""
         temporary = path.with_name(path.name + ".new")
-        fd = self.open(temporary, create=True)
-        try:
+        with self.open_file(temporary, create=True, write=True) as fd:
             self.truncate(fd, 0)
             self.write(fd, [data], 0)
             self.sync(fd)
-        finally:
-            self.close(fd)
         self.rename(temporary, path)
         self.sync_directory(path.parent)

@@ -1,34 +1,98 @@
-"""Which columns a chunk stores: all that ever had a value, and no others.
+"""From blocks to frames: which columns a frame stores, as which bytes, compressed or not.
 
-A column of nulls costs bytes and time in every frame and says nothing, so it is left out; a reader
-gives it back. Columns are only ever added, and adding one means starting another chunk.
+Nothing here touches the disk. The parts, in the order of the data:
+
+- ``ColumnFitter`` brings a block to the columns of its segment. A segment stores only columns that
+  have had a value: a column of nulls costs bytes and time in every frame. Columns are only ever
+  added, and a new column needs a new segment. ``BaseColumnRestorer`` gives readers the columns that
+  were left out.
+- ``MessageEncoder`` turns a block into an Arrow message without copying it.
+- ``CompressionPolicy`` decides whether compressing a frame saves time.
+- ``FrameEncoder`` puts these together. ``FrameGroup`` collects frames for one write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import IOBase
-from typing import Any, NamedTuple, cast
+from time import perf_counter
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import pyarrow as pa
 
-from turnlane.errors import SchemaMismatch
-from turnlane.events import BASE_SCHEMA, join
-from turnlane.storage.frames import Compression, Data, FrameKind, Stamp, encode, pack_stamps
+from turnlane.errors import ConfigError, SchemaMismatch
+from turnlane.events import BASE_SCHEMA, join_blocks
+from turnlane.storage.frames import (
+    BufferLike,
+    FrameKind,
+    ProducerSequence,
+    compress,
+    encode_frame,
+    encode_sequences,
+)
 
-EMPTY: pa.Schema = pa.schema([])
-
-_LENGTHS = 16
-"""Of so many lengths a reader has nulls at hand."""
-
-_FEWEST = 1 << 15
-"""So many nulls are made at least."""
+EMPTY_SCHEMA: pa.Schema = pa.schema([])
 
 _BASE_TYPES = {field.name: field.type for field in BASE_SCHEMA}
 
+# ── columns ──────────────────────────────────────────────────────────────────────────────────────
 
-def plain(block: pa.RecordBatch) -> pa.RecordBatch:
-    """The block without dictionaries: a frame stands alone, so it could not refer to one."""
+
+class _BlockShape(NamedTuple):
+    """The columns of a block, and how they fit a segment."""
+
+    block: pa.Schema
+    has_values: list[bool]
+    segment: pa.Schema
+    columns: list[int]
+    """Where the segment's columns are in the block; -1 if the block does not have the column."""
+    selects: bool
+    """Whether selecting these columns is all there is to do."""
+
+
+class ColumnFitter:
+    """Brings blocks to a segment's columns; fast while blocks have the shape of the one before."""
+
+    def __init__(self) -> None:
+        self._shape: _BlockShape | None = None
+
+    def fit(self, schema: pa.Schema, block: pa.RecordBatch) -> tuple[pa.Schema, pa.RecordBatch]:
+        """Return the schema with the block's new columns, and the block with exactly its columns.
+
+        The schema is the same object if the block has no new column. Raises ``SchemaMismatch``.
+        """
+        shape = self._shape
+        if not shape or shape.segment is not schema or not shape.block.equals(block.schema):
+            block = decode_dictionaries(block)
+        rows = block.num_rows
+        has_values = [block.column(i).null_count < rows for i in range(block.num_columns)]
+        if (
+            not shape
+            or shape.segment is not schema
+            or shape.has_values != has_values
+            or not shape.block.equals(block.schema)
+        ):
+            shape = self._shape = _find_shape(schema, block, has_values)
+        if shape.selects:
+            return shape.segment, block.select(shape.columns)
+        arrays = [
+            block.column(at) if at >= 0 else _create_nulls(kind, rows)
+            for at, kind in zip(shape.columns, shape.segment.types, strict=True)
+        ]
+        return shape.segment, pa.RecordBatch.from_arrays(arrays, schema=shape.segment)
+
+
+def _find_shape(schema: pa.Schema, block: pa.RecordBatch, has_values: list[bool]) -> _BlockShape:
+    segment = extend_schema(schema, block)
+    columns = _find_columns(block.schema, segment)
+    selects = min(columns, default=0) >= 0 and block.select(columns).schema.equals(
+        segment, check_metadata=True
+    )
+    return _BlockShape(block.schema, has_values, segment, columns, selects)
+
+
+def decode_dictionaries(block: pa.RecordBatch) -> pa.RecordBatch:
+    """Return the block with plain values: a frame stands alone and cannot refer to a dictionary."""
     for index, kind in enumerate(block.schema.types):
         if isinstance(kind, pa.DictionaryType):
             column = block.column(index).cast(kind.value_type)
@@ -37,8 +101,11 @@ def plain(block: pa.RecordBatch) -> pa.RecordBatch:
     return block
 
 
-def grown(schema: pa.Schema, block: pa.RecordBatch) -> pa.Schema:
-    """The schema with the columns that have values in the block; the same object if it has all."""
+def extend_schema(schema: pa.Schema, block: pa.RecordBatch) -> pa.Schema:
+    """Return the schema plus the block's columns that have values; the same object if it has all.
+
+    Raises ``SchemaMismatch`` if a column cannot be stored or has a different type.
+    """
     rows = block.num_rows
     new: list[pa.Field[Any]] = []
     for index, field in enumerate(block.schema):
@@ -49,16 +116,12 @@ def grown(schema: pa.Schema, block: pa.RecordBatch) -> pa.Schema:
         if known is not None and known != field.type:
             raise SchemaMismatch(f"column {field.name!r} is {known}, not {field.type}")
         if at < 0:
-            new.append(_storable(field))
+            if _has_dictionary(field.type):
+                raise SchemaMismatch(f"column {field.name!r} has a dictionary inside {field.type}")
+            new.append(field.with_nullable(True))  # noqa: FBT003  Arrow's own signature
     if len(set(block.schema.names)) < len(block.schema.names):
         raise SchemaMismatch(f"two columns have one name: {sorted(block.schema.names)}")
     return pa.schema([*schema, *new]) if new else schema
-
-
-def _storable(field: pa.Field[Any]) -> pa.Field[Any]:
-    if _has_dictionary(field.type):
-        raise SchemaMismatch(f"column {field.name!r} has a dictionary inside {field.type}")
-    return field.with_nullable(True)  # noqa: FBT003  Arrow's own signature
 
 
 def _has_dictionary(kind: pa.DataType) -> bool:
@@ -67,61 +130,20 @@ def _has_dictionary(kind: pa.DataType) -> bool:
     return any(_has_dictionary(kind.field(i).type) for i in range(kind.num_fields))
 
 
-class _Shape(NamedTuple):
-    """What one block looked like, and how it fitted its chunk."""
-
-    block: pa.Schema
-    filled: list[bool]
-    chunk: pa.Schema
-    places: list[int]
-    """Where the chunk's columns are in the block; -1 if it has none."""
-    selects: bool
-    """Whether selecting them is all there is to do."""
+def _find_columns(given: pa.Schema, wanted: pa.Schema) -> list[int]:
+    columns = []
+    for field in wanted:
+        at = given.get_field_index(field.name)
+        # A column of a different type came this far only because all its values are null.
+        columns.append(at if at >= 0 and given.field(at).type == field.type else -1)
+    return columns
 
 
-class Fitting:
-    """Brings blocks to a chunk's columns; quick as long as blocks look like the one before."""
+class BaseColumnRestorer:
+    """Adds to the blocks of one segment the base columns that the segment does not store."""
 
-    def __init__(self) -> None:
-        self._shape: _Shape | None = None
-
-    def fit(self, schema: pa.Schema, block: pa.RecordBatch) -> tuple[pa.Schema, pa.RecordBatch]:
-        """The schema, grown by the columns that are new, and the block with exactly its columns.
-
-        The schema is the same object if nothing was added. Raises ``SchemaMismatch``.
-        """
-        shape = self._shape
-        if not shape or shape.chunk is not schema or not shape.block.equals(block.schema):
-            block = plain(block)
-        rows = block.num_rows
-        filled = [block.column(i).null_count < rows for i in range(block.num_columns)]
-        if not shape or not _same(shape, schema, block, filled):
-            shape = self._shape = _shape(schema, block, filled)
-        if shape.selects:
-            return shape.chunk, block.select(shape.places)
-        arrays = [
-            block.column(at) if at >= 0 else _nulls(kind, rows)
-            for at, kind in zip(shape.places, shape.chunk.types, strict=True)
-        ]
-        return shape.chunk, pa.RecordBatch.from_arrays(arrays, schema=shape.chunk)
-
-
-def _same(shape: _Shape, schema: pa.Schema, block: pa.RecordBatch, filled: list[bool]) -> bool:
-    known = shape.chunk is schema and shape.filled == filled
-    return known and shape.block.equals(block.schema)
-
-
-def _shape(schema: pa.Schema, block: pa.RecordBatch, filled: list[bool]) -> _Shape:
-    chunk = grown(schema, block)
-    places = _places(block.schema, chunk)
-    selects = min(places, default=0) >= 0 and block.select(places).schema.equals(
-        chunk, check_metadata=True
-    )
-    return _Shape(block.schema, filled, chunk, places, selects)
-
-
-class Restoring:
-    """Gives blocks of one chunk the base columns that it does not store."""
+    _MAX_LENGTHS = 16
+    """For this many lengths of blocks, the columns of nulls are cached."""
 
     def __init__(self, stored: pa.Schema) -> None:
         extra = [field for field in stored if field.name not in _BASE_TYPES]
@@ -130,225 +152,305 @@ class Restoring:
             for field in BASE_SCHEMA
         ]
         self._schema = pa.schema([*base, *extra])
-        self._places = _places(stored, self._schema)
-        self._missing: dict[int, dict[int, pa.Array[Any]]] = {}
-        """By the rows of a block, and by the place of the column."""
+        self._columns = _find_columns(stored, self._schema)
+        self._nulls: dict[int, dict[int, pa.Array[Any]]] = {}
+        """By the rows of a block, then by the index of the column."""
 
-    def restored(self, block: pa.RecordBatch) -> pa.RecordBatch:
-        """As ``events.conform``, but quicker: the nulls are not made for every block."""
-        missing = self._missing_of(block.num_rows)
-        arrays = [missing[i] if at < 0 else block.column(at) for i, at in enumerate(self._places)]
+    def restore(self, block: pa.RecordBatch) -> pa.RecordBatch:
+        """Do the same as ``events.conform_block`` without creating nulls for every block."""
+        nulls = self._get_nulls(block.num_rows)
+        arrays = [nulls[i] if at < 0 else block.column(at) for i, at in enumerate(self._columns)]
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
-    def _missing_of(self, rows: int) -> dict[int, pa.Array[Any]]:
-        """The columns that are not stored. Frames have a few lengths only, over and over."""
-        known = self._missing.get(rows)
+    def _get_nulls(self, rows: int) -> dict[int, pa.Array[Any]]:
+        """Return the columns that are not stored. Frames repeat a few lengths."""
+        known = self._nulls.get(rows)
         if known is None:
-            if len(self._missing) == _LENGTHS:
-                self._missing.clear()
-            places = zip(enumerate(self._schema.types), self._places, strict=True)
-            known = {i: _NULLS.of(kind, rows) for (i, kind), at in places if at < 0}
-            self._missing[rows] = known
+            if len(self._nulls) == self._MAX_LENGTHS:
+                self._nulls.clear()
+            columns = zip(enumerate(self._schema.types), self._columns, strict=True)
+            known = {i: _NULLS.get(kind, rows) for (i, kind), at in columns if at < 0}
+            self._nulls[rows] = known
         return known
 
 
-class _Nulls:
-    """Columns of nulls, made once for all readers: filling them takes longer than reading a frame.
+class _NullCache:
+    """Columns of nulls for all readers: creating them takes longer than reading a frame.
 
-    Only for the base columns: of a publisher's own type, one value may take a megabyte. None is
-    much longer than the longest frame. Safe to use from any thread: at worst two make the same.
+    Only for base columns: one value of a publisher's own type may take a megabyte. None is much
+    longer than the longest frame. Safe to use from any thread: at worst two create the same.
     """
+
+    _MIN_ROWS = 1 << 15
 
     def __init__(self) -> None:
         self._longest: dict[pa.DataType, pa.Array[Any]] = {}
 
-    def of(self, kind: pa.DataType, rows: int) -> pa.Array[Any]:
-        """A column of this type."""
+    def get(self, kind: pa.DataType, rows: int) -> pa.Array[Any]:
+        """Return a column of this type."""
         known = self._longest.get(kind)
         if known is None or len(known) < rows:
-            known = self._longest[kind] = _nulls(kind, max(rows, _FEWEST))
+            known = self._longest[kind] = _create_nulls(kind, max(rows, self._MIN_ROWS))
         return known.slice(0, rows)
 
 
-_NULLS = _Nulls()
+_NULLS = _NullCache()
 
 
-def _nulls(kind: pa.DataType, rows: int) -> pa.Array[Any]:
+def _create_nulls(kind: pa.DataType, rows: int) -> pa.Array[Any]:
     return cast("pa.Array[Any]", pa.nulls(rows, cast("Any", kind)))
 
 
-def _places(here: pa.Schema, wanted: pa.Schema) -> list[int]:
-    places = []
-    for field in wanted:
-        at = here.get_field_index(field.name)
-        # A column of another type got this far only because it is all null.
-        places.append(at if at >= 0 and here.field(at).type == field.type else -1)
-    return places
+# ── messages ─────────────────────────────────────────────────────────────────────────────────────
+# batch.serialize() copies every byte into one buffer. Arrow's stream writer instead passes the
+# batch's own buffers to its sink, with metadata before and padding between them: the same message,
+# ready for a vectored write.
 
 
-# ── messages ──
-# Record batch messages, without copying the events.
-#
-# ``batch.serialize()`` copies every byte into one buffer. Arrow's stream writer hands its sink
-# the
-# very buffers of the batch instead, with a few bytes of metadata before and padding between: the
-# same
-# message, ready for a vectored write.
-
-
-class _Sink:
-    """What Arrow takes for a file; it keeps what is written."""
+class _PieceCollector:
+    """A file for Arrow that keeps the pieces written to it."""
 
     closed = False
 
     def __init__(self) -> None:
-        self.pieces: list[Data] = []
+        self.pieces: list[BufferLike] = []
 
-    def write(self, piece: Data) -> int:
+    def write(self, piece: BufferLike) -> int:
         self.pieces.append(piece)
         return len(piece)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no piece is held back."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
-class Messages:
-    """Turns blocks of one schema into messages. For one thread."""
+class MessageEncoder:
+    """Turns blocks of one schema into Arrow messages. For one thread."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self.schema = schema
-        self._sink = _Sink()
+        self._sink = _PieceCollector()
         self._writer = pa.ipc.new_stream(
             pa.PythonFile(cast("IOBase", self._sink), mode="w"), schema
         )
-        # The writer precedes its first batch with the schema, which has a frame of its own.
-        self._writer.write_batch(_empty(schema))
+        # Before the first batch Arrow writes the schema, which has a frame of its own in a segment.
+        self._writer.write_batch(pa.RecordBatch.from_pylist([], schema=schema))
         self._sink.pieces = []
 
-    def message(self, block: pa.RecordBatch) -> list[Data]:
-        """The block as an encapsulated message, in pieces; they share the block's memory."""
+    def encode(self, block: pa.RecordBatch) -> list[BufferLike]:
+        """Return the block as an encapsulated message, in pieces that share the block's memory."""
         self._writer.write_batch(block)
         pieces, self._sink.pieces = self._sink.pieces, []
-        return _joined(pieces)
+        # The small pieces (metadata, padding) before a large one become one piece.
+        joined: list[BufferLike] = []
+        small = b""
+        for piece in pieces:
+            if isinstance(piece, bytes):
+                small += piece
+                continue
+            if small:
+                joined.append(small)
+                small = b""
+            joined.append(piece)
+        return [*joined, small] if small else joined
 
 
-def _joined(pieces: list[Data]) -> list[Data]:
-    """The same bytes with the small pieces before a large one made one."""
-    joined: list[Data] = []
-    small = b""
-    for piece in pieces:
-        if isinstance(piece, bytes):
-            small += piece
-            continue
-        if small:
-            joined.append(small)
-            small = b""
-        joined.append(piece)
-    return [*joined, small] if small else joined
+# ── compression ──────────────────────────────────────────────────────────────────────────────────
+# Compressing costs 1/C seconds per byte and saves the writing of the share 1 - r of it, at 1/W
+# seconds per byte. On a fast disk, or for data that does not shrink, this is a loss; so the policy
+# measures C, r and W. It is also a loss while the disk has spare time and the processor has none.
+
+CompressionMode = Literal["auto", "snappy", "none"]
+
+MIN_COMPRESSED_BYTES = 512
+"""Smaller frames are never compressed: the gain is smaller than the header."""
+TRIAL_INTERVAL = 64
+"""In the mode ``auto``, every 64th frame is compressed to measure speed and ratio again."""
+TRIAL_BYTES = 256 * 1024
+"""A trial compresses at most this much: a part of a frame shrinks as the whole does."""
+BUSY_SHARE = 0.8
+"""Compress only while the writer waits for the disk during at least this share of its time."""
+_PAUSE = 2.0
+"""Seconds. A writer that wrote nothing for longer had nothing to write; this says nothing about the
+disk."""
+_WEIGHT = 0.2
+"""How much the latest measurement counts in a moving average."""
 
 
-def _empty(schema: pa.Schema) -> pa.RecordBatch:
-    return pa.RecordBatch.from_pylist([], schema=schema)
+def is_compression_faster(ratio: float, compress_speed: float, write_speed: float) -> bool:
+    """Whether compressing and writing less is faster than writing it all. Speeds in bytes/s."""
+    return 1 / compress_speed < (1 - ratio) / write_speed
 
 
-# ── encoding ──
-# From blocks to frames: which columns, which message, compressed or not.
-#
-# Kept apart from the log so that nothing here can change what is on disk.
+class CompressionPolicy:
+    """Decides which frames of one log are compressed. Used only by the log's writer thread."""
 
-_MEASURE_BYTES = 16 << 20
-"""Written without a sync, this much is one measurement of the disk's speed."""
+    def __init__(
+        self, mode: CompressionMode = "auto", *, timer: Callable[[], float] = perf_counter
+    ) -> None:
+        if mode not in get_args(CompressionMode):
+            raise ConfigError("compression", f"must be auto, snappy or none, not {mode!r}")
+        self.mode = mode
+        self._timer = timer
+        self._frames = 0
+        self._ratio: float | None = None
+        self._compress_speed: float | None = None
+        self._write_speed: float | None = None
+        self._last_write = timer()
+        self._seconds_writing: float | None = None
+        """Moving average of the seconds that a write takes."""
+        self._seconds_between: float | None = None
+        """Moving average of the seconds from one write to the next."""
+
+    def compress(self, pieces: Sequence[BufferLike]) -> pa.Buffer | None:
+        """Return the pieces compressed as one; ``None`` if they are better stored as they are."""
+        size = sum(len(piece) for piece in pieces)
+        if self.mode == "none" or size < MIN_COMPRESSED_BYTES:
+            return None
+        if self.mode == "auto" and not self._should_compress(pieces):
+            return None
+        compressed = self._compress_and_measure(_join_pieces(pieces))
+        return compressed if len(compressed) < size else None
+
+    def record_write(self, size: int, seconds: float) -> None:
+        """Learn how fast the disk accepts bytes, syncs included, and how busy it is."""
+        now = self._timer()
+        since = max(seconds, now - self._last_write)
+        self._last_write = now
+        if since - seconds < _PAUSE:
+            self._seconds_writing = _update_average(self._seconds_writing, seconds)
+            self._seconds_between = _update_average(self._seconds_between, since)
+        if size and seconds > 0:
+            self._write_speed = _update_average(self._write_speed, size / seconds)
+
+    def _should_compress(self, pieces: Sequence[BufferLike]) -> bool:
+        if self._frames % TRIAL_INTERVAL == 0:
+            whole = _join_pieces(pieces)
+            self._compress_and_measure(whole.slice(0, min(TRIAL_BYTES, len(whole))))
+        self._frames += 1
+        if self._ratio is None or self._compress_speed is None or self._write_speed is None:
+            return False
+        writing, between = self._seconds_writing, self._seconds_between
+        if not writing or not between or writing < BUSY_SHARE * between:
+            return False
+        return is_compression_faster(self._ratio, self._compress_speed, self._write_speed)
+
+    def _compress_and_measure(self, data: pa.Buffer) -> pa.Buffer:
+        started = self._timer()
+        compressed = compress(data)
+        seconds = self._timer() - started
+        self._ratio = _update_average(self._ratio, len(compressed) / len(data))
+        if seconds > 0:
+            self._compress_speed = _update_average(self._compress_speed, len(data) / seconds)
+        return compressed
 
 
-class Planned(NamedTuple):
-    """A block that is to be written, with the schema that its chunk must have."""
+def _join_pieces(pieces: Sequence[BufferLike]) -> pa.Buffer:
+    if len(pieces) == 1:
+        return pa.py_buffer(pieces[0])
+    return pa.py_buffer(b"".join(memoryview(piece) for piece in pieces))
+
+
+def _update_average(average: float | None, value: float) -> float:
+    return value if average is None else average + _WEIGHT * (value - average)
+
+
+# ── frames ───────────────────────────────────────────────────────────────────────────────────────
+
+_MEASURED_BYTES = 16 << 20
+"""This much, written without a sync, is one measurement of the disk's speed."""
+
+
+class PlannedFrame(NamedTuple):
+    """A block to write, with the schema that its segment must have."""
 
     first: int
     block: pa.RecordBatch
     schema: pa.Schema
-    stamps: Sequence[Stamp]
+    sequences: Sequence[ProducerSequence]
     is_last: bool
 
 
-class Group:
-    """Frames that go into one chunk with one write."""
+class FrameGroup:
+    """Frames that go into one segment with one write."""
 
     def __init__(self) -> None:
-        self.buffers: list[Data] = []
+        self.buffers: list[BufferLike] = []
         self.size = 0
         self.starts: list[tuple[int, int]] = []
-        """Each frame's first offset, and its byte counted from the group's beginning."""
+        """Each frame's first offset, and its byte counted from the beginning of the group."""
         self.end = 0
         self.at = 0
-        """The byte of the chunk that it is written at."""
+        """The byte of the segment at which the group is written."""
         self.seconds = 0.0
-        """How long writing it took."""
+        """How long writing the group took."""
 
-    def add(self, frame: list[Data], first: int, count: int) -> None:
-        """Add a frame behind the others."""
+    def add(self, frame: list[BufferLike], first: int, count: int) -> None:
+        """Add a frame after the others."""
         self.starts.append((first, self.size))
         self.buffers += frame
         self.size += sum(len(piece) for piece in frame)
         self.end = first + count
 
 
-class Encoder:
-    """Makes frames. For the log's writer thread."""
+class FrameEncoder:
+    """Encodes frames. For the log's writer thread."""
 
-    def __init__(self, compression: Compression) -> None:
+    def __init__(self, compression: CompressionPolicy) -> None:
         self._compression = compression
-        self._fitting = Fitting()
-        self._messages = Messages(EMPTY)
+        self._fitter = ColumnFitter()
+        self._messages = MessageEncoder(EMPTY_SCHEMA)
         self._unmeasured = (0, 0.0)
 
-    def plan(
+    def plan_frames(
         self,
         schema: pa.Schema,
         first: int,
         frames: Sequence[Sequence[pa.RecordBatch]],
-        stamps: Sequence[Stamp],
+        sequences: Sequence[ProducerSequence],
         *,
         end: int,
-    ) -> Iterator[Planned]:
-        """What of the frames lies at or after ``end``, joined and fitted to ``schema`` as it grows.
+    ) -> Iterator[PlannedFrame]:
+        """Yield the frames at or after the offset ``end``, joined and fitted to the schema.
 
-        Joining copies, but outside Python's lock, and leaves the bytes in the processor's cache for
-        the checksum and the write: that is faster than to write many small pieces uncopied. One
-        by one: joined blocks use the memory of those before, fresh memory would cost more than
-        the joining. The stamps go with the last frame. Raises ``SchemaMismatch``.
+        Joining copies the blocks, but outside the interpreter's lock, and it leaves the bytes in
+        the processor's cache for the checksum and the write: this is faster than writing many small
+        pieces uncopied. Frames are joined one at a time, so that each reuses the memory of the one
+        before: fresh memory would cost more than the joining.
+
+        The sequences go with the last frame. Raises ``SchemaMismatch``.
         """
         for number, blocks in enumerate(frames, 1):
             rows = sum(block.num_rows for block in blocks)
             if rows and first >= end:
-                schema, fitted = self._fitting.fit(schema, join(blocks))
-                last = number == len(frames)
-                yield Planned(first, fitted, schema, stamps if last else (), last)
+                schema, fitted = self._fitter.fit(schema, join_blocks(blocks))
+                is_last = number == len(frames)
+                yield PlannedFrame(first, fitted, schema, sequences if is_last else (), is_last)
             first += rows
 
-    def frame(self, planned: Planned) -> list[Data]:
-        """The frame, as buffers that share the block's memory unless it is compressed."""
+    def encode(self, planned: PlannedFrame) -> list[BufferLike]:
+        """Return the frame as buffers, which share the block's memory unless it is compressed."""
         if self._messages.schema is not planned.schema:
-            self._messages = Messages(planned.schema)
-        payload = self._messages.message(planned.block)
-        if planned.stamps:
-            payload.insert(0, pack_stamps(planned.stamps))
-        packed = self._compression.pack(payload)
-        return encode(
+            self._messages = MessageEncoder(planned.schema)
+        payload = self._messages.encode(planned.block)
+        if planned.sequences:
+            payload.insert(0, encode_sequences(planned.sequences))
+        compressed = self._compression.compress(payload)
+        return encode_frame(
             FrameKind.EVENTS,
             planned.first,
             planned.block.num_rows,
-            payload if packed is None else [packed],
-            snappy=packed is not None,
-            stamped=bool(planned.stamps),
+            payload if compressed is None else [compressed],
+            is_compressed=compressed is not None,
+            has_sequences=bool(planned.sequences),
         )
 
-    def wrote(self, size: int, seconds: float, *, synced: bool = False) -> None:
-        """Learn how long a write or sync took, to judge whether compressing pays."""
+    def record_write(self, size: int, seconds: float, *, synced: bool = False) -> None:
+        """Pass on how long a write or sync took, for the decision about compression."""
         size, seconds = self._unmeasured[0] + size, self._unmeasured[1] + seconds
-        if synced or size >= _MEASURE_BYTES:
-            self._compression.wrote(size, seconds)
+        if synced or size >= _MEASURED_BYTES:
+            self._compression.record_write(size, seconds)
             size, seconds = 0, 0.0
         self._unmeasured = (size, seconds)

@@ -1,4 +1,8 @@
-"""The journal's bytes: snapshots and records as ``docs/disk-format.md`` has them. No files here."""
+"""The journal's state, and its bytes as ``docs/disk-format.md`` specifies them. No files here.
+
+``JournalState`` is used by a running queue, in a snapshot, and in the replay of records after a
+crash: the same few methods change it in all three cases.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +15,21 @@ from typing import Any
 
 import google_crc32c
 
-from turnlane.intervals import Ranges
+from turnlane.intervals import RangeSet
 from turnlane.ledger import Outcome
-from turnlane.storage.frames import Position, Stamp
-from turnlane.storage.producer_sequences import Accepted
-
-# ── journal_state ──
-# What the journal says of a queue, and how each record changes it: values only, no files.
-#
-# Apart from the journal so that the memory of a running queue, a snapshot, and the replay of
-# records
-# after a crash are the same few lines.
+from turnlane.storage.frames import LogPosition, ProducerSequence
+from turnlane.storage.producer_sequences import AcceptedSequences
 
 MAX_PRODUCERS = 10_000
-"""Producers remembered, the most recent: one that was silent for longer may repeat itself."""
+"""The most recent producers are remembered: one that was silent for longer may repeat events."""
 
 MAX_ATTEMPT = 0xFFFF
-"""What a record has room for; nobody tells attempt 65,536 from this one."""
+"""The largest attempt that a record has room for; later attempts are stored as this one."""
 
 ProducerHash = bytes
-Returned = tuple[int, int, int]
+ReturnedRange = tuple[int, int, int]
+
+# ── state ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(slots=True)
@@ -38,22 +37,22 @@ class JournalState:
     """Which events are settled, and hints for recovery. Not thread-safe."""
 
     low: int = 0
-    """Everything below is settled."""
-    ranges: Ranges = field(default_factory=Ranges)
-    """What is settled above ``low``."""
-    returned: list[Returned] = field(default_factory=list)
-    """Unsettled ranges that were given back: first, end, and the attempt they come as. Sorted."""
+    """All offsets below are settled."""
+    ranges: RangeSet = field(default_factory=RangeSet)
+    """The settled offsets above ``low``."""
+    returned: list[ReturnedRange] = field(default_factory=list)
+    """Unsettled ranges that consumers returned: first, end, and their next attempt. Sorted."""
     totals: dict[Outcome, int] = field(default_factory=dict)
-    """Events by how they left, or never entered."""
+    """Events by outcome, also those that were dropped before they got an offset."""
     bytes: int = 0
-    """Size of the unsettled events up to ``position``, less that of events settled beyond it: so
-    adding all that the log finds after ``position`` is right, though this may be below zero."""
-    position: Position | None = None
-    """Where the log ended when last known good: a hint."""
-    producers: dict[ProducerHash, Accepted] = field(default_factory=dict)
-    """Each producer's numbers that the queue has, least recent first."""
+    """Size of the unsettled events up to ``position``, minus the events settled after it. Adding
+    all that the log finds after ``position`` gives the right sum, so this may be below zero."""
+    position: LogPosition | None = None
+    """Where the log ended at the last hint."""
+    producers: dict[ProducerHash, AcceptedSequences] = field(default_factory=dict)
+    """The sequence numbers that the queue has of each producer, least recent producer first."""
     found: bool = False
-    """False if there was no journal to read: then nothing is known, not even what was settled."""
+    """False if there was no journal to read: then it is unknown what was settled."""
 
     @property
     def settled(self) -> list[tuple[int, int]]:
@@ -63,12 +62,12 @@ class JournalState:
     @property
     def floor(self) -> int:
         """The lowest offset that was certainly never used."""
-        handed_out = self.returned[-1][1] if self.returned else 0
+        returned_end = self.returned[-1][1] if self.returned else 0
         written = self.position.end if self.position else 0
-        return max(self.low, self.ranges.end, handed_out, written)
+        return max(self.low, self.ranges.end, returned_end, written)
 
-    def settled_to(self, offset: int, also: tuple[int, int]) -> int:
-        """How far everything from ``offset`` on is settled, if the range ``also`` were so too."""
+    def find_settled_end(self, offset: int, also: tuple[int, int]) -> int:
+        """Return the end of the settled run at ``offset``, as if ``also`` were settled too."""
         first, end = also
         while True:
             reached = self.ranges.end_of_run(max(offset, self.low))
@@ -79,44 +78,53 @@ class JournalState:
             offset = reached
 
     def settle(self, first: int, end: int, size: int, outcome: Outcome) -> None:
-        """Settle ``[first, end)``, ``size`` bytes in all; what already was is not counted twice."""
+        """Settle ``[first, end)``, ``size`` bytes in all; count only what was not settled yet."""
         if first == self.low and first < end and not self.ranges and not self.returned:
-            # In order, as nearly all acks are: the same as below in half the time.
+            # Nearly all acks come in order: the same as below in half the time.
             self.low = end
             self.totals[outcome] = self.totals.get(outcome, 0) + end - first
             self.bytes -= size
             return
-        fresh = self._fresh(first, end)
+        start = max(first, self.low)
+        fresh = end - start - (self.ranges.overlap(start, end) if self.ranges else 0)
         if fresh <= 0:
             return
         self.totals[outcome] = self.totals.get(outcome, 0) + fresh
         self.bytes -= size * fresh // (end - first)
-        self._mark(first, end)
-        self.returned = _without(self.returned, first, end)
+        if first > self.low:
+            self.ranges.add(first, end)
+        else:
+            self.low = max(self.low, end)
+            if self.ranges:
+                self.low = self.ranges.end_of_run(self.low)
+                self.ranges.drop_below(self.low)
+        self.returned = _cut_out(self.returned, first, end)
 
     def give_back(self, first: int, end: int, attempt: int) -> None:
-        """Note that ``[first, end)``, settled parts apart, is to be handed out as ``attempt``."""
-        pieces = self.ranges.missing(max(first, self.low), end)
-        kept = _without(self.returned, first, end)
-        kept += [(start, stop, min(attempt, MAX_ATTEMPT)) for start, stop in pieces]
-        self.returned = sorted(kept)
+        """Record that the unsettled parts of ``[first, end)`` come next as ``attempt``."""
+        unsettled = self.ranges.missing(max(first, self.low), end)
+        returned = _cut_out(self.returned, first, end)
+        returned += [(start, stop, min(attempt, MAX_ATTEMPT)) for start, stop in unsettled]
+        self.returned = sorted(returned)
 
-    def advance(self, position: Position, unsettled_bytes: int, stamps: Sequence[Stamp]) -> None:
-        """Note how far the log has come. Never goes back.
+    def advance(
+        self, position: LogPosition, unsettled_bytes: int, sequences: Sequence[ProducerSequence]
+    ) -> None:
+        """Record how far the log has come. The position never goes back.
 
-        A write that failed half-way may have left records that replay finds behind newer ones.
+        A write that failed half-way may leave records that replay finds after newer ones.
         """
-        for stamp in stamps:
-            self.stamp(stamp)
+        for sequence in sequences:
+            self.add_sequence(sequence)
         if self.position is None or position.end >= self.position.end:
             self.position = position
             self.bytes = unsettled_bytes
 
-    def stamp(self, stamp: Stamp) -> None:
-        """Note what a producer has published. Never goes back either."""
-        known = self.producers.pop(stamp.producer, None) or Accepted()
-        known.add(stamp.first, stamp.next_sequence)
-        self.producers[stamp.producer] = known
+    def add_sequence(self, sequence: ProducerSequence) -> None:
+        """Record the numbers that a producer has published."""
+        known = self.producers.pop(sequence.producer, None) or AcceptedSequences()
+        known.add(sequence.first, sequence.next_sequence)
+        self.producers[sequence.producer] = known
         if len(self.producers) > MAX_PRODUCERS:
             del self.producers[next(iter(self.producers))]
 
@@ -125,7 +133,7 @@ class JournalState:
         self.totals[outcome] = self.totals.get(outcome, 0) + events
 
     def copy(self) -> JournalState:
-        """An independent copy."""
+        """Return an independent copy."""
         return JournalState(
             self.low,
             self.ranges.copy(),
@@ -137,42 +145,31 @@ class JournalState:
             self.found,
         )
 
-    def _fresh(self, first: int, end: int) -> int:
-        start = max(first, self.low)
-        return end - start - (self.ranges.overlap(start, end) if self.ranges else 0)
 
-    def _mark(self, first: int, end: int) -> None:
-        if first > self.low:
-            self.ranges.add(first, end)
-            return
-        self.low = max(self.low, end)
-        if self.ranges:
-            self.low = self.ranges.end_of_run(self.low)
-            self.ranges.drop_below(self.low)
-
-
-def _without(returned: list[Returned], first: int, end: int) -> list[Returned]:
-    """Cut ``[first, end)`` out of the ranges."""
-    kept: list[Returned] = []
+def _cut_out(returned: list[ReturnedRange], first: int, end: int) -> list[ReturnedRange]:
+    """Return the ranges without ``[first, end)``."""
+    rest: list[ReturnedRange] = []
     for start, stop, attempt in returned:
-        pieces = ((start, min(stop, first)), (max(start, end), stop))
-        kept += [(low, high, attempt) for low, high in pieces if low < high]
-    return kept
+        parts = ((start, min(stop, first)), (max(start, end), stop))
+        rest += [(low, high, attempt) for low, high in parts if low < high]
+    return rest
 
+
+# ── records ──────────────────────────────────────────────────────────────────────────────────────
 
 MAGIC = b"TLJOURN1"
 HEADER_SIZE = 32
 RECORD_SIZE = 48
 
 
-class Kind(enum.IntEnum):
+class RecordKind(enum.IntEnum):
     """What a record says."""
 
     SETTLED = 1
     RETURNED = 2
     POSITION = 3
     DROPPED = 4
-    STAMP = 5
+    SEQUENCE = 5
 
 
 OUTCOMES = (
@@ -186,7 +183,7 @@ OUTCOMES = (
     Outcome.CORRUPT,
     Outcome.MISSING,
 )
-"""By their code on disk. Spelt out: the order of the enum is not a contract, this one is."""
+"""By their code on disk. This order is part of the format; the order of the enum is not."""
 
 _CODES = {outcome: code for code, outcome in enumerate(OUTCOMES)}
 _HEADER = struct.Struct("<8sQQI")
@@ -194,87 +191,85 @@ _BODY = struct.Struct("<BBHQQQQQ")
 _HALVES = struct.Struct("<QQ")
 
 
-def seed(generation: int) -> int:
-    """Where the checksums of a generation's records start.
+def compute_seed(generation: int) -> int:
+    """Return the value with which the checksums of a generation's records start.
 
-    So what an earlier use of the file left behind is never taken for a record of this one.
+    So a record that an earlier use of the file left behind is never valid in this generation.
     """
     checksum: int = google_crc32c.value(generation.to_bytes(8, "little"))
     return checksum
 
 
-def sign(start: int, body: bytes) -> bytes:
-    """The record: a body and its checksum, from :func:`seed` on."""
-    checksum: int = google_crc32c.extend(start, body)
+def sign_record(seed: int, body: bytes) -> bytes:
+    """Return the record: the checksum of the body, computed from the seed on, and the body."""
+    checksum: int = google_crc32c.extend(seed, body)
     return checksum.to_bytes(4, "little") + body
 
 
-def settled(first: int, end: int, size: int, outcome: Outcome) -> bytes:
-    """The body of a record: ``[first, end)``, of ``size`` bytes, is settled."""
-    return _BODY.pack(Kind.SETTLED, _CODES[outcome], 0, 0, first, end, size, 0)
+def encode_settled(first: int, end: int, size: int, outcome: Outcome) -> bytes:
+    """Return the body of a record: ``[first, end)``, of ``size`` bytes, is settled."""
+    return _BODY.pack(RecordKind.SETTLED, _CODES[outcome], 0, 0, first, end, size, 0)
 
 
-def returned(first: int, end: int, attempt: int) -> bytes:
-    """The body of a record: ``[first, end)`` was given back."""
-    return _BODY.pack(Kind.RETURNED, 0, min(attempt, MAX_ATTEMPT), 0, first, end, 0, 0)
+def encode_returned(first: int, end: int, attempt: int) -> bytes:
+    """Return the body of a record: a consumer returned ``[first, end)``."""
+    return _BODY.pack(RecordKind.RETURNED, 0, min(attempt, MAX_ATTEMPT), 0, first, end, 0, 0)
 
 
-def dropped(outcome: Outcome, events: int) -> bytes:
-    """The body of a record: events were dropped before they got an offset."""
-    return _BODY.pack(Kind.DROPPED, _CODES[outcome], 0, 0, events, 0, 0, 0)
+def encode_dropped(outcome: Outcome, events: int) -> bytes:
+    """Return the body of a record: events were dropped before they got an offset."""
+    return _BODY.pack(RecordKind.DROPPED, _CODES[outcome], 0, 0, events, 0, 0, 0)
 
 
-def advanced(position: Position, size: int) -> bytes:
-    """The body of a record: the log has come this far."""
-    return _BODY.pack(Kind.POSITION, 0, 0, 0, *position, size)
+def encode_position(position: LogPosition, size: int) -> bytes:
+    """Return the body of a record: the log has come this far."""
+    return _BODY.pack(RecordKind.POSITION, 0, 0, 0, *position, size)
 
 
-def stamped(stamp: Stamp) -> bytes:
-    """The body of a record: a producer has published these numbers."""
-    producer, next_sequence, first = stamp
-    return _BODY.pack(Kind.STAMP, 0, 0, 0, *_HALVES.unpack(producer), next_sequence, first)
+def encode_sequence(sequence: ProducerSequence) -> bytes:
+    """Return the body of a record: a producer has published these numbers."""
+    producer, next_sequence, first = sequence
+    halves = _HALVES.unpack(producer)
+    return _BODY.pack(RecordKind.SEQUENCE, 0, 0, 0, *halves, next_sequence, first)
 
 
-def replay(data: bytes, start: int, state: JournalState) -> int:
-    """Apply records in order up to the first that is not valid; returns how many those were."""
+def apply_records(data: bytes, seed: int, state: JournalState) -> int:
+    """Apply records in order up to the first that is not valid; return how many were applied."""
     for at in range(0, len(data) - RECORD_SIZE + 1, RECORD_SIZE):
         body = data[at + 4 : at + RECORD_SIZE]
-        if sign(start, body) != data[at : at + RECORD_SIZE] or not _apply(body, state):
+        if sign_record(seed, body) != data[at : at + RECORD_SIZE] or not _apply(body, state):
             return at // RECORD_SIZE
     return len(data) // RECORD_SIZE
 
 
 def _apply(body: bytes, state: JournalState) -> bool:
-    """Apply one record; false if it is of a kind that this version does not know."""
+    """Apply one record; false if this version does not know its kind."""
     kind, code, attempt, _, a, b, c, d = _BODY.unpack(body)
     if code >= len(OUTCOMES):
         return False
     match kind:
-        case Kind.SETTLED:
+        case RecordKind.SETTLED:
             state.settle(a, b, c, OUTCOMES[code])
-        case Kind.RETURNED:
+        case RecordKind.RETURNED:
             state.give_back(a, b, attempt)
-        case Kind.POSITION:
-            state.advance(Position(a, b, c), d, ())
-        case Kind.DROPPED:
+        case RecordKind.POSITION:
+            state.advance(LogPosition(a, b, c), d, ())
+        case RecordKind.DROPPED:
             state.drop(OUTCOMES[code], a)
-        case Kind.STAMP:
-            state.stamp(Stamp(_HALVES.pack(a, b), c, d))
+        case RecordKind.SEQUENCE:
+            state.add_sequence(ProducerSequence(_HALVES.pack(a, b), c, d))
         case _:
             return False
     return True
 
 
+# ── snapshots ────────────────────────────────────────────────────────────────────────────────────
+
+
 def encode_snapshot(state: JournalState, queue_id: str, generation: int) -> tuple[bytes, bytes]:
-    """The header, and the payload with its padding, apart because they are written apart."""
-    payload = json.dumps(_values_of(state, queue_id), separators=(",", ":")).encode()
-    start = _HEADER.pack(MAGIC, generation, len(payload), google_crc32c.value(payload))
-    checksum: int = google_crc32c.value(start)
-    return start + checksum.to_bytes(4, "little"), payload + bytes(-len(payload) % 8)
-
-
-def _values_of(state: JournalState, queue_id: str) -> dict[str, Any]:
+    """Return the header and the padded payload, which are written separately."""
     producers = {producer.hex(): accepted for producer, accepted in state.producers.items()}
+    position = state.position
     values: dict[str, Any] = {
         "queue_id": queue_id,
         "low": state.low,
@@ -282,22 +277,26 @@ def _values_of(state: JournalState, queue_id: str) -> dict[str, Any]:
         "returned": state.returned,
         "totals": state.totals,
         "bytes": state.bytes,
-        "position": state.position._asdict() if state.position else None,
+        "position": position
+        and {"chunk": position.segment, "byte": position.byte, "end": position.end},
         "producers": {name: accepted.low for name, accepted in producers.items()},
     }
     ahead = {name: list(accepted.runs) for name, accepted in producers.items() if accepted.runs}
     if ahead:
         values["ahead"] = ahead
-    return values
+    payload = json.dumps(values, separators=(",", ":")).encode()
+    start = _HEADER.pack(MAGIC, generation, len(payload), google_crc32c.value(payload))
+    checksum: int = google_crc32c.value(start)
+    return start + checksum.to_bytes(4, "little"), payload + bytes(-len(payload) % 8)
 
 
-def records_start(length: int) -> int:
-    """The byte at which the records begin after a payload of this length."""
+def get_records_start(length: int) -> int:
+    """Return the byte at which the records begin after a payload of this length."""
     return HEADER_SIZE + length + -length % 8
 
 
 def parse_header(data: bytes) -> tuple[int, int, int] | None:
-    """Generation, payload length and payload CRC; nothing if this is no header."""
+    """Return generation, payload length and payload checksum; ``None`` if this is no header."""
     start = data[: _HEADER.size]
     if len(data) < HEADER_SIZE or not start.startswith(MAGIC):
         return None
@@ -308,28 +307,32 @@ def parse_header(data: bytes) -> tuple[int, int, int] | None:
 
 
 def parse_payload(payload: bytes, checksum: int, queue_id: str) -> JournalState | None:
-    """The state in a snapshot; nothing if it is damaged, or another queue's."""
+    """Return the state in a snapshot; ``None`` if it is damaged, or another queue's."""
     if google_crc32c.value(payload) != checksum:
         return None
     try:
         values = json.loads(payload)
-        return _state_of(values) if values["queue_id"] == queue_id else None
+        return _parse_state(values) if values["queue_id"] == queue_id else None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _state_of(values: dict[str, Any]) -> JournalState:
+def _parse_state(values: dict[str, Any]) -> JournalState:
     position = values["position"]
     ahead = values.get("ahead", {})
     return JournalState(
         low=values["low"],
-        ranges=Ranges((first, end) for first, end in values["settled"]),
+        ranges=RangeSet((first, end) for first, end in values["settled"]),
         returned=[(first, end, attempt) for first, end, attempt in values["returned"]],
         totals={Outcome(name): count for name, count in values["totals"].items()},
         bytes=values["bytes"],
-        position=Position(**position) if position else None,
+        position=(
+            LogPosition(position["chunk"], position["byte"], position["end"]) if position else None
+        ),
         producers={
-            bytes.fromhex(name): Accepted(low, ((first, end) for first, end in ahead.get(name, ())))
+            bytes.fromhex(name): AcceptedSequences(
+                low, ((first, end) for first, end in ahead.get(name, ()))
+            )
             for name, low in values["producers"].items()
         },
         found=True,

@@ -1,23 +1,26 @@
-"""Which sequence numbers of a producer a queue has taken.
+"""The sequence numbers of a producer that a queue has accepted.
 
-A number below the highest is a repeat only if the queue took it: a request can be refused, or come
-later than another one, while a higher number is accepted. So the queue keeps the numbers as runs:
-all numbers below ``low``, and separate runs above it. A producer that counts in order has no runs,
-and one comparison tells that its next block is new.
+A number below the highest is a repeat only if the queue has accepted it: a request can be refused,
+or come later than another one, while a higher number is accepted. So the queue keeps the numbers as
+runs: all numbers below ``low``, and separate runs above it. A producer that counts in order has no
+runs, and one comparison shows that its next block is new.
 
-Runs are bounded. What happens at the bound is the choice of the producer: see :class:`Gaps`.
+The number of runs is limited. At the limit the queue does what the producer chose: see
+:class:`GapPolicy`.
 
-Numbered events that are in a queue and not yet safe in its log.
+:class:`UnwrittenSequences` are events with sequence numbers that are in a queue and not yet safe in
+its log.
 
-The log keeps their producers' numbers with them. If they are settled first, they may never come
-to the log, and the journal has to note the numbers with the settlement: otherwise, after a kill,
-their producer would send them again and they would be new.
+The log stores the producers' sequence numbers with the events. If events are settled before they
+are written, they may never reach the log, and the journal must record their numbers with the
+settlement: otherwise, after a kill, the producer would send them again and they would be new.
 
-A stamp may stand for all numbers before it, so it cannot be noted while an older event of the same
-producer would be lost in a kill: that one has to be sent again and let in. Nor can the numbers in
-between be noted one by one: after a kill a stream goes on after the highest number that the queue
-has, and would not send the older event again. So the older event is written first. So is a block
-that policies have thinned, before a part of it is settled: nobody knows its numbers singly.
+A recorded number may stand for all numbers before it. So it cannot be recorded while an older event
+of the same producer would be lost in a kill: the producer must be able to send that event again.
+Nor can the numbers in between be recorded one by one: after a kill a stream continues after the
+highest number that the queue has, and would not send the older event again. So the older event is
+written to the log first. The same holds for a block from which policies have dropped events, before
+a part of it is settled: the numbers of its single events are unknown.
 """
 
 from __future__ import annotations
@@ -32,37 +35,37 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from turnlane.intervals import Ranges
-from turnlane.storage.frames import Stamp
+from turnlane.intervals import RangeSet
+from turnlane.storage.frames import ProducerSequence
 
 MAX_RUNS = 128
-"""Runs above ``low`` that a producer may have: more than a client has requests under way."""
+"""Runs above ``low`` that a producer may have: more than a client has requests in progress."""
 
 KEPT_RUNS = 1024
-"""Runs that are kept whatever happens: publishers that stood in line may add to ``MAX_RUNS``."""
+"""The hard limit: publishers that were waiting in line may exceed ``MAX_RUNS``."""
 
 
-class Gaps(enum.Enum):
+class GapPolicy(enum.Enum):
     """What a queue does about numbers that a producer leaves out."""
 
     KEEP = "keep"
-    """A number that was left out may come later. A gap beyond the bound is refused."""
+    """A number that was left out may come later. A gap beyond the limit is refused."""
     FORGET = "forget"
-    """A number that was left out may come later. Beyond the bound, the lowest gap is closed."""
+    """A number that was left out may come later. Beyond the limit, the lowest gap is closed."""
     SKIP = "skip"
-    """Numbers only grow: a number that was left out does not come, and counts as taken."""
+    """Numbers only grow: a number that was left out never comes, and counts as accepted."""
 
 
-class Accepted:
-    """The numbers of one producer that a queue has taken. Not thread-safe."""
+class AcceptedSequences:
+    """The numbers of one producer that a queue has accepted. Not thread-safe."""
 
     __slots__ = ("low", "runs")
 
     def __init__(self, low: int = 0, runs: Iterable[tuple[int, int]] = ()) -> None:
         self.low = low
-        """All numbers below it are taken."""
-        self.runs = Ranges()
-        """The numbers above ``low`` that are taken."""
+        """All numbers below it are accepted."""
+        self.runs = RangeSet()
+        """The accepted numbers above ``low``."""
         for first, end in runs:
             self.add(first, end)
 
@@ -77,7 +80,7 @@ class Accepted:
         return self.runs.missing(self.low, self.end)
 
     def add(self, first: int, end: int) -> None:
-        """Take ``[first, end)``."""
+        """Accept ``[first, end)``."""
         if first > self.low:
             self.runs.add(first, end)
             self.close_gaps(KEPT_RUNS)
@@ -85,13 +88,13 @@ class Accepted:
             self.low = end
             self._join_low()
 
-    def update(self, other: Accepted) -> None:
-        """Take all that the other one has."""
+    def update(self, other: AcceptedSequences) -> None:
+        """Accept all numbers of the other one."""
         for first, end in other:
             self.add(first, end)
 
     def close_gaps(self, most: int) -> None:
-        """Count the lowest gaps as taken, until no more than ``most`` runs are left."""
+        """Count the lowest gaps as accepted, until at most ``most`` runs are left."""
         while len(self.runs) > most:
             self.low = next(iter(self.runs))[1]
             self._join_low()
@@ -102,154 +105,169 @@ class Accepted:
             self.runs.drop_below(self.low)
 
     def missing(self, first: int, end: int) -> list[tuple[int, int]]:
-        """The ranges of ``[first, end)`` that are not taken."""
+        """Return the ranges of ``[first, end)`` that are not accepted."""
         return self.runs.missing(max(first, self.low), end)
 
     def holds(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """For each number whether it is taken."""
+        """Return for each number whether it is accepted."""
         held = numbers < self.low
         for first, end in self.runs:
             held |= (numbers >= first) & (numbers < end)
         return held
 
     def start_of_run(self, number: int) -> int:
-        """The first number of the run that has ``number``; 0 if ``low`` is above it."""
+        """Return the first number of the run that has ``number``; 0 if ``low`` is above it."""
         return 0 if number < self.low else self.runs.start_of_run(number)
 
     def is_apart(self, first: int, end: int) -> bool:
-        """Whether ``[first, end)`` would be a run of its own."""
+        """Whether ``[first, end)`` would be a separate run."""
         return first > self.low and not self.runs.touches(first, end)
 
-    def copy(self) -> Accepted:
-        """An independent copy."""
-        clone = Accepted(self.low)
+    def copy(self) -> AcceptedSequences:
+        """Return an independent copy."""
+        clone = AcceptedSequences(self.low)
         clone.runs = self.runs.copy()
         return clone
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """All that is taken, as ranges."""
+        """Iterate over all accepted ranges."""
         return iter([(0, self.low), *self.runs] if self.low else list(self.runs))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Accepted) and list(self) == list(other)
+        return isinstance(other, AcceptedSequences) and list(self) == list(other)
 
     def __hash__(self) -> int:
-        raise TypeError("Accepted can change and cannot be hashed")
+        raise TypeError("AcceptedSequences can change and cannot be hashed")
 
     def __repr__(self) -> str:
-        return f"Accepted({self.low}, {list(self.runs)})"
+        return f"AcceptedSequences({self.low}, {list(self.runs)})"
+
+
+FindSettledEnd = Callable[[int], int]
+"""Returns the end of the settled run that begins at an offset; the offset if it is not settled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Numbered:
-    """Events ``first`` to ``end - 1`` of one producer, and the stamp that completes them."""
+class SequencedRange:
+    """Events ``first`` to ``end - 1`` of one producer, and their sequence numbers."""
 
     first: int
     end: int
-    stamp: Stamp
-    consecutive: bool
-    """Whether their numbers follow on each other: policies have taken nothing out."""
+    sequence: ProducerSequence
+    is_consecutive: bool
+    """Whether their numbers are consecutive: policies have dropped nothing between them."""
 
-    def upto(self, offset: int) -> Stamp | None:
-        """What may be noted if everything below ``offset`` is settled or safe."""
+    def get_recordable(self, offset: int) -> ProducerSequence | None:
+        """Return the numbers to record if everything below ``offset`` is settled or safe."""
         if offset >= self.end:
-            return self.stamp
-        if offset <= self.first or not self.consecutive:
+            return self.sequence
+        if offset <= self.first or not self.is_consecutive:
             return None
-        return self.stamp.before(self.end - offset)
+        return self.sequence.subtract(self.end - offset)
 
 
-class Unstamped:
-    """By producer, what is not safe yet. Thread-safe; takes no other lock under its own."""
+class UnwrittenSequences:
+    """By producer, the ranges that are not safe yet. Thread-safe; takes no other lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._all: deque[Numbered] = deque()
-        """In offset order, those that were noted included."""
-        self._waiting: dict[bytes, deque[Numbered]] = {}
-        """Those that were not noted, by producer."""
-        self._safe = 0
+        self._ranges: deque[SequencedRange] = deque()
+        """In offset order, also those that were recorded."""
+        self._waiting: dict[bytes, deque[SequencedRange]] = {}
+        """Those that were not recorded, by producer."""
+        self._safe_end = 0
 
     def __bool__(self) -> bool:
-        return bool(self._all)
+        return bool(self._ranges)
 
-    def add(self, numbered: Numbered) -> None:
-        """Events came in, behind all others."""
+    def add(self, new: SequencedRange) -> None:
+        """Add a range after all others."""
         with self._lock:
-            self._all.append(numbered)
-            self._waiting.setdefault(numbered.stamp.producer, deque()).append(numbered)
+            self._ranges.append(new)
+            self._waiting.setdefault(new.sequence.producer, deque()).append(new)
 
     def forget_below(self, offset: int) -> None:
-        """Everything below is safe in the log, with its stamps."""
+        """Forget the ranges below ``offset``: they are safe in the log, with their numbers."""
         with self._lock:
-            self._safe = max(self._safe, offset)
-            while self._all and self._all[0].end <= offset:
-                self._drop(self._all.popleft())
+            self._safe_end = max(self._safe_end, offset)
+            while self._ranges and self._ranges[0].end <= offset:
+                self._remove_waiting(self._ranges.popleft())
 
-    def due(
-        self, first: int, end: int, settled_to: Callable[[int], int]
-    ) -> tuple[list[Stamp], list[Numbered]]:
-        """What is to be noted along with the settling of ``[first, end)``, and what it completes.
+    def collect_due(
+        self, first: int, end: int, find_settled_end: FindSettledEnd
+    ) -> tuple[list[ProducerSequence], list[SequencedRange]]:
+        """Return the numbers to record with the settlement of ``[first, end)``.
 
-        A producer's number not before everything older *of this producer* is settled or safe: it
-        may have to be sent again and be let in. ``settled_to`` says how far everything from an
-        offset on is settled, these included.
+        Also returns the ranges that are complete with it, for :meth:`remove`. A producer's number
+        is due once everything older *of this producer* is settled or safe. ``find_settled_end``
+        counts ``[first, end)`` as settled.
         """
-        stamps: list[Stamp] = []
-        complete: list[Numbered] = []
-        if self._all:
+        sequences: list[ProducerSequence] = []
+        complete: list[SequencedRange] = []
+        if self._ranges:
             with self._lock:
-                for producer in self._producers(first, end):
-                    stamps += self._reached(producer, settled_to, complete)
-        return stamps, complete
+                for producer in self._find_producers(first, end):
+                    sequences += self._collect_of(producer, find_settled_end, complete)
+        return sequences, complete
 
-    def unsafe_end(self, first: int, end: int, settled_to: Callable[[int], int]) -> int:
-        """How far events have to be safe for all numbers in ``[first, end)`` to be due; 0 if so."""
-        with self._lock:
-            producers = self._producers(first, end)
-            return max((self._unsafe_end(each, end, settled_to) for each in producers), default=0)
-
-    def _unsafe_end(self, producer: bytes, end: int, settled_to: Callable[[int], int]) -> int:
-        for numbered in self._waiting.get(producer, ()):
-            if numbered.first >= end:
+    def _collect_of(
+        self, producer: bytes, find_settled_end: FindSettledEnd, complete: list[SequencedRange]
+    ) -> list[ProducerSequence]:
+        due = AcceptedSequences()
+        for waiting in self._waiting.get(producer, ()):
+            settled_end = find_settled_end(max(waiting.first, self._safe_end))
+            sequence = waiting.get_recordable(settled_end)
+            if sequence is not None:
+                due.add(sequence.first, sequence.next_sequence)
+            if sequence is not waiting.sequence:
                 break
-            wanted = min(numbered.end, end) if numbered.consecutive else numbered.end
-            if settled_to(max(numbered.first, self._safe)) < wanted:
+            complete.append(waiting)
+        return [ProducerSequence(producer, end, first) for first, end in due]
+
+    def find_unsafe_end(self, first: int, end: int, find_settled_end: FindSettledEnd) -> int:
+        """Return how far the log must be safe for all numbers in ``[first, end)`` to be due.
+
+        0 if they are due now.
+        """
+        with self._lock:
+            return max(
+                (
+                    self._find_unsafe_end_of(producer, end, find_settled_end)
+                    for producer in self._find_producers(first, end)
+                ),
+                default=0,
+            )
+
+    def _find_unsafe_end_of(
+        self, producer: bytes, end: int, find_settled_end: FindSettledEnd
+    ) -> int:
+        for waiting in self._waiting.get(producer, ()):
+            if waiting.first >= end:
+                break
+            wanted = min(waiting.end, end) if waiting.is_consecutive else waiting.end
+            if find_settled_end(max(waiting.first, self._safe_end)) < wanted:
                 return wanted
         return 0
 
-    def _producers(self, first: int, end: int) -> list[bytes]:
+    def _find_producers(self, first: int, end: int) -> list[bytes]:
         found: dict[bytes, None] = {}
-        at = bisect_right(self._all, first, key=lambda each: each.end)
-        while at < len(self._all) and self._all[at].first < end:
-            found[self._all[at].stamp.producer] = None
+        at = bisect_right(self._ranges, first, key=lambda each: each.end)
+        while at < len(self._ranges) and self._ranges[at].first < end:
+            found[self._ranges[at].sequence.producer] = None
             at += 1
         return list(found)
 
-    def _reached(
-        self, producer: bytes, settled_to: Callable[[int], int], complete: list[Numbered]
-    ) -> list[Stamp]:
-        reached = Accepted()
-        for numbered in self._waiting.get(producer, ()):
-            stamp = numbered.upto(settled_to(max(numbered.first, self._safe)))
-            if stamp is not None:
-                reached.add(stamp.first, stamp.next_sequence)
-            if stamp is not numbered.stamp:
-                break
-            complete.append(numbered)
-        return [Stamp(producer, end, first) for first, end in reached]
-
-    def noted(self, complete: list[Numbered]) -> None:
-        """The journal has their stamps."""
+    def remove(self, complete: list[SequencedRange]) -> None:
+        """Remove ranges whose numbers the journal has recorded."""
         with self._lock:
-            for numbered in complete:
-                self._drop(numbered)
+            for each in complete:
+                self._remove_waiting(each)
 
-    def _drop(self, numbered: Numbered) -> None:
-        """Take out the oldest of a producer; nothing if it is out already."""
-        producer = numbered.stamp.producer
+    def _remove_waiting(self, oldest: SequencedRange) -> None:
+        """Remove the oldest range of a producer; no effect if it was removed before."""
+        producer = oldest.sequence.producer
         waiting = self._waiting.get(producer)
-        if waiting and waiting[0] is numbered:
+        if waiting and waiting[0] is oldest:
             waiting.popleft()
             if not waiting:
                 del self._waiting[producer]

@@ -1,282 +1,314 @@
-"""Reading a log while it is written, whatever state its files are in.
+"""Reading a log while it is written, whatever the state of its files.
 
-A reader never fails on bad bytes: it keeps a copy of them in quarantine, says which offsets are
-gone, and goes on with the next frame that holds.
+A reader never fails on damaged bytes. It copies them to quarantine, returns the offsets that are
+lost, and continues with the next valid frame. The writer may cut, replace or remove a segment at
+any moment; the reader then starts again from the catalog.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import NamedTuple, Protocol
 
 import pyarrow as pa
 
 from turnlane.ledger import Outcome
+from turnlane.logs import get_logger
 from turnlane.storage.directory import Quarantine
 from turnlane.storage.disk_io import Disk
-from turnlane.storage.encoder import EMPTY, Restoring
+from turnlane.storage.encoder import EMPTY_SCHEMA, BaseColumnRestorer
 from turnlane.storage.frames import (
     HEADER_SIZE,
     FrameDamaged,
+    FrameHeader,
     FrameKind,
-    Header,
-    checksum,
+    compute_checksum,
     decode_events,
     parse_header,
 )
-from turnlane.storage.recovery import set_foreign
-from turnlane.storage.segments import Catalog, Chunk, next_frame, read_schema
+from turnlane.storage.recovery import rename_foreign_segment
+from turnlane.storage.segments import (
+    Segment,
+    SegmentCatalog,
+    find_next_frame,
+    read_segment_schema,
+)
 
-_log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 READ_AHEAD = 64 * 1024
-"""Small frames are read this much at a time; larger ones together with the next one's header."""
+"""Small frames are read in pieces of this size, larger ones together with the next header."""
 
-_NOTHING = pa.py_buffer(b"")
+_EMPTY_BUFFER = pa.py_buffer(b"")
 
 
-class Found(NamedTuple):
-    """Events from disk; ``first`` is the offset that was asked for."""
+class StoredEvents(NamedTuple):
+    """Events from the disk; ``first`` is the offset of the first one."""
 
     first: int
     block: pa.RecordBatch
 
 
-class Fault(NamedTuple):
-    """Offsets [first, end) that cannot be read: ``Outcome.CORRUPT`` or ``Outcome.MISSING``."""
+class UnreadableRange(NamedTuple):
+    """Offsets ``[first, end)`` that cannot be read: ``Outcome.CORRUPT`` or ``Outcome.MISSING``."""
 
     first: int
     end: int
     outcome: Outcome
 
 
-class _Ending(Protocol):
+class _HasEnd(Protocol):
     @property
     def end(self) -> int: ...
 
 
-class _Moved(Exception):
-    """The chunk was cut, replaced or removed while it was read."""
+class _SegmentChanged(Exception):
+    """The segment was cut, replaced or removed while it was read."""
 
 
 class LogReader:
-    """A view of a log, for one thread at a time. Reads only what the writer has published."""
+    """A reader of a log, for one thread at a time. It reads only events before the log's end."""
 
     def __init__(
-        self, log: _Ending, catalog: Catalog, disk: Disk, quarantine: Quarantine, queue_id: str
+        self,
+        written: _HasEnd,
+        catalog: SegmentCatalog,
+        disk: Disk,
+        quarantine: Quarantine,
+        queue_id: str,
     ) -> None:
-        self._log = log
+        self._written = written
         self._catalog = catalog
         self._disk = disk
         self._quarantine = quarantine
         self._queue_id = queue_id
-        self._chunk: Chunk | None = None
+        self._segment: Segment | None = None
         self._fd = -1
         self._byte = 0
         self._offset = 0
-        self._window = _NOTHING
+        self._window = _EMPTY_BUFFER
         self._window_at = 0
-        self._held: Found | None = None
-        self._restoring = Restoring(EMPTY)
+        self._frame: StoredEvents | None = None
+        """The events of the last frame, perhaps for further reads."""
+        self._restorer = BaseColumnRestorer(EMPTY_SCHEMA)
 
-    def read(self, offset: int, max_events: int) -> Found | Fault | None:
-        """The events from ``offset`` on, ``max_events`` at most; never of two frames.
+    def read(self, offset: int, max_events: int) -> StoredEvents | UnreadableRange | None:
+        """Return the events from ``offset`` on, at most ``max_events``, never of two frames.
 
-        ``Fault`` says that offsets from ``offset`` on cannot be read: go on at its end. ``None``:
-        the log ends here for now. Raises ``OSError`` when the device fails to read.
+        ``UnreadableRange`` begins at ``offset``: continue at its end. ``None``: the log ends here
+        for now. Raises ``OSError`` when the device fails to read.
         """
         while True:
-            end = self._log.end
+            end = self._written.end
             if offset >= end:
                 return None
-            if self._held and 0 <= offset - self._held.first < self._held.block.num_rows:
-                return self._slice(offset, max_events)
+            frame = self._frame
+            if frame and 0 <= offset - frame.first < frame.block.num_rows:
+                if offset == frame.first and frame.block.num_rows <= max_events:
+                    return frame
+                block = frame.block.slice(offset - frame.first, max_events)
+                return StoredEvents(offset, block)
             try:
-                fault = self._advance(offset, end)
-            except _Moved:
-                self._forget()
+                unreadable = self._advance(offset, end)
+            except _SegmentChanged:
+                self._close_segment()
             else:
-                if fault is not None:
-                    return fault
+                if unreadable is not None:
+                    return unreadable
 
-    def skip(self, offset: int) -> Fault:
-        """Pass over what the device does not read: the frame at ``offset``, or the whole chunk.
+    def skip(self, offset: int) -> UnreadableRange:
+        """Skip what the device fails to read: the frame at ``offset``, or the whole segment.
 
-        The chunk is kept when everything in it is settled: somebody may yet read it elsewhere.
+        The segment's file is kept even when all its events are settled: people may be able to read
+        it elsewhere.
         """
-        chunk = self._chunk or self._catalog.at(offset)
-        if chunk is None:
-            return Fault(offset, self._log.end, Outcome.MISSING)
-        chunk.unsaved = True
-        header = self._readable_header(chunk) if chunk is self._chunk else None
+        segment = self._segment or self._catalog.find(offset)
+        if segment is None:
+            return UnreadableRange(offset, self._written.end, Outcome.MISSING)
+        segment.has_uncopied_damage = True
+        header = None
+        if segment is self._segment:
+            try:
+                header = self._read_header(segment, self._byte)
+            except OSError:
+                header = None
         if header is not None and header.first <= offset < header.end:
-            self._pass(header)
-            return Fault(offset, header.end, Outcome.CORRUPT)
-        following = self._catalog.after(chunk)
-        end = self._log.end if following is None else following.first
-        self._forget()
-        return Fault(offset, end, Outcome.CORRUPT)
-
-    def _readable_header(self, chunk: Chunk) -> Header | None:
-        try:
-            return self._header(chunk, self._byte)
-        except OSError:
-            return None
+            self._pass_frame(header)
+            return UnreadableRange(offset, header.end, Outcome.CORRUPT)
+        following = self._catalog.find_next(segment)
+        end = self._written.end if following is None else following.first
+        self._close_segment()
+        return UnreadableRange(offset, end, Outcome.CORRUPT)
 
     def close(self) -> None:
         """Close the reader's file."""
-        self._forget()
+        self._close_segment()
 
-    def _slice(self, offset: int, max_events: int) -> Found:
-        held = self._held
-        assert held is not None
-        if offset == held.first and held.block.num_rows <= max_events:
-            return held
-        return Found(offset, held.block.slice(offset - held.first, max_events))
+    # Finding the frame
 
-    def _advance(self, offset: int, end: int) -> Fault | None:
-        """Hold the frame with ``offset``, or say why there is none."""
-        chunk = self._seek(offset)
-        while chunk is not None:
-            following = self._catalog.after(chunk)
+    def _advance(self, offset: int, end: int) -> UnreadableRange | None:
+        """Load the frame that holds ``offset``, or return the range that cannot be read."""
+        segment = self._seek(offset)
+        while segment is not None:
+            following = self._catalog.find_next(segment)
             limit = end if following is None else following.first
-            if self._chunk is not chunk and (fault := self._enter(chunk, offset, limit)):
-                return fault
-            while self._byte < chunk.size and self._offset < limit:
-                fault = self._take(chunk, offset, limit)
-                if fault or self._held:
-                    return fault
-            if chunk not in self._catalog:
-                raise _Moved
-            chunk = following
-        return Fault(offset, end, Outcome.MISSING)
+            if self._segment is not segment and (
+                unreadable := self._open_segment(segment, offset, limit)
+            ):
+                return unreadable
+            while self._byte < segment.size and self._offset < limit:
+                unreadable = self._read_frame(segment, offset, limit)
+                if unreadable or self._frame:
+                    return unreadable
+            if segment not in self._catalog:
+                raise _SegmentChanged
+            segment = following
+        return UnreadableRange(offset, end, Outcome.MISSING)
 
-    def _seek(self, offset: int) -> Chunk | None:
-        """The chunk to go on with; where in it, if it is the one that is open."""
-        self._held = None
-        if self._chunk is not None and offset == self._offset and self._chunk in self._catalog:
-            return self._chunk
-        chunk = self._catalog.at(offset)
-        if chunk is not None and chunk is self._chunk:
-            self._offset, self._byte = chunk.before(offset)
-        return chunk
+    def _seek(self, offset: int) -> Segment | None:
+        """Return the segment to continue with; seek in it if it is already open."""
+        self._frame = None
+        is_next = self._segment is not None and offset == self._offset
+        if is_next and self._segment in self._catalog:
+            return self._segment
+        segment = self._catalog.find(offset)
+        if segment is not None and segment is self._segment:
+            self._offset, self._byte = segment.find_mark(offset)
+        return segment
 
-    def _enter(self, chunk: Chunk, offset: int, limit: int) -> Fault | None:
-        """Open a chunk. One without a schema, or of another queue, is set aside."""
-        self._forget()
+    def _open_segment(self, segment: Segment, offset: int, limit: int) -> UnreadableRange | None:
+        """Open a segment. One without a schema, or of another queue, is set aside."""
+        self._close_segment()
         try:
-            self._fd = self._disk.open(chunk.path, write=False)
+            self._fd = self._disk.open(segment.path, write=False)
         except FileNotFoundError:
-            return self._lost(chunk, offset, limit, Outcome.MISSING)
-        if chunk.schema is None:
-            schema = read_schema(self._disk, self._fd)
+            return self._give_up_segment(segment, offset, limit, Outcome.MISSING)
+        if segment.schema is None:
+            schema = read_segment_schema(self._disk, self._fd)
             if schema is None:
-                return self._lost(chunk, offset, limit, Outcome.CORRUPT)
+                return self._give_up_segment(segment, offset, limit, Outcome.CORRUPT)
             if schema.queue_id != self._queue_id:
-                return self._lost(chunk, offset, limit, Outcome.MISSING, foreign=True)
-            chunk.schema, chunk.data_start = schema.schema, schema.stored
-        self._chunk, self._restoring = chunk, Restoring(chunk.schema)
-        self._offset, self._byte = chunk.before(offset)
+                return self._give_up_segment(
+                    segment, offset, limit, Outcome.MISSING, is_foreign=True
+                )
+            segment.schema, segment.data_start = schema.schema, schema.stored_size
+        self._segment, self._restorer = segment, BaseColumnRestorer(segment.schema)
+        self._offset, self._byte = segment.find_mark(offset)
         return None
 
-    def _lost(
-        self, chunk: Chunk, offset: int, limit: int, outcome: Outcome, *, foreign: bool = False
-    ) -> Fault:
-        if chunk not in self._catalog:
-            raise _Moved
-        if foreign:
-            set_foreign(chunk.path, self._disk)
+    def _give_up_segment(
+        self,
+        segment: Segment,
+        offset: int,
+        limit: int,
+        outcome: Outcome,
+        *,
+        is_foreign: bool = False,
+    ) -> UnreadableRange:
+        if segment not in self._catalog:
+            raise _SegmentChanged
+        if is_foreign:
+            rename_foreign_segment(segment.path, self._disk)
         elif outcome is Outcome.CORRUPT:
-            self._quarantine.move(chunk.path)
+            self._quarantine.move(segment.path)
         else:
-            _log.warning("%s has gone from the directory", chunk.path)
-        self._catalog.discard(chunk)
-        self._forget()
-        return Fault(offset, max(limit, offset + 1), outcome)
+            log.warning("segment.missing", file=segment.path)
+        self._catalog.remove(segment)
+        self._close_segment()
+        return UnreadableRange(offset, max(limit, offset + 1), outcome)
 
-    def _take(self, chunk: Chunk, offset: int, limit: int) -> Fault | None:
-        """Look at the next frame: hold it, pass over it, or find it at fault."""
+    def _close_segment(self) -> None:
+        if self._fd >= 0:
+            self._disk.close(self._fd)
+        self._segment, self._fd, self._frame = None, -1, None
+        self._window, self._window_at = _EMPTY_BUFFER, 0
+
+    # Reading a frame
+
+    def _read_frame(self, segment: Segment, offset: int, limit: int) -> UnreadableRange | None:
+        """Look at the next frame: load it, pass it, or return the range that it should hold."""
         byte = self._byte
-        header = self._header(chunk, byte)
+        header = self._read_header(segment, byte)
         if header is None:
-            return self._damaged(chunk, byte, offset, limit)
+            return self._skip_damage(segment, byte, offset, limit)
         if header.kind is FrameKind.EVENTS:
-            chunk.mark(header.first, byte)
+            segment.add_mark(header.first, byte)
         if header.end <= offset:
-            self._pass(header)
+            self._pass_frame(header)
             return None
         if header.first > offset:
             self._offset = header.first
-            return Fault(offset, min(header.first, max(limit, offset + 1)), Outcome.MISSING)
+            end = min(header.first, max(limit, offset + 1))
+            return UnreadableRange(offset, end, Outcome.MISSING)
         try:
-            self._hold(chunk, header, self._payload(chunk, header, byte))
+            payload = self._read_payload(segment, header, byte)
+            if compute_checksum([payload]) != header.payload_crc:
+                raise FrameDamaged("the checksum is wrong")  # noqa: TRY301 - handled as the others
+            block, _ = decode_events(header, payload, segment.schema or EMPTY_SCHEMA)
         except FrameDamaged as error:
-            self._set_aside(chunk, byte, header.stored, str(error))
-            self._pass(header)
-            return Fault(offset, header.end, Outcome.CORRUPT)
+            self._quarantine_bytes(segment, byte, header.stored_size, str(error))
+            self._pass_frame(header)
+            return UnreadableRange(offset, header.end, Outcome.CORRUPT)
+        self._frame = StoredEvents(header.first, self._restorer.restore(block))
+        self._pass_frame(header)
         return None
 
-    def _pass(self, header: Header) -> None:
-        self._byte += header.stored
+    def _pass_frame(self, header: FrameHeader) -> None:
+        self._byte += header.stored_size
         self._offset = max(self._offset, header.end)
 
-    def _hold(self, chunk: Chunk, header: Header, payload: pa.Buffer) -> None:
-        if checksum([payload]) != header.payload_crc:
-            raise FrameDamaged("checksum")
-        block, _ = decode_events(header, payload, chunk.schema or pa.schema([]))
-        self._held = Found(header.first, self._restoring.restored(block))
-        self._pass(header)
-
-    def _damaged(self, chunk: Chunk, byte: int, offset: int, limit: int) -> Fault | None:
-        """No valid header here: keep the bytes up to the next one, and count what is lost."""
-        size = chunk.size
+    def _skip_damage(
+        self, segment: Segment, byte: int, offset: int, limit: int
+    ) -> UnreadableRange | None:
+        """Copy the bytes up to the next valid header, and return the offsets that are lost."""
+        size = segment.size
         if byte >= size:
-            raise _Moved  # the writer has cut the file since the caller looked
-        found = next_frame(self._disk, self._fd, byte + 8, size, self._offset)
+            raise _SegmentChanged  # the writer has cut the file since the caller looked
+        found = find_next_frame(self._disk, self._fd, byte + 8, size, self._offset)
         end = found.header.first if found and found.header.first < limit else limit
         stop = found.byte if found else size
-        self._set_aside(chunk, byte, stop - byte, "no valid header")
+        self._quarantine_bytes(segment, byte, stop - byte, "no valid header")
         self._byte, self._offset = stop, max(end, self._offset)
-        return Fault(offset, end, Outcome.CORRUPT) if end > offset else None
+        return UnreadableRange(offset, end, Outcome.CORRUPT) if end > offset else None
 
-    def _set_aside(self, chunk: Chunk, byte: int, length: int, why: str) -> None:
-        if chunk not in self._catalog or not byte < byte + length <= chunk.size:
-            raise _Moved  # what looked like damage was the writer cutting the file
-        _log.warning("%s is damaged at byte %d: %s", chunk.path, byte, why)
+    def _quarantine_bytes(self, segment: Segment, byte: int, length: int, error: str) -> None:
+        if segment not in self._catalog or not byte < byte + length <= segment.size:
+            raise _SegmentChanged  # it looked like damage because the writer cut the file
+        log.warning("segment.damaged", file=segment.path, byte=byte, error=error)
         try:
-            self._quarantine.copy(self._fd, byte, length, chunk=chunk.first, kind="frame")
-        except OSError as error:
-            # A full disk must not stop the reading that frees it: keep the chunk itself instead.
-            _log.warning("no copy could be made, so the chunk will be kept: %s", error)
-            chunk.unsaved = True
+            self._quarantine.copy(self._fd, byte, length, segment=segment.first, kind="frame")
+        except OSError as failure:
+            # Reading must go on even on a full disk: only reading frees space. Keep the segment.
+            log.warning(
+                "quarantine.copy_failed",
+                file=segment.path,
+                error=failure,
+                hint="the chunk is kept instead",
+            )
+            segment.has_uncopied_damage = True
 
-    def _header(self, chunk: Chunk, byte: int) -> Header | None:
+    # Reading bytes
+
+    def _read_header(self, segment: Segment, byte: int) -> FrameHeader | None:
         at = byte - self._window_at
         if not 0 <= at <= len(self._window) - HEADER_SIZE:
-            self._fill(byte, READ_AHEAD, chunk)
+            self._load_window(byte, READ_AHEAD, segment)
             at = 0
         header = parse_header(self._window, at)
-        return header if header and byte + header.stored <= chunk.size else None
+        return header if header and byte + header.stored_size <= segment.size else None
 
-    def _fill(self, byte: int, length: int, chunk: Chunk) -> None:
-        # No hint to the device of what comes next: the kernel reads ahead by itself, in larger
-        # pieces than for a hint, which made reading from the device slower by a third.
-        self._window = _NOTHING  # its memory can be used again by this very read
-        self._window = self._disk.read(self._fd, max(0, min(length, chunk.size - byte)), byte)
-        self._window_at = byte
-
-    def _payload(self, chunk: Chunk, header: Header, byte: int) -> pa.Buffer:
+    def _read_payload(self, segment: Segment, header: FrameHeader, byte: int) -> pa.Buffer:
         at = byte - self._window_at
-        if at + header.stored > len(self._window):
-            # One read brings the frame and the next one's header, so there is one read a frame.
-            self._fill(byte, max(header.stored + HEADER_SIZE, READ_AHEAD), chunk)
+        if at + header.stored_size > len(self._window):
+            # One read brings the frame and the next one's header, so there is one read per frame.
+            self._load_window(byte, max(header.stored_size + HEADER_SIZE, READ_AHEAD), segment)
             at = 0
-        if len(self._window) - at < header.stored:
-            raise FrameDamaged("the file is shorter than it was")
+        if len(self._window) - at < header.stored_size:
+            raise FrameDamaged("the file became shorter while it was read")
         return self._window.slice(at + HEADER_SIZE, header.length)
 
-    def _forget(self) -> None:
-        if self._fd >= 0:
-            self._disk.close(self._fd)
-        self._chunk, self._fd, self._held = None, -1, None
-        self._window, self._window_at = _NOTHING, 0
+    def _load_window(self, byte: int, length: int, segment: Segment) -> None:
+        # No hint to the kernel about the next bytes: by itself it reads ahead in larger pieces. A
+        # hint made reading from the device slower by a third.
+        self._window = _EMPTY_BUFFER  # so that this read can reuse its memory
+        self._window = self._disk.read(self._fd, max(0, min(length, segment.size - byte)), byte)
+        self._window_at = byte

@@ -1,231 +1,225 @@
-"""Opening a log: find its end, set aside what is torn or foreign, lose nothing.
+"""Two repairs of the log: recovery when it is opened, and the rewrite after a failed sync.
 
-Only the last chunk's frames after the journal's hint are read, so opening takes the same time
-however much is stored. Whatever is found, the log opens.
+Recovery finds the log's end, sets aside torn or foreign files, and loses nothing. It reads only the
+last segment's frames after the journal's hint, so it takes the same time however much is stored.
+The log opens whatever recovery finds.
+
+The rewrite trusts only bytes that can be read back. After a failed sync the kernel may have dropped
+the pages that it could not write and call them clean: a second sync would succeed and mean nothing.
+So the unsynced frames are read back, checked, and written to a new file. Frames that are damaged
+are built again from the events that are still in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from turnlane.logs import get_logger
 from turnlane.storage.directory import Quarantine
 from turnlane.storage.disk_io import Disk
-from turnlane.storage.encoder import EMPTY
+from turnlane.storage.encoder import EMPTY_SCHEMA
 from turnlane.storage.frames import (
     HEADER_SIZE,
-    Data,
+    BufferLike,
     FrameDamaged,
     FrameKind,
-    Position,
-    decode_stamps,
-    decoded_length,
+    LogPosition,
+    decode_sequences,
+    get_decoded_length,
 )
-from turnlane.storage.producer_sequences import Accepted
+from turnlane.storage.producer_sequences import AcceptedSequences
 from turnlane.storage.segments import (
-    WINDOW,
-    Catalog,
-    Chunk,
-    ChunkSchema,
-    FaultKind,
-    Flaw,
-    Whole,
-    chunk_name,
-    header_at,
-    list_chunks,
-    payload_holds,
-    read_schema,
-    scan,
-    schema_frame,
+    WINDOW_BYTES,
+    InvalidRegion,
+    InvalidRegionKind,
+    Segment,
+    SegmentCatalog,
+    SegmentSchema,
+    ValidFrame,
+    encode_schema_frame,
+    format_segment_name,
+    is_payload_intact,
+    list_segments,
+    read_header,
+    read_segment_schema,
+    scan_segment,
 )
 
-_log = logging.getLogger(__name__)
+log = get_logger(__name__)
+
+# ── recovery ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(slots=True)
-class Recovered:
-    """What was found in the directory."""
+class RecoveredLog:
+    """The state of a log after its recovery."""
 
-    chunks: list[Chunk] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
     end: int = 0
     torn_bytes: int = 0
-    stamps: dict[bytes, Accepted] = field(default_factory=dict)
+    sequences: dict[bytes, AcceptedSequences] = field(default_factory=dict)
+    """By producer, the numbers in the frames after the hint."""
     events_bytes: int = 0
+    """Bytes of the events after the hint, before compression."""
     appendable: bool = False
-    """Whether the last chunk ends with a whole frame and can be written on."""
+    """Whether the last segment ends with a valid frame, so that writing can continue there."""
 
 
-class Recovery:
-    """One opening of a log."""
+class LogRecovery:
+    """The recovery of one log."""
 
     def __init__(self, directory: Path, disk: Disk, queue_id: str) -> None:
         self._directory = directory
         self._disk = disk
         self._queue_id = queue_id
         self._quarantine = Quarantine(directory, disk)
-        self._found = Recovered()
+        self._found = RecoveredLog()
 
-    def run(self, hint: Position | None) -> Recovered:
+    def run(self, hint: LogPosition | None) -> RecoveredLog:
         """Recover the log. Raises ``NotAQueue`` for an unknown format, before any change."""
         found = self._found
-        firsts = list_chunks(self._directory, self._disk)
+        firsts = list_segments(self._directory, self._disk)
         for first in {*firsts[:1], *firsts[-1:]}:
-            with self._opened(self._path(first)) as fd:
-                read_schema(self._disk, fd)  # refuses an unknown format
-        self._tidy()
-        found.chunks = [chunk for first in firsts if (chunk := self._chunk(first))]
-        while found.chunks and not self._is_ours(found.chunks[-1]):
-            found.chunks.pop()
-        while len(found.chunks) > 1 and self._is_foreign(found.chunks[0]):
-            del found.chunks[0]
-        if found.chunks:
-            self._between(hint)
-            self._last(found.chunks[-1], hint)
+            with self._disk.open_file(self._directory / format_segment_name(first)) as fd:
+                read_segment_schema(self._disk, fd)  # raises for an unknown format
+        self._remove_temporary_files()
+        for first in firsts:
+            path = self._directory / format_segment_name(first)
+            with self._disk.open_file(path) as fd:
+                found.segments.append(Segment(first, path, self._disk.size(fd), first))
+        while found.segments and not self._can_continue_in(found.segments[-1]):
+            found.segments.pop()
+        while len(found.segments) > 1 and self._set_aside_if_foreign(
+            found.segments[0], self._read_schema(found.segments[0])
+        ):
+            del found.segments[0]
+        if found.segments:
+            self._collect_from_earlier_segments(hint)
+            self._recover_last_segment(found.segments[-1], hint)
         return found
 
-    def _path(self, first: int) -> Path:
-        return self._directory / chunk_name(first)
-
-    @contextmanager
-    def _opened(self, path: Path, *, write: bool = False) -> Iterator[int]:
-        fd = self._disk.open(path, write=write)
-        try:
-            yield fd
-        finally:
-            self._disk.close(fd)
-
-    def _tidy(self) -> None:
-        """Deal with files that were being written under a temporary name when a crash came."""
+    def _remove_temporary_files(self) -> None:
+        """Remove files that a crash left under a temporary name; keep those that hold events."""
         for name in self._disk.listing(self._directory):
             if name.endswith(".chunk.new"):
                 path = self._directory / name
-                if self._has_events(path):
+                with self._disk.open_file(path) as fd:
+                    regions = scan_segment(self._disk, fd, 0, 0, check_payload=False)
+                    has_events = any(
+                        isinstance(region, ValidFrame) and region.header.kind is FrameKind.EVENTS
+                        for region in regions
+                    )
+                if has_events:
                     self._quarantine.move(path)
                 else:
                     self._disk.unlink(path)
 
-    def _has_events(self, path: Path) -> bool:
-        with self._opened(path) as fd:
-            regions = scan(self._disk, fd, 0, 0, check_payload=False)
-            return any(
-                isinstance(region, Whole) and region.header.kind is FrameKind.EVENTS
-                for region in regions
-            )
-
-    def _chunk(self, first: int) -> Chunk | None:
-        path = self._path(first)
-        with self._opened(path) as fd:
-            return Chunk(first, path, self._disk.size(fd), first)
-
-    def _is_ours(self, chunk: Chunk) -> bool:
-        """Whether the last chunk can be read; if not, it is set aside."""
-        schema = self._schema(chunk)
-        if schema is None:
-            self._set_aside(chunk)
-            return False
-        return not self._is_foreign(chunk, schema)
-
-    def _is_foreign(self, chunk: Chunk, schema: ChunkSchema | None = None) -> bool:
-        schema = schema or self._schema(chunk)
-        if schema is None:
-            return False  # not the last one: the reader deals with it when it comes there
-        if schema.queue_id == self._queue_id:
-            chunk.schema, chunk.data_start = schema.schema, schema.stored
-            return False
-        set_foreign(chunk.path, self._disk)
-        return True
-
-    def _schema(self, chunk: Chunk) -> ChunkSchema | None:
-        with self._opened(chunk.path) as fd:
-            return read_schema(self._disk, fd)
-
-    def _set_aside(self, chunk: Chunk) -> None:
-        """A last chunk without a schema: torn at its creation, or damaged. Its offsets count."""
-        end = chunk.first
-        with self._opened(chunk.path) as fd:
-            for region in scan(self._disk, fd, 0, chunk.first, check_payload=False):
-                if isinstance(region, Whole):
+    def _can_continue_in(self, segment: Segment) -> bool:
+        """Whether the last segment can be read and is this queue's; if not, it is set aside."""
+        schema = self._read_schema(segment)
+        if schema is not None:
+            return not self._set_aside_if_foreign(segment, schema)
+        # Torn at its creation, or damaged. Its offsets count: they must not be used again.
+        end = segment.first
+        with self._disk.open_file(segment.path) as fd:
+            for region in scan_segment(self._disk, fd, 0, segment.first, check_payload=False):
+                if isinstance(region, ValidFrame):
                     end = max(end, region.header.end)
         self._found.end = max(self._found.end, end)
-        self._found.torn_bytes += chunk.size
-        if chunk.size:
-            self._quarantine.move(chunk.path)
+        self._found.torn_bytes += segment.size
+        if segment.size:
+            self._quarantine.move(segment.path)
         else:
-            self._disk.unlink(chunk.path)
+            self._disk.unlink(segment.path)
+        return False
 
-    def _between(self, hint: Position | None) -> None:
-        """Take the stamps of frames after the hint in chunks before the last."""
-        for chunk in self._found.chunks[:-1]:
-            if hint is None or chunk.first < hint.chunk:
+    def _set_aside_if_foreign(self, segment: Segment, schema: SegmentSchema | None) -> bool:
+        if schema is None:
+            return False  # it is not the last one: a reader handles it when it comes there
+        if schema.queue_id == self._queue_id:
+            segment.schema, segment.data_start = schema.schema, schema.stored_size
+            return False
+        rename_foreign_segment(segment.path, self._disk)
+        return True
+
+    def _read_schema(self, segment: Segment) -> SegmentSchema | None:
+        with self._disk.open_file(segment.path) as fd:
+            return read_segment_schema(self._disk, fd)
+
+    def _collect_from_earlier_segments(self, hint: LogPosition | None) -> None:
+        """Collect the sequences of the frames after the hint in all segments but the last."""
+        for segment in self._found.segments[:-1]:
+            if hint is None or segment.first < hint.segment:
                 continue
-            start = hint.byte if chunk.first == hint.chunk else 0
-            with self._opened(chunk.path) as fd:
-                if start % 8 == 0 and start <= chunk.size:
-                    for region in scan(self._disk, fd, start, chunk.first, check_payload=False):
-                        if isinstance(region, Whole):
-                            self._note(fd, region)
+            start = hint.byte if segment.first == hint.segment else 0
+            if start % 8 or start > segment.size:
+                continue
+            with self._disk.open_file(segment.path) as fd:
+                for region in scan_segment(
+                    self._disk, fd, start, segment.first, check_payload=False
+                ):
+                    if isinstance(region, ValidFrame):
+                        self._collect_from_frame(fd, region)
 
-    def _last(self, chunk: Chunk, hint: Position | None) -> None:
-        with self._opened(chunk.path, write=True) as fd:
-            good, chunk.end = self._start(fd, chunk, hint)
-            for region in scan(self._disk, fd, good, chunk.end):
-                if isinstance(region, Whole):
-                    self._note(fd, region)
-                    chunk.mark(region.header.first, region.byte)
-                    good = region.byte + region.header.stored
-                    chunk.end = region.header.end
-                elif region.kind is FaultKind.REPEAT:
+    def _recover_last_segment(self, segment: Segment, hint: LogPosition | None) -> None:
+        with self._disk.open_file(segment.path, write=True) as fd:
+            good, segment.end = self._find_start(fd, segment, hint)
+            for region in scan_segment(self._disk, fd, good, segment.end):
+                if isinstance(region, ValidFrame):
+                    self._collect_from_frame(fd, region)
+                    segment.add_mark(region.header.first, region.byte)
+                    good = region.byte + region.header.stored_size
+                    segment.end = region.header.end
+                elif region.kind is InvalidRegionKind.REPEAT:
                     good = region.byte + region.length
-            self._cut(fd, chunk, good)
-        self._found.end = max(self._found.end, chunk.end)
+            self._cut_torn_tail(fd, segment, good)
+        self._found.end = max(self._found.end, segment.end)
 
-    def _start(self, fd: int, chunk: Chunk, hint: Position | None) -> tuple[int, int]:
-        """Where to begin in the last chunk: at the hint if it can be true, else at the start."""
-        if hint is None or hint.chunk != chunk.first or hint.byte % 8:
-            return chunk.data_start, chunk.first
-        header = header_at(self._disk, fd, hint.byte, chunk.size)
-        follows = header is not None and header.first == hint.end
-        if follows or hint.byte == chunk.size:
-            return max(hint.byte, chunk.data_start), max(hint.end, chunk.first)
-        return chunk.data_start, chunk.first
+    def _find_start(self, fd: int, segment: Segment, hint: LogPosition | None) -> tuple[int, int]:
+        """Return where the scan of the last segment starts: at the hint if it can be true."""
+        if hint is None or hint.segment != segment.first or hint.byte % 8:
+            return segment.data_start, segment.first
+        header = read_header(self._disk, fd, hint.byte, segment.size)
+        if hint.byte == segment.size or (header is not None and header.first == hint.end):
+            return max(hint.byte, segment.data_start), max(hint.end, segment.first)
+        return segment.data_start, segment.first
 
-    def _cut(self, fd: int, chunk: Chunk, good: int) -> None:
-        """Keep a copy of the torn tail, then cut it off."""
-        torn = chunk.size - good
-        chunk.size = good
+    def _cut_torn_tail(self, fd: int, segment: Segment, good: int) -> None:
+        """Copy the bytes after the last valid frame to quarantine, then cut them off."""
+        torn = segment.size - good
+        segment.size = good
         self._found.appendable = True
         if not torn:
             return
         self._found.torn_bytes += torn
         try:
-            self._quarantine.copy(fd, good, torn, chunk=chunk.first, kind="torn")
+            self._quarantine.copy(fd, good, torn, segment=segment.first, kind="torn")
             self._disk.truncate(fd, good)
         except OSError as error:
-            # A full disk must not keep the queue shut. The tail stays; a new chunk is started.
-            _log.warning("the torn end of %s stays where it is: %s", chunk.path, error)
-            chunk.unsaved = True
+            # The queue must open on a full disk too. The tail stays; writing starts a new segment.
+            log.warning("segment.torn_tail_kept", file=segment.path, bytes=torn, error=error)
+            segment.has_uncopied_damage = True
             self._found.appendable = False
 
-    def _note(self, fd: int, frame: Whole) -> None:
+    def _collect_from_frame(self, fd: int, frame: ValidFrame) -> None:
         header = frame.header
         at = frame.byte + HEADER_SIZE
         with contextlib.suppress(FrameDamaged):
             beginning = self._disk.read(fd, min(10, header.length), at)
-            self._found.events_bytes += decoded_length(header, beginning)
-            if header.stamped and payload_holds(self._disk, fd, frame.byte, header):
+            self._found.events_bytes += get_decoded_length(header, beginning)
+            if header.has_sequences and is_payload_intact(self._disk, fd, frame.byte, header):
                 payload = self._disk.read(fd, header.length, at)
-                for producer, next_sequence, first in decode_stamps(header, payload):
-                    known = self._found.stamps.setdefault(producer, Accepted())
+                for producer, next_sequence, first in decode_sequences(header, payload):
+                    known = self._found.sequences.setdefault(producer, AcceptedSequences())
                     known.add(first, next_sequence)
 
 
-def set_foreign(path: Path, disk: Disk) -> None:
-    """Put a chunk of another queue out of the way, under a name that is not taken."""
+def rename_foreign_segment(path: Path, disk: Disk) -> None:
+    """Rename a segment of another queue to a free name that ends in ``.foreign``."""
     target = path.with_name(path.name + ".foreign")
     number = 0
     while target.exists():
@@ -233,168 +227,162 @@ def set_foreign(path: Path, disk: Disk) -> None:
         target = path.with_name(f"{path.name}.{number}.foreign")
     disk.rename(path, target)
     disk.sync_directory(path.parent)
-    _log.warning("%s belongs to another queue and is now %s", path, target.name)
+    log.warning(
+        "segment.foreign", file=path, renamed=target.name, hint="the chunk is another queue's"
+    )
 
 
-# ── rescue ──
-# What to do when a sync has failed: trust nothing but what can be read back.
-#
-# The kernel may have dropped what it could not write and calls it clean, so a second sync would
-# succeed and mean nothing. The frames in doubt are read back, checked, and written to a new
-# file;
-# those that do not hold are made anew from what is still in memory.
+# ── rewrite after a failed sync ──────────────────────────────────────────────────────────────────
+
+LostRanges = list[tuple[int, int]]
 
 
-Lost = list[tuple[int, int]]
-
-
-class Remade(NamedTuple):
-    """A frame of the events ``first`` to ``end - 1``, made from what is in memory."""
+class RebuiltFrame(NamedTuple):
+    """A frame of the events ``first`` to ``end - 1``, encoded again from memory."""
 
     first: int
     end: int
-    frame: list[Data]
+    frame: list[BufferLike]
 
 
-Remake = Callable[[Chunk, int, int], Iterator[Remade]]
-"""Makes a chunk's frames for a range of offsets again, in order, as far as it can."""
+RebuildFrames = Callable[[Segment, int, int], Iterator[RebuiltFrame]]
+"""Encodes the events of a range of offsets again, in order, as far as they are in memory."""
 
 
-def rescue_chunk(
-    chunk: Chunk,
-    catalog: Catalog,
+def rewrite_unsynced_frames(
+    segment: Segment,
+    catalog: SegmentCatalog,
     disk: Disk,
     quarantine: Quarantine,
     *,
     queue_id: str,
-    remake: Remake,
-) -> tuple[Chunk, int, Lost]:
-    """Move a chunk's unsynced frames to a synced chunk of their own, then cut the former.
+    rebuild: RebuildFrames,
+) -> tuple[Segment, int, LostRanges]:
+    """Write a segment's unsynced frames to a new synced segment, then cut the old one.
 
-    Returns the new chunk, its descriptor, and the offsets that could neither be read back nor
-    made anew. Raises ``OSError`` with everything as it was; readers are not disturbed either way.
+    Returns the new segment, its descriptor, and the offsets that could neither be read back nor
+    rebuilt. Raises ``OSError`` with everything as it was. Readers are not disturbed.
     """
-    rescue = _Rescue(chunk, disk, quarantine, queue_id, remake)
-    fd = rescue.run()
-    saved = rescue.saved
-    catalog.add(saved)
-    if saved.first != chunk.first:
-        chunk.cut()  # before the file is: a reader that finds bytes gone then knows why
-        rescue.cut_former()
-    _log.warning(
-        "a sync failed; %d bytes of %s were written again to %s",
-        saved.size,
-        chunk.path.name,
-        saved.path.name,
+    rewrite = _SegmentRewrite(segment, disk, quarantine, queue_id, rebuild)
+    fd = rewrite.run()
+    new = rewrite.new
+    catalog.add(new)
+    if new.first != segment.first:
+        segment.discard_unsynced()  # before the file is cut: so readers know why bytes are gone
+        rewrite.cut_old_file()
+    log.warning(
+        "segment.rewritten_after_failed_sync",
+        file=segment.path.name,
+        bytes=new.size,
+        new_file=new.path.name,
     )
-    return saved, fd, rescue.lost
+    return new, fd, rewrite.lost
 
 
-class _Rescue:
+class _SegmentRewrite:
     def __init__(
-        self, chunk: Chunk, disk: Disk, quarantine: Quarantine, queue_id: str, remake: Remake
+        self,
+        old: Segment,
+        disk: Disk,
+        quarantine: Quarantine,
+        queue_id: str,
+        rebuild: RebuildFrames,
     ) -> None:
-        self._chunk = chunk
+        self._old = old
         self._disk = disk
-        self._remake = remake
+        self._rebuild = rebuild
         self._quarantine = quarantine
-        self.lost: Lost = []
-        first = chunk.synced_end
-        path = chunk.path.with_name(chunk_name(first))
-        schema = chunk.schema or EMPTY
-        self._frame = schema_frame(schema, first, queue_id)
-        size = sum(len(piece) for piece in self._frame)
-        self.saved = Chunk(first, path, size, chunk.end, schema, size)
+        self.lost: LostRanges = []
+        first = old.synced_end
+        path = old.path.with_name(format_segment_name(first))
+        schema = old.schema or EMPTY_SCHEMA
+        self._schema_frame = encode_schema_frame(schema, first, queue_id)
+        size = sum(len(piece) for piece in self._schema_frame)
+        self.new = Segment(first, path, size, old.end, schema, size)
 
     def run(self) -> int:
-        """Fill the new file under a temporary name, sync it, give it its own."""
-        saved = self.saved
-        temporary = saved.path.with_name(saved.path.name + ".new")
+        """Write the new file under a temporary name, sync it, rename it; return its descriptor."""
+        new = self.new
+        temporary = new.path.with_name(new.path.name + ".new")
         fd = self._disk.open(temporary, create=True)
         try:
-            self._fill(fd)
+            self._write_frames(fd)
             self._disk.sync(fd)
-            self._keep_former()
-            self._disk.rename(temporary, saved.path)
-            self._disk.sync_directory(saved.path.parent)
+            if self._old.has_uncopied_damage and new.first == self._old.first:
+                self._quarantine.move(self._old.path)  # the new file takes its name
+            self._disk.rename(temporary, new.path)
+            self._disk.sync_directory(new.path.parent)
         except OSError:
-            self._give_up(fd, temporary)
+            self._disk.close(fd)
+            with contextlib.suppress(OSError):
+                self._disk.unlink(temporary)
             raise
-        saved.synced_size, saved.synced_end = saved.size, saved.end
+        new.synced_size, new.synced_end = new.size, new.end
         return fd
 
-    def _give_up(self, fd: int, temporary: Path) -> None:
-        self._disk.close(fd)
-        with contextlib.suppress(OSError):
-            self._disk.unlink(temporary)
-
-    def _fill(self, fd: int) -> None:
+    def _write_frames(self, fd: int) -> None:
         self._disk.truncate(fd, 0)
-        self._disk.write(fd, self._frame, 0)
-        chunk = self._chunk
-        source = self._disk.open(chunk.path, write=False)  # a new one: it sees what is there
-        try:
-            start = max(chunk.synced_size, chunk.data_start)
-            for region in scan(self._disk, source, start, chunk.synced_end, size=chunk.size):
-                if isinstance(region, Whole):
-                    self._copy(source, fd, region)
+        self._disk.write(fd, self._schema_frame, 0)
+        old = self._old
+        with self._disk.open_file(old.path) as source:
+            start = max(old.synced_size, old.data_start)
+            for region in scan_segment(self._disk, source, start, old.synced_end, size=old.size):
+                if isinstance(region, ValidFrame):
+                    self._copy_frame(source, fd, region)
                 elif region.length:
-                    self._keep_copy(source, region)
-                    self._replace(fd, region)
-        finally:
-            self._disk.close(source)
+                    self._quarantine_region(source, region)
+                    self._write_rebuilt_frames(fd, region)
 
-    def _copy(self, source: int, fd: int, frame: Whole) -> None:
-        saved = self.saved
-        saved.mark(frame.header.first, saved.size)
-        done, length = 0, frame.header.stored
+    def _copy_frame(self, source: int, fd: int, frame: ValidFrame) -> None:
+        new = self.new
+        new.add_mark(frame.header.first, new.size)
+        done, length = 0, frame.header.stored_size
         while done < length:
-            piece = self._disk.read(source, min(WINDOW, length - done), frame.byte + done)
+            piece = self._disk.read(source, min(WINDOW_BYTES, length - done), frame.byte + done)
             if not len(piece):
                 raise OSError(5, "the file became shorter while it was read")
-            self._disk.write(fd, [piece], saved.size + done)
+            self._disk.write(fd, [piece], new.size + done)
             done += len(piece)
-        saved.size += length
+        new.size += length
 
-    def _replace(self, fd: int, flaw: Flaw) -> None:
-        """Write what the damaged frames held, if it is still known; otherwise it is lost."""
-        chunk, saved = self._chunk, self.saved
-        at = chunk.synced_end if flaw.first is None else flaw.first
-        end = chunk.end if flaw.end is None else flaw.end
-        for first, after, frame in self._remake(chunk, at, end):
+    def _write_rebuilt_frames(self, fd: int, region: InvalidRegion) -> None:
+        """Write the events of damaged frames from memory; what is not in memory is lost."""
+        old, new = self._old, self.new
+        at = old.synced_end if region.first is None else region.first
+        end = old.end if region.end is None else region.end
+        for first, after, frame in self._rebuild(old, at, end):
             if at < first:
                 self.lost.append((at, first))
-            saved.mark(first, saved.size)
-            self._disk.write(fd, frame, saved.size)
-            saved.size += sum(len(piece) for piece in frame)
+            new.add_mark(first, new.size)
+            self._disk.write(fd, frame, new.size)
+            new.size += sum(len(piece) for piece in frame)
             at = after
         if at < end:
             self.lost.append((at, end))
 
-    def _keep_copy(self, source: int, flaw: Flaw) -> None:
-        chunk = self._chunk
+    def _quarantine_region(self, source: int, region: InvalidRegion) -> None:
+        old = self._old
         try:
-            self._quarantine.copy(source, flaw.byte, flaw.length, chunk=chunk.first, kind="frame")
+            self._quarantine.copy(
+                source, region.byte, region.length, segment=old.first, kind="frame"
+            )
         except OSError as error:
-            _log.warning("%s keeps bytes that could not be copied: %s", chunk.path, error)
-            chunk.unsaved = True
+            log.warning(
+                "quarantine.copy_failed",
+                file=old.path,
+                error=error,
+                hint="the chunk is kept instead",
+            )
+            old.has_uncopied_damage = True
 
-    def _keep_former(self) -> None:
-        """Where the new file takes the former's name, keep the former if it has unsaved bytes."""
-        if self._chunk.unsaved and self.saved.first == self._chunk.first:
-            self._quarantine.move(self._chunk.path)
-
-    def cut_former(self) -> None:
-        """Cut the former chunk back to what was synced; harmless if that fails."""
-        chunk = self._chunk
-        if chunk.unsaved:
+    def cut_old_file(self) -> None:
+        """Cut the old file back to what was synced; a failure is harmless."""
+        old = self._old
+        if old.has_uncopied_damage:
             return
         try:
-            fd = self._disk.open(chunk.path)
-            try:
-                self._disk.truncate(fd, chunk.size)
-            finally:
-                self._disk.close(fd)
+            with self._disk.open_file(old.path, write=True) as fd:
+                self._disk.truncate(fd, old.size)
         except OSError as error:
-            # Readers stop where the next chunk begins, so the repeated frames are never seen.
-            _log.warning("%s keeps frames that were written again: %s", chunk.path, error)
+            # Readers stop where the next segment begins, so they never see the repeated frames.
+            log.warning("segment.cut_failed", file=old.path, error=error)

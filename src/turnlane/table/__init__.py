@@ -1,4 +1,4 @@
-"""Queue tables: events with a time to fire, in the transactions of your own database."""
+"""Queue tables: events that fire at a time, inserted in the transactions of your own database."""
 
 from __future__ import annotations
 

@@ -1,51 +1,134 @@
-"""Staging: rows that wait beside a queue table until a whole batch of them is committed.
+"""Writers that commit each batch exactly once: staging, the record of batches, and the gate.
 
-Several writers, on several machines, *stage* rows; then one of them moves all stages of the batch
-into the table, in one transaction that also notes the batch's number. A batch whose number was
-noted last is not moved again, so one that was cut off anywhere may be repeated from its beginning.
+**Staging.** Several writers, on several machines, *stage* rows beside a queue table. Then one of
+them moves all stages of a batch into the table, in one transaction that also records the number of
+the batch (its *epoch*) in ``turnlane_writer``. A batch whose number is the last recorded one is not
+moved again. So a batch that was interrupted anywhere can be repeated from its beginning.
+
+**Delivered ranges.** The ``table`` output records the ranges of offsets that it delivered, in
+``turnlane_delivered``, in the transaction that inserts the rows.
+
+**The gate.** Both records belong to the database that the writer wrote to, so they move along when
+a shard is split or merged. A reshard closes the gates of the old shards, copies the records, and
+only then opens the gates of the new shards: no batch is recorded where no writer will look for it.
+The gate is a row of ``turnlane_writer``; a commit locks it against changes. When shards are merged,
+only progress that all of them recorded counts: a writer that was interrupted between two of them
+writes some events twice, and loses none.
 """
 
 from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Final
 
-from turnlane.errors import WriterAhead
-from turnlane.runtime import Closing
+from turnlane.databases import Dialect, Execute, Row, Session
+from turnlane.errors import RetryLater, WriterAhead
+from turnlane.runtime import Closeable
 from turnlane.table.definition import INSERT_COLUMNS, Definition
-from turnlane.table.notes import WriterGate, get_writer_ddl
-from turnlane.table.sql.dialect import Dialect
-from turnlane.table.sql.session import Execute, Session
+from turnlane.table.queue_sql import get_queue_sql
 
 STAGE_RETENTION: Final = 7 * 86_400
-"""Seconds after which stages that nobody has committed or given up are deleted."""
+"""Seconds after which stages are deleted that were neither committed nor discarded."""
 
 STAGE_PREFIX: Final = "turnlane_stage_"
 STAGE_COLUMNS: Final = ("stage", "number")
 
+GATE_JOB: Final = ""
+"""The ``job`` of the gate's row; no writer has this name. Epoch 0: the gate is open; 1: closed."""
+
+RETRY_AFTER: Final = 1.0
+"""Seconds until clients know the new map."""
+
+DELIVERED_TABLE: Final = "turnlane_delivered"
+_DELIVERED_COLUMNS: Final = ("target", "queue", "partition", "first", "end")
+
 
 def get_job_id(writer: str | None) -> str:
-    """A name for all stages of a writer; another one every time if it has no name."""
+    """Return the id of all stages of a writer; a random one if the writer has no name."""
     return uuid.uuid4().hex if writer is None else hashlib.sha256(writer.encode()).hexdigest()[:32]
 
 
-def delete_staged_rows(dialect: Dialect, queue: str, execute: Execute) -> None:
-    """Remove all stages of a queue that is dropped, and what was noted of its writers."""
-    execute(f"DROP TABLE IF EXISTS {dialect.identifier(STAGE_PREFIX + queue)}")
-    execute(get_writer_ddl(dialect))  # which nobody may have needed so far
-    execute(f"DELETE FROM turnlane_writer WHERE queue = {dialect.mark}", (queue,))
+def get_writer_ddl(dialect: Dialect) -> str:
+    """Return the statement that creates ``turnlane_writer``, unless it exists."""
+    return (
+        "CREATE TABLE IF NOT EXISTS turnlane_writer (queue VARCHAR(64) NOT NULL, "
+        "job VARCHAR(32) NOT NULL, epoch BIGINT NOT NULL, PRIMARY KEY (queue, job)) "
+        + _get_table_options(dialect)
+    )
 
 
-def _end(dialect: Dialect) -> str:
-    """What the declaration of a table ends with."""
-    names = "ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
-    return names if dialect.name == "mysql" else ""
+def _get_table_options(dialect: Dialect) -> str:
+    mysql = "ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
+    return mysql if dialect.name == "mysql" else ""
 
 
-class BatchStaging(Closing):
-    """The stages of one queue in one database. Safe to use from any thread.
+def delete_batch_data(dialect: Dialect, queue: str, execute: Execute) -> None:
+    """Delete the stages of a dropped queue, and the records of its writers."""
+    execute(f"DROP TABLE IF EXISTS {dialect.quote_name(STAGE_PREFIX + queue)}")
+    execute(get_writer_ddl(dialect))  # it may not exist yet
+    execute(f"DELETE FROM turnlane_writer WHERE queue = {dialect.placeholder}", (queue,))
+
+
+# ── the gate ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class WriterGate:
+    """The gate of one queue in one database. Holds no connection."""
+
+    def __init__(self, dialect: Dialect, queue: str) -> None:
+        self._dialect = dialect
+        self._queue = queue
+
+    def prepare(self, execute: Execute) -> None:
+        """Create the gate's row and its table if they are missing; a new gate is open."""
+        execute(get_writer_ddl(self._dialect))
+        begin, end = self._dialect.insert_or_ignore
+        self._run(execute, f"{begin} turnlane_writer (queue, job, epoch) VALUES (%s, %s, 0) {end}")
+
+    def pass_through(self, execute: Execute) -> None:
+        """Keep the gate open until this transaction ends. Raises ``RetryLater`` if it is closed."""
+        if self.is_closed(execute, self._dialect.share):
+            raise RetryLater(
+                f"{self._queue!r} is being resharded: read its new map and try again",
+                after=RETRY_AFTER,
+            )
+
+    def exists(self, execute: Execute) -> bool:
+        """Whether the gate's row exists; the driver's error if the table does not."""
+        return bool(self._read(execute))
+
+    def is_closed(self, execute: Execute, lock: str = "") -> bool:
+        """Whether writers have to wait."""
+        found = self._read(execute, lock)
+        return bool(found and found[0][0])
+
+    def close(self, execute: Execute) -> None:
+        """Wait for commits that are under way, and let no other pass."""
+        self._run(execute, "UPDATE turnlane_writer SET epoch = 1 WHERE queue = %s AND job = %s")
+
+    def open(self, execute: Execute) -> None:
+        """Let writers pass."""
+        self._run(execute, "UPDATE turnlane_writer SET epoch = 0 WHERE queue = %s AND job = %s")
+
+    def _read(self, execute: Execute, lock: str = "") -> list[Row]:
+        statement = f"SELECT epoch FROM turnlane_writer WHERE queue = %s AND job = %s {lock}"
+        return execute(
+            statement.replace("%s", self._dialect.placeholder), (self._queue, GATE_JOB)
+        ).rows()
+
+    def _run(self, execute: Execute, statement: str) -> None:
+        execute(statement.replace("%s", self._dialect.placeholder), (self._queue, GATE_JOB))
+
+
+# ── staging ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class BatchStaging(Closeable):
+    """The stages of one queue in one database. Thread-safe.
 
     Every call may raise ``DatabaseDown`` or ``DatabaseReadOnly``, and may be repeated.
     """
@@ -55,14 +138,14 @@ class BatchStaging(Closing):
         self.definition = definition
         self._session = Session(dialect)
         self._gate = WriterGate(dialect, definition.name)
-        self._columns = (*INSERT_COLUMNS, *definition.names)
-        self._prepared = False
+        self._columns = (*INSERT_COLUMNS, *definition.column_names)
+        self._is_prepared = False
 
     def close(self) -> None:
         self._session.close()
 
     def add(self, stage: str, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows to a stage, as its ``first`` and the following."""
+        """Add rows to a stage; ``first`` is the number of the first one."""
         self._prepare()
         names = (*STAGE_COLUMNS, *self._columns)
         values = [
@@ -79,36 +162,35 @@ class BatchStaging(Closing):
     def commit(
         self, job: str, stages: Sequence[str], epoch: int | None = None, writer: str | None = None
     ) -> int:
-        """Move stages into the table and forget all others of the job; how many events.
+        """Move stages into the table and delete all others of the job; returns how many events.
 
-        None if the batch ``epoch`` was the last that its ``writer``, by default the job, has
-        committed; raises ``WriterAhead`` if that has committed a later one. An event whose name is
-        in the table is left out. Raises ``RetryLater`` while the queue is being resharded, if there
-        is an ``epoch``: by another map, the batch may belong elsewhere.
+        Moves nothing if its ``writer``, by default the job, committed the batch ``epoch`` last;
+        raises ``WriterAhead`` if the writer committed a later one. Leaves out events whose names
+        are in the table. With an ``epoch``, raises ``RetryLater`` while the queue is being
+        resharded: in the new map, the batch may belong to another database.
         """
         self._prepare()
 
         def work(execute: Execute) -> int:
             if epoch is not None:
                 self._gate.pass_through(execute)
-            if epoch is not None and not self._note(execute, writer or job, epoch):
+            if epoch is not None and not self._record_epoch(execute, writer or job, epoch):
                 moved = 0
             else:
-                moved = sum(execute(self._move(), (stage,)).count for stage in sorted(stages))
-            self._forget(execute, job)
+                move = self._build_move()
+                moved = sum(execute(move, (stage,)).count for stage in sorted(stages))
+            self._delete_stages(execute, job)
             return moved
 
         return self._session.transact(work)
 
     def discard(self, job: str) -> None:
-        """Give up all stages of a job."""
+        """Delete all stages of a job."""
         self._prepare()
-        self._session.transact(lambda execute: self._forget(execute, job))
+        self._session.transact(lambda execute: self._delete_stages(execute, job))
 
-    # ── how ──────────────────────────────────────────────────────────────────────────────────────
-
-    def _note(self, execute: Execute, writer: str, epoch: int) -> bool:
-        """Note a batch; false if it is the last that was noted."""
+    def _record_epoch(self, execute: Execute, writer: str, epoch: int) -> bool:
+        """Record a batch; false if it is the last recorded one."""
         key = (self.definition.name, get_job_id(writer))
         found = execute(
             self._sql("SELECT epoch FROM turnlane_writer WHERE queue = %s AND job = %s {lock}"), key
@@ -125,57 +207,188 @@ class BatchStaging(Closing):
         execute(self._sql(change), (epoch, *key))
         return True
 
-    def _move(self) -> str:
-        begin, end = self.dialect.skipping
+    def _build_move(self) -> str:
+        begin, end = self.dialect.insert_or_ignore
         defaults = {"fire_at": "{now}", "priority": "0"}
         values = [
             f"COALESCE({name}, {defaults[name]})" if name in defaults else name
             for name in INSERT_COLUMNS
         ]
         return self._sql(
-            f"{begin} {{table}} ({', '.join(INSERT_COLUMNS)}, {{own}}) "
-            f"SELECT {', '.join(values)}, {{own}} FROM {{stages}} "
+            f"{begin} {{table}} ({', '.join(INSERT_COLUMNS)}, {{users}}) "
+            f"SELECT {', '.join(values)}, {{users}} FROM {{stages}} "
             f"WHERE stage = %s ORDER BY number {end}"
         )
 
-    def _forget(self, execute: Execute, job: str) -> None:
+    def _delete_stages(self, execute: Execute, job: str) -> None:
         execute(
             self._sql("DELETE FROM {stages} WHERE stage LIKE %s OR staged_at < {now} - %s"),
             (f"{job}/%", STAGE_RETENTION * 10**9),
         )
 
     def _prepare(self) -> None:
-        """Make the tables, once."""
-        if self._prepared:
+        """Create the tables, once."""
+        if self._is_prepared:
             return
-        for statement in self._tables():
+        create_stages = (
+            "CREATE TABLE IF NOT EXISTS {stages} (stage VARCHAR(80) NOT NULL, "
+            "number BIGINT NOT NULL, staged_at BIGINT NOT NULL DEFAULT {now}, "
+            "fire_at BIGINT, priority SMALLINT, event_name VARCHAR(255), "
+            "event_group VARCHAR(255), after_group VARCHAR(255), {declared}, "
+            f"PRIMARY KEY (stage, number)) {_get_table_options(self.dialect)}"
+        )
+        for statement in (create_stages, get_writer_ddl(self.dialect)):
             try:
                 self._session.change(self._sql(statement))
             except self.dialect.error:
-                # Two at the same time: PostgreSQL tells one of them that it is there, as an error.
+                # Two processes create it at once: PostgreSQL raises an error for one of them.
                 self._session.change(self._sql(statement))
         self._session.transact(self._gate.prepare)
-        self._prepared = True
-
-    def _tables(self) -> list[str]:
-        return [
-            (
-                "CREATE TABLE IF NOT EXISTS {stages} (stage VARCHAR(80) NOT NULL, "
-                "number BIGINT NOT NULL, staged_at BIGINT NOT NULL DEFAULT {now}, "
-                "fire_at BIGINT, priority SMALLINT, event_name VARCHAR(255), "
-                "event_group VARCHAR(255), after_group VARCHAR(255), {declared}, "
-                f"PRIMARY KEY (stage, number)) {_end(self.dialect)}"
-            ),
-            get_writer_ddl(self.dialect),
-        ]
+        self._is_prepared = True
 
     def _sql(self, template: str) -> str:
         dialect, definition = self.dialect, self.definition
-        columns = ", ".join(map(dialect.own_columns, definition.columns))
-        return dialect.sql(
+        columns = ", ".join(map(get_queue_sql(dialect).declare_column, definition.columns))
+        return dialect.render(
             template,
-            table=dialect.identifier(definition.name),
-            stages=dialect.identifier(STAGE_PREFIX + definition.name),
-            own=", ".join(map(dialect.identifier, definition.names)),
+            table=dialect.quote_name(definition.name),
+            stages=dialect.quote_name(STAGE_PREFIX + definition.name),
+            users=", ".join(map(dialect.quote_name, definition.column_names)),
             declared=columns.replace("%", dialect.percent),
         )
+
+
+# ── progress, for a reshard ──────────────────────────────────────────────────────────────────────
+
+Stream = tuple[str, int]
+"""A queue of a node, and its partition."""
+Spans = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class WriterProgress:
+    """The progress of all writers that one database has recorded."""
+
+    batches: dict[str, int] = field(default_factory=dict)
+    """The last batch of each writer, by job."""
+    delivered: dict[Stream, Spans] = field(default_factory=dict)
+    """The delivered ranges of offsets."""
+
+    def find_common(self, other: WriterProgress) -> WriterProgress:
+        """Return the progress that both databases have recorded."""
+        batches = {
+            job: min(epoch, other.batches[job])
+            for job, epoch in self.batches.items()
+            if job in other.batches
+        }
+        delivered = {
+            stream: intersect_spans(spans, other.delivered[stream])
+            for stream, spans in self.delivered.items()
+            if stream in other.delivered
+        }
+        return WriterProgress(batches, delivered)
+
+
+def find_common_progress(all_progress: Iterable[WriterProgress]) -> WriterProgress:
+    """Return the progress that all databases have recorded."""
+    return reduce(WriterProgress.find_common, all_progress)
+
+
+def intersect_spans(one: Spans, other: Spans) -> Spans:
+    """Return the intersection of two lists of spans."""
+    common = (
+        (max(first, start), min(end, stop))
+        for first, end in one
+        for start, stop in other
+        if first < stop and start < end
+    )
+    return sorted(common)
+
+
+class ProgressTable(Closeable):
+    """The recorded progress and the gate of one queue in one database. Calls may be repeated."""
+
+    def __init__(self, dialect: Dialect, queue: str) -> None:
+        self._dialect = dialect
+        self._queue = queue
+        self._gate = WriterGate(dialect, queue)
+        self._session = Session(dialect)
+        names = [dialect.quote_name(name) for name in _DELIVERED_COLUMNS]
+        self._target, self._source, self._partition, self._first, self._end = names
+
+    def close(self) -> None:
+        self._session.close()
+
+    def read(self) -> WriterProgress:
+        """Return the progress that is recorded now."""
+        self._session.transact(self._gate.prepare)
+        batches = "SELECT job, epoch FROM turnlane_writer WHERE queue = %s AND job <> %s"
+        rows = self._session.query(self._sql(batches), (self._queue, GATE_JOB))
+        return WriterProgress({row[0]: row[1] for row in rows}, self._read_delivered())
+
+    def close_gate(self) -> None:
+        """Let no writer record anything here any more."""
+        self._session.transact(self._gate.prepare)
+        self._session.transact(self._gate.close)
+
+    def is_gate_closed(self) -> bool:
+        """Whether no writer can record anything here."""
+        self._session.transact(self._gate.prepare)
+        return self._session.transact(self._gate.is_closed)
+
+    def replace_and_open(self, progress: WriterProgress) -> None:
+        """Record the progress of other databases and open the gate; nothing if it is open."""
+        if progress.delivered:
+            self._create_delivered()
+
+        def work(execute: Execute) -> None:
+            if not self._gate.is_closed(execute, self._dialect.lock):
+                return
+            self._replace_batches(execute, progress.batches)
+            if progress.delivered:
+                self._replace_delivered(execute, progress.delivered)
+            self._gate.open(execute)
+
+        self._session.transact(work)
+
+    def _replace_batches(self, execute: Execute, batches: dict[str, int]) -> None:
+        delete = "DELETE FROM turnlane_writer WHERE queue = %s AND job <> %s"
+        execute(self._sql(delete), (self._queue, GATE_JOB))
+        insert = "INSERT INTO turnlane_writer (queue, job, epoch) VALUES (%s, %s, %s)"
+        for job, epoch in batches.items():
+            execute(self._sql(insert), (self._queue, job, epoch))
+
+    def _read_delivered(self) -> dict[Stream, Spans]:
+        columns = f"{self._source}, {self._partition}, {self._first}, {self._end}"
+        statement = f"SELECT {columns} FROM {DELIVERED_TABLE} WHERE {self._target} = %s"
+        try:
+            rows = self._session.query(self._sql(statement), (self._queue,))
+        except self._dialect.error:
+            return {}  # the table does not exist: no output has needed it
+        found: dict[Stream, Spans] = {}
+        for queue, partition, first, end in rows:
+            found.setdefault((queue, partition), []).append((first, end))
+        return found
+
+    def _create_delivered(self) -> None:
+        columns = (
+            f"{self._target} VARCHAR(200) NOT NULL, {self._source} VARCHAR(200) NOT NULL, "
+            f"{self._partition} INTEGER NOT NULL, {self._first} BIGINT NOT NULL, "
+            f"{self._end} BIGINT NOT NULL"
+        )
+        key = f"{self._target}, {self._source}, {self._partition}, {self._first}"
+        self._session.change(
+            f"CREATE TABLE IF NOT EXISTS {DELIVERED_TABLE} ({columns}, PRIMARY KEY ({key}))"
+        )
+
+    def _replace_delivered(self, execute: Execute, delivered: dict[Stream, Spans]) -> None:
+        delete = f"DELETE FROM {DELIVERED_TABLE} WHERE {self._target} = %s"
+        execute(self._sql(delete), (self._queue,))
+        rows: Sequence[tuple[object, ...]] = [
+            (self._queue, *stream, *span) for stream, spans in delivered.items() for span in spans
+        ]
+        if rows:
+            self._session.insert_many(DELIVERED_TABLE, _DELIVERED_COLUMNS, rows)
+
+    def _sql(self, statement: str) -> str:
+        return statement.replace("%s", self._dialect.placeholder)

@@ -1,4 +1,9 @@
-"""What a queue table is: its name, the user's columns, the key, the options."""
+"""The definition of a queue table: its name, its columns, its key, its options.
+
+``CREATE QUEUE`` (:mod:`turnlane.table.grammar`) produces a :class:`Definition`; the database keeps
+the statement as text, and every process parses the same text. So the text of a definition has to
+produce an equal definition.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +15,16 @@ from typing import Annotated, Any, Final, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from turnlane.units import Duration, format_duration
-from turnlane.validation import Contradiction, Problem, config_error
+from turnlane.validation import ConfigIssue, ContradictorySettings, convert_validation_error
 
-# ── names ──
-# Names of queues and columns: which are allowed, and how SQL has them.
+# ── names ────────────────────────────────────────────────────────────────────────────────────────
 
 MAX_NAME_BYTES: Final = 48
-"""Bytes. PostgreSQL cuts names at 63, and the names of indexes are longer than their table's."""
+"""PostgreSQL cuts names at 63 bytes, and the name of an index is longer than its table's name."""
 
 
 def check_name(name: str) -> str:
-    """The name, if a database can have it. Raises ``ValueError``."""
+    """Return the name if every database accepts it; raise ``ValueError`` otherwise."""
     if not name:
         raise ValueError("a name cannot be empty")
     if not name.isprintable():
@@ -31,29 +35,28 @@ def check_name(name: str) -> str:
     if len(name.encode()) > MAX_NAME_BYTES:
         raise ValueError(f"{name!r} is too long for a name: at most {MAX_NAME_BYTES} bytes")
     if any(ord(character) > 0xFFFF for character in name):
-        raise ValueError(f"{name!r} is not a name: MySQL has no such characters in names")
+        raise ValueError(f"{name!r} is not a name: MySQL does not allow such characters in names")
     return name
 
 
 def quote_identifier(name: str, quote: str = '"') -> str:
-    """The name as an identifier that means nothing else, whatever stands in it."""
+    """Return the name as a quoted identifier, safe for every character."""
     return quote + name.replace(quote, quote * 2) + quote
 
 
-# ── settings ──
-# The options of a queue table: what stands in ``WITH (…)``.
+# ── options ──────────────────────────────────────────────────────────────────────────────────────
 
 MAX_RETRY_SECONDS = 30 * 86_400.0
-"""A retry further off than a month is a mistake."""
+"""A retry after more than a month is a mistake."""
 
 PositiveDuration = Annotated[Duration, Field(gt=0)]
 
 
 class TableOrdering(enum.StrEnum):
-    """What waits for what."""
+    """Which events wait for each other."""
 
     NONE = "none"
-    """Nothing: events fire as they become due, side by side."""
+    """None: events fire in parallel as they become due."""
     KEY = "key"
     """Events of one key fire one after the other; the key is the queue's ``SHARD BY`` column."""
     QUEUE = "queue"
@@ -61,14 +64,14 @@ class TableOrdering(enum.StrEnum):
 
 
 class Layout(enum.StrEnum):
-    """What the table's primary key begins with."""
+    """The first column of the table's primary key."""
 
     TIME = "time"
     KEYSPACE = "keyspace"
 
 
 class TableSettings(BaseModel):
-    """The options of one queue table, checked and unchangeable; durations in seconds."""
+    """The options of one queue table, from ``WITH (…)``; immutable; durations in seconds."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
@@ -92,7 +95,9 @@ class TableSettings(BaseModel):
         default=600.0, le=MAX_RETRY_SECONDS, description="The longest wait."
     )
     max_attempts: int = Field(
-        default=20, ge=1, description="Fired so often without an ack, an event is a dead letter."
+        default=20,
+        ge=1,
+        description="An event fired this often without an ack becomes a dead letter.",
     )
     retention: Duration = Field(
         default=0.0,
@@ -111,98 +116,89 @@ class TableSettings(BaseModel):
         default=Layout.TIME, description="`time` or `keyspace`: the primary key."
     )
     lease: PositiveDuration = Field(
-        default=10.0, description="How long a manager that is not heard of keeps the lead."
+        default=10.0, description="How long a manager keeps the lead without renewing it."
     )
 
     @classmethod
-    def of(cls, **options: Any) -> Self:
+    def from_options(cls, **options: Any) -> Self:
         """Check options. Raises ``ConfigError``, which names the option."""
         try:
             return cls.model_validate(options)
         except ValidationError as error:
-            raise config_error(error, cls.model_fields) from None
+            raise convert_validation_error(error, cls.model_fields) from None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.backoff > self.max_backoff:
-            raise Contradiction([Problem("backoff", "must be at most max_backoff")])
+            raise ContradictorySettings([ConfigIssue("backoff", "must be at most max_backoff")])
         return self
 
-    def changed(self) -> dict[str, str]:
-        """The options that differ from their defaults, as ``WITH (…)`` has them."""
-        return {
-            name: _written(name, getattr(self, name))
-            for name in type(self).model_fields
-            if getattr(self, name) != getattr(DEFAULTS, name)
-        }
+    def get_changed_options(self) -> dict[str, str]:
+        """Return the options that differ from their defaults, as ``WITH (…)`` writes them."""
+        changed: dict[str, str] = {}
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if value != getattr(DEFAULTS, name):
+                changed[name] = format_duration(value) if name in DURATIONS else str(value)
+        return changed
 
 
 DURATIONS = frozenset({"ack_timeout", "backoff", "max_backoff", "retention", "window", "lease"})
-
-
-def _written(name: str, value: object) -> str:
-    if name in DURATIONS:
-        assert isinstance(value, float)
-        return format_duration(value)
-    return str(value)
-
-
 DEFAULTS = TableSettings()
 
 
-# ── types ──
-# The types that a queue's own columns may have, and what each database calls them.
+# ── columns ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnType:
-    """A type by its name in each database; ``arguments`` says how many numbers may follow."""
+    """A type of a user's column: its name in each database."""
 
     sqlite: str
     postgres: str
     mysql: str
     arguments: tuple[int, ...] = (0,)
-    passes: bool = True
-    """Whether the numbers mean anything; the width of MySQL's integers does not."""
-    keyed: bool = False
+    """How many numbers in parentheses may follow."""
+    renders_arguments: bool = True
+    """Whether the databases get the numbers; the width of MySQL's integers means nothing."""
+    can_be_key: bool = False
     """Whether its text is the same in every database, so that a key can be hashed by it."""
 
-    def check(self, arguments: tuple[int, ...]) -> None:
-        """Raise ``ValueError`` unless so many numbers may follow."""
+    def check_arguments(self, arguments: tuple[int, ...]) -> None:
+        """Raise ``ValueError`` if this many numbers may not follow."""
         if len(arguments) not in self.arguments:
             allowed = " or ".join(map(str, self.arguments))
             raise ValueError(f"takes {allowed} numbers in parentheses, not {len(arguments)}")
 
-    def written(self, database: str, arguments: tuple[int, ...]) -> str:
-        """The type as the database has it."""
+    def render(self, database: str, arguments: tuple[int, ...]) -> str:
+        """Return the type in the SQL of a database."""
         name: str = getattr(self, database)
-        if not arguments or not self.passes:
+        if not arguments or not self.renders_arguments:
             return name
         return f"{name}({', '.join(map(str, arguments))})"
 
 
-def _integer(postgres: str, mysql: str) -> ColumnType:
-    return ColumnType("INTEGER", postgres, mysql, (0, 1), passes=False, keyed=True)
+def _define_integer(postgres: str, mysql: str) -> ColumnType:
+    return ColumnType("INTEGER", postgres, mysql, (0, 1), renders_arguments=False, can_be_key=True)
 
 
 _DECIMAL: Final = ColumnType("NUMERIC", "NUMERIC", "DECIMAL", (0, 1, 2))
 _BYTES: Final = ColumnType("BLOB", "BYTEA", "LONGBLOB")
-_INT: Final = _integer("INTEGER", "INT")
-_DOUBLE: Final = ColumnType("REAL", "DOUBLE PRECISION", "DOUBLE")
+_INT: Final = _define_integer("INTEGER", "INT")
 
 TYPES: Final[Mapping[str, ColumnType]] = {
-    "BIGINT": _integer("BIGINT", "BIGINT"),
+    "BIGINT": _define_integer("BIGINT", "BIGINT"),
     "INT": _INT,
     "INTEGER": _INT,
-    "SMALLINT": _integer("SMALLINT", "SMALLINT"),
+    "SMALLINT": _define_integer("SMALLINT", "SMALLINT"),
     "BOOLEAN": ColumnType("BOOLEAN", "BOOLEAN", "BOOLEAN"),
     "REAL": ColumnType("REAL", "REAL", "FLOAT"),
-    "DOUBLE": _DOUBLE,
+    "DOUBLE": ColumnType("REAL", "DOUBLE PRECISION", "DOUBLE"),
     "NUMERIC": _DECIMAL,
     "DECIMAL": _DECIMAL,
     "CHAR": ColumnType("CHAR", "CHAR", "CHAR", (1,)),
-    "VARCHAR": ColumnType("VARCHAR", "VARCHAR", "VARCHAR", (1,), keyed=True),
-    "TEXT": ColumnType("TEXT", "TEXT", "LONGTEXT", keyed=True),
+    "VARCHAR": ColumnType("VARCHAR", "VARCHAR", "VARCHAR", (1,), can_be_key=True),
+    "TEXT": ColumnType("TEXT", "TEXT", "LONGTEXT", can_be_key=True),
     "BLOB": _BYTES,
     "BYTEA": _BYTES,
     "DATE": ColumnType("DATE", "DATE", "DATE"),
@@ -224,15 +220,15 @@ SYSTEM_COLUMNS: Final = (
     "after_group",
     "last_error",
 )
-"""Every queue table has these; the user's columns have other names."""
+"""The columns that every queue table has; a user's column needs another name."""
 
 INSERT_COLUMNS: Final = ("fire_at", "priority", "event_name", "event_group", "after_group")
-"""Those that an insert may set; the rest are turnlane's."""
+"""The system columns that an insert may set; turnlane sets the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the user's."""
+    """A column of the user."""
 
     name: str
     type: str
@@ -241,14 +237,16 @@ class Column:
 
     def __str__(self) -> str:
         numbers = f"({', '.join(map(str, self.arguments))})" if self.arguments else ""
-        return f"{quote_identifier(self.name)} {self.type}{numbers}" + (
-            " NOT NULL" if self.required else ""
-        )
+        required = " NOT NULL" if self.required else ""
+        return f"{quote_identifier(self.name)} {self.type}{numbers}{required}"
+
+
+# ── the definition ───────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A queue as ``CREATE QUEUE`` describes it; as text, it is that statement again."""
+    """A queue as ``CREATE QUEUE`` describes it; ``str()`` returns that statement."""
 
     name: str
     columns: tuple[Column, ...]
@@ -258,14 +256,14 @@ class Definition:
     def __post_init__(self) -> None:
         if self.name.lower().startswith("turnlane_"):
             raise ValueError("names that begin with turnlane_ are turnlane's own")
-        seen: set[str] = set()
-        for name in self.names:
-            # MySQL and SQLite do not tell columns apart by case.
+        known: set[str] = set()
+        for name in self.column_names:
+            # MySQL and SQLite ignore case in column names.
             if name.lower() in SYSTEM_COLUMNS:
                 raise ValueError(f"every queue has a column {name!r} of its own")
-            if name.lower() in seen:
-                raise ValueError(f"the column {name!r} stands there twice")
-            seen.add(name.lower())
+            if name.lower() in known:
+                raise ValueError(f"the column {name!r} is defined twice")
+            known.add(name.lower())
         self._check_key()
 
     def _check_key(self) -> None:
@@ -276,11 +274,11 @@ class Definition:
         column = next((each for each in self.columns if each.name == self.shard_by), None)
         if column is None:
             raise ValueError(f"SHARD BY: there is no column {self.shard_by!r}")
-        if not TYPES[column.type].keyed:
+        if not TYPES[column.type].can_be_key:
             raise ValueError(f"SHARD BY: a column of type {column.type} cannot be the key")
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def column_names(self) -> tuple[str, ...]:
         """The names of the user's columns."""
         return tuple(column.name for column in self.columns)
 
@@ -289,7 +287,7 @@ class Definition:
         text = f"CREATE QUEUE {quote_identifier(self.name)} ({columns})"
         if self.shard_by is not None:
             text += f" SHARD BY ({quote_identifier(self.shard_by)})"
-        options = self.settings.changed()
+        options = self.settings.get_changed_options()
         if options:
             text += f" WITH ({', '.join(f'{name} = {value}' for name, value in options.items())})"
         return text

@@ -1,232 +1,316 @@
-"""Firing: gives the events that are due to receivers, as far as the queue's limits allow."""
+"""The dispatcher: sends due events to receivers, within the queue's limits.
+
+**Marks.** Most events are sent without a write: the row was read a moment ago under the lease, and
+is deleted by the ack. A row gets the state ``fired`` first (it is *marked*) if it was read too long
+ago, because a user may have changed it; if the event was fired before, because its former receiver
+may ack it at any moment; or if the last leader died, because an event may have killed it and an
+attempt that is not written down does not count.
+
+**Fairness.** A receiver that is full delays no event of another receiver: its events return to the
+window, and the dispatcher goes on with the next ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from turnlane.databases import Row
 from turnlane.errors import DatabaseDown, DatabaseReadOnly
 from turnlane.rate import TokenBucket
-from turnlane.table.assignment import Assignment, assign_events
 from turnlane.table.event import EVENT_COLUMNS, TableEvent
-from turnlane.table.leader_state import LeaderState, ReceiverSlot2
-from turnlane.table.sql.dialect import Row
+from turnlane.table.leader_state import LeaderState, ReceiverSlot
 
 MAX_UNMARKED_AGE = 1.0
-"""Seconds. An event that was due when its row was read, so recently and under the lease, fires on
-the strength of that; an older one is marked in the table first, which notices what others did to
-its row. So is one that was fired before: who got it then may ack it at any moment."""
+"""Seconds for which a row counts as freshly read."""
 
 BURSTS_PER_SECOND = 10
-"""With ``max_qps``, at most this fraction of the events of a second fire at once."""
+"""With ``max_qps``, at most this fraction of the events of a second is sent at once."""
 
 FULL_RECEIVER_PAUSE = 0.02
-"""Seconds until another try when all receivers that are wanted are full and others are not."""
+"""Seconds until the next try when all receivers of the due events are full and others are not."""
 
 MARK_RETRY = 50_000_000
-"""Nanoseconds until another try with an event that could not be marked now."""
+"""Nanoseconds until the next try with an event that could not be marked."""
+
+
+# ── who gets which event ─────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class Assignment:
+    """Which receiver gets which events."""
+
+    sent: list[tuple[ReceiverSlot, list[TableEvent]]] = field(default_factory=list)
+    without_room: list[TableEvent] = field(default_factory=list)
+    """Events whose receivers are full."""
+    without_receiver: list[TableEvent] = field(default_factory=list)
+    """Events whose keys lie in no receiver's key range."""
+
+
+def assign_events(
+    events: Sequence[TableEvent],
+    slots: Sequence[ReceiverSlot],
+    get_keyspace_id: Callable[[TableEvent], int],
+) -> Assignment:
+    """Assign every event to the least busy receiver whose key range contains it. Pure."""
+    if all(slot.key_range.is_whole for slot in slots):
+        return _assign_evenly(events, slots)
+    return _assign_by_range(events, slots, get_keyspace_id)
+
+
+def _assign_evenly(events: Sequence[TableEvent], slots: Sequence[ReceiverSlot]) -> Assignment:
+    """Give each receiver one slice of the events: every receiver takes every key."""
+    result = Assignment()
+    at = 0
+    for slot, share in zip(slots, _compute_shares(len(events), slots), strict=True):
+        if share:
+            result.sent.append((slot, list(events[at : at + share])))
+            at += share
+    result.without_room = list(events[at:])
+    return result
+
+
+def _compute_shares(count: int, slots: Sequence[ReceiverSlot]) -> list[int]:
+    """Return how many events each slot gets, so that the loads become as equal as possible."""
+
+    def get_share(slot: ReceiverSlot, level: int) -> int:
+        return max(0, min(slot.room, level - slot.load))
+
+    # The highest level to which all slots can be filled.
+    low, high = 0, max((slot.load + slot.room for slot in slots), default=0)
+    while low < high:
+        level = (low + high + 1) // 2
+        if sum(get_share(slot, level) for slot in slots) <= count:
+            low = level
+        else:
+            high = level - 1
+    shares = [get_share(slot, low) for slot in slots]
+    rest = count - sum(shares)
+    for at, slot in enumerate(slots):
+        if rest and shares[at] < slot.room and slot.load + shares[at] <= low:
+            shares[at] += 1
+            rest -= 1
+    return shares
+
+
+def _assign_by_range(
+    events: Sequence[TableEvent],
+    slots: Sequence[ReceiverSlot],
+    get_keyspace_id: Callable[[TableEvent], int],
+) -> Assignment:
+    """Assign one by one: events of different keys have different receivers to choose from."""
+    result = Assignment()
+    sent: list[list[TableEvent]] = [[] for _ in slots]
+    for event in events:
+        keyspace_id = get_keyspace_id(event)
+        covering = [at for at, slot in enumerate(slots) if slot.key_range.contains(keyspace_id)]
+        free = [at for at in covering if len(sent[at]) < slots[at].room]
+        if free:
+            sent[min(free, key=lambda at: slots[at].load + len(sent[at]))].append(event)
+        else:
+            (result.without_room if covering else result.without_receiver).append(event)
+    result.sent = [(slot, mine) for slot, mine in zip(slots, sent, strict=True) if mine]
+    return result
+
+
+# ── the dispatcher ───────────────────────────────────────────────────────────────────────────────
 
 
 class EventDispatcher:
-    """Fires from the window. Called by a reign."""
+    """Sends events of the window to receivers. Owned by a leader's term."""
 
-    def __init__(self, realm: LeaderState) -> None:
-        self._realm = realm
-        rate = realm.settings.max_qps
+    def __init__(self, state: LeaderState) -> None:
+        self._state = state
+        self._cache = state.cache
+        rate = state.settings.max_qps
         burst = max(1.0, (rate or 0) / BURSTS_PER_SECOND)
-        now = realm.clock.monotonic()
+        now = state.clock.monotonic()
         self._rate = None if rate is None else TokenBucket(rate, burst, now, tokens=burst)
-        self._doubtful = 0
-        """Events up to this id are marked before they fire: the last leader may have died of one,
-        and an attempt that is not written down does not count."""
+        self._doubtful_until = 0
+        """Events up to this id are marked before they are sent."""
         self._not_before = float("-inf")
 
-    def doubt(self, last_id: int) -> None:
-        """The last leader died, perhaps of an event up to this id."""
-        self._doubtful = last_id
+    def mark_up_to(self, last_id: int) -> None:
+        """Mark all events up to an id before they are sent: one may have killed the last leader."""
+        self._doubtful_until = last_id
 
-    def next_time(self, places: Sequence[ReceiverSlot2], now: float) -> float:
-        """When to fire again; monotonic."""
-        realm = self._realm
-        if not realm.lead.fires:
+    def get_next_time(self, slots: Sequence[ReceiverSlot], now: float) -> float:
+        """Return when to send again, in monotonic seconds."""
+        if not self._state.lease.can_fire:
             return float("inf")
-        database_now = realm.now()
-        if realm.stock.window.has_due(database_now) and self._allowed(places) > 0:
+        database_now = self._state.now()
+        if self._cache.window.has_due(database_now) and self._get_room(slots) > 0:
             wait = 0.0 if self._rate is None else self._rate.seconds_until(1, now)
             return max(self._not_before, now + wait)
-        due = realm.stock.window.next_time()
+        due = self._cache.window.get_next_time()
         return float("inf") if due is None else now + max(0, due - database_now) / 1e9
 
-    def fire(self, places: Sequence[ReceiverSlot2]) -> None:
-        """Fire what is due and allowed."""
-        realm = self._realm
-        window = realm.stock.window
-        now = realm.clock.monotonic()
-        if now < self._not_before or not window.has_due(realm.now()) or not self._still_fires():
+    def send_due(self, slots: Sequence[ReceiverSlot]) -> None:
+        """Send the events that are due, as many as the limits allow."""
+        state, window = self._state, self._cache.window
+        now = state.clock.monotonic()
+        if now < self._not_before or not window.has_due(state.now()) or not self._confirm_lease():
             return
-        fired_before = realm.counts.fired
-        left: list[TableEvent] = []
+        fired_before = state.counts.fired
+        without_room: list[TableEvent] = []
         try:
-            while self._fire_some(places, now, left):
-                pass  # a receiver that is full holds up nobody whose events come after its own
+            while self._send_some(slots, now, without_room):
+                pass
         finally:
-            window.put_back(left)
-        if left and realm.counts.fired == fired_before:
+            window.put_back(without_room)
+        if without_room and state.counts.fired == fired_before:
             self._not_before = now + FULL_RECEIVER_PAUSE
 
-    def _fire_some(
-        self, places: Sequence[ReceiverSlot2], now: float, left: list[TableEvent]
+    def _send_some(
+        self, slots: Sequence[ReceiverSlot], now: float, without_room: list[TableEvent]
     ) -> bool:
-        """Fire the next that are due, put those without room into ``left``; whether to go on."""
-        realm = self._realm
-        allowed = max(0, self._allowed(places))
+        """Send the next due events; adds those without room to the list. Whether to go on."""
+        state = self._state
+        allowed = max(0, self._get_room(slots))
         if self._rate is not None:
             allowed = self._rate.take_available(allowed, now)
-        due = realm.stock.window.take(allowed, realm.now())
-        if realm.stock.order is not None:
-            due = realm.stock.order.admit(due)
-        decided = assign_events(due, places, realm.stock.key)
-        left += decided.left
-        realm.stock.leave(decided.homeless)
-        fired = self._hand_out(decided, now)
+        due = self._cache.window.take(allowed, state.now())
+        if self._cache.key_order is not None:
+            due = self._cache.key_order.admit(due)
+        assignment = assign_events(due, slots, self._cache.get_keyspace_id)
+        without_room += assignment.without_room
+        self._cache.leave_in_table(assignment.without_receiver)
+        sent = self._mark_and_send(assignment, now)
         if self._rate is not None:
-            self._rate.give_back(allowed - fired)
-        return bool(decided.left) and realm.lead.fires
+            self._rate.give_back(allowed - sent)
+        return bool(assignment.without_room) and state.lease.can_fire
 
-    def fire_new(self, rows: Sequence[Mapping[str, Any]], places: Sequence[ReceiverSlot2]) -> bool:
-        """Write events that are due at once as fired and send them off; false if that cannot be.
+    def send_new(self, rows: Sequence[Mapping[str, Any]], slots: Sequence[ReceiverSlot]) -> bool:
+        """Insert events as fired and send them, without reading them from the table.
 
-        It cannot while others wait before them, or a receiver would have to be chosen by key.
+        False, and nothing is done, if that is not possible: events have to be due at once and to
+        have the same columns, no other event may wait before them, and no receiver may have to be
+        chosen by key.
         """
         columns = tuple(rows[0]) if rows else ()
-        at_once = all(
-            tuple(row) == columns and "fire_at" not in row and "after_group" not in row
-            for row in rows
-        )
-        values = [tuple(row.values()) for row in rows]
-        return at_once and self._write_new(columns, values, places)
-
-    def _write_new(
-        self, columns: Sequence[str], rows: Sequence[Row], places: Sequence[ReceiverSlot2]
-    ) -> bool:
-        realm = self._realm
-        now = realm.clock.monotonic()
+        if any(tuple(row) != columns or "fire_at" in row or "after_group" in row for row in rows):
+            return False
+        state = self._state
+        now = state.clock.monotonic()
         if (
-            not realm.lead.fires
-            or realm.stock.order is not None
-            or self._allowed(places) < len(rows)
-            or realm.stock.window.has_due(realm.now())
-            or not all(place.key_range.is_everything for place in places)
+            not state.lease.can_fire
+            or self._cache.key_order is not None
+            or self._get_room(slots) < len(rows)
+            or self._cache.window.has_due(state.now())
+            or not all(slot.key_range.is_whole for slot in slots)
         ):
             return False
         if self._rate is not None and self._rate.seconds_until(len(rows), now) > 0:
             return False
-        ids = realm.store.insert_fired(realm.token, columns, rows)
-        # They are stored, whatever happens now; fire() sends them off in this step.
-        realm.stock.window.add(self._written(columns, ids, rows, now), realm.now())
+        values = [tuple(row.values()) for row in rows]
+        ids = state.store.insert_fired(state.token, columns, values)
+        # The events are stored. send_due() sends them in this step; if it fails, it tries again.
+        self._cache.window.add(self._make_events(columns, ids, values, now), state.now())
         return True
 
-    def _allowed(self, places: Sequence[ReceiverSlot2]) -> int:
-        """How many events may be out in addition, apart from the rate limit."""
-        room = sum(place.room for place in places)
-        limit = self._realm.settings.max_concurrency
-        return room if limit is None else min(room, limit - len(self._realm.stock.flights))
-
-    def _hand_out(self, decided: Assignment, now: float) -> int:
-        """Fire what was decided, what is not fresh only once its row says so."""
-        realm = self._realm
-        chosen = [event for _, events in decided.given for event in events]
-        gone = self._mark_stale(chosen, now)
-        if not self._still_fires():
-            realm.stock.window.put_back([event for event in chosen if event not in gone])
-            return 0
-        fired = 0
-        for seat, mine in decided.given:
-            assert isinstance(seat, ReceiverSlot2)
-            events = [event for event in mine if event not in gone] if gone else mine
-            self._take_off(seat, events, realm.clock.monotonic())
-            fired += len(events)
-        return fired
-
-    def _still_fires(self) -> bool:
-        """Whether the lease is ours, which a slow database may have used up; asks for more."""
-        lead = self._realm.lead
-        try:
-            lead.keep(proven=True)
-        except (DatabaseDown, DatabaseReadOnly):
-            lead.hold_up()
-        return lead.fires
-
-    def _take_off(self, place: ReceiverSlot2, events: list[TableEvent], now: float) -> None:
-        """Give events to a receiver."""
-        assert place.receiver is not None
-        for event in events:
-            event.seat = place
-        self._realm.stock.flights.add(events, now)
-        place.load += len(events)
-        self._realm.counts.fired += len(events)
-        self._realm.counts.fire_lag.add(events, self._realm.now())
-        place.receiver.offer(self._realm.court, events)
-
-    def _written(
+    def _make_events(
         self, columns: Sequence[str], ids: Sequence[int], rows: Sequence[Row], now: float
     ) -> list[TableEvent]:
-        """Events as if they had been read."""
-        names = (*EVENT_COLUMNS, *self._realm.store.definition.names)
-        known = {"fire_at": self._realm.now(), "priority": 0, "attempts": 0}
+        """Make events of inserted rows, as if they had been read."""
+        names = (*EVENT_COLUMNS, *self._state.store.definition.column_names)
+        defaults = {"fire_at": self._state.now(), "priority": 0, "attempts": 0}
         events = []
         for event_id, row in zip(ids, rows, strict=True):
-            values = {**known, **dict(zip(columns, row, strict=True)), "event_id": event_id}
-            event = TableEvent(tuple(map(values.get, names)), self._realm.court, now)
-            event.marked = True
+            values = {**defaults, **dict(zip(columns, row, strict=True)), "event_id": event_id}
+            event = TableEvent(tuple(map(values.get, names)), self._state.manager, now)
+            event.is_marked = True
             events.append(event)
         return events
 
-    def _mark_stale(self, events: list[TableEvent], now: float) -> set[TableEvent]:
-        """Mark what may not fire unmarked; returns what is not to be fired after all."""
+    def _get_room(self, slots: Sequence[ReceiverSlot]) -> int:
+        """Return how many more events may be in flight, apart from the rate limit."""
+        room = sum(slot.room for slot in slots)
+        limit = self._state.settings.max_concurrency
+        return room if limit is None else min(room, limit - len(self._cache.in_flight))
+
+    def _confirm_lease(self) -> bool:
+        """Whether the lease is still ours after slow calls of the database; renews it if due."""
+        lease = self._state.lease
+        try:
+            lease.renew_if_due(needs_write_proof=True)
+        except (DatabaseDown, DatabaseReadOnly):
+            lease.suspend()
+        return lease.can_fire
+
+    # ── sending ──────────────────────────────────────────────────────────────────────────────────
+
+    def _mark_and_send(self, assignment: Assignment, now: float) -> int:
+        """Mark the events that need it, then send; returns how many were sent."""
+        chosen = [event for _, events in assignment.sent for event in events]
+        unmarkable = self._mark_where_needed(chosen, now)
+        if not self._confirm_lease():
+            self._cache.window.put_back([event for event in chosen if event not in unmarkable])
+            return 0
+        sent = 0
+        for slot, mine in assignment.sent:
+            events = [event for event in mine if event not in unmarkable] if unmarkable else mine
+            self._send(slot, events, self._state.clock.monotonic())
+            sent += len(events)
+        return sent
+
+    def _send(self, slot: ReceiverSlot, events: list[TableEvent], now: float) -> None:
+        assert slot.receiver is not None
+        state = self._state
+        for event in events:
+            event.slot = slot
+        self._cache.in_flight.add(events, now)
+        slot.load += len(events)
+        state.counts.fired += len(events)
+        state.counts.fire_lag.add(events, state.now())
+        slot.receiver.offer(state.manager, events)
+
+    def _mark_where_needed(self, events: list[TableEvent], now: float) -> set[TableEvent]:
+        """Mark events that need a mark; returns the events that must not be sent."""
         stale = [
             event
             for event in events
             if event.read_at < now - MAX_UNMARKED_AGE
-            or ((event.id <= self._doubtful or event.attempts) and not event.marked)
+            or ((event.id <= self._doubtful_until or event.attempts) and not event.is_marked)
         ]
         if not stale:
             return set()
         try:
-            standing = self._mark(stale)
-            unmarked = {event for event in stale if event.id not in standing}
-            if unmarked:
-                self._look_again(unmarked)
+            open_ids = self._mark(stale)
+            unmarkable = {event for event in stale if event.id not in open_ids}
+            if unmarkable:
+                self._read_again(unmarkable)
         except BaseException:
-            self._realm.stock.window.put_back(events)
+            self._cache.window.put_back(events)
             raise
-        return unmarked
-
-    def _look_again(self, events: set[TableEvent]) -> None:
-        """Find out why events could not be marked: they are gone, moved, not quite due, or locked.
-
-        By its own clock the database may be a moment behind what is thought here.
-        """
-        realm = self._realm
-        rows = realm.store.read_ids(realm.token, [event.id for event in events])
-        there = {row[0] for row in rows}
-        now, horizon = realm.now(), realm.horizon()
-        realm.stock.over([event for event in events if event.id not in there], now)
-        again = [TableEvent(row, realm.court, 0.0) for row in rows if row[1] <= horizon]
-        realm.stock.window.add(
-            [event.moved(max(event.fire_at, now + MARK_RETRY), 0) for event in again], now
-        )
+        return unmarkable
 
     def _mark(self, events: list[TableEvent]) -> set[int]:
-        """Mark rows as fired; returns the ids of those that are not settled."""
-        store = self._realm.store
-        unmarked = [event.id for event in events if not event.marked]
-        standing = store.mark(self._realm.token, unmarked) if unmarked else set()
-        marked = [event.id for event in events if event.marked]
+        """Mark rows as fired; returns the ids of the events that may be sent."""
+        store = self._state.store
+        unmarked = [event.id for event in events if not event.is_marked]
+        open_ids = store.mark_fired(self._state.token, unmarked) if unmarked else set()
+        marked = [event.id for event in events if event.is_marked]
         if marked:
-            standing |= store.standing(marked)
-        now = self._realm.clock.monotonic()
+            open_ids |= store.find_open(marked)
+        now = self._state.clock.monotonic()
         for event in events:
-            if event.id in standing:
-                event.marked, event.read_at = True, now
-        return standing
+            if event.id in open_ids:
+                event.is_marked, event.read_at = True, now
+        return open_ids
+
+    def _read_again(self, events: set[TableEvent]) -> None:
+        """Read why events could not be marked: they are gone, moved, not quite due, or locked.
+
+        The estimate of the database's clock may be a moment ahead for a single row.
+        """
+        state = self._state
+        rows = state.store.read_ids(state.token, [event.id for event in events])
+        found = {row[0] for row in rows}
+        now, window_end = state.now(), state.get_window_end()
+        self._cache.release_keys([event for event in events if event.id not in found], now)
+        again = [TableEvent(row, state.manager, 0.0) for row in rows if row[1] <= window_end]
+        self._cache.window.add(
+            [event.copy_for_retry(max(event.fire_at, now + MARK_RETRY), 0) for event in again], now
+        )

@@ -1,4 +1,4 @@
-"""The statements about queues, and about the schedules of events that recur.
+"""The grammar of statements about queues and schedules, and a parser for it.
 
 ::
 
@@ -14,8 +14,8 @@
     literal   = text | [-] number | TRUE | FALSE | NULL
     drop schedule = DROP SCHEDULE name ON name
 
-Words are matched without regard to case; a name in double quotes or backticks is taken as it is.
-A statement may end with a semicolon. Comments start with ``--``.
+Words match in any case; a name in double quotes or backticks keeps its case. A statement may end
+with a semicolon. Comments start with ``--``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final, NamedTuple, NoReturn, Protocol
+from typing import Final, NamedTuple, NoReturn, Protocol, TypeVar
 
 from turnlane.errors import ConfigError, NoSuchSchedule, SyntaxFault
 from turnlane.table.definition import TYPES, Column, Definition, TableSettings, check_name
 from turnlane.table.schedules import Schedule
-from turnlane.validation import did_you_mean
+from turnlane.validation import suggest
 
 _TOKEN: Final = re.compile(
     r"""(?P<space>(?:\s|--[^\n]*)+)
@@ -41,6 +41,7 @@ _TOKEN: Final = re.compile(
     re.VERBOSE,
 )
 
+T = TypeVar("T")
 
 LiteralValue = str | int | float | bool | None
 LITERALS: Final[dict[str, LiteralValue]] = {"TRUE": True, "FALSE": False, "NULL": None}
@@ -48,7 +49,7 @@ LITERALS: Final[dict[str, LiteralValue]] = {"TRUE": True, "FALSE": False, "NULL"
 
 @dataclass(frozen=True, slots=True)
 class CreateQueue:
-    """Make a queue."""
+    """Create a queue."""
 
     definition: Definition
     if_not_exists: bool = False
@@ -69,14 +70,14 @@ class ShowQueues:
 
 @dataclass(frozen=True, slots=True)
 class CreateSchedule:
-    """Have an event recur."""
+    """Create a schedule: an event recurs."""
 
     schedule: Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class DropSchedule:
-    """Have it recur no more."""
+    """Delete a schedule."""
 
     name: str
     queue: str
@@ -92,7 +93,7 @@ Statement = CreateQueue | DropQueue | ShowQueues | ScheduleStatement
 
 
 class Token(NamedTuple):
-    """A piece of a statement, and where it starts."""
+    """A token of a statement, and its position."""
 
     kind: str
     text: str
@@ -100,22 +101,22 @@ class Token(NamedTuple):
 
     @property
     def word(self) -> str:
-        """A bare word in capitals; nothing for any other token."""
+        """The bare word in capitals; an empty text for any other token."""
         return self.text.upper() if self.kind == "word" else ""
 
     @property
-    def shown(self) -> str:
-        """As an error message has it."""
+    def description(self) -> str:
+        """The token for an error message."""
         return "the end" if self.kind == "end" else repr(self.text)
 
 
 def parse(text: str) -> Statement:
-    """The statement that ``text`` is. Raises ``SyntaxFault`` with line and column."""
-    return _Parser(text).statement()
+    """Parse a statement. Raises ``SyntaxFault`` with line and column."""
+    return _Parser(text).parse_statement()
 
 
 def parse_definition(text: str) -> Definition:
-    """The definition in a ``CREATE QUEUE`` statement."""
+    """Parse a ``CREATE QUEUE`` statement. Raises ``SyntaxFault``."""
     statement = parse(text)
     if not isinstance(statement, CreateQueue):
         raise SyntaxFault("expected CREATE QUEUE", 1, 1)
@@ -123,67 +124,66 @@ def parse_definition(text: str) -> Definition:
 
 
 class _Parser:
-    """Recursive descent: a method for each rule of the grammar."""
+    """A recursive descent parser: one method for each rule of the grammar."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._tokens = self._scan()
+        self._tokens = self._split_tokens()
         self._next = 0
 
-    def statement(self) -> Statement:
+    def parse_statement(self) -> Statement:
         parsed: Statement
-        match self._take_word("CREATE", "DROP", "SHOW").word:
-            case "CREATE":
-                parsed = self._create_schedule() if self._about_schedules() else self._create()
-            case "DROP":
-                parsed = self._drop_schedule() if self._about_schedules() else self._drop()
-            case _:
-                shown = self._take_word("QUEUES", "SCHEDULES").word
-                parsed = ShowQueues() if shown == "QUEUES" else ShowSchedules()
-        self._skip(";")
+        verb = self._take_word("CREATE", "DROP", "SHOW").word
+        if verb == "SHOW":
+            shown = self._take_word("QUEUES", "SCHEDULES").word
+            parsed = ShowQueues() if shown == "QUEUES" else ShowSchedules()
+        elif self._take_word("QUEUE", "SCHEDULE").word == "QUEUE":
+            parsed = self._parse_create() if verb == "CREATE" else self._parse_drop()
+        elif verb == "CREATE":
+            parsed = self._parse_create_schedule()
+        else:
+            parsed = DropSchedule(*self._parse_schedule_name())
+        self._take_if(";")
         if self._peek().kind != "end":
-            self._fail(f"expected the end, found {self._peek().shown}", self._peek())
+            self._fail(f"expected the end, found {self._peek().description}", self._peek())
         return parsed
 
-    def _about_schedules(self) -> bool:
-        return self._take_word("QUEUE", "SCHEDULE").word == "SCHEDULE"
-
-    def _create(self) -> CreateQueue:
-        lenient = self._take_phrase("IF", "NOT", "EXISTS")
+    def _parse_create(self) -> CreateQueue:
+        if_not_exists = self._take_phrase("IF", "NOT", "EXISTS")
         start = self._peek()
-        name = self._name("a queue's name")
-        columns = self._columns()
-        shard_by = self._shard_by() if self._take_phrase("SHARD", "BY") else None
-        settings = self._settings() if self._take_phrase("WITH") else TableSettings()
+        name = self._parse_name("a queue's name")
+        columns = self._parse_columns()
+        shard_by = self._parse_shard_by() if self._take_phrase("SHARD", "BY") else None
+        settings = self._parse_settings() if self._take_phrase("WITH") else TableSettings()
         try:
             definition = Definition(name, tuple(columns), shard_by, settings)
         except ValueError as error:
             self._fail(str(error), start)
-        return CreateQueue(definition, lenient)
+        return CreateQueue(definition, if_not_exists)
 
-    def _drop(self) -> DropQueue:
-        lenient = self._take_phrase("IF", "EXISTS")
-        return DropQueue(self._name("a queue's name"), lenient)
+    def _parse_drop(self) -> DropQueue:
+        if_exists = self._take_phrase("IF", "EXISTS")
+        return DropQueue(self._parse_name("a queue's name"), if_exists)
 
-    def _columns(self) -> list[Column]:
+    def _parse_columns(self) -> list[Column]:
         self._take_sign("(")
-        columns = [self._column()]
-        while self._skip(",") and self._peek().text != ")":
-            columns.append(self._column())
+        columns = [self._parse_column()]
+        while self._take_if(",") and self._peek().text != ")":
+            columns.append(self._parse_column())
         self._take_sign(")")
         return columns
 
-    def _column(self) -> Column:
-        name = self._name("a column's name")
+    def _parse_column(self) -> Column:
+        name = self._parse_name("a column's name")
         token = self._peek()
         kind = self._take("word", "a type").word
         if kind not in TYPES:
-            self._fail(f"there is no type {token.shown}{did_you_mean(kind, TYPES)}", token)
+            self._fail(f"there is no type {token.description}{suggest(kind, TYPES)}", token)
         if kind == "DOUBLE":
             self._take_phrase("PRECISION")
-        arguments = self._arguments() if self._peek().text == "(" else ()
+        arguments = self._parse_arguments() if self._peek().text == "(" else ()
         try:
-            TYPES[kind].check(arguments)
+            TYPES[kind].check_arguments(arguments)
         except ValueError as error:
             self._fail(f"{kind} {error}", token)
         required = self._take_phrase("NOT", "NULL")
@@ -191,65 +191,67 @@ class _Parser:
             self._take_phrase("NULL")
         return Column(name, kind, arguments, required)
 
-    def _arguments(self) -> tuple[int, ...]:
+    def _parse_arguments(self) -> tuple[int, ...]:
         self._take_sign("(")
-        numbers = [self._number()]
-        while self._skip(","):
-            numbers.append(self._number())
+        numbers = [self._parse_number()]
+        while self._take_if(","):
+            numbers.append(self._parse_number())
         self._take_sign(")")
         return tuple(numbers)
 
-    def _number(self) -> int:
+    def _parse_number(self) -> int:
         token = self._take("value", "a whole number")
         if not token.text.isdecimal() or len(token.text) > 9:
-            self._fail(f"expected a whole number, found {token.shown}", token)
+            self._fail(f"expected a whole number, found {token.description}", token)
         return int(token.text)
 
-    def _shard_by(self) -> str:
+    def _parse_shard_by(self) -> str:
         self._take_sign("(")
-        name = self._name("a column's name")
+        name = self._parse_name("a column's name")
         self._take_sign(")")
         return name
 
-    def _settings(self) -> TableSettings:
+    def _parse_settings(self) -> TableSettings:
         start = self._peek()
-        self._take_sign("(")
-        options = dict([self._option()])
-        while self._skip(",") and self._peek().text != ")":
-            at = self._peek()
-            name, value = self._option()
-            if name in options:
-                self._fail(f"{name} stands there twice", at)
-            options[name] = value
-        self._take_sign(")")
-        return self._checked(options, start)
+        options = self._parse_pairs(self._parse_option)
+        try:
+            return TableSettings.from_options(**options)
+        except ConfigError as error:
+            self._fail(str(error), start)
 
-    def _option(self) -> tuple[str, str]:
+    def _parse_pairs(self, parse_pair: Callable[[], tuple[str, T]]) -> dict[str, T]:
+        """Parse ``( name = value {, name = value} [,] )``."""
+        self._take_sign("(")
+        pairs = dict([parse_pair()])
+        while self._take_if(",") and self._peek().text != ")":
+            at = self._peek()
+            name, value = parse_pair()
+            if name in pairs:
+                self._fail(f"{name!r} is given twice", at)
+            pairs[name] = value
+        self._take_sign(")")
+        return pairs
+
+    def _parse_option(self) -> tuple[str, str]:
         name = self._take("word", "an option").text.lower()
         self._take_sign("=")
         token = self._peek()
         if token.kind not in {"word", "value", "text"}:
-            self._fail(f"expected a value for {name}, found {token.shown}", token)
+            self._fail(f"expected a value for {name}, found {token.description}", token)
         self._next += 1
-        return name, _unquoted(token.text) if token.kind == "text" else token.text.lower()
-
-    def _checked(self, options: dict[str, str], start: Token) -> TableSettings:
-        try:
-            return TableSettings.of(**options)
-        except ConfigError as error:
-            self._fail(str(error), start)
+        return name, _unquote(token.text) if token.kind == "text" else token.text.lower()
 
     # ── schedules ────────────────────────────────────────────────────────────────────────────────
 
-    def _create_schedule(self) -> CreateSchedule:
+    def _parse_create_schedule(self) -> CreateSchedule:
         start = self._peek()
-        name, queue = self._schedule_name()
+        name, queue = self._parse_schedule_name()
         self._take_word("EVERY")
-        every = _unquoted(self._take("text", "a cron expression in quotes").text)
+        every = _unquote(self._take("text", "a cron expression in quotes").text)
         zone = "UTC"
         if self._take_phrase("TIME", "ZONE"):
-            zone = _unquoted(self._take("text", "a time zone in quotes").text)
-        values = self._values() if self._take_phrase("VALUES") else {}
+            zone = _unquote(self._take("text", "a time zone in quotes").text)
+        values = self._parse_pairs(self._parse_value) if self._take_phrase("VALUES") else {}
         schedule = Schedule(queue, name, every, zone, values)
         try:
             schedule.check()
@@ -257,40 +259,25 @@ class _Parser:
             self._fail(str(error), start)
         return CreateSchedule(schedule)
 
-    def _drop_schedule(self) -> DropSchedule:
-        return DropSchedule(*self._schedule_name())
-
-    def _schedule_name(self) -> tuple[str, str]:
-        name = self._name("a schedule's name")
+    def _parse_schedule_name(self) -> tuple[str, str]:
+        name = self._parse_name("a schedule's name")
         self._take_word("ON")
-        return name, self._name("a queue's name")
+        return name, self._parse_name("a queue's name")
 
-    def _values(self) -> dict[str, LiteralValue]:
-        self._take_sign("(")
-        values = dict([self._value()])
-        while self._skip(",") and self._peek().text != ")":
-            at = self._peek()
-            name, value = self._value()
-            if name in values:
-                self._fail(f"{name!r} stands there twice", at)
-            values[name] = value
-        self._take_sign(")")
-        return values
-
-    def _value(self) -> tuple[str, LiteralValue]:
-        name = self._name("a column's name")
+    def _parse_value(self) -> tuple[str, LiteralValue]:
+        name = self._parse_name("a column's name")
         self._take_sign("=")
-        return name, self._literal()
+        return name, self._parse_literal()
 
-    def _literal(self) -> LiteralValue:
+    def _parse_literal(self) -> LiteralValue:
         token = self._peek()
         if token.kind == "text":
             self._next += 1
-            return _unquoted(token.text)
+            return _unquote(token.text)
         if token.kind == "word":
             word = self._take_word(*LITERALS).word
             return LITERALS[word]
-        sign = -1 if self._skip("-") else 1
+        sign = -1 if self._take_if("-") else 1
         number = self._take("value", "a value").text
         try:
             return sign * (int(number) if number.isdecimal() else float(number))
@@ -299,7 +286,7 @@ class _Parser:
 
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
-    def _scan(self) -> list[Token]:
+    def _split_tokens(self) -> list[Token]:
         tokens = []
         at = 0
         while at < len(self._text):
@@ -317,43 +304,43 @@ class _Parser:
     def _take(self, kind: str, wanted: str) -> Token:
         token = self._peek()
         if token.kind != kind:
-            self._fail(f"expected {wanted}, found {token.shown}", token)
+            self._fail(f"expected {wanted}, found {token.description}", token)
         self._next += 1
         return token
 
     def _take_word(self, *words: str) -> Token:
         token = self._peek()
         if token.word not in words:
-            hint = did_you_mean(token.word, words)
-            self._fail(f"expected {' or '.join(words)}, found {token.shown}{hint}", token)
+            hint = suggest(token.word, words)
+            self._fail(f"expected {' or '.join(words)}, found {token.description}{hint}", token)
         self._next += 1
         return token
 
     def _take_phrase(self, *words: str) -> bool:
-        """Take all of the words, if they come next."""
+        """Take the words if all of them come next; whether they did."""
         if any(self._peek(ahead).word != word for ahead, word in enumerate(words)):
             return False
         self._next += len(words)
         return True
 
     def _take_sign(self, sign: str) -> None:
-        if not self._skip(sign):
-            self._fail(f"expected {sign!r}, found {self._peek().shown}", self._peek())
+        if not self._take_if(sign):
+            self._fail(f"expected {sign!r}, found {self._peek().description}", self._peek())
 
-    def _skip(self, sign: str) -> bool:
+    def _take_if(self, sign: str) -> bool:
         if self._peek().text != sign:
             return False
         self._next += 1
         return True
 
-    def _name(self, wanted: str) -> str:
+    def _parse_name(self, wanted: str) -> str:
         token = self._peek()
         if token.kind not in {"word", "quoted"}:
-            self._fail(f"expected {wanted}, found {token.shown}", token)
+            self._fail(f"expected {wanted}, found {token.description}", token)
         self._next += 1
         try:
-            # A bare name is the same in every case; a quoted one is taken as it is.
-            return check_name(token.text.lower() if token.kind == "word" else _unquoted(token.text))
+            # A bare name has no case; a quoted name keeps it.
+            return check_name(token.text.lower() if token.kind == "word" else _unquote(token.text))
         except ValueError as error:
             self._fail(str(error), token)
 
@@ -363,47 +350,48 @@ class _Parser:
         raise SyntaxFault(message, line, column) from None
 
 
-def _unquoted(text: str) -> str:
+def _unquote(text: str) -> str:
     quote = text[0]
     return text[1:-1].replace(quote * 2, quote)
 
 
-# ── scheduling ──
-# Scheduling: the statements about schedules, for queues in one database or in several.
+# ── running statements about schedules ───────────────────────────────────────────────────────────
 
 
 class ScheduleOwner(AbstractContextManager["ScheduleOwner"], Protocol):
-    """A queue, as far as its schedules go."""
+    """A queue in one database or in several, with its schedules."""
 
     def schedule(self, name: str, every: str, time_zone: str, /, **columns: object) -> None:
-        """Make one."""
+        """Create a schedule."""
 
     def unschedule(self, name: str) -> bool:
-        """Forget one; false if there is none."""
+        """Delete a schedule; false if there is none."""
 
     def schedules(self) -> list[Schedule]:
-        """All there are."""
+        """Return all schedules."""
 
 
 def run_schedule_statement(
     statement: ScheduleStatement,
-    opened: Callable[[str], ScheduleOwner],
-    queues: Callable[[], Iterable[str]],
+    open_queue: Callable[[str], ScheduleOwner],
+    list_queues: Callable[[], Iterable[str]],
 ) -> list[str]:
-    """Run it on a queue; returns the names concerned, or statements that make what there is."""
+    """Run a statement; returns the schedule's name, or for SHOW the statements that create all."""
     match statement:
-        case CreateSchedule(made):
-            with opened(made.queue) as queue:
-                queue.schedule(made.name, made.every, made.time_zone, **made.columns)
-            return [made.name]
-        case DropSchedule(name, of):
-            with opened(of) as queue:
+        case CreateSchedule(schedule):
+            with open_queue(schedule.queue) as queue:
+                queue.schedule(
+                    schedule.name, schedule.every, schedule.time_zone, **schedule.columns
+                )
+            return [schedule.name]
+        case DropSchedule(name, queue_name):
+            with open_queue(queue_name) as queue:
                 if not queue.unschedule(name):
-                    raise NoSuchSchedule(f"{of!r} has no schedule {name!r}")
+                    raise NoSuchSchedule(f"{queue_name!r} has no schedule {name!r}")
             return [name]
         case _:
             shown: list[str] = []
-            for name in queues():
-                with opened(name) as queue:
+            for queue_name in list_queues():
+                with open_queue(queue_name) as queue:
                     shown += map(str, queue.schedules())
             return shown

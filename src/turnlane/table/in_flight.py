@@ -1,4 +1,7 @@
-"""Settling: acks that are taken and not stored yet."""
+"""Events after they were sent: in flight until they are settled, then acks until they are stored.
+
+The manager's thread owns both structures. Only :class:`Completion` is shared with other threads.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,34 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from turnlane.table.event import TableEvent
 from turnlane.table.store import TableStore
 
-# ── flights ──
-# Flights: events that were fired and are not settled.
+MAX_BUFFERED_ACKS = 1_000
+"""This many acks are stored at once."""
+
+FLUSH_DELAY = 0.05
+"""Seconds for which an ack waits for others, unless a thread waits for it."""
+
+LOCKED_RETRY = 0.25
+"""Seconds until the next try to store an ack whose row another transaction has locked."""
 
 
 class InFlightEvents:
-    """Events in the hands of receivers, by id. Pure: times are passed in, monotonic.
+    """Events that receivers have and did not settle, by id. Pure: times are monotonic.
 
-    Fired events are remembered batch by batch, in the order of time, so that nobody has to look
-    through all of them to find the late ones. Most are settled before the first look: until then
-    only their ids are remembered, and they are gone from memory when they are settled.
+    Events are remembered in batches, in the order in which they were sent, so that no search
+    through all of them is needed to find the overdue ones. Most events are settled before the first
+    check: until then only their ids are remembered, so a settled event leaves the memory at once.
     """
 
-    def __init__(self, ack_timeout: float, look_after: float) -> None:
+    def __init__(self, ack_timeout: float, check_after: float) -> None:
         self._timeout = ack_timeout
-        self._look_after = look_after
+        self._check_after = check_after
         self._events: dict[int, TableEvent] = {}
         self._new: deque[tuple[float, list[int]]] = deque()
-        """With the times at which they were fired."""
-        self._late: deque[tuple[float, list[TableEvent]]] = deque()
-        self._unseen: deque[tuple[float, list[TableEvent]]] = deque()
+        """Batches that were not checked yet, with the times at which they were sent."""
+        self._overdue: deque[tuple[float, list[TableEvent]]] = deque()
+        """Checked batches, with the times at which they are overdue."""
+        self._unchecked: deque[tuple[float, list[TableEvent]]] = deque()
+        """Checked batches, with the times of their next checks."""
 
     def __len__(self) -> int:
         return len(self._events)
@@ -36,97 +47,89 @@ class InFlightEvents:
     def __contains__(self, event_id: int) -> bool:
         return event_id in self._events
 
-    @property
-    def ids(self) -> Container[int]:
-        """Of all events that are out; a view."""
-        return self._events.keys()
-
     def __iter__(self) -> Iterator[TableEvent]:
         return iter(self._events.values())
 
+    @property
+    def ids(self) -> Container[int]:
+        """The ids of all events in flight; a view."""
+        return self._events.keys()
+
     def add(self, events: list[TableEvent], now: float) -> None:
-        """Events that are given to a receiver now."""
+        """Add events that are sent now."""
         for event in events:
-            event.fired = now
+            event.sent_at = now
             self._events[event.id] = event
         self._new.append((now, [event.id for event in events]))
 
     def get(self, event_id: int) -> TableEvent | None:
-        """The event of this id, if it is out."""
+        """Return the event of this id, if it is in flight."""
         return self._events.get(event_id)
 
     def pop(self, event_id: int) -> TableEvent | None:
-        """Take an event out: it is settled, or fired again."""
+        """Remove an event that is settled or put back."""
         return self._events.pop(event_id, None)
 
-    def late(self, now: float) -> list[TableEvent]:
-        """Events whose time to be settled is over; again after a while, if they stay.
+    def find_overdue(self, now: float) -> list[TableEvent]:
+        """Return events that were not settled in time, among those already checked.
 
-        Of those that :meth:`unseen` has named before.
+        Returns them again after a while if they stay.
         """
-        found = self._over(self._late, now)
+        found = self._take_until(self._overdue, now)
         if found:
-            self._late.append((now + self._look_after, found))
+            self._overdue.append((now + self._check_after, found))
         return found
 
-    def unseen(self, now: float) -> list[TableEvent]:
-        """Events whose rows should be looked at: out for a while, or for another while."""
-        found = self._over(self._unseen, now)
-        while self._new and self._new[0][0] + self._look_after <= now:
-            fired, ids = self._new.popleft()
-            # One that was fired again has another time.
-            known = [event for each in ids if (event := self._events.get(each)) is not None]
-            out = [event for event in known if event.fired == fired]
-            if out:
-                self._late.append((fired + self._timeout, out))
-            found += out
+    def find_unchecked(self, now: float) -> list[TableEvent]:
+        """Return events whose rows have to be checked: sent, or last checked, a while ago."""
+        found = self._take_until(self._unchecked, now)
+        while self._new and self._new[0][0] + self._check_after <= now:
+            sent_at, ids = self._new.popleft()
+            events = (self._events.get(each) for each in ids)
+            # An event that was sent again has another time.
+            current = [event for event in events if event is not None and event.sent_at == sent_at]
+            if current:
+                self._overdue.append((sent_at + self._timeout, current))
+            found += current
         if found:
-            self._unseen.append((now + self._look_after, found))
+            self._unchecked.append((now + self._check_after, found))
         return found
 
-    def next_time(self) -> float | None:
-        """When :meth:`late` or :meth:`unseen` will have something to say."""
-        times = [line[0][0] for line in (self._late, self._unseen) if line]
+    def get_next_time(self) -> float | None:
+        """Return when an event becomes overdue or has to be checked."""
+        times = [batches[0][0] for batches in (self._overdue, self._unchecked) if batches]
         if self._new:
-            times.append(self._new[0][0] + self._look_after)
+            times.append(self._new[0][0] + self._check_after)
         return min(times, default=None)
 
-    def _over(self, line: deque[tuple[float, list[TableEvent]]], now: float) -> list[TableEvent]:
-        over: list[TableEvent] = []
-        while line and line[0][0] <= now:
-            over += self._still_out(line.popleft()[1])
-        return over
-
-    def _still_out(self, events: Iterable[TableEvent]) -> list[TableEvent]:
-        """An event that was fired again is another object."""
-        return [event for event in events if self._events.get(event.id) is event]
-
-
-MAX_BUFFERED_ACKS = 1_000
-"""As many acks do not wait for more."""
-
-FLUSH_DELAY = 0.05
-"""Seconds for which an ack waits for others, unless somebody waits for it."""
-
-LOCKED_RETRY = 0.25
-"""Seconds until another try with an ack whose row somebody else is about to change."""
+    def _take_until(
+        self, batches: deque[tuple[float, list[TableEvent]]], now: float
+    ) -> list[TableEvent]:
+        """Remove the batches of past times; returns their events that are still in flight."""
+        taken: list[TableEvent] = []
+        while batches and batches[0][0] <= now:
+            # An event that was sent again is another object.
+            taken += [
+                event for event in batches.popleft()[1] if self._events.get(event.id) is event
+            ]
+        return taken
 
 
 class Completion:
-    """Somebody who waits until all acks before him are stored."""
+    """A result that the manager's thread reports to a thread that waits for it."""
 
     def __init__(self) -> None:
-        self._told = threading.Event()
+        self._finished = threading.Event()
         self._error: Exception | None = None
 
-    def tell(self, error: Exception | None = None) -> None:
-        """They are stored, or never will be."""
+    def finish(self, error: Exception | None = None) -> None:
+        """Report success, or the error."""
         self._error = error
-        self._told.set()
+        self._finished.set()
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait; false if the time is over. Raises what :meth:`tell` was given."""
-        if not self._told.wait(timeout):
+        """Wait; false if the time is over. Raises the reported error."""
+        if not self._finished.wait(timeout):
             return False
         if self._error is not None:
             raise self._error
@@ -134,123 +137,125 @@ class Completion:
 
 
 class AckBuffer:
-    """Acks by event id. Kept until the database has them, however long it is away."""
+    """Acks that are not stored yet, by event id. It keeps them while the database is away."""
 
     def __init__(self) -> None:
         self._acks: dict[int, TableEvent] = {}
-        self._twins: list[TableEvent] = []
-        """Events that were fired and acked again before their first acks were stored."""
-        self._doubtful: set[int] = set()
-        """Acks of events that nobody here remembers to have fired."""
-        self._held: dict[int, TableEvent] = {}
-        """Acks of events whose rows somebody else is about to change: they are tried again."""
+        self._replaced: list[TableEvent] = []
+        """Acked events that were sent and acked again before their first ack was stored."""
+        self._unconfirmed: set[int] = set()
+        """Ids of acks whose events this manager does not know to have been fired."""
+        self._locked: dict[int, TableEvent] = {}
+        """Acks of events whose rows another transaction has locked: they are tried again."""
         self._since: float | None = None
-        self._again: float | None = None
-        self._waiters: list[tuple[Completion, object]] = []
-        """Each with the seat whose acks he waits for; nothing: for all."""
-        self._patient: list[tuple[Completion, set[int]]] = []
-        """Those who wait for acks that are held."""
+        """When the first ack that was not tried yet came."""
+        self._retry_at: float | None = None
+        self._new_waiters: list[tuple[Completion, object]] = []
+        """Each with the slot whose acks it waits for; ``None``: for all."""
+        self._waiters: list[tuple[Completion, set[int]]] = []
+        """Each with the ids of acks that were tried and are not stored."""
 
     def __contains__(self, event_id: int) -> bool:
-        return event_id in self._acks or event_id in self._doubtful or event_id in self._held
+        return event_id in self._acks or event_id in self._unconfirmed or event_id in self._locked
 
     def __len__(self) -> int:
-        return len(self._acks) + len(self._doubtful) + len(self._held)
+        return len(self._acks) + len(self._unconfirmed) + len(self._locked)
 
     @property
     def ids(self) -> Container[int]:
-        """Of all events whose acks wait."""
-        if not self._doubtful and not self._held:
+        """The ids of all events whose acks wait."""
+        if not self._unconfirmed and not self._locked:
             return self._acks.keys()
-        return self._acks.keys() | self._doubtful | self._held.keys()
+        return self._acks.keys() | self._unconfirmed | self._locked.keys()
 
-    def ack(self, events: Iterable[TableEvent], now: float) -> None:
-        """Take the acks of events."""
-        taken = {event.id: event for event in events}
-        if not self._acks.keys().isdisjoint(taken):
-            self._twins += [self._acks[each] for each in taken if each in self._acks]
-        self._acks.update(taken)
+    def add(self, events: Iterable[TableEvent], now: float) -> None:
+        """Add acks of events."""
+        added = {event.id: event for event in events}
+        if not self._acks.keys().isdisjoint(added):
+            self._replaced += [self._acks[each] for each in added if each in self._acks]
+        self._acks.update(added)
         if self._acks and self._since is None:
             self._since = now
 
-    def ack_unknown(self, event_ids: Iterable[int], now: float) -> None:
-        """Take acks of events that may have been fired by an earlier manager, or never."""
-        self._doubtful.update(event_ids)
-        if self._doubtful and self._since is None:
+    def add_unconfirmed(self, event_ids: Iterable[int], now: float) -> None:
+        """Add acks of events that an earlier manager may have fired; the table knows."""
+        self._unconfirmed.update(event_ids)
+        if self._unconfirmed and self._since is None:
             self._since = now
 
-    def wait(self, waiter: Completion, seat: object = None) -> None:
-        """Tell ``waiter`` when everything taken so far is stored, of one seat or of all."""
-        self._waiters.append((waiter, seat))
+    def add_waiter(self, waiter: Completion, slot: object = None) -> None:
+        """Finish ``waiter`` when all present acks, of one slot or of all, are stored."""
+        self._new_waiters.append((waiter, slot))
 
-    def next_time(self) -> float | None:
-        """When to store what there is; monotonic."""
-        if self._waiters or len(self._acks) + len(self._doubtful) >= MAX_BUFFERED_ACKS:
+    def get_next_time(self) -> float | None:
+        """Return when to store the acks, in monotonic seconds."""
+        if self._new_waiters or len(self._acks) + len(self._unconfirmed) >= MAX_BUFFERED_ACKS:
             return float("-inf")
-        fresh = None if self._since is None else self._since + FLUSH_DELAY
-        return min((when for when in (fresh, self._again) if when is not None), default=None)
+        flush_at = None if self._since is None else self._since + FLUSH_DELAY
+        times = (time for time in (flush_at, self._retry_at) if time is not None)
+        return min(times, default=None)
 
     def store(self, store: TableStore, token: int, now: float) -> tuple[int, list[int]]:
-        """Store the acks; how many, and what waited for a group that is done by that.
+        """Store the acks; returns how many, and the ids that waited for a group now done.
 
-        Whatever it raises, they are kept.
+        If it raises, it keeps all acks.
         """
         before = len(self)
         released: list[int] = []
-        if self._again is not None and self._again <= now:
-            stored = store.ack(token, *_named(self._held), wary=True)
-            self._again = None
-            self._held = {each: self._held[each] for each in stored.held}
-            released += stored.released
+        if self._retry_at is not None and self._retry_at <= now:
+            result = store.store_acks(token, *_split(self._locked), likely_locked=True)
+            self._retry_at = None
+            self._locked = {each: self._locked[each] for each in result.locked}
+            released += result.released
         if self._acks:
-            stored = store.ack(token, *_named(self._acks))
-            self._held.update({each: self._acks[each] for each in stored.held})
+            result = store.store_acks(token, *_split(self._acks))
+            self._locked.update({each: self._acks[each] for each in result.locked})
             self._acks.clear()
-            self._twins.clear()
-            released += stored.released
-        if self._doubtful:
-            stored = store.late_ack(token, list(self._doubtful))
-            self._doubtful = stored.held
-            released += stored.released
-        self._plan(now)
-        self._tell_who_can_go()
+            self._replaced.clear()
+            released += result.released
+        if self._unconfirmed:
+            result = store.store_late_acks(token, list(self._unconfirmed))
+            self._unconfirmed = result.locked
+            released += result.released
+        self._plan_retry(now)
+        self._finish_waiters()
         return before - len(self), released
 
-    def abandon(self, error: Exception) -> None:
-        """The acks will not be stored: their events fire again elsewhere."""
-        for event in (*self._acks.values(), *self._held.values(), *self._twins):
-            event.lost = True
+    def discard(self, error: Exception) -> None:
+        """Drop all acks, which cannot be stored, and report the error: their events fire again."""
+        for event in (*self._acks.values(), *self._locked.values(), *self._replaced):
+            event.ack_lost = True
         self._acks.clear()
-        self._twins.clear()
-        self._doubtful.clear()
-        self._held.clear()
-        self._plan(0.0)
-        waiters = [*self._waiters, *self._patient]
-        self._waiters, self._patient = [], []
+        self._replaced.clear()
+        self._unconfirmed.clear()
+        self._locked.clear()
+        self._plan_retry(0.0)
+        waiters = [*self._new_waiters, *self._waiters]
+        self._new_waiters, self._waiters = [], []
         for waiter, _ in waiters:
-            waiter.tell(error)
+            waiter.finish(error)
 
-    def _plan(self, now: float) -> None:
+    def _plan_retry(self, now: float) -> None:
         self._since = None
-        if not self._held and not self._doubtful:
-            self._again = None
-        elif self._again is None:
-            self._again = now + LOCKED_RETRY
+        if not self._locked and not self._unconfirmed:
+            self._retry_at = None
+        elif self._retry_at is None:
+            self._retry_at = now + LOCKED_RETRY
 
-    def _tell_who_can_go(self) -> None:
-        """Others wait on for what is held of theirs; what is doubtful is everybody's."""
-        for waiter, seat in self._waiters:
-            held = {each for each, event in self._held.items() if seat in (None, event.seat)}
-            self._patient.append((waiter, held | self._doubtful))
-        self._waiters = []
-        left = self._held.keys() | self._doubtful
-        self._patient = [(waiter, ids & left) for waiter, ids in self._patient]
-        for waiter, ids in self._patient:
+    def _finish_waiters(self) -> None:
+        """Finish the waiters whose acks are stored; unconfirmed acks concern every waiter."""
+        for waiter, slot in self._new_waiters:
+            locked = {each for each, event in self._locked.items() if slot in (None, event.slot)}
+            self._waiters.append((waiter, locked | self._unconfirmed))
+        self._new_waiters = []
+        unstored = self._locked.keys() | self._unconfirmed
+        waiters = [(waiter, ids & unstored) for waiter, ids in self._waiters]
+        for waiter, ids in waiters:
             if not ids:
-                waiter.tell()
-        self._patient = [(waiter, ids) for waiter, ids in self._patient if ids]
+                waiter.finish()
+        self._waiters = [(waiter, ids) for waiter, ids in waiters if ids]
 
 
-def _named(acks: Mapping[int, TableEvent]) -> tuple[list[int], set[str]]:
-    """The ids of events, and their groups."""
+def _split(acks: Mapping[int, TableEvent]) -> tuple[list[int], set[str]]:
+    """Return the ids of acked events, and their groups."""
     return list(acks), {event.group for event in acks.values() if event.group is not None}

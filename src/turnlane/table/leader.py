@@ -1,288 +1,304 @@
-"""The collector: looks after old events, apart from the window and on a slower schedule.
+"""A leader's term: everything that a manager does and knows while it holds the lease.
 
-Fired events that no manager remembers (the one that fired them is gone) are given their retry;
-acked ones are deleted when their retention is over, a few at a time; events that wait for a group
-whose last member was acked by plain SQL are let go; so are those that wait in order behind one that
-somebody settled in the table.
+Any number of managers may run for one table of one shard. They compete for the *lease*, a row in
+the database (:mod:`turnlane.table.lease`). The holder leads; the others wait until the lease is
+released or its time is over.
+
+**Term.** A term begins when a manager acquires the lease and ends when it releases or loses it.
+Every term has a token, and all its knowledge about events is in one :class:`LeaderTerm`, which is
+thrown away at the end of the term. The next leader starts from the table alone, so no knowledge has
+to be handed over.
+
+**Fence.** A leader that was paused may not notice that its lease is over. Every write therefore
+checks the token in the same transaction (:mod:`turnlane.table.store`): after a takeover, writes of
+the old leader fail with ``LeadLost`` and change nothing. Its receivers may still have events, which
+fire again elsewhere; their acks to the old leader are lost, and ``flush()`` says so.
+
+**Window.** The leader keeps the events in memory that are due within the next seconds
+(:mod:`turnlane.table.window`). The fetcher fills the window from the table, the dispatcher sends
+due events to receivers, the settlement stores acks and retries the rest::
+
+    table ── fetcher ──> window ── dispatcher ──> in flight ── settlement ──> table
+             row_finder            ReceiverSlot                ack buffer
+
+**Marks.** Usually an event costs no write until its ack, which deletes the row. If the leader dies
+in between, the row still has the state ``to_be_fired`` and the next leader sends it again. Rows of
+events that stay in flight for a second are marked as ``fired``, with the attempt counted.
+
+**Collector.** Fired rows that no leader knows (the leader that fired them is gone) are found by the
+collector, on a slower schedule. A new leader waits for one ``ack_timeout`` before it collects them,
+unless the last leader released the lease: receivers may still ack them.
+
+All of it runs on the manager's thread, one short step at a time; no lock is needed. Only the vacuum
+has a thread of its own.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from turnlane.clock import Clock
+from turnlane.databases import Dialect, Row, Session
 from turnlane.errors import DatabaseDown, DatabaseReadOnly, NameTaken
-from turnlane.runtime import Closing
+from turnlane.logs import get_logger
+from turnlane.runtime import Closeable
 from turnlane.table.definition import Definition, TableSettings
 from turnlane.table.dispatcher import EventDispatcher
 from turnlane.table.event import TableEvent
-from turnlane.table.fenced_writes import BATCH_SIZE
-from turnlane.table.fetcher import FIRST_POSITION, Fetcher, RowFinder
-from turnlane.table.leader_state import LeaderState, ManagerCounts, ManagerHandle2, ReceiverSlot2
+from turnlane.table.fetcher import Fetcher
+from turnlane.table.leader_state import EventCache, LeaderState, ManagerCounts, ReceiverSlot
 from turnlane.table.lease import LeaderLease
+from turnlane.table.queue_sql import get_queue_sql
+from turnlane.table.receiver import ManagerHandle
+from turnlane.table.row_finder import FIRST_POSITION, RowFinder
 from turnlane.table.settlement import Settlement
-from turnlane.table.sql.dialect import Dialect, Row
-from turnlane.table.sql.session import Session
-from turnlane.table.store import TableStore
-from turnlane.table.window import EventCache
+from turnlane.table.store import BATCH_SIZE, TableStore
+
+log = get_logger(__name__)
 
 COLLECT_SECONDS: Final = 10.0
-"""Between two rounds; at most, for queues with short timeouts."""
+"""Between two rounds of the collector; less for queues with short timeouts."""
 
 COLLECT_BEHIND_SECONDS: Final = 0.1
-"""Seconds between rounds while there is more to do than a round does."""
+"""Between rounds while there is more to do than one round does."""
 
 FULL_COLLECT_SECONDS: Final = 3600.0
 COLLECT_LOOKBACK: Final = 86_400 * 1_000_000_000
-"""Fired events are looked for a day back, and now and then without a limit."""
+"""Fired events are searched one day back, and once an hour without a limit."""
+
+SCHEDULE_SECONDS: Final = 5.0
+"""Between two reads of the schedules."""
+
+SCHEDULE_PAUSE: Final = 60.0
+"""Seconds before a schedule that failed is tried again."""
+
+SCHEDULES_PER_STEP: Final = 100
+"""Schedules that one step fires: each needs a transaction."""
+
+VACUUM_AFTER_EVENTS: Final = 200_000
+"""Events to settle between two vacuums; below that, the vacuum of the database is enough."""
+
+VACUUM_REST_FACTOR: Final = 9
+"""A vacuum is followed by a pause of this many times its duration: it reads the whole table, and
+finds nothing to free while a transaction is open."""
+
+
+class LeaderTerm:
+    """One term of one manager: its parts, and one step of their work."""
+
+    def __init__(
+        self,
+        store: TableStore,
+        lease: LeaderLease,
+        manager: ManagerHandle,
+        counts: ManagerCounts,
+        *,
+        clock: Clock,
+        chance: Callable[[], float],
+    ) -> None:
+        assert lease.token is not None
+        self.cache = EventCache(store.definition)
+        self._state = LeaderState(store, lease, lease.token, manager, counts, clock, self.cache)
+        self._fetcher = Fetcher(self._state)
+        self.dispatcher = EventDispatcher(self._state)
+        self.settlement = Settlement(self._state, chance, self.finder)
+        self.collector = Collector(
+            store, store.definition.settings, self.cache, self.settlement.retry_forgotten
+        )
+        self.schedule_runner = ScheduleRunner(store)
+
+    @property
+    def finder(self) -> RowFinder:
+        """The read positions in the table."""
+        return self._fetcher.finder
+
+    def begin(self) -> None:
+        """Read the state of the table, once."""
+        state = self._state
+        now = state.clock.monotonic()
+        last_id = self.finder.start()
+        if not state.lease.was_released:
+            self.dispatcher.mark_up_to(last_id)
+        self.collector.start(now, wait_for_acks=not state.lease.was_released)
+        if self.cache.key_order is not None:
+            for row in state.store.read_retried(state.token):
+                self.cache.key_order.mark_busy(TableEvent(row, state.manager, now))
+
+    def step(self, slots: Sequence[ReceiverSlot]) -> None:
+        """Do the work that is due now. If it raises an error of the store, it may be repeated."""
+        state = self._state
+        now = state.clock.monotonic()
+        self.settlement.store_due_acks(now)
+        self.settlement.check_in_flight(now)
+        if self.cache.in_flight:
+            state.lease.renew_if_due(needs_write_proof=True)
+        if self.schedule_runner.run_once(state.token, now, state.now()):
+            self.finder.poll_soon()
+        if slots:
+            self._fetcher.read(now, slots)
+            self.dispatcher.send_due(slots)
+        if self.collector.run_once(state.token, now, state.now()):
+            self.finder.sweep_soon()
+        self._fetcher.update_listening()
+
+    def get_next_time(self, slots: Sequence[ReceiverSlot]) -> float:
+        """Return when the next step is due, in monotonic seconds."""
+        times = [
+            self.collector.get_next_time(),
+            self.schedule_runner.get_next_time(),
+            self._state.lease.get_next_time(),
+            self.settlement.get_next_time(),
+        ]
+        if slots:
+            now = self._state.clock.monotonic()
+            times += [
+                self._fetcher.get_next_time(),
+                self.dispatcher.get_next_time(slots, now),
+            ]
+        return min(times)
 
 
 class Collector:
-    """One shard's collector, called by the manager. Times are passed in, monotonic."""
+    """Looks after old events on a slow schedule. Times are passed in, monotonic.
+
+    It retries fired events that no manager knows, deletes acked events after their retention, and
+    releases events that users settled others for by plain SQL: events that wait for a group, and
+    events that wait behind one of their key.
+    """
 
     def __init__(
         self,
         store: TableStore,
         settings: TableSettings,
-        stock: EventCache,
+        cache: EventCache,
         retry: Callable[[list[Row]], None],
     ) -> None:
         self._store = store
         self._timeout = settings.ack_timeout
         self._retention = round(settings.retention * 1e9)
-        self._every = min(COLLECT_SECONDS, settings.ack_timeout / 2)
-        self._stock = stock
+        self._interval = min(COLLECT_SECONDS, settings.ack_timeout / 2)
+        self._cache = cache
         self._retry = retry
         self._next = float("-inf")
-        self._patient_until = float("-inf")
-        self._next_full = float("-inf")
-        self.collected = 0
-        self.purged = 0
-
-    def start(self, now: float, *, cautious: bool) -> None:
-        """The lead was taken: what the last leader fired may still be acked in time."""
-        self._patient_until = now + self._timeout if cautious else now
-        self._next = now + self._every
+        self._not_before = float("-inf")
         self._next_full = float("-inf")
 
-    def next_time(self) -> float:
-        """When the next round is due."""
+    def start(self, now: float, *, wait_for_acks: bool) -> None:
+        """Begin a term; ``wait_for_acks``: receivers of the last leader may still ack."""
+        self._not_before = now + self._timeout if wait_for_acks else now
+        self._next = now + self._interval
+        self._next_full = float("-inf")
+
+    def get_next_time(self) -> float:
+        """Return when the next round is due."""
         return self._next
 
     def run_once(self, token: int, now: float, database_now: int) -> bool:
-        """One round, if it is due; whether events were let go that the window lacks."""
+        """Do one round, if it is due; whether events were released that the window lacks."""
         if now < self._next:
             return False
-        more = self._collect(now, database_now)
-        purged = self._store.purge(token, database_now - self._retention)
-        self.purged += purged
+        has_more = self._retry_forgotten(now, database_now)
+        deleted = self._store.delete_old_acked(token, database_now - self._retention)
         released = self._store.release_groups(token)
-        self._free_keys(database_now)
-        more = more or purged == BATCH_SIZE
-        self._next = now + (COLLECT_BEHIND_SECONDS if more else self._every)
+        self._release_settled_keys(database_now)
+        has_more = has_more or deleted == BATCH_SIZE
+        self._next = now + (COLLECT_BEHIND_SECONDS if has_more else self._interval)
         return released > 0
 
-    def _free_keys(self, database_now: int) -> None:
-        """Let no key wait for a retry that somebody acked or cancelled in the table."""
-        away = self._stock.away()
-        if away:
-            self._stock.gone(set(away) - self._store.standing(away), database_now)
-
-    def _collect(self, now: float, database_now: int) -> bool:
-        if now < self._patient_until:
+    def _retry_forgotten(self, now: float, database_now: int) -> bool:
+        """Retry fired events that no manager knows; whether there are more."""
+        if now < self._not_before:
             return False
         since = database_now - COLLECT_LOOKBACK
         if now >= self._next_full:
             since = FIRST_POSITION[0]
             self._next_full = now + FULL_COLLECT_SECONDS
         until = database_now - round(self._timeout * 1e9)
-        rows = self._store.old_fired(since, until, BATCH_SIZE + len(self._stock.flights))
-        forgotten = [row for row in rows if not self._stock.knows(row[0])]
+        limit = BATCH_SIZE + len(self._cache.in_flight)
+        rows = self._store.read_old_fired(since, until, limit)
+        forgotten = [row for row in rows if not self._cache.is_cached(row[0])]
         if forgotten:
             self._retry(forgotten)
-            self.collected += len(forgotten)
         return len(forgotten) >= BATCH_SIZE
 
-
-# ── timetable ──
-# The timetable: has recurring events put into the queue when their time comes.
-#
-# It looks at the schedules every few seconds, so that one that is made or dropped elsewhere is
-# known,
-# and otherwise when the next of them is due. What was missed while nobody led comes once.
-
-log = logging.getLogger(__name__)
-
-SCHEDULE_SECONDS: Final = 5.0
-"""Between two looks."""
-
-SCHEDULE_PAUSE: Final = 60.0
-"""Seconds before a schedule is tried again that could not be carried out."""
-
-SCHEDULES_PER_STEP: Final = 100
-"""Schedules that are carried out in one step: each is a transaction."""
+    def _release_settled_keys(self, database_now: int) -> None:
+        """Release keys that wait for a retry which a user acked or cancelled in the table."""
+        busy = self._cache.find_busy_not_cached()
+        if busy:
+            settled = set(busy) - self._store.find_open(busy)
+            self._cache.release_keys_of_ids(settled, database_now)
 
 
 class ScheduleRunner:
-    """One shard's timetable, called by the manager. Times are passed in, monotonic."""
+    """Inserts the events of schedules when they are due. Times are passed in, monotonic.
+
+    It reads the schedules every few seconds, so that it knows schedules that another process
+    created or dropped, and also when the next one is due. If occurrences were missed while no
+    manager led, one of them is inserted.
+    """
 
     def __init__(self, store: TableStore) -> None:
         self._store = store
         self._next = float("-inf")
-        self._failed: dict[str, float] = {}
-        """When to try again."""
+        self._paused: dict[str, float] = {}
+        """Schedules that failed, with the times to try them again."""
 
-    def next_time(self) -> float:
-        """When there is something to do."""
+    def get_next_time(self) -> float:
+        """Return when there is something to do."""
         return self._next
 
     def run_once(self, token: int, now: float, database_now: int) -> bool:
-        """Carry out what is due; whether the table may have new events."""
+        """Fire the schedules that are due; whether the table may have new events."""
         if now < self._next:
             return False
-        self._failed = {name: until for name, until in self._failed.items() if until > now}
+        self._paused = {name: until for name, until in self._paused.items() if until > now}
+        queue = self._store.definition.name
         try:
-            listed = self._store.schedules.soon(SCHEDULE_SECONDS)
+            listed = self._store.schedules.list_due_within(SCHEDULE_SECONDS)
         except self._store.dialect.error as error:
-            self._complain(error)
+            log.error("table.schedules_unreadable", queue=queue, error=error)  # noqa: TRY400
             self._next = now + SCHEDULE_PAUSE
             return False
-        soon = [each for each in listed if each[0] not in self._failed]
+        soon = [each for each in listed if each[0] not in self._paused]
         due = [name for name, next_at in soon if next_at <= database_now]
         for name in due[:SCHEDULES_PER_STEP]:
-            self._fire(token, name, now)
+            try:
+                self._store.fire_schedule(token, name)
+            except (ValueError, NameTaken, self._store.dialect.error) as error:
+                # A schedule that a user broke must not stop the others.
+                log.error(  # noqa: TRY400 - the traceback says nothing more
+                    "table.schedule_failed", queue=queue, schedule=name, error=error
+                )
+                self._paused[name] = now + SCHEDULE_PAUSE
         waits = [(next_at - database_now) / 1e9 for _, next_at in soon[len(due) :]]
-        self._next = now + min([0.0 if len(due) > SCHEDULES_PER_STEP else SCHEDULE_SECONDS, *waits])
+        pause = 0.0 if len(due) > SCHEDULES_PER_STEP else SCHEDULE_SECONDS
+        self._next = now + min([pause, *waits])
         return bool(due)
 
-    def _fire(self, token: int, name: str, now: float) -> None:
-        """One that somebody has spoilt holds up no other."""
-        try:
-            self._store.fire_schedule(token, name)
-        except (ValueError, NameTaken, self._store.dialect.error) as error:
-            self._complain(error, f" {name}")
-            self._failed[name] = now + SCHEDULE_PAUSE
 
-    def _complain(self, error: Exception, which: str = "s") -> None:
-        log.error("queue %s: schedule%s: %s", self._store.definition.name, which, error)
+class Vacuum(Closeable):
+    """Frees the space of deleted rows for new ones, where the database does not. Own thread.
 
-
-# ── reign ──
-# A reign: what a manager does and knows while it leads. Ends with the lead, and is forgotten.
-#
-# All of it runs on the manager's thread, a short step at a time.
-
-
-class LeaderTerm:
-    """One period of leading a shard's table."""
-
-    def __init__(
-        self,
-        store: TableStore,
-        lead: LeaderLease,
-        court: ManagerHandle2,
-        counts: ManagerCounts,
-        *,
-        clock: Clock,
-        chance: Callable[[], float],
-    ) -> None:
-        assert lead.token is not None
-        self.stock = EventCache(store.definition)
-        self._realm = LeaderState(store, lead, lead.token, court, counts, clock, self.stock)
-        self._intake = Fetcher(self._realm)
-        self.firing = EventDispatcher(self._realm)
-        self.landing = Settlement(self._realm, chance, self.reader)
-        self.collector = Collector(
-            store, store.definition.settings, self.stock, self.landing.collected
-        )
-        self.timetable = ScheduleRunner(store)
-
-    @property
-    def reader(self) -> RowFinder:
-        """Where it is in the table."""
-        return self._intake.reader
-
-    def begin(self) -> None:
-        """Read what there is to know."""
-        realm = self._realm
-        now = realm.clock.monotonic()
-        last_id = self.reader.start()
-        if not realm.lead.clean:
-            self.firing.doubt(last_id)
-        self.collector.start(now, cautious=not realm.lead.clean)
-        if self.stock.order is not None:
-            for row in realm.store.read_retried(realm.token):
-                self.stock.order.retried(TableEvent(row, realm.court, now))
-
-    def step(self, places: Sequence[ReceiverSlot2]) -> None:
-        """Do what is due now. Raises as the store does; then it may be called again."""
-        realm = self._realm
-        now = realm.clock.monotonic()
-        self.landing.store_acks(now)
-        self.landing.look_after(now)
-        if self.stock.flights:
-            realm.lead.keep(proven=True)
-        if self.timetable.run_once(realm.token, now, realm.now()):
-            self.reader.poke()
-        if places:
-            self._intake.read(now, places)
-            self.firing.fire(places)
-        if self.collector.run_once(realm.token, now, realm.now()):
-            self.reader.sweep_soon()
-        self._intake.listen()
-
-    def next_time(self, places: Sequence[ReceiverSlot2]) -> float:
-        """When the next step is due; monotonic."""
-        times = [
-            self.collector.next_time(),
-            self.timetable.next_time(),
-            self._realm.lead.next_time(),
-            self.landing.next_time(),
-        ]
-        if places:
-            now = self._realm.clock.monotonic()
-            times += [self._intake.next_time(), self.firing.next_time(places, now)]
-        return min(times)
-
-
-# ── vacuum ──
-# The vacuum: gives the room of rows that are gone to new ones, where the database does not.
-#
-# PostgreSQL keeps deleted rows until a vacuum. Its own looks at a table once a minute and takes
-# its
-# time: by then a queue that is busy has grown to a gigabyte, of which every new row gets a page
-# that
-# nobody has in memory. Done after every few hundred thousand events, it finds little, all of it
-# in
-# memory, and the table stays as small as what waits in it.
-
-
-VACUUM_AFTER_EVENTS: Final = 200_000
-"""Events that were settled since the last one; for fewer, the database's own is good enough."""
-
-VACUUM_REST_FACTOR: Final = 9
-"""So many times as long as one took nothing is done: it goes through the whole table, and finds
-nothing to give back while somebody has a transaction open."""
-
-
-class Vacuum(Closing):
-    """One table's vacuum, on a thread and a connection of its own. Called by the manager."""
+    PostgreSQL keeps deleted rows until a vacuum. Its autovacuum checks a table once a minute and
+    takes its time: by then a busy queue has grown to a gigabyte, and every new row gets a page that
+    is not in memory. A vacuum after every few hundred thousand events finds little to do, all of it
+    in memory, and the table stays as small as its waiting events. The manager calls it.
+    """
 
     def __init__(self, dialect: Dialect, definition: Definition, clock: Clock) -> None:
-        self._statements: Sequence[str] = dialect.vacuum(definition)
+        self._statements: Sequence[str] = get_queue_sql(dialect).vacuum(definition)
         self._session = Session(dialect)
         self._clock = clock
         self._name = definition.name
         self._settled = 0
         self._not_before = float("-inf")
-        self._closing = False
+        self._is_closing = False
         self._thread: threading.Thread | None = None
 
     def run_once(self, settled: int) -> bool:
-        """Begin if enough events were settled, of so many in all; whether it did. Does not wait."""
+        """Start a vacuum if enough of all ``settled`` events are new; whether it did. No wait."""
         if (
             not self._statements
             or settled - self._settled < VACUUM_AFTER_EVENTS
@@ -298,10 +314,10 @@ class Vacuum(Closing):
         return True
 
     def close(self) -> None:
-        """Have one that is under way end at once."""
+        """Cancel a running vacuum."""
         while self._thread is not None and self._thread.is_alive():
-            self._closing = True
-            self._session.cancel()  # again: it may not have begun
+            self._is_closing = True
+            self._session.cancel()  # repeatedly: the statement may not have begun
             self._thread.join(0.1)
         self._session.close()
 
@@ -311,8 +327,12 @@ class Vacuum(Closing):
             for statement in self._statements:
                 self._session.change(statement)
         except (DatabaseDown, DatabaseReadOnly, self._session.dialect.error) as error:
-            if not (self._closing and isinstance(error, DatabaseDown)):
-                # The database's own comes in any case.
-                log.warning("queue %s: no vacuum: %s", self._name, error)
+            if not (self._is_closing and isinstance(error, DatabaseDown)):
+                log.warning(
+                    "table.vacuum_failed",
+                    queue=self._name,
+                    error=error,
+                    hint="the vacuum of the database frees the space later",
+                )
         ended = self._clock.monotonic()
         self._not_before = ended + VACUUM_REST_FACTOR * (ended - started)

@@ -1,9 +1,16 @@
-"""The lead: the lease of a shard's table, in the hands of one manager, and the database's clock.
+"""The lease of a table: which manager leads, until when, and the database's clock.
 
-The lease row says who leads and until when, on the database's clock. Its token grows with every
-takeover, and every write carries it (see :mod:`turnlane.table.store`). In between, the holder goes
-by its own monotonic clock, counted from *before* it asked: it stops before the lease is over. That
-clock has to go on while the machine sleeps (:class:`turnlane.clock.BootClock`).
+The lease row in the database has an owner, an expiry time by the database's clock, and a token.
+The token grows with every takeover, and every write of the leader carries it (the fence, see
+:mod:`turnlane.table.store`). So two managers may believe for a moment that they lead, but only one
+of them can write.
+
+Between two calls of the database, the holder uses its own monotonic clock. It counts the lease from
+the moment *before* it sent the request, so it stops firing before the lease ends. The clock has to
+run on while the machine sleeps (:class:`turnlane.clock.BootClock`).
+
+A database can become read-only while reads succeed. While events are in flight or about to fire,
+the holder therefore asks for a recent successful write, and renews the lease if there is none.
 """
 
 from __future__ import annotations
@@ -16,19 +23,16 @@ from turnlane.clock import Clock
 from turnlane.table.store import TableStore
 
 RENEWALS_PER_LEASE = 3
-"""In the time of a lease."""
-
 
 RETRY_SECONDS = 0.25
-"""Seconds between two looks at a database that failed."""
+"""Seconds between two renewals after the database failed."""
 
 WRITE_PROOF_SECONDS = 1.0
-"""Seconds. While events are out or about to fire, the database has taken a write so recently: one
-that became read-only is noticed without waiting for an ack."""
+"""A successful write proves for this long that the database takes writes."""
 
 
 class LeaderLease:
-    """One manager's claim to lead. Used by the manager's thread; :attr:`fires` from any."""
+    """One manager's claim to lead. Owned by the manager's thread; any may read :attr:`can_fire`."""
 
     def __init__(self, store: TableStore, seconds: float, clock: Clock) -> None:
         self._store = store
@@ -36,79 +40,83 @@ class LeaderLease:
         self._clock = clock
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._until = float("-inf")
-        self._asked = float("-inf")
-        self._now = 0
-        self._now_at = 0.0
-        self._held_up = False
+        self._asked_at = float("-inf")
+        self._database_time = 0
+        """The database's clock at ``_database_time_at``."""
+        self._database_time_at = 0.0
+        self._is_suspended = False
         self._writes = 0
         self._written_at = float("-inf")
-        """When the database was last seen to have taken a write."""
+        """When the database is known to have taken a write."""
         self.token: int | None = None
         self.since = 0
-        """The database's clock when the lead was taken."""
-        self.clean = True
-        """Whether the last leader left in order; else it may have died of an event."""
+        """The database's clock when the lease was acquired."""
+        self.was_released = True
+        """Whether the last leader released the lease; otherwise an event may have killed it."""
 
     @property
-    def fires(self) -> bool:
-        """Whether events may fire: the lease is ours for sure, and the database takes writes."""
+    def can_fire(self) -> bool:
+        """Whether events may fire: the lease is ours, and the database takes writes."""
         return (
-            self.token is not None and not self._held_up and self._clock.monotonic() < self._until
+            self.token is not None
+            and not self._is_suspended
+            and self._clock.monotonic() < self._until
         )
 
-    def take(self) -> bool:
-        """Try to take the lead; true if that succeeded."""
-        asked = self._asked = self._clock.monotonic()
-        grant = self._store.acquire(self._owner, self._seconds)
+    def acquire(self) -> bool:
+        """Try to acquire the lease; whether that succeeded."""
+        asked_at = self._asked_at = self._clock.monotonic()
+        grant = self._store.acquire_lease(self._owner, self._seconds)
         if grant is None:
             return False
-        self.token, self.since, self.clean = grant.token, grant.now, grant.clean
-        self._extend(asked, grant.now)
+        self.token, self.since, self.was_released = grant.token, grant.now, grant.was_released
+        self._extend(asked_at, grant.now)
         return True
 
-    def keep(self, *, proven: bool = False) -> None:
-        """Renew the lease, if it is time to, or if writes failed before. Raises ``LeadLost``.
+    def renew_if_due(self, *, needs_write_proof: bool = False) -> None:
+        """Renew the lease if it is time, or if the database failed. Raises ``LeadLost``.
 
-        ``proven``: also if there is no recent proof that the database takes writes.
+        With ``needs_write_proof``, also if the last successful write is too long ago.
         """
-        asked = self._clock.monotonic()
-        if self.token is None or not (asked >= self.next_time() or (proven and self._doubt(asked))):
+        now = self._clock.monotonic()
+        if self.token is None:
             return
-        self._asked = asked
-        self._extend(asked, self._store.renew(self.token, self._seconds))
+        if now >= self.get_next_time() or (needs_write_proof and not self._has_write_proof(now)):
+            self._asked_at = now
+            self._extend(now, self._store.renew_lease(self.token, self._seconds))
 
-    def hold_up(self) -> None:
-        """The database failed: nothing fires until the lease could be renewed."""
-        self._held_up = True
+    def suspend(self) -> None:
+        """Fire nothing until the lease was renewed: the database failed."""
+        self._is_suspended = True
 
-    def lose(self) -> None:
-        """Another manager leads."""
+    def forget(self) -> None:
+        """Give up the lease without a word to the database: another manager has it."""
         self.token = None
 
-    def give_up(self) -> None:
-        """Give the lease back, so that another need not wait for its end."""
+    def release(self) -> None:
+        """Give the lease back, so that another manager need not wait for its end."""
         token, self.token = self.token, None
         if token is not None:
-            self._store.release(token)
+            self._store.release_lease(token)
 
-    def next_time(self) -> float:
-        """When to renew the lease, or to try again to take it; monotonic."""
+    def get_next_time(self) -> float:
+        """Return when to renew the lease, or to try to acquire it, in monotonic seconds."""
         pause = self._seconds / RENEWALS_PER_LEASE
-        return self._asked + (min(pause, RETRY_SECONDS) if self._held_up else pause)
+        return self._asked_at + (min(pause, RETRY_SECONDS) if self._is_suspended else pause)
 
     def now(self) -> int:
-        """The database's clock; never ahead of it, so that nothing fires early."""
-        return self._now + round((self._clock.monotonic() - self._now_at) * 1e9)
+        """Return the database's clock; never ahead of it, so that no event fires early."""
+        elapsed = self._clock.monotonic() - self._database_time_at
+        return self._database_time + round(elapsed * 1e9)
 
-    def _doubt(self, now: float) -> bool:
-        """Whether the last write is too long ago to tell that the next one would succeed."""
+    def _has_write_proof(self, now: float) -> bool:
         writes = self._store.session.writes
         if writes != self._writes:
             self._writes, self._written_at = writes, now
-        return now - self._written_at >= WRITE_PROOF_SECONDS
+        return now - self._written_at < WRITE_PROOF_SECONDS
 
-    def _extend(self, asked: float, database_now: int) -> None:
-        self._writes, self._written_at = self._store.session.writes, asked
-        self._until = asked + self._seconds
-        self._now, self._now_at = database_now, self._clock.monotonic()
-        self._held_up = False
+    def _extend(self, asked_at: float, database_now: int) -> None:
+        self._writes, self._written_at = self._store.session.writes, asked_at
+        self._until = asked_at + self._seconds
+        self._database_time, self._database_time_at = database_now, self._clock.monotonic()
+        self._is_suspended = False

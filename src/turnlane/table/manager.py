@@ -1,14 +1,18 @@
-"""The manager: fires the events of one queue table on one shard, while it holds the lead.
+"""The manager: fires the events of one queue table on one shard while it holds the lease.
 
-Any number of managers may run for a table; one leads, the others wait for its lease to end. A
-manager is one thread with one connection: everything it knows about events is owned by that thread,
-and others talk to it through an inbox.
+A manager is one thread with one connection. That thread owns all knowledge about events, which
+lives in a :class:`~turnlane.table.leader.LeaderTerm` (the design text on lease, term, fence, window
+and collector is there). Other threads talk to it in three ways: requests go through an inbox, acks
+through a deque of their own because there are many, and a few attributes may be read.
+
+The manager survives every failure of the database. It stops firing, and keeps acks in memory, until
+it has renewed the lease. After an unexpected error it throws the term away and begins a new one
+from the table.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 import threading
 from collections import deque
@@ -24,105 +28,107 @@ from turnlane.errors import (
     QueueClosed,
     RetryLater,
 )
-from turnlane.runtime import Closing
+from turnlane.logs import get_logger
+from turnlane.runtime import Closeable
 from turnlane.table.event import EVENT_COLUMNS, TableEvent
 from turnlane.table.in_flight import Completion
 from turnlane.table.leader import LeaderTerm, Vacuum
-from turnlane.table.leader_state import ManagerCounts, ReceiverSlot2
+from turnlane.table.leader_state import ManagerCounts, ReceiverSlot
 from turnlane.table.lease import LeaderLease
+from turnlane.table.queue_sql import CHANNEL
 from turnlane.table.receiver import Receiver
 from turnlane.table.store import TableStore
 
-# ── inbox ──
-# The inbox: what other threads want of a manager.
-
-Message = Callable[[], None]
-
-
-class ManagerInbox:
-    """Messages in their order. Put from any thread, read by the manager's."""
-
-    def __init__(self) -> None:
-        self._messages: deque[Message] = deque()
-
-    def put(self, message: Message) -> None:
-        """Have something done."""
-        self._messages.append(message)
-
-    def read(self) -> None:
-        """Do all that is there now. What fails because of the database is done again."""
-        for _ in range(len(self._messages)):
-            message = self._messages.popleft()
-            try:
-                message()
-            except RetryLater:
-                self._messages.appendleft(message)
-                raise
-
-    def empty(self) -> None:
-        """Do whatever is there, on any thread: the manager's is gone."""
-        while self._messages:
-            with contextlib.suppress(IndexError):  # another thread took the last one
-                self._messages.popleft()()
-
-
-# ── presence ──
-# Presence: whether the queue that a manager is for is there at all.
-
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 MISSING_QUEUE_PAUSE: Final = 5.0
-"""Seconds between looks for a queue that was dropped."""
-
-
-class QueuePresence:
-    """Says once that a queue is gone, and once that it is back. Used by the manager's thread."""
-
-    def __init__(self, store: TableStore) -> None:
-        self._store = store
-        self._told: str | None = None
-
-    def why_gone(self) -> str | None:
-        """That the queue was dropped, in words, if the database says so."""
-        try:
-            defined = self._store.defined()
-        except RetryLater as error:
-            log.debug("nobody can say whether the queue is there: %s", error)
-            return None
-        except self._store.dialect.error as error:  # not even the list of queues is there
-            return f"no queue can be found: {error}"
-        return None if defined is not None else str(self._store.missing())
-
-    def miss(self, why: str) -> None:
-        """It is not there."""
-        if self._told != why:
-            self._told = why
-            log.warning("%s; nothing fires until it is there again", why)
-
-    def is_same(self) -> bool:
-        """It is there, or again; whether it is the one that was there before."""
-        if self._told is None:
-            return True
-        definition = self._store.definition
-        if self._store.defined() != str(definition):
-            self.miss(f"the queue {definition.name!r} was made anew, otherwise: open it again")
-            return False
-        self._told = None
-        log.info("the queue %r is there again", definition.name)
-        return True
-
+"""Seconds between checks for a queue that was dropped."""
 
 INBOX_POLL = 0.005
-"""Seconds between looks at the inbox while events are out: a wake-up for each ack would cost more
-than the ack."""
+"""Seconds between reads of the inbox while events are in flight: a wake-up for each ack would cost
+more than the ack."""
 
 WAKE_ACKS = 256
-"""Acks that are worth a wake-up in any case."""
+"""This many acks always wake the manager."""
 
 MAX_WAIT = 1.0
 
+Request = Callable[[], None]
 
-class Manager(Closing):
+
+class ManagerInbox:
+    """Requests of other threads, in order. Any thread adds; the manager's thread runs them."""
+
+    def __init__(self) -> None:
+        self._requests: deque[Request] = deque()
+
+    def add(self, request: Request) -> None:
+        """Add a request."""
+        self._requests.append(request)
+
+    def run_all(self) -> None:
+        """Run the requests that are here now. If the database fails, the request runs again."""
+        for _ in range(len(self._requests)):
+            request = self._requests.popleft()
+            try:
+                request()
+            except RetryLater:
+                self._requests.appendleft(request)
+                raise
+
+    def drain(self) -> None:
+        """Run all requests on the calling thread: the manager's thread is gone."""
+        while self._requests:
+            with contextlib.suppress(IndexError):  # another thread took the last one
+                self._requests.popleft()()
+
+
+class QueuePresence:
+    """Whether the manager's queue exists. Logs once that it is gone, and once that it is back."""
+
+    def __init__(self, store: TableStore) -> None:
+        self._store = store
+        self._reported: str | None = None
+
+    def find_absence(self) -> str | None:
+        """Return an error text if the database says that the queue does not exist."""
+        try:
+            definition = self._store.read_definition()
+        except RetryLater as error:
+            log.debug("table.presence_unknown", queue=self._store.definition.name, error=error)
+            return None
+        except self._store.dialect.error as error:  # the list of queues does not exist either
+            return f"no queue can be found: {error}"
+        return None if definition is not None else str(self._store.make_missing_error())
+
+    def report_missing(self, error: str) -> None:
+        """Log that the queue is missing, unless that was logged before."""
+        if self._reported != error:
+            self._reported = error
+            log.warning(
+                "table.queue_missing",
+                queue=self._store.definition.name,
+                error=error,
+                hint="nothing fires until it exists again",
+            )
+
+    def is_same_queue(self) -> bool:
+        """Whether an existing queue has the definition that this manager was created with."""
+        if self._reported is None:
+            return True
+        definition = self._store.definition
+        if self._store.read_definition() != str(definition):
+            self.report_missing(
+                f"the queue {definition.name!r} was created again with another definition: "
+                "open it again"
+            )
+            return False
+        self._reported = None
+        log.info("table.queue_found_again", queue=definition.name)
+        return True
+
+
+class Manager(Closeable):
     """One shard's manager of one queue table. Call :meth:`start`, or :meth:`run_once` by hand."""
 
     def __init__(
@@ -133,109 +139,116 @@ class Manager(Closing):
     ) -> None:
         self.store = store
         self.positions: Mapping[str, int] = {
-            name: at for at, name in enumerate(store.definition.names, start=len(EVENT_COLUMNS))
+            name: at
+            for at, name in enumerate(store.definition.column_names, start=len(EVENT_COLUMNS))
         }
         self.counts = ManagerCounts()
         self.lost_acks = 0
-        """Acks that were taken and will not be stored: their events fire again elsewhere."""
+        """Acks that were taken and cannot be stored: their events fire again elsewhere."""
+        self._name = store.definition.name
         self._clock = clock
         self._chance = chance
-        self._lead = LeaderLease(store, store.definition.settings.lease, clock)
+        self._lease = LeaderLease(store, store.definition.settings.lease, clock)
         self._presence = QueuePresence(store)
         self._vacuum = Vacuum(store.dialect, store.definition, clock)
-        self._reign: LeaderTerm | None = None
-        self._places: dict[Receiver, ReceiverSlot2] = {}
+        self._term: LeaderTerm | None = None
+        self._slots: dict[Receiver, ReceiverSlot] = {}
         self._inbox = ManagerInbox()
         self._acks: deque[TableEvent] = deque()
-        self._enough = 1
+        self._wake_acks = 1
+        """How many waiting acks wake the thread."""
         self._wake = threading.Event()
-        self._poked = False
-        self._closed = self._ended = False
-        self._watch: Closing | None = None
+        self._has_new_rows = False
+        self._is_closed = self._has_ended = False
+        self._watch: Closeable | None = None
         self._thread: threading.Thread | None = None
 
-    # ── from any thread ──────────────────────────────────────────────────────────────────────────
+    # ── for any thread ───────────────────────────────────────────────────────────────────────────
 
     @property
-    def fires(self) -> bool:
+    def can_fire(self) -> bool:
         """Whether this manager leads, and the database takes its writes."""
-        return self._lead.fires
+        return self._lease.can_fire
 
     @property
     def waiting(self) -> int:
         """How many events wait in memory."""
-        reign = self._reign
-        return 0 if reign is None else reign.stock.waiting
+        term = self._term
+        return 0 if term is None else term.cache.waiting
 
     @property
     def in_flight(self) -> int:
         """How many events are fired and not settled."""
-        reign = self._reign
-        return 0 if reign is None else len(reign.stock.flights)
+        term = self._term
+        return 0 if term is None else len(term.cache.in_flight)
 
     @property
     def receivers(self) -> int:
         """How many receivers it sends events to."""
-        return len(self._places)
+        return len(self._slots)
 
     def start(self) -> None:
         """Run on a thread until :meth:`close`."""
-        self._watch = self.store.dialect.watch(self.store.definition.name, self._poke)
-        name = f"turnlane-manager-{self.store.definition.name}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._watch = self.store.dialect.watch(
+            CHANNEL, self.store.definition.name, self._notice_new_rows
+        )
+        self._thread = threading.Thread(
+            target=self._run, name=f"turnlane-manager-{self._name}", daemon=True
+        )
         self._thread.start()
 
     def attach(self, receiver: Receiver) -> None:
         """Send events to the receiver."""
-        receiver.attached(self)
-        self._tell(lambda: self._attach(receiver))
+        receiver.add_manager(self)
+        self._request(lambda: self._attach(receiver))
 
     def detach(self, receiver: Receiver) -> None:
-        """Send no more events to the receiver; those that it has fire elsewhere."""
-        self._tell(lambda: self._detach(receiver))
+        """Send no more events to the receiver; its events fire elsewhere."""
+        self._request(lambda: self._detach(receiver))
 
     def ack(self, events: list[TableEvent]) -> None:
-        """Take acks; they are stored together with others, soon."""
+        """Take acks; they are stored soon, together with others."""
         self._acks.extend(events)
-        if len(self._acks) >= self._enough:
+        if len(self._acks) >= self._wake_acks:
             self._wake.set()
 
     def ack_ids(self, ids: Sequence[int]) -> None:
-        """Take acks by id; those of events that were never fired change nothing."""
-        self._tell(lambda: self._leading(lambda reign: reign.landing.ack_ids(ids)))
+        """Take acks by id; acks of events that were never fired change nothing."""
+        self._request_of_leader(lambda term: term.settlement.ack_ids(ids))
 
     def nack(self, events: list[TableEvent], delay: float | None, error: str | None) -> None:
-        """Have events fired again."""
-        self._tell(lambda: self._leading(lambda reign: reign.landing.nack(events, delay, error)))
+        """Fire events again."""
+        self._request_of_leader(lambda term: term.settlement.nack(events, delay, error))
 
     def flush(self, timeout: float | None = None, receiver: Receiver | None = None) -> bool:
-        """Wait until all acks taken so far are stored or lost; false if the time is over.
+        """Wait until all present acks are stored or lost; false if the time is over.
 
-        Only those of a receiver, if it is given: one that somebody holds up is no other's matter.
-        :attr:`lost_acks` says which; ``LeadLost`` is raised if they are lost while it waits.
+        With ``receiver``, only its acks: a locked row of another receiver does not matter.
+        :attr:`lost_acks` counts lost acks; raises ``LeadLost`` if some are lost during the wait.
         """
         waiter = Completion()
-        self._tell(lambda: self._await_acks(waiter, receiver))
+        self._request(lambda: self._await_acks(waiter, receiver))
         return waiter.wait(timeout)
 
     def enqueue(self, rows: Sequence[Mapping[str, Any]], timeout: float | None = None) -> bool:
-        """Store events in a transaction of the manager's own; false if the time is over.
+        """Store events in a transaction of the manager; false if the time is over.
 
-        Those that are due at once are written as fired and sent off, with no way through the table.
-        After the time is over they may still be stored: name events that must not be there twice.
+        Events that are due at once are written as fired and sent, without reading them from the
+        table. After the time is over they may still be stored: give a name to events that must not
+        be stored twice.
         """
-        self.store.inserts.check(rows)
+        self.store.inserter.check_rows(rows)
         waiter = Completion()
-        self._tell(lambda: self._enqueue(rows, waiter))
+        self._request(lambda: self._enqueue(rows, waiter))
         return waiter.wait(timeout)
 
     def sweep(self) -> None:
-        """Look through the table soon, for rows that others changed."""
-        self._tell(lambda: self._leading(lambda reign: reign.reader.sweep_soon()))
+        """Read through the table soon: rows were changed by others."""
+        self._request_of_leader(lambda term: term.finder.sweep_soon())
 
     def close(self) -> None:
-        """Store what acks there are, give the lead back, stop."""
-        self._closed = True
+        """Store the acks, release the lease, stop."""
+        self._is_closed = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
@@ -243,180 +256,184 @@ class Manager(Closing):
             self._watch.close()
         self._end()
 
-    # ── on the manager's thread ──────────────────────────────────────────────────────────────────
+    # ── one step ─────────────────────────────────────────────────────────────────────────────────
 
     def run_once(self) -> float:
-        """Do what is due; returns in how many seconds there is more to do."""
+        """Do the work that is due; returns the seconds until there is more."""
         try:
             self._step()
         except LeadLost as error:
-            self._lose(error)
+            self._lose_lead(error)
         except NoSuchQueue as error:
-            self._presence.miss(str(error))
+            self._presence.report_missing(str(error))
             return MISSING_QUEUE_PAUSE
         except (DatabaseDown, DatabaseReadOnly) as error:
-            log.warning("queue %s: %s", self.store.definition.name, error)
-            self._lead.hold_up()
-            if self._reign is not None:
-                self._reign.reader.sweep_soon()
+            log.warning("table.database_failed", queue=self._name, error=error)
+            self._lease.suspend()
+            if self._term is not None:
+                self._term.finder.sweep_soon()
             return INBOX_POLL * 20
-        return self._pause()
+        return self._get_pause()
 
     def _step(self) -> None:
-        self._lead.keep()
-        if self._reign is None and not self._take_lead():
-            self._inbox.read()
+        self._lease.renew_if_due()
+        if self._term is None and not self._take_lead():
+            self._inbox.run_all()
             return
-        reign = self._reign
-        assert reign is not None
-        if self._poked:
-            self._poked = False
-            reign.reader.poke()
-        self._take_acks(reign)
-        self._inbox.read()
-        reign.step(list(self._places.values()))
+        term = self._term
+        assert term is not None
+        if self._has_new_rows:
+            self._has_new_rows = False
+            term.finder.poll_soon()
+        self._take_acks(term)
+        self._inbox.run_all()
+        term.step(list(self._slots.values()))
         self._vacuum.run_once(self.counts.acked)
 
     def _take_lead(self) -> bool:
-        if self._clock.monotonic() < self._lead.next_time() or not self._lead.take():
+        if self._clock.monotonic() < self._lease.get_next_time() or not self._lease.acquire():
             return False
-        if not self._presence.is_same():
-            self._lead.give_up()
+        if not self._presence.is_same_queue():
+            self._lease.release()
             return False
-        log.info("leading queue %s", self.store.definition.name)
-        reign = LeaderTerm(
-            self.store, self._lead, self, self.counts, clock=self._clock, chance=self._chance
+        log.info("table.lead_taken", queue=self._name, term=self._lease.token)
+        term = LeaderTerm(
+            self.store, self._lease, self, self.counts, clock=self._clock, chance=self._chance
         )
-        reign.begin()
-        for place in self._places.values():
-            place.load = 0
-        self._reign = reign
+        term.begin()
+        for slot in self._slots.values():
+            slot.load = 0
+        self._term = term
         return True
 
-    def _lose(self, error: LeadLost) -> None:
-        log.warning("queue %s: %s", self.store.definition.name, error)
+    def _lose_lead(self, error: LeadLost) -> None:
+        log.warning("table.lead_lost", queue=self._name, error=error)
         self.counts.lost_leads += 1
-        self._lead.lose()
-        reign, self._reign = self._reign, None
-        if reign is not None:
-            self.lost_acks += len(reign.stock.settling)
-            reign.landing.abandon(error)
+        self._lease.forget()
+        term, self._term = self._term, None
+        if term is not None:
+            self.lost_acks += len(term.cache.ack_buffer)
+            term.settlement.abandon(error)
         self._drop_acks()
 
-    def _pause(self) -> float:
-        reign = self._reign
-        if reign is None:
-            when = self._lead.next_time()
+    def _get_pause(self) -> float:
+        term = self._term
+        if term is None:
+            time = self._lease.get_next_time()
         else:
-            when = reign.next_time(list(self._places.values()))
-            out = len(reign.stock.flights)
-            self._enough = max(1, min(WAKE_ACKS, out // 2))
-            if out:
-                when = min(when, self._clock.monotonic() + INBOX_POLL)
-        return min(MAX_WAIT, max(0.0, when - self._clock.monotonic()))
+            time = term.get_next_time(list(self._slots.values()))
+            in_flight = len(term.cache.in_flight)
+            self._wake_acks = max(1, min(WAKE_ACKS, in_flight // 2))
+            if in_flight:
+                time = min(time, self._clock.monotonic() + INBOX_POLL)
+        return min(MAX_WAIT, max(0.0, time - self._clock.monotonic()))
 
-    def _take_acks(self, reign: LeaderTerm) -> None:
-        """All acks that came before anything that is in the inbox now, and perhaps more."""
+    def _take_acks(self, term: LeaderTerm) -> None:
+        """Take all acks that came before the requests in the inbox, and perhaps more."""
         taken = []
         while self._acks:
             taken.append(self._acks.popleft())
         if taken:
-            reign.landing.ack(taken)
+            term.settlement.ack(taken)
 
-    def _leading(self, action: Callable[[LeaderTerm], None]) -> None:
-        if self._reign is not None:
-            action(self._reign)
+    # ── requests, on the manager's thread ────────────────────────────────────────────────────────
 
     def _attach(self, receiver: Receiver) -> None:
-        if receiver not in self._places:
-            self._places[receiver] = ReceiverSlot2(
+        if receiver not in self._slots:
+            self._slots[receiver] = ReceiverSlot(
                 receiver.prefetch, key_range=receiver.key_range, receiver=receiver
             )
-            self._leading(lambda reign: reign.reader.sweep_soon())
+            if self._term is not None:
+                self._term.finder.sweep_soon()
 
     def _detach(self, receiver: Receiver) -> None:
-        place = self._places.pop(receiver, None)
-        reign = self._reign
-        if place is not None and reign is not None:
-            self._take_acks(reign)
-            reign.landing.detach(place)
+        slot = self._slots.pop(receiver, None)
+        if slot is not None and self._term is not None:
+            self._take_acks(self._term)
+            self._term.settlement.release_slot(slot)
 
     def _drop_acks(self) -> None:
         while self._acks:
-            self._acks.popleft().lost = True
+            self._acks.popleft().ack_lost = True
             self.lost_acks += 1
 
     def _await_acks(self, waiter: Completion, receiver: Receiver | None) -> None:
-        if self._reign is None:
+        if self._term is None:
             self._drop_acks()
-            waiter.tell()
+            waiter.finish()
         else:
-            self._take_acks(self._reign)
-            seat = None if receiver is None else self._places.get(receiver)
-            self._reign.stock.settling.wait(waiter, seat)
+            self._take_acks(self._term)
+            slot = None if receiver is None else self._slots.get(receiver)
+            self._term.cache.ack_buffer.add_waiter(waiter, slot)
 
     def _enqueue(self, rows: Sequence[Mapping[str, Any]], waiter: Completion) -> None:
+        term, slots = self._term, list(self._slots.values())
         try:
-            self._fire_or_insert(rows)
+            if term is None or not term.dispatcher.send_new(rows, slots):
+                self.store.inserter.insert_rows(rows)
+                self._has_new_rows = True
         except LeadLost:
             raise
-        except Exception as error:  # noqa: BLE001 - it is told to whoever enqueued
-            waiter.tell(error)
+        except Exception as error:  # noqa: BLE001 - the waiting thread raises it
+            waiter.finish(error)
         else:
-            waiter.tell()
-
-    def _fire_or_insert(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        reign = self._reign
-        if reign is None or not reign.firing.fire_new(rows, list(self._places.values())):
-            self.store.inserts.insert(rows)
-            self._poked = True
+            waiter.finish()
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
-        while not self._closed:
+        while not self._is_closed:
             try:
                 pause = self.run_once()
-            except Exception as error:  # noqa: BLE001 - it is told there
-                pause = self._start_anew(error)
+            except Exception as error:  # noqa: BLE001 - logged there
+                pause = self._restart(error)
             self._wake.wait(pause)
             self._wake.clear()
 
-    def _start_anew(self, error: Exception) -> float:
-        """Not an error of ours: what is in memory may be wrong. Begin anew from the table."""
-        gone = self._presence.why_gone()
-        if gone is not None:
-            self._presence.miss(gone)
+    def _restart(self, error: Exception) -> float:
+        """End the term after an unexpected error: the state in memory may be wrong."""
+        absence = self._presence.find_absence()
+        if absence is not None:
+            self._presence.report_missing(absence)
         else:
-            log.error("queue %s: starting anew", self.store.definition.name, exc_info=error)
-        self._lose(LeadLost("the manager failed"))
-        return MAX_WAIT if gone is None else MISSING_QUEUE_PAUSE
+            log.error("table.manager_restarted", queue=self._name, exc_info=error)
+        self._lose_lead(LeadLost("the manager failed"))
+        return MAX_WAIT if absence is None else MISSING_QUEUE_PAUSE
 
     def _end(self) -> None:
         try:
-            if self._reign is not None:
-                self._take_acks(self._reign)
-                self._reign.landing.finish()
-            self._lead.give_up()
+            if self._term is not None:
+                self._take_acks(self._term)
+                self._term.settlement.finish()
+            self._lease.release()
         except (DatabaseDown, DatabaseReadOnly, LeadLost) as error:
-            log.warning("queue %s: not closed in order: %s", self.store.definition.name, error)
-        if self._reign is not None:
-            self.lost_acks += len(self._reign.stock.settling)
-            self._reign.landing.abandon(QueueClosed("the manager is closed"))
-            self._reign = None
-        self._ended = True
-        self._inbox.empty()  # nobody waits for a manager that is closed
-        for receiver in list(self._places):
-            receiver.left(self)
+            log.warning("table.close_incomplete", queue=self._name, error=error)
+        if self._term is not None:
+            self.lost_acks += len(self._term.cache.ack_buffer)
+            self._term.settlement.abandon(QueueClosed("the manager is closed"))
+            self._term = None
+        self._has_ended = True
+        self._inbox.drain()  # no thread may wait for a manager that is closed
+        for receiver in list(self._slots):
+            receiver.remove_manager(self)
         self._vacuum.close()
         self.store.close()
 
-    def _tell(self, message: Message) -> None:
-        self._inbox.put(message)
-        self._wake.set()
-        if self._ended:
-            self._inbox.empty()
+    def _request_of_leader(self, action: Callable[[LeaderTerm], None]) -> None:
+        """Request an action that has no effect unless this manager leads."""
 
-    def _poke(self) -> None:
-        self._poked = True
+        def act() -> None:
+            if self._term is not None:
+                action(self._term)
+
+        self._request(act)
+
+    def _request(self, request: Request) -> None:
+        self._inbox.add(request)
+        self._wake.set()
+        if self._has_ended:
+            self._inbox.drain()
+
+    def _notice_new_rows(self) -> None:
+        self._has_new_rows = True
         self._wake.set()

@@ -1,4 +1,11 @@
-"""Order: events of one key, or of the whole queue, fire one after the other."""
+"""The order of events: events of one key, or of the whole queue, fire one after the other. Pure.
+
+A key is *busy* from the moment one of its events may fire until that event is settled, no matter
+how often it is fired again in between. The other events of the key wait by fire time, then by id:
+at most ``max_waiting`` of all keys in memory, the rest in the table. When there are too many, the
+key with the most waiting events leaves the later half of them in the table; its
+:class:`KeyBacklog` says from which position they have to be read again.
+"""
 
 from __future__ import annotations
 
@@ -12,189 +19,190 @@ from turnlane.table.shards import KeyRange
 from turnlane.table.store import Position
 
 KEYS_PER_STATEMENT: Final = 50
-"""Keys to a statement."""
 
 
 class KeyBacklog(NamedTuple):
-    """Events of a key that are left in the table, because too many of them wait here."""
+    """Events of a key that were left in the table, because too many waited in memory."""
 
     after: Position
-    """They come after this one; nothing that waits here does."""
-    where: KeyRange
-    """The part of the key space where they are; others may be there too."""
+    """All of them come after this position; no event of the key that waits in memory does."""
+    key_range: KeyRange
+    """The part of the key space that contains the key; other keys may lie there too."""
 
     @property
-    def first(self) -> Position:
-        """The first of them that there can be."""
+    def first_position(self) -> Position:
+        """The first position that one of them can have."""
         return self.after[0], self.after[1] + 1
 
 
 class KeyOrder:
-    """Who is out, and who waits behind whom. Pure.
-
-    A key is busy from the moment one of its events may fire until that event is settled, however
-    often it is fired again in between. The others of the key wait by fire time, then by id: at
-    most ``most`` of all keys here, the rest in the table. The longest line gives way.
-    """
+    """Which events may fire, and which wait behind another of their key."""
 
     def __init__(
         self,
-        key: Callable[[TableEvent], Hashable],
-        where: Callable[[TableEvent], KeyRange],
-        most: int,
+        get_key: Callable[[TableEvent], Hashable],
+        get_key_range: Callable[[TableEvent], KeyRange],
+        max_waiting: int,
     ) -> None:
-        self.most = most
-        self._key = key
-        self._where = where
-        self._out: dict[Hashable, int] = {}
+        self.max_waiting = max_waiting
+        self._get_key = get_key
+        self._get_key_range = get_key_range
+        self._busy: dict[Hashable, int] = {}
+        """The event that makes the key busy, by key."""
         self._waiting: dict[Hashable, list[tuple[int, int, TableEvent]]] = {}
-        self._parked: set[int] = set()
-        self._left: dict[Hashable, KeyBacklog] = {}
+        """Sorted by fire time and id, by key."""
+        self._waiting_ids: set[int] = set()
+        self._backlogs: dict[Hashable, KeyBacklog] = {}
 
     def __contains__(self, event_id: int) -> bool:
         """Whether the event waits here behind another."""
-        return event_id in self._parked
+        return event_id in self._waiting_ids
 
     def __len__(self) -> int:
         """How many events wait here."""
-        return len(self._parked)
+        return len(self._waiting_ids)
+
+    @property
+    def busy_ids(self) -> Collection[int]:
+        """The ids of the events that make a key busy."""
+        return self._busy.values()
 
     def admit(self, events: Iterable[TableEvent]) -> list[TableEvent]:
-        """Those of the due events that may fire now; the rest waits, here or in the table."""
+        """Return the due events that may fire now; the others wait, here or in the table."""
         admitted = []
         for event in events:
-            key = self._key(event)
-            if self.is_left(event):
+            key = self._get_key(event)
+            if self.is_in_backlog(event):
                 continue
-            if self._out.setdefault(key, event.id) == event.id:
+            if self._busy.setdefault(key, event.id) == event.id:
                 admitted.append(event)
             else:
-                self._park(key, event)
+                self._add_waiting(key, event)
         self._shorten()
         return admitted
 
-    def settled(self, event: TableEvent) -> TableEvent | None:
-        """An event is over; returns the one that may fire next."""
-        key = self._key(event)
-        return self._next(key) if self._out.get(key) == event.id else None
+    def mark_busy(self, event: TableEvent) -> None:
+        """Make the key of an event busy that was fired before and is not settled."""
+        self._busy.setdefault(self._get_key(event), event.id)
 
-    def leave(self, event: TableEvent) -> tuple[list[TableEvent], KeyBacklog | None]:
-        """An event is left in the table; returns all that is behind it, which is left there too.
+    def release(self, event: TableEvent) -> TableEvent | None:
+        """Release the key of a settled event; returns the event that may fire next."""
+        key = self._get_key(event)
+        return self._release_key(key) if self._busy.get(key) == event.id else None
 
-        One that was fired before keeps its key busy, wherever it is.
+    def release_ids(self, ids: Container[int]) -> list[TableEvent]:
+        """Release the keys of settled events; returns the events that may fire next."""
+        keys = [key for key, event_id in self._busy.items() if event_id in ids]
+        return [event for event in map(self._release_key, keys) if event is not None]
+
+    def remove(self, event: TableEvent) -> tuple[list[TableEvent], KeyBacklog | None]:
+        """Remove an event that is left in the table, and all events that wait behind it.
+
+        Returns these events and the backlog of the key. An event that was fired before keeps its
+        key busy even in the table.
         """
-        key = self._key(event)
-        if event.attempts or self._out.get(key) != event.id:
+        key = self._get_key(event)
+        if event.attempts or self._busy.get(key) != event.id:
             return [], None
-        del self._out[key]
+        del self._busy[key]
         behind = [each for _, _, each in self._waiting.pop(key, [])]
-        self._parked.difference_update(each.id for each in behind)
-        return behind, self._left.pop(key, None)
+        self._waiting_ids.difference_update(each.id for each in behind)
+        return behind, self._backlogs.pop(key, None)
 
-    def retried(self, event: TableEvent) -> None:
-        """An event that was fired before and is not settled: its key is busy."""
-        self._out.setdefault(self._key(event), event.id)
+    # ── events left in the table ─────────────────────────────────────────────────────────────────
 
-    @property
-    def out(self) -> Collection[int]:
-        """The ids of the events that keep a key busy."""
-        return self._out.values()
-
-    def gone(self, ids: Container[int]) -> list[TableEvent]:
-        """Events that kept keys busy are not there any more; returns those that may fire next."""
-        keys = [key for key, event_id in self._out.items() if event_id in ids]
-        return [event for event in map(self._next, keys) if event is not None]
-
-    # ── what is left in the table ────────────────────────────────────────────────────────────────
-
-    def is_left(self, event: TableEvent) -> bool:
-        """Whether a due event belongs to those that are left in the table, to be read later."""
-        if not self._left:
+    def is_in_backlog(self, event: TableEvent) -> bool:
+        """Whether a due event belongs to the backlog of its key, which is read later."""
+        if not self._backlogs:
             return False
-        key = self._key(event)
-        left = self._left.get(key)
-        if left is None or (event.fire_at, event.id) <= left.after:
+        key = self._get_key(event)
+        backlog = self._backlogs.get(key)
+        if backlog is None or (event.fire_at, event.id) <= backlog.after:
             return False
-        return self._out.get(key) != event.id  # else it is the one that the others wait for
+        return self._busy.get(key) != event.id  # the event that makes its key busy never waits
 
-    def wanted(self) -> dict[Hashable, KeyBacklog]:
-        """Keys of which events should be read now, some of them at a time.
+    def find_readable_backlogs(self) -> dict[Hashable, KeyBacklog]:
+        """Return some backlogs from which events should be read now, by key.
 
-        Those that nothing holds up; ahead of time only as long as nobody has to give way for it.
+        These are keys that are not busy; while at most half of the room is used, also busy keys of
+        which no event waits.
         """
-        ahead = len(self._parked) <= self.most // 2
+        reads_ahead = len(self._waiting_ids) <= self.max_waiting // 2
         keys = (
             key
-            for key in self._left
-            if key not in self._waiting and (ahead or key not in self._out)
+            for key in self._backlogs
+            if key not in self._waiting and (reads_ahead or key not in self._busy)
         )
-        return {key: self._left[key] for key in islice(keys, KEYS_PER_STATEMENT)}
+        return {key: self._backlogs[key] for key in islice(keys, KEYS_PER_STATEMENT)}
 
-    def passed(self, position: Position, known: Callable[[int], bool]) -> list[KeyRange]:
-        """Where whatever is due after a position is left anyway, so that nobody need read it.
+    def find_skippable_ranges(
+        self, position: Position, is_cached: Callable[[int], bool]
+    ) -> list[KeyRange]:
+        """Return ranges in which every due event after a position belongs to a backlog.
 
-        Not where an event is which others wait for, unless it is ``known``.
+        A range is not skippable if the event that makes its key busy is not in memory: that event
+        has to be found.
         """
         ranges = (
-            left.where
-            for key, left in self._left.items()
-            if left.after <= position and (key not in self._out or known(self._out[key]))
+            backlog.key_range
+            for key, backlog in self._backlogs.items()
+            if backlog.after <= position and (key not in self._busy or is_cached(self._busy[key]))
         )
         return list(islice(ranges, KEYS_PER_STATEMENT))
 
     def advance(self, keys: Iterable[Hashable], end: Position | None) -> None:
-        """Events of keys were read up to a position, or all that are due."""
+        """Record that backlogs were read up to a position; ``None``: all of their due events."""
         for key in keys:
             if end is None:
-                del self._left[key]
+                del self._backlogs[key]
             else:
-                left = self._left[key]
-                self._left[key] = left._replace(after=max(left.after, end))
+                backlog = self._backlogs[key]
+                self._backlogs[key] = backlog._replace(after=max(backlog.after, end))
 
-    def line_up(self, events: Iterable[TableEvent]) -> list[TableEvent]:
-        """Take events that were left in the table; returns those that may fire now."""
+    def add_from_backlog(self, events: Iterable[TableEvent]) -> list[TableEvent]:
+        """Add events that were read from backlogs; returns the events that may fire now."""
         ready, keys = [], set()
         for event in events:
-            key = self._key(event)
-            if self._out.get(key) == event.id:
+            key = self._get_key(event)
+            if self._busy.get(key) == event.id:
                 ready.append(event)
-            elif not self.is_left(event):
-                self._park(key, event)
+            elif not self.is_in_backlog(event):
+                self._add_waiting(key, event)
                 keys.add(key)
-        ready += [self._go_ahead(key) for key in keys - self._out.keys()]
+        ready += [self._start_next(key) for key in keys - self._busy.keys()]
         self._shorten()
         return ready
 
-    # ── how ──────────────────────────────────────────────────────────────────────────────────────
+    # ── helpers ──────────────────────────────────────────────────────────────────────────────────
 
-    def _park(self, key: Hashable, event: TableEvent) -> None:
+    def _add_waiting(self, key: Hashable, event: TableEvent) -> None:
         insort(self._waiting.setdefault(key, []), (event.fire_at, event.id, event))
-        self._parked.add(event.id)
+        self._waiting_ids.add(event.id)
 
     def _shorten(self) -> None:
-        """Leave the later half of the longest line in the table, until there is room for all."""
-        while len(self._parked) > self.most:
+        """Leave the later half of the longest line in the table, until all fit."""
+        while len(self._waiting_ids) > self.max_waiting:
             key = max(self._waiting, key=lambda each: len(self._waiting[each]))
             line = self._waiting[key]
-            gone = line[len(line) // 2 :]
+            removed = line[len(line) // 2 :]
             del line[len(line) // 2 :]
-            fire_at, event_id, first = gone[0]
-            self._left[key] = KeyBacklog((fire_at, event_id - 1), self._where(first))
-            self._parked.difference_update(event_id for _, event_id, _ in gone)
+            fire_at, event_id, first = removed[0]
+            self._backlogs[key] = KeyBacklog((fire_at, event_id - 1), self._get_key_range(first))
+            self._waiting_ids.difference_update(event_id for _, event_id, _ in removed)
             if not line:
                 del self._waiting[key]
 
-    def _next(self, key: Hashable) -> TableEvent | None:
-        """Free a key, or give it to the first that waits for it, which is returned."""
-        del self._out[key]
-        return self._go_ahead(key) if key in self._waiting else None
+    def _release_key(self, key: Hashable) -> TableEvent | None:
+        """Make a key free, or give it to the next event, which is returned."""
+        del self._busy[key]
+        return self._start_next(key) if key in self._waiting else None
 
-    def _go_ahead(self, key: Hashable) -> TableEvent:
-        """Give a key to the first that waits for it: nobody comes between until that fires."""
+    def _start_next(self, key: Hashable) -> TableEvent:
+        """Give a key to the first event that waits for it: no other event can come between."""
         line = self._waiting[key]
         _, event_id, following = line.pop(0)
-        self._parked.discard(event_id)
+        self._waiting_ids.discard(event_id)
         if not line:
             del self._waiting[key]
-        self._out[key] = event_id
+        self._busy[key] = event_id
         return following

@@ -1,4 +1,4 @@
-"""Queue tables as their users have them: a database, and the queues in it."""
+"""Queue tables in one database, as users see them; and scans of a table beside its manager."""
 
 from __future__ import annotations
 
@@ -9,42 +9,44 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from turnlane.errors import NoSuchQueue
-from turnlane.runtime import Closing
+from turnlane.databases import Connection, Dialect, Row, translate_errors
+from turnlane.runtime import Closeable
 from turnlane.table.catalog import QueueCatalog
 from turnlane.table.definition import SYSTEM_COLUMNS, Definition
 from turnlane.table.grammar import CreateQueue, DropQueue, ShowQueues, parse, run_schedule_statement
 from turnlane.table.manager import Manager
+from turnlane.table.queue_sql import get_queue_sql, load_queue_dialect
 from turnlane.table.receiver import DEFAULT_PREFETCH, Receiver
 from turnlane.table.schedules import Schedule
 from turnlane.table.shards import WHOLE_KEYSPACE, KeyRange
-from turnlane.table.sql.dialect import Connection, Dialect, Row
-from turnlane.table.sql.session import understood
 from turnlane.table.store import TableStore
-from turnlane.table.url import dialect_of
 
-# ── selection ──
-# Selections: which events of a queue table somebody wants to see. Pure.
+# ── reading a table beside its manager ───────────────────────────────────────────────────────────
+
+SCAN_PAGE_ROWS: Final = 10_000
+"""Rows that are in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventSelection:
-    """Events for which all of it is so; ``None`` asks for nothing."""
+    """Selects the events that fulfil all conditions; ``None`` is no condition. Pure."""
 
     states: tuple[str, ...] | None = None
     fire_from: int | None = None
-    """Due then or later: nanoseconds since the epoch."""
+    """Due at this time or later: nanoseconds since the epoch."""
     fire_until: int | None = None
-    """Due before."""
+    """Due before this time."""
     keys: tuple[object, ...] | None = None
     """Values of the queue's ``SHARD BY`` column."""
     names: tuple[str, ...] | None = None
     ids: tuple[int, ...] | None = None
     key_range: KeyRange = WHOLE_KEYSPACE
 
-    def where(self, dialect: Dialect, definition: Definition) -> tuple[str, tuple[Any, ...]]:
-        """A condition in SQL, and its parameters."""
-        mark = dialect.mark
+    def build_condition(
+        self, dialect: Dialect, definition: Definition
+    ) -> tuple[str, tuple[Any, ...]]:
+        """Return the condition in SQL, and its parameters."""
+        mark = dialect.placeholder
         parts: list[str] = []
         parameters: list[Any] = []
         lists: list[tuple[str, tuple[object, ...] | None]] = [
@@ -53,7 +55,7 @@ class EventSelection:
             ("event_id", self.ids),
         ]
         if definition.shard_by is not None:
-            lists.append((dialect.identifier(definition.shard_by), self.keys))
+            lists.append((dialect.quote_name(definition.shard_by), self.keys))
         for column, values in lists:
             if values is not None:
                 marks = ", ".join([mark] * len(values)) or "NULL"
@@ -63,31 +65,26 @@ class EventSelection:
             if bound is not None:
                 parts.append(f"{condition} {mark}")
                 parameters.append(bound)
-        if not self.key_range.is_everything:
-            parts.append(f"{dialect.keyspace(definition)} BETWEEN {mark} AND {mark}")
-            parameters += self.key_range.stored
+        if not self.key_range.is_whole:
+            keyspace = get_queue_sql(dialect).get_keyspace(definition)
+            parts.append(f"{keyspace} BETWEEN {mark} AND {mark}")
+            parameters += self.key_range.stored_bounds
         return " AND ".join(parts) or "1 = 1", tuple(parameters)
 
 
-# ── scan ──
-# Scans: reading a queue table as it is, beside its manager, in one statement.
-#
-# A scan takes no lock and no part in firing: whoever manages the table does not notice.
-
-SCAN_PAGE_ROWS: Final = 10_000
-"""Rows that are in memory at a time."""
-
-
 class TableScan:
-    """Reads the events of one queue in one database, every column of theirs."""
+    """Reads events of one queue in one database, with all their columns, in one statement.
+
+    A scan takes no lock and does not affect the manager.
+    """
 
     def __init__(self, dialect: Dialect, definition: Definition) -> None:
         self._dialect = dialect
         self._definition = definition
-        self.columns: tuple[str, ...] = (*SYSTEM_COLUMNS, *definition.names)
-        """All there are, turnlane's own first."""
+        self.columns: tuple[str, ...] = (*SYSTEM_COLUMNS, *definition.column_names)
+        """All columns, the system columns first."""
 
-    def pages(
+    def read_pages(
         self,
         selection: EventSelection,
         columns: Sequence[str] | None = None,
@@ -95,56 +92,50 @@ class TableScan:
         first: int | None = None,
         size: int = SCAN_PAGE_ROWS,
     ) -> Generator[list[Row], None, None]:
-        """The rows, as they are at one moment, some at a time.
+        """Yield pages of the rows, as they are at one moment. Raises ``DatabaseDown``.
 
-        Only the ``first`` so many by fire time, if that is given; otherwise all, in any order.
-        Raises ``DatabaseDown``.
+        With ``first``, only this many rows, by fire time; otherwise all, in any order.
         """
-        statement, parameters = self._statement(selection, columns or self.columns, first)
+        statement, parameters = self._build_statement(selection, columns or self.columns, first)
         with (
-            understood(self._dialect),
+            translate_errors(self._dialect),
             contextlib.closing(self._dialect.connect()) as connection,
         ):
             yield from self._dialect.stream(connection, statement, parameters, size)
 
-    def events(
+    def read_events(
         self, selection: EventSelection, first: int | None = None
     ) -> Iterator[dict[str, Any]]:
-        """The rows, as columns by their names."""
-        for page in self.pages(selection, first=first):
+        """Yield the rows as columns by name."""
+        for page in self.read_pages(selection, first=first):
             yield from (dict(zip(self.columns, row, strict=True)) for row in page)
 
-    def ids(self, selection: EventSelection, first: int | None = None) -> list[int]:
-        """Their ids."""
-        pages = self.pages(selection, ("event_id",), first=first)
+    def read_ids(self, selection: EventSelection, first: int | None = None) -> list[int]:
+        """Return the ids of the events."""
+        pages = self.read_pages(selection, ("event_id",), first=first)
         return [row[0] for page in pages for row in page]
 
-    def _statement(
+    def _build_statement(
         self, selection: EventSelection, columns: Sequence[str], first: int | None
     ) -> tuple[str, Row]:
         dialect = self._dialect
-        own = [self._expression(name) for name in columns]
-        condition, parameters = selection.where(dialect, self._definition)
-        table = dialect.identifier(self._definition.name)
-        statement = f"SELECT {', '.join(own)} FROM {table} WHERE {condition}"
+        keyspace = get_queue_sql(dialect).get_keyspace(self._definition)
+        expressions = [
+            keyspace if name == "keyspace_id" else dialect.quote_name(name) for name in columns
+        ]
+        condition, parameters = selection.build_condition(dialect, self._definition)
+        table = dialect.quote_name(self._definition.name)
+        statement = f"SELECT {', '.join(expressions)} FROM {table} WHERE {condition}"
         if first is not None:
             statement += f" ORDER BY fire_at, event_id LIMIT {int(first)}"
         return statement, parameters
 
-    def _expression(self, name: str) -> str:
-        if name == "keyspace_id":
-            return self._dialect.keyspace(self._definition)
-        return self._dialect.identifier(name)
 
-
-# ── status ──
-# How a queue is in one database: what waits, how late it is, and who leads.
-
-_WAITING = (
+_COUNT_WAITING: Final = (
     "SELECT COUNT(*), COUNT(CASE WHEN fire_at <= {now} THEN 1 END), MIN(fire_at), {now} "
     "FROM {table} WHERE fire_at <= {now} + %s AND state = 'to_be_fired' AND after_group IS NULL"
 )
-_LEASE = "SELECT owner, token, expires_at, {now} FROM turnlane_lease WHERE queue = %s"
+_READ_LEASE: Final = "SELECT owner, token, expires_at, {now} FROM turnlane_lease WHERE queue = %s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,43 +145,47 @@ class QueueStatus:
     counts: dict[str, int]
     """How many events are in each state."""
     due: int
-    """Events that are due and not fired, as far as the table knows."""
+    """Events that are due and not marked as fired."""
     lag: float
-    """Seconds that the first of them is late."""
+    """Seconds since the first of them was due."""
     window: int
-    """Events due within the manager's window, those included."""
+    """Events due within the manager's window, including those."""
     leader: str | None
-    """Who holds the lease; ``None`` if its time is over."""
+    """The holder of the lease; ``None`` if its time is over."""
     term: int
-    """The lease's token: it grows whenever the lead is taken."""
+    """The lease's token: it grows whenever a manager takes the lead."""
     lease: float
-    """Seconds until it ends unless it is renewed."""
+    """Seconds until the lease ends unless it is renewed."""
 
 
 def read_status(store: TableStore) -> QueueStatus:
-    """Ask the database. Raises ``NoSuchQueue`` and ``DatabaseDown``."""
+    """Read the status of a queue. Raises ``NoSuchQueue`` and ``DatabaseDown``."""
     dialect, definition = store.dialect, store.definition
-    table = dialect.identifier(definition.name)
+    table = dialect.quote_name(definition.name)
     span = round(definition.settings.window * 1e9)
-    window, due, first, now = store.session.query(dialect.sql(_WAITING, table=table), (span,))[0]
-    leases = store.session.query(dialect.sql(_LEASE), (definition.name,))
+    waiting = dialect.render(_COUNT_WAITING, table=table)
+    window, due, first, now = store.session.query(waiting, (span,))[0]
+    leases = store.session.query(dialect.render(_READ_LEASE), (definition.name,))
     if not leases:
-        raise NoSuchQueue(f"there is no queue {definition.name!r} in this database")
-    owner, term, expires_at, at = leases[0]
-    leads = owner is not None and expires_at > at
+        raise store.make_missing_error()
+    owner, term, expires_at, read_at = leases[0]
+    has_leader = owner is not None and expires_at > read_at
     return QueueStatus(
-        counts=store.counts(),
+        counts=store.count_by_state(),
         due=due,
         lag=max(0.0, (now - first) / 1e9) if due else 0.0,
         window=window,
-        leader=owner if leads else None,
+        leader=owner if has_leader else None,
         term=term,
-        lease=round((expires_at - at) / 1e9, 3) if leads else 0.0,
+        lease=round((expires_at - read_at) / 1e9, 3) if has_leader else 0.0,
     )
 
 
-class TableQueue(Closing):
-    """A queue table in one database. Safe to use from any thread."""
+# ── the queue and its database ───────────────────────────────────────────────────────────────────
+
+
+class TableQueue(Closeable):
+    """A queue table in one database. Thread-safe."""
 
     def __init__(self, dialect: Dialect, definition: Definition) -> None:
         self.definition = definition
@@ -216,79 +211,79 @@ class TableQueue(Closing):
         group: str | None = None,
         after_group: str | None = None,
     ) -> int:
-        """Insert an event in the transaction that ``connection`` is in; returns its ``event_id``.
+        """Insert an event in the open transaction of ``connection``; returns its ``event_id``.
 
         It fires once that transaction has committed: at once, ``at`` a time (with a time zone, or
         in nanoseconds since the epoch), or ``delay`` seconds from now. ``name`` is unique in the
         table. An event of a ``group`` counts towards its end; one ``after_group`` fires when every
-        member of that group is acked. Nothing is committed here.
+        member of that group is acked. This commits nothing.
         """
         values = dict(row)
-        given = {
+        options = {
             "fire_at": None if at is None else convert_to_nanoseconds(at),
             "event_name": name,
             "priority": priority or None,
             "event_group": group,
             "after_group": after_group,
         }
-        values.update({key: value for key, value in given.items() if value is not None})
+        values.update({key: value for key, value in options.items() if value is not None})
         if delay is not None and "fire_at" in values:
             raise ValueError("give a time or a delay, not both")
-        return self._store.inserts.enqueue(connection, values, delay)
+        return self._store.inserter.enqueue(connection, values, delay)
 
     def enqueue_many(self, connection: Connection, rows: Iterable[Mapping[str, Any]]) -> int:
-        """Insert many events at once, in the transaction of ``connection``; returns how many.
+        """Insert many events in the open transaction of ``connection``; returns how many.
 
         A row may also set ``fire_at`` (nanoseconds), ``event_name``, ``priority``,
         ``event_group`` and ``after_group``.
         """
-        return self._store.inserts.enqueue_many(connection, rows)
+        return self._store.inserter.enqueue_many(connection, rows)
 
     def put(self, rows: Sequence[Mapping[str, Any]], timeout: float | None = None) -> bool:
-        """Store events in a transaction of the manager's own; false if the time is over.
+        """Store events in a transaction of the manager; false if the time is over.
 
-        The quickest way to a receiver in this process: what is due at once is written as fired.
+        The fastest way to a receiver in this process: events due at once are written as fired.
         """
         return self.manager().enqueue(rows, timeout)
 
     def insert(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Insert events in one transaction of their own; as :meth:`enqueue_many` has them."""
-        self._store.inserts.insert(rows)
+        """Insert events in a transaction of their own; rows as in :meth:`enqueue_many`."""
+        self._store.inserter.insert_rows(rows)
 
     def receive(self, key_range: str = "-", prefetch: int = DEFAULT_PREFETCH) -> Receiver:
-        """A receiver of the events in a key range; starts a manager in this process.
+        """Return a receiver of the events in a key range; starts a manager in this process.
 
-        Events come while that manager leads: one of all processes that serve the table does.
+        Events come while that manager leads; of all processes that serve the table, one leads.
         """
         receiver = Receiver(KeyRange.parse(key_range), prefetch)
         self.manager().attach(receiver)
         return receiver
 
     def ack(self, connection: Connection, ids: Sequence[int]) -> int:
-        """Ack events in the transaction that ``connection`` is in; returns how many it settles."""
-        return self._store.ack_in(connection, ids)
+        """Ack events in the open transaction of ``connection``; returns how many it settles."""
+        return self._store.ack_in_transaction(connection, ids)
 
     def schedule(self, name: str, every: str, time_zone: str = "UTC", /, **columns: object) -> None:
-        """Have an event recur: ``every`` is a cron expression, by the clocks of ``time_zone``.
+        """Create a schedule: an event recurs. ``every`` is a cron expression in ``time_zone``.
 
-        In place of another schedule of this name; an equal one stays as it is, so that every
-        process may call this when it starts. Raises ``ValueError`` for what is no schedule, and
-        ``SchemaMismatch`` if the queue does not take the event.
+        It replaces another schedule of this name; an equal one is not changed, so every process
+        may call this when it starts. Raises ``ValueError`` for an invalid schedule, and
+        ``SchemaMismatch`` if the event does not fit the queue.
         """
         schedule = Schedule(self.name, name, every, time_zone, columns)
         schedule.check()
-        self._store.schedules.put(schedule)
+        self._store.schedules.save(schedule)
 
     def unschedule(self, name: str) -> bool:
-        """Have it recur no more; false if there is no such schedule. What was enqueued stays."""
+        """Delete a schedule; false if there is none. Events that it inserted stay."""
         return self._store.schedules.remove(name)
 
     def schedules(self) -> list[Schedule]:
-        """What recurs, by name."""
-        return self._store.schedules.all()
+        """Return all schedules, by name."""
+        return self._store.schedules.list_all()
 
     def manager(self) -> Manager:
-        """This process's manager of the table, started if it is not."""
+        """Return this process's manager of the table; starts it if it does not run."""
         with self._lock:
             if self._manager is None:
                 self._manager = Manager(TableStore(self._dialect, self.definition))
@@ -296,25 +291,28 @@ class TableQueue(Closing):
             return self._manager
 
     def counts(self) -> dict[str, int]:
-        """How many events are in each state."""
-        return self._store.counts()
+        """Return how many events are in each state."""
+        return self._store.count_by_state()
 
     def status(self) -> QueueStatus:
-        """What waits, how late it is, and who leads."""
+        """Return how many events wait, how late they are, and who leads."""
         return read_status(self._store)
 
     @property
     def scan(self) -> TableScan:
-        """Reads the table as it is, beside its manager."""
+        """Reads the table beside its manager."""
         return TableScan(self._dialect, self.definition)
 
     def peek(self, state: str = "to_be_fired", limit: int = 10) -> list[dict[str, Any]]:
-        """The first events in a state, by fire time."""
+        """Return the first events in a state, by fire time."""
         return self._store.peek(state, limit)
 
     def retry(self, ids: Sequence[int] | None = None) -> int:
-        """Have all dead letters fired again, or some events, dead or fired; returns how many."""
-        return self._changed(self._store.retry_dead(ids))
+        """Fire all dead letters again, or some dead or fired events; returns how many."""
+        count = self._store.retry(ids)
+        if count and self._manager is not None:
+            self._manager.sweep()
+        return count
 
     def cancel(self, ids: Sequence[int]) -> int:
         """Delete events that were not fired; returns how many."""
@@ -328,14 +326,9 @@ class TableQueue(Closing):
             manager.close()
         self._store.close()
 
-    def _changed(self, count: int) -> int:
-        if count and self._manager is not None:
-            self._manager.sweep()
-        return count
 
-
-class Database(Closing):
-    """A database with queue tables. Safe to use from any thread."""
+class Database(Closeable):
+    """A database with queue tables. Thread-safe."""
 
     def __init__(self, dialect: Dialect) -> None:
         self.dialect = dialect
@@ -345,8 +338,8 @@ class Database(Closing):
     def sql(self, statement: str, first_id: int = 1) -> list[str]:
         """Run a statement about queues or schedules; returns the names concerned.
 
-        ``SHOW SCHEDULES`` returns statements that make them. The ids of a queue that is made begin
-        at ``first_id``.
+        ``SHOW SCHEDULES`` returns the statements that create them. The ids of a new queue begin at
+        ``first_id``.
         """
         match parse(statement):
             case CreateQueue(definition, if_not_exists):
@@ -356,28 +349,28 @@ class Database(Closing):
                 self.catalog.drop(name, if_exists=if_exists)
                 return [name]
             case ShowQueues():
-                return self.catalog.names()
+                return self.catalog.list_names()
             case other:
-                return run_schedule_statement(other, self._opened, self.catalog.names)
+                return run_schedule_statement(other, self._open, self.catalog.list_names)
 
     def ddl(self, statement: str) -> list[str]:
-        """What a ``CREATE QUEUE`` would run, for a migration tool."""
+        """Return the SQL that a ``CREATE QUEUE`` would run, for a migration tool."""
         parsed = parse(statement)
         if not isinstance(parsed, CreateQueue):
             raise ValueError("only CREATE QUEUE has statements to show")  # noqa: TRY004 - a text
-        return self.catalog.ddl(parsed.definition)
+        return self.catalog.build_ddl(parsed.definition)
 
     def queue(self, name: str) -> TableQueue:
-        """The queue of this name. Raises ``NoSuchQueue``."""
-        queue = self._opened(name)
+        """Open a queue. Raises ``NoSuchQueue``."""
+        queue = self._open(name)
         self._queues.append(queue)
         return queue
 
-    def _opened(self, name: str) -> TableQueue:
-        return TableQueue(self.dialect, self.catalog.definition(name))
+    def _open(self, name: str) -> TableQueue:
+        return TableQueue(self.dialect, self.catalog.get_definition(name))
 
     def connect(self) -> Connection:
-        """A new connection of the driver's; every statement commits, unless you begin first."""
+        """Return a new connection of the driver; every statement commits, unless you begin."""
         return self.dialect.connect()
 
     def close(self) -> None:
@@ -388,15 +381,18 @@ class Database(Closing):
 
 
 def connect(url: str) -> Database:
-    """The queue tables of the database at ``url``; see :func:`turnlane.table.url.dialect_of`."""
-    return Database(dialect_of(url))
+    """Return the queue tables of the database at ``url``; opens no connection yet.
+
+    See :func:`turnlane.databases.load_dialect` for the forms of urls.
+    """
+    return Database(load_queue_dialect(url))
 
 
 def convert_to_nanoseconds(moment: datetime | int) -> int:
-    """Nanoseconds since the epoch; a ``datetime`` must say its time zone."""
+    """Return nanoseconds since the epoch; a ``datetime`` must have a time zone."""
     if isinstance(moment, int):
         return moment
     if moment.tzinfo is None:
-        raise ValueError("a time without a time zone means another moment elsewhere")
+        raise ValueError("the time has no time zone; use a datetime with tzinfo")
     whole = int(moment.replace(microsecond=0).timestamp())
     return (whole * 1_000_000 + moment.microsecond) * 1_000

@@ -28,7 +28,8 @@ _STATE_LIST: Final = ", ".join(f"'{state}'" for state in STATES)
 _QUEUE_TABLE: Final = (
     "CREATE TABLE IF NOT EXISTS turnlane_queue (name TEXT PRIMARY KEY, definition TEXT NOT NULL)"
 )
-_STANDING: Final = "state IN ('to_be_fired', 'fired')"
+IS_OPEN: Final = "state IN ('to_be_fired', 'fired')"
+"""The condition that an event is open: neither acked nor dead."""
 
 
 def load_queue_dialect(url: str) -> Dialect:
@@ -43,7 +44,7 @@ def _hash_sqlite_key(key: bytes | None) -> int:
     return keyspace_id(None if key is None else key.decode(errors="replace"))
 
 
-class Verdict(NamedTuple):
+class RetryDecision(NamedTuple):
     """What happens to an event that was not acked."""
 
     event_id: int
@@ -82,8 +83,8 @@ class QueueSql(abc.ABC):
         """Return the statements that make ids start at ``first_id``, unless they are higher."""
 
     @abc.abstractmethod
-    def put_back(self, table: str, verdicts: Sequence[Verdict]) -> tuple[str, Row]:
-        """Return a statement that applies verdicts to the events that are not settled."""
+    def build_retry(self, table: str, decisions: Sequence[RetryDecision]) -> tuple[str, Row]:
+        """Return a statement that applies decisions to the open events."""
 
     def get_keyspace(self, definition: Definition) -> str:  # noqa: ARG002
         """Return an expression: where an event's key lies in the key space."""
@@ -168,16 +169,18 @@ class SqliteQueueSql(QueueSql):
             f"UPDATE sqlite_sequence SET seq = max(seq, {first_id - 1}) WHERE name = '{name}'",
         ]
 
-    def put_back(self, table: str, verdicts: Sequence[Verdict]) -> tuple[str, Row]:
-        columns = ", ".join(f"value ->> {at} AS {name}" for at, name in enumerate(Verdict._fields))
+    def build_retry(self, table: str, decisions: Sequence[RetryDecision]) -> tuple[str, Row]:
+        columns = ", ".join(
+            f"value ->> {at} AS {name}" for at, name in enumerate(RetryDecision._fields)
+        )
         fire_at = f"CASE r.state WHEN 'dead' THEN fire_at ELSE {self.dialect.now} + r.delay END"
         statement = (
             f"UPDATE {table} SET state = r.state, attempts = {_add_attempts('attempts')}, "
             f"fire_at = {fire_at}, last_error = r.error "
             f"FROM (SELECT {columns} FROM json_each(?)) AS r "
-            f"WHERE {table}.event_id = r.event_id AND {table}.{_STANDING}"
+            f"WHERE {table}.event_id = r.event_id AND {table}.{IS_OPEN}"
         )
-        return statement, (json.dumps(verdicts),)
+        return statement, (json.dumps(decisions),)
 
     def get_keyspace(self, definition: Definition) -> str:
         key = definition.shard_by
@@ -260,17 +263,17 @@ class PostgresQueueSql(QueueSql):
         sequence = f"pg_get_serial_sequence('{name}', 'event_id')"
         return [f"SELECT setval({sequence}, greatest({first_id}, nextval({sequence})), false)"]
 
-    def put_back(self, table: str, verdicts: Sequence[Verdict]) -> tuple[str, Row]:
+    def build_retry(self, table: str, decisions: Sequence[RetryDecision]) -> tuple[str, Row]:
         fire_at = f"CASE r.state WHEN 'dead' THEN q.fire_at ELSE {self.dialect.now} + r.delay END"
         statement = (
             f"UPDATE {table} AS q SET state = r.state, "
             f"attempts = {_add_attempts('q.attempts')}, fire_at = {fire_at}, "
             "last_error = r.error "
             "FROM unnest(%s::bigint[], %s::text[], %s::bigint[], %s::integer[], %s::text[]) "
-            f"AS r({', '.join(Verdict._fields)}) "
-            f"WHERE q.event_id = r.event_id AND q.{_STANDING}"
+            f"AS r({', '.join(RetryDecision._fields)}) "
+            f"WHERE q.event_id = r.event_id AND q.{IS_OPEN}"
         )
-        return statement, tuple(map(list, zip(*verdicts, strict=True)))
+        return statement, tuple(map(list, zip(*decisions, strict=True)))
 
     def vacuum(self, definition: Definition) -> Sequence[str]:
         # It must not block others: sessions that lock the table or read its last pages, or that
@@ -347,18 +350,18 @@ class MysqlQueueSql(QueueSql):
         by_time = "PRIMARY" if definition.settings.layout is Layout.TIME else "fire_at"
         return f"FORCE INDEX ({by_time})", "FORCE INDEX (event_id)"
 
-    def put_back(self, table: str, verdicts: Sequence[Verdict]) -> tuple[str, Row]:
-        first = "SELECT " + ", ".join(f"%s AS {name}" for name in Verdict._fields)
-        rows = " UNION ALL ".join([first, *["SELECT %s, %s, %s, %s, %s"] * (len(verdicts) - 1)])
+    def build_retry(self, table: str, decisions: Sequence[RetryDecision]) -> tuple[str, Row]:
+        first = "SELECT " + ", ".join(f"%s AS {name}" for name in RetryDecision._fields)
+        rows = " UNION ALL ".join([first, *["SELECT %s, %s, %s, %s, %s"] * (len(decisions) - 1)])
         fire_at = f"CASE r.state WHEN 'dead' THEN q.fire_at ELSE {self.dialect.now} + r.delay END"
         # MySQL sets columns in their order here: the state comes last.
         statement = (
             f"UPDATE ({rows}) AS r STRAIGHT_JOIN {table} AS q FORCE INDEX (event_id) "
             f"ON q.event_id = r.event_id SET q.fire_at = {fire_at}, "
             f"q.attempts = {_add_attempts('q.attempts')}, q.last_error = r.error, "
-            f"q.state = r.state WHERE q.{_STANDING}"
+            f"q.state = r.state WHERE q.{IS_OPEN}"
         )
-        return statement, tuple(itertools.chain.from_iterable(verdicts))
+        return statement, tuple(itertools.chain.from_iterable(decisions))
 
 
 _CLASSES: Final[dict[str, type[QueueSql]]] = {

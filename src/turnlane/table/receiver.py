@@ -1,4 +1,11 @@
-"""Receivers: who gets the events of a queue table."""
+"""Receivers: the users' side of a queue table.
+
+A manager *offers* events to a receiver, which keeps them until a thread takes them. Only a taken
+event counts as received: the manager can *revoke* the others at any time, for example when they
+wait too long or the lease ends. A receiver gives out no event whose manager may not fire at that
+moment. One condition guards the waiting events; the managers' threads and the users' threads meet
+only there.
+"""
 
 from __future__ import annotations
 
@@ -9,57 +16,53 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from turnlane.errors import LeadLost, QueueClosed
-from turnlane.runtime import Closing
+from turnlane.runtime import Closeable
 from turnlane.table.event import AckHandler, TableEvent
 from turnlane.table.shards import WHOLE_KEYSPACE, KeyRange
 
-# ── losses ──
-# Losses: who was told that acks were lost. Each thread that waits for acks has to hear of it.
-
-
-class LostAckCounter:
-    """Which part of a count that only grows each thread knows."""
-
-    def __init__(self, known: int = 0) -> None:
-        self._known = known
-        self._told = threading.local()
-
-    def is_news(self, count: int) -> bool:
-        """Whether the thread that calls was told of fewer; now it was told of so many."""
-        told: int = getattr(self._told, "count", self._known)
-        self._told.count = count
-        return count > told
-
-
 DEFAULT_PREFETCH = 1_000
-"""Events that a receiver may have and not have settled."""
+"""Events that a receiver may have without settling them."""
 
-LOOK = 0.05
-"""Seconds between looks at whether events that are held up may be given out."""
+SUSPENDED_POLL = 0.05
+"""Seconds between checks whether the manager of waiting events may fire again."""
 
 
-class ManagerHandle(Protocol):
-    """A manager, as its receivers see it."""
+class ManagerHandle(AckHandler, Protocol):
+    """A manager, as its events and its receivers use it."""
 
     lost_acks: int
-    """Acks that it took and will not store."""
+    """Acks that it took and cannot store."""
 
     @property
-    def fires(self) -> bool:
-        """Whether its events may be given out."""
+    def can_fire(self) -> bool:
+        """Whether its events may be given out now."""
 
     def detach(self, receiver: Receiver) -> None:
         """Stop sending events to the receiver."""
 
     def flush(self, timeout: float | None = None, receiver: Receiver | None = None) -> bool:
-        """Wait until all acks taken so far are stored, or those of one receiver."""
+        """Wait until all present acks, of one receiver or of all, are stored."""
 
 
-class Receiver(Closing):
-    """Takes events from one manager, or from those of several shards. Safe to use from any thread.
+class LostAckCounter:
+    """Remembers for each thread how many lost acks it knows: every thread has to learn of them."""
+
+    def __init__(self, known: int = 0) -> None:
+        self._known = known
+        self._reported = threading.local()
+
+    def has_new_losses(self, count: int) -> bool:
+        """Whether the calling thread knew of fewer than ``count`` lost acks; now it knows."""
+        reported: int = getattr(self._reported, "count", self._known)
+        self._reported.count = count
+        return count > reported
+
+
+class Receiver(Closeable):
+    """Takes events from one manager, or from the managers of several shards. Thread-safe.
 
     Iterate over it for one event at a time, or call :meth:`take` for several. An event counts as
-    received when one of them returns it; what only waits here goes back when its time is over.
+    received when it is returned; an event that only waits here goes back when its time is over.
     """
 
     def __init__(
@@ -69,18 +72,18 @@ class Receiver(Closing):
             raise ValueError("prefetch must be at least 1")
         self.key_range = key_range
         self.prefetch = prefetch
-        self._sources: list[ManagerHandle] = []
-        self._gone: list[ManagerHandle] = []
-        """Managers that are closed: what they did not store must not be taken for stored."""
-        self._losses: dict[int, LostAckCounter] = {}
-        """Of each manager: how many of its lost acks who was told of."""
+        self._managers: list[ManagerHandle] = []
+        self._closed_managers: list[ManagerHandle] = []
+        """Kept for :meth:`flush`: they may have lost acks."""
+        self._lost_acks: dict[int, LostAckCounter] = {}
+        """By the id of the manager."""
         self._waiting: deque[tuple[ManagerHandle, TableEvent]] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self.asked = 0
+        self.take_calls = 0
         """How often events were asked for."""
-        self.asks = 0
-        """How many wait for events at this moment."""
+        self.waiting_calls = 0
+        """How many calls wait for events now."""
 
     @property
     def closed(self) -> bool:
@@ -88,35 +91,32 @@ class Receiver(Closing):
         return self._closed
 
     def take(self, most: int | None = None, timeout: float | None = None) -> list[TableEvent]:
-        """Take up to ``most`` events, at least one; none if none came in time.
+        """Take up to ``most`` events, at least one; an empty list if none came in time.
 
         Raises ``QueueClosed`` once the receiver is closed.
         """
         limit = self.prefetch if most is None else most
         until = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            self.asked += 1
-            self.asks += 1
+            self.take_calls += 1
+            self.waiting_calls += 1
             try:
-                return self._await(limit, until)
+                while True:
+                    if self._closed:
+                        raise QueueClosed("the receiver is closed")
+                    taken = self._pop(limit)
+                    left = None if until is None else until - time.monotonic()
+                    if taken or (left is not None and left <= 0):
+                        return taken
+                    # Managers do not announce when they may fire again: check now and then.
+                    poll = SUSPENDED_POLL if self._waiting else None
+                    waits = [each for each in (left, poll) if each is not None]
+                    self._changed.wait(min(waits, default=None))
             finally:
-                self.asks -= 1
-
-    def _await(self, limit: int, until: float | None) -> list[TableEvent]:
-        while True:
-            if self._closed:
-                raise QueueClosed("the receiver is closed")
-            taken = self._pop(limit)
-            left = None if until is None else until - time.monotonic()
-            if taken or (left is not None and left <= 0):
-                return taken
-            # Held up events are not announced again: look now and then.
-            held_up = LOOK if self._waiting else None
-            waits = [each for each in (left, held_up) if each is not None]
-            self._changed.wait(min(waits, default=None))
+                self.waiting_calls -= 1
 
     def __iter__(self) -> Iterator[TableEvent]:
-        """Events, one by one, until the receiver is closed."""
+        """Yield events one by one until the receiver is closed."""
         while True:
             try:
                 taken = self.take(1)
@@ -126,82 +126,83 @@ class Receiver(Closing):
 
     def ack(self, events: Sequence[TableEvent]) -> None:
         """Settle several events at once; as :meth:`TableEvent.ack`."""
-        by_home: dict[AckHandler, list[TableEvent]] = {}
+        by_handler: dict[AckHandler, list[TableEvent]] = {}
         for event in events:
-            by_home.setdefault(event.home, []).append(event)
-        for home, mine in by_home.items():
-            home.ack(mine)
+            by_handler.setdefault(event.ack_handler, []).append(event)
+        for handler, mine in by_handler.items():
+            handler.ack(mine)
 
     def flush(
         self, timeout: float | None = None, events: Iterable[TableEvent] | None = None
     ) -> bool:
-        """Wait until the acks so far are stored, on every shard; false if the time is over.
+        """Wait until all present acks are stored on every shard; false if the time is over.
 
-        Raises ``LeadLost`` if a manager lost the lead before: the events fire again elsewhere. If
-        ``events`` are given, only if acks of theirs were lost, as often as it is called; else each
-        thread hears once of any loss, whoever acked. Threads that share their work give events.
+        Raises ``LeadLost`` if a manager lost the lead before it stored them: their events fire
+        again elsewhere. With ``events``, it raises only if an ack of these events was lost, at
+        every call. Without, each thread hears of every loss once, no matter which thread acked.
+        Threads that share their work should pass ``events``.
         """
-        sources = [*self._sources, *self._gone]
-        stored = [source.flush(timeout, self) for source in sources]
-        news = [source for source in sources if self._losses[id(source)].is_news(source.lost_acks)]
-        if news if events is None else any(event.lost for event in events):
+        managers = [*self._managers, *self._closed_managers]
+        stored = [manager.flush(timeout, self) for manager in managers]
+        # A list, not any(): every counter has to be updated for this thread.
+        lost = [self._lost_acks[id(each)].has_new_losses(each.lost_acks) for each in managers]
+        if any(lost) if events is None else any(event.ack_lost for event in events):
             raise LeadLost("acks were not stored: their events fire again elsewhere")
         return all(stored)
 
     def close(self) -> None:
-        """Take no more events; those that were not settled fire elsewhere."""
+        """Take no more events; events that were not settled fire elsewhere."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
             self._changed.notify_all()
-        for source in list(self._sources):
-            source.detach(self)
+        for manager in list(self._managers):
+            manager.detach(self)
 
     # ── for managers ─────────────────────────────────────────────────────────────────────────────
 
-    def attached(self, source: ManagerHandle) -> None:
-        """A manager will send events."""
-        self._losses[id(source)] = LostAckCounter(source.lost_acks)
-        self._sources.append(source)
+    def add_manager(self, manager: ManagerHandle) -> None:
+        """Expect events from a manager."""
+        self._lost_acks[id(manager)] = LostAckCounter(manager.lost_acks)
+        self._managers.append(manager)
 
-    def left(self, source: ManagerHandle) -> None:
-        """A manager will send no more; after the last one the receiver is closed."""
+    def remove_manager(self, manager: ManagerHandle) -> None:
+        """Expect no more events from a manager; closes the receiver after the last one."""
         with self._changed:
-            if source in self._sources:
-                self._sources.remove(source)
-                self._gone.append(source)
-            over = not self._sources
-        if over:
+            if manager in self._managers:
+                self._managers.remove(manager)
+                self._closed_managers.append(manager)
+            was_last = not self._managers
+        if was_last:
             self.close()
 
-    def offer(self, source: ManagerHandle, events: list[TableEvent]) -> None:
-        """Take events in."""
+    def offer(self, manager: ManagerHandle, events: list[TableEvent]) -> None:
+        """Add events that a thread may take."""
         with self._changed:
-            self._waiting.extend([(source, event) for event in events])
+            self._waiting.extend([(manager, event) for event in events])
             self._changed.notify_all()
 
     def revoke(self, events: set[TableEvent]) -> set[TableEvent]:
-        """Give back those of the events that nobody has received; returns them."""
+        """Take back the events that no thread has taken; returns these."""
         with self._changed:
             found = {event for _, event in self._waiting if event in events}
             if found:
-                kept = [pair for pair in self._waiting if pair[1] not in found]
-                self._waiting = deque(kept)
+                self._waiting = deque(pair for pair in self._waiting if pair[1] not in found)
             return found
 
     def _pop(self, most: int) -> list[TableEvent]:
-        """Events whose manager may fire them at this moment."""
+        """Remove and return events whose manager may fire now."""
         taken: list[TableEvent] = []
-        fires: dict[int, bool] = {}
-        held_up: list[tuple[ManagerHandle, TableEvent]] = []
+        can_fire: dict[int, bool] = {}
+        suspended: list[tuple[ManagerHandle, TableEvent]] = []
         while self._waiting and len(taken) < most:
-            source, event = self._waiting.popleft()
-            if id(source) not in fires:
-                fires[id(source)] = source.fires
-            if fires[id(source)]:
+            manager, event = self._waiting.popleft()
+            if id(manager) not in can_fire:
+                can_fire[id(manager)] = manager.can_fire
+            if can_fire[id(manager)]:
                 taken.append(event)
             else:
-                held_up.append((source, event))
-        self._waiting.extendleft(reversed(held_up))
+                suspended.append((manager, event))
+        self._waiting.extendleft(reversed(suspended))
         return taken

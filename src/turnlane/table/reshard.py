@@ -1,113 +1,115 @@
 """Resharding: shards are split or merged while events come and fire.
 
-1. *Begin*: the plan, which is the map to come, is kept in every database. One plan at a time.
-2. *Prepare*: the new shards get their tables. Nobody may lead there yet.
-3. *Ahead*: events that are due later than any manager looks, and acked ones, are moved. The old
+1. *Begin*: every database saves the plan, which is the next map. Only one plan at a time.
+2. *Prepare*: the new shards get their tables. No manager may lead there yet.
+3. *Ahead*: events that are due after every manager's window, and acked events, are moved. The old
    shards go on firing.
-4. *Switch*: those who write whole batches, once each, have to wait while their notes are copied.
-   The new map is kept everywhere, and clients follow it within seconds. The old shards are shut:
-   their managers have a moment to leave in order, then their fencing token is taken.
-5. *Drain*: whatever is left is moved. The new shards fire meanwhile, or afterwards if the queue
-   keeps an order.
-6. *End*: the plan is struck off. The old shards are *retired*: what a client with an old map still
-   inserts there is moved on, by every process that runs managers of the queue.
+4. *Switch*: writers that commit each batch once wait while their progress is copied. Every database
+   saves the new map, and clients follow it within seconds. The old shards are closed: their
+   managers have a few seconds to leave, then they lose their token.
+5. *Drain*: all other events are moved. The new shards begin to fire after the switch, or after the
+   drain if the queue has an order.
+6. *End*: the plan is deleted. The old shards are *retired*: every process that runs managers of the
+   queue moves rows that a client with an old map still inserts there.
 
-Each step may be repeated, so a reshard that was killed anywhere is resumed by running it again.
+Every step may be repeated, so a reshard that was killed anywhere is resumed by running it again.
 """
 
 from __future__ import annotations
 
 import enum
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from turnlane.databases import Row
 from turnlane.errors import ConfigError, ReshardUnderWay
+from turnlane.logs import get_logger
+from turnlane.table.batch_commit import WriterProgress, find_common_progress
 from turnlane.table.definition import TableOrdering
-from turnlane.table.notes import find_common_progress
-from turnlane.table.row_codec import TRANSFERRED_COLUMNS, TransferBatch, TransferFilter
+from turnlane.table.row_transfer import TRANSFERRED_COLUMNS, TransferBatch, TransferFilter
 from turnlane.table.schedules import get_schedule_key
 from turnlane.table.shard_directory import ShardDirectory
 from turnlane.table.shard_store import TRANSFER_BATCH, ShardStore
 from turnlane.table.shards import Shard, ShardMap, keyspace_id
-from turnlane.table.sql.dialect import Row
 
-# ── mover ──
-# The mover: takes the events of a shard to those that have their keys now.
-
-
-class RowMover:
-    """Empties one shard. Any number of movers may be at it; see :mod:`.shard_store`."""
-
-    def __init__(self, sites: ShardDirectory, source: Shard) -> None:
-        self._sites = sites
-        self._source: ShardStore = sites.store(source)
-        shard_by = sites.definition.shard_by
-        assert shard_by is not None, "a queue with several shards has a key"
-        self._shard_by = shard_by
-        self._key = len(TRANSFERRED_COLUMNS) + sites.definition.names.index(shard_by)
-
-    def move(self, what: TransferFilter, version: int, *parameters: int) -> int:
-        """Move a batch of events, by the map of that version; how many."""
-        self.deliver()
-        taken = self._source.take(what, version, *parameters)
-        if taken:
-            self.deliver()
-        return taken
-
-    def drain(self, version: int) -> int:
-        """Move all there is, from a shard that is shut; how many events.
-
-        Rows that somebody holds stay, and what waits for their groups; more may come for ever.
-        Both is moved another time.
-        """
-        self.move_schedules(version)
-        moved = count = self.move(TransferFilter.PLAIN, version)
-        while count == TRANSFER_BATCH:
-            count = self.move(TransferFilter.PLAIN, version)
-            moved += count
-        if self._source.has(TransferFilter.PLAIN):
-            return moved
-        return moved + self.move(TransferFilter.ALL, version)
-
-    def move_schedules(self, version: int) -> None:
-        """Take what recurs along, from a shard that is shut: nobody fires it here meanwhile."""
-        for row in self._source.schedules():
-            key = get_schedule_key(row, self._shard_by)
-            shard = self._source.map_of(version).shard_of(keyspace_id(key))
-            self._sites.store(shard).keep_schedule(row)
-            self._source.drop_schedule(row[1])
-
-    def deliver(self) -> None:
-        """Take to their shards what is in the outbox."""
-        while (batch := self._source.first_batch()) is not None:
-            for shard, rows in self._sorted(batch).items():
-                self._sites.store(shard).arrive(self._source.id, batch.number, rows)
-            self._source.strike(batch.number)
-
-    def _sorted(self, batch: TransferBatch) -> dict[Shard, list[Row]]:
-        """By the map that was in force when they were taken: some may have arrived by it."""
-        shards = self._source.map_of(batch.version)
-        parts: dict[Shard, list[Row]] = {}
-        for row in batch.rows:
-            parts.setdefault(shards.shard_of(keyspace_id(row[self._key])), []).append(row)
-        return parts
-
-
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 WINDOW_MARGIN: float = 10.0
-"""Seconds beyond a manager's window from which on it surely has no event in memory."""
+"""Seconds after the end of a manager's window; later events are surely not in its memory."""
 
 LEAVE_SECONDS: float = 3.0
-"""Seconds that managers of old shards have to leave in order."""
+"""Seconds that managers of old shards have to leave."""
 
 POLL_SECONDS: float = 0.05
 
 
+class RowMover:
+    """Moves the events of one shard to the shards that have their keys now.
+
+    Several movers may run at once; see :mod:`turnlane.table.row_transfer`.
+    """
+
+    def __init__(self, directory: ShardDirectory, source: Shard) -> None:
+        self._directory = directory
+        self._source: ShardStore = directory.get_store(source)
+        shard_by = directory.definition.shard_by
+        assert shard_by is not None, "a queue with several shards has a key"
+        self._shard_by = shard_by
+        key_index = directory.definition.column_names.index(shard_by)
+        self._key_position = len(TRANSFERRED_COLUMNS) + key_index
+
+    def move_batch(self, wanted: TransferFilter, version: int, *parameters: int) -> int:
+        """Move a batch of events by the map of a version; returns how many."""
+        self.deliver()
+        moved = self._source.move_to_outbox(wanted, version, *parameters)
+        if moved:
+            self.deliver()
+        return moved
+
+    def drain(self, version: int) -> int:
+        """Move all events of a closed shard; returns how many.
+
+        Locked rows stay, and the events that wait for their groups; clients may insert more without
+        end. Another call moves both.
+        """
+        self.move_schedules(version)
+        total = moved = self.move_batch(TransferFilter.PLAIN, version)
+        while moved == TRANSFER_BATCH:
+            moved = self.move_batch(TransferFilter.PLAIN, version)
+            total += moved
+        if self._source.has_rows(TransferFilter.PLAIN):
+            return total
+        return total + self.move_batch(TransferFilter.ALL, version)
+
+    def move_schedules(self, version: int) -> None:
+        """Move the schedules of a closed shard: no manager fires them in between."""
+        for row in self._source.read_schedules():
+            key = get_schedule_key(row, self._shard_by)
+            shard = self._source.read_map(version).find_shard(keyspace_id(key))
+            self._directory.get_store(shard).add_schedule(row)
+            self._source.remove_schedule(row[1])
+
+    def deliver(self) -> None:
+        """Deliver the batches of the outbox to their shards."""
+        while (batch := self._source.read_first_batch()) is not None:
+            for shard, rows in self._group_by_shard(batch).items():
+                store = self._directory.get_store(shard)
+                store.insert_batch(self._source.id, batch.number, rows)
+            self._source.delete_batch(batch.number)
+
+    def _group_by_shard(self, batch: TransferBatch) -> dict[Shard, list[Row]]:
+        """Group rows by the map of their batch: by this map, some may have arrived before."""
+        shards = self._source.read_map(batch.version)
+        groups: dict[Shard, list[Row]] = {}
+        for row in batch.rows:
+            shard = shards.find_shard(keyspace_id(row[self._key_position]))
+            groups.setdefault(shard, []).append(row)
+        return groups
+
+
 class ReshardStep(enum.StrEnum):
-    """Where a reshard is."""
+    """The steps of a reshard, as its progress reports them."""
 
     PREPARE = "prepare"
     AHEAD = "ahead"
@@ -122,7 +124,7 @@ class ReshardProgress:
 
     step: ReshardStep
     moved: int
-    """Events moved so far by this run of it."""
+    """Events that this run has moved."""
 
 
 ProgressCallback = Callable[[ReshardProgress], None]
@@ -133,186 +135,183 @@ class Resharder:
 
     def __init__(
         self,
-        sites: ShardDirectory,
+        directory: ShardDirectory,
         plan: ShardMap,
         tell: ProgressCallback = lambda _: None,
-        grace: float = LEAVE_SECONDS,
+        leave_seconds: float = LEAVE_SECONDS,
     ) -> None:
         self.plan = plan
-        self._sites = sites
+        self._directory = directory
         self._tell = tell
-        self._grace = grace
+        self._leave_seconds = leave_seconds
         self._moved = 0
 
     @classmethod
     def begin(
         cls,
-        sites: ShardDirectory,
+        directory: ShardDirectory,
         current: ShardMap,
         targets: Sequence[Shard],
         tell: ProgressCallback = lambda _: None,
     ) -> Resharder:
-        """Plan a reshard: ``targets`` take the place of the shards that have their keys.
+        """Plan a reshard: ``targets`` replace the shards that have their keys.
 
-        The same targets again resume it. Raises ``ConfigError`` if the ranges do not fit, and
-        ``ReshardUnderWay`` if another reshard is not finished.
+        With the same targets again, it resumes. Raises ``ConfigError`` if the ranges do not fit,
+        and ``ReshardUnderWay`` if another reshard is not finished.
         """
-        if sites.definition.shard_by is None:
+        if directory.definition.shard_by is None:
             raise ConfigError("shards", "the queue has no SHARD BY column to choose one by")
-        sites.learn(shard.url for shard in targets)
-        found = find_plan(sites, current)
+        directory.add_urls(shard.url for shard in targets)
+        found = find_plan(directory, current)
         if found is not None:
             if not {shard.address for shard in targets} <= {s.address for s in found.shards}:
                 raise ReshardUnderWay("another reshard is not finished; resume it first")
-            return cls(sites, found, tell)
+            return cls(directory, found, tell)
         if set(targets) <= set(current.shards):
-            return cls(sites, current, tell)  # it was finished, and nobody heard of it
-        plan = current.resharded(targets)
-        made = cls(sites, plan, tell)
-        made._make_known(current)  # in one order: of two plans, one is refused at once
-        return made
+            return cls(directory, current, tell)  # it was finished, and the caller did not know
+        resharder = cls(directory, current.plan_reshard(targets), tell)
+        resharder._save_plan(current)  # in a fixed order: of two plans, one fails at once
+        return resharder
 
     @classmethod
     def resume(
-        cls, sites: ShardDirectory, current: ShardMap, tell: ProgressCallback = lambda _: None
+        cls,
+        directory: ShardDirectory,
+        current: ShardMap,
+        tell: ProgressCallback = lambda _: None,
     ) -> Resharder | None:
-        """The reshard that was interrupted, if there is one."""
-        found = find_plan(sites, current)
-        return None if found is None else cls(sites, found, tell)
+        """Return the reshard that was interrupted, if there is one."""
+        found = find_plan(directory, current)
+        return None if found is None else cls(directory, found, tell)
 
     def run(self) -> int:
-        """Carry it out, whatever of it was done before; how many events were moved."""
-        before = self._before()
+        """Do all steps, also steps that were done before; returns how many events moved."""
+        before = self._find_previous_map()
         if before is None:
             return 0  # it was finished before
         sources = [shard for shard in before.shards if shard not in self.plan.shards]
         targets = [shard for shard in self.plan.shards if shard not in before.shards]
-        self._make_known(before)
+        self._save_plan(before)
         self._prepare(targets)
-        self._check_notes(sources)
+        self._check_writers(sources)
         self._move_ahead(sources)
-        self._copy_notes(sources, targets)
+        self._copy_progress(sources, targets)
         self._switch(before, sources, targets)
         self._drain(sources, targets)
-        for store in self._stores(before.shards):
-            store.end_plan()
-        self._say(ReshardStep.DONE)
+        for store in self._get_stores(before.shards):
+            store.delete_plan()
+        self._report(ReshardStep.DONE)
         return self._moved
 
-    def _make_known(self, before: ShardMap) -> None:
-        for store in self._stores(before.shards):
-            newest = store.newest_map()
-            if newest is None or newest.version < self.plan.version:
-                store.keep_map(before)
-                store.set_plan(self.plan)
-
-    def _before(self) -> ShardMap | None:
-        """The map that the plan began with: an old shard still has it."""
+    def _find_previous_map(self) -> ShardMap | None:
+        """Return the map before the plan: a database with the plan has it."""
         for shard in (*self.plan.retired, *self.plan.shards):
-            store = self._sites.store(shard)
-            if store.plan() is not None:
-                return store.map_of(self.plan.version - 1)
+            store = self._directory.get_store(shard)
+            if store.read_plan() is not None:
+                return store.read_map(self.plan.version - 1)
         return None
 
-    def _prepare(self, targets: Sequence[Shard]) -> None:
-        self._say(ReshardStep.PREPARE)
-        for shard in targets:
-            self._sites.create(shard)
-            store = self._sites.store(shard)
-            newest = store.newest_map()
+    def _save_plan(self, before: ShardMap) -> None:
+        for store in self._get_stores(before.shards):
+            newest = store.read_newest_map()
             if newest is None or newest.version < self.plan.version:
-                store.shut()
-                self._sites.number(shard)
-                with self._sites.notes(shard) as notes:
-                    notes.shut()
+                store.save_map(before)
+                store.save_plan(self.plan)
 
-    def _check_notes(self, sources: Sequence[Shard]) -> None:
-        """Raise ``ReshardUnderWay`` if a writer is in the middle of a batch: some would come twice.
+    def _prepare(self, targets: Sequence[Shard]) -> None:
+        self._report(ReshardStep.PREPARE)
+        for shard in targets:
+            self._directory.create_queue(shard)
+            store = self._directory.get_store(shard)
+            newest = store.read_newest_map()
+            if newest is None or newest.version < self.plan.version:
+                store.close_lease()
+                self._directory.set_first_id(shard)
+                with self._directory.open_progress(shard) as progress:
+                    progress.close_gate()
 
-        From its copy on nobody can do anything about it.
+    def _check_writers(self, sources: Sequence[Shard]) -> None:
+        """Raise ``ReshardUnderWay`` if a writer has committed a batch to only some shards.
+
+        Some of its events would be written twice. After the copy it is too late to check.
         """
-        noted = []
+        recorded: list[WriterProgress] = []
         for shard in sources:
-            with self._sites.notes(shard) as notes:
-                if notes.are_shut:
+            with self._directory.open_progress(shard) as progress:
+                if progress.is_gate_closed():
                     return
-                noted.append(notes.read())
-        if any(each.batches != noted[0].batches for each in noted):
+                recorded.append(progress.read())
+        if any(each.batches != recorded[0].batches for each in recorded):
             raise ReshardUnderWay(
                 "a writer has committed a batch to some of the shards: let it finish, then resume"
             )
 
-    def _copy_notes(self, sources: Sequence[Shard], targets: Sequence[Shard]) -> None:
-        """Have those who write each batch once know in the new shards what they wrote."""
-        noted = []
-        for shard in sources:
-            with self._sites.notes(shard) as notes:
-                notes.shut()
-                noted.append(notes.read())
-        for shard in targets:
-            with self._sites.notes(shard) as notes:
-                notes.arrive(find_common_progress(noted))
-
     def _move_ahead(self, sources: Sequence[Shard]) -> None:
-        window = self._sites.definition.settings.window + WINDOW_MARGIN
+        window = round((self._directory.definition.settings.window + WINDOW_MARGIN) * 1e9)
         for shard in sources:
-            mover, store = RowMover(self._sites, shard), self._sites.store(shard)
-            for what in (TransferFilter.FAR, TransferFilter.HISTORY):
-                while True:
-                    far = (
-                        ()
-                        if what is TransferFilter.HISTORY
-                        else (store.now() + round(window * 1e9),)
-                    )
-                    count = mover.move(what, self.plan.version, *far)
-                    self._say(ReshardStep.AHEAD, count)
-                    if count < TRANSFER_BATCH:  # more may come for ever
-                        break
+            mover, store = RowMover(self._directory, shard), self._directory.get_store(shard)
+            for wanted in (TransferFilter.FAR, TransferFilter.HISTORY):
+                moved = TRANSFER_BATCH
+                while moved == TRANSFER_BATCH:  # a partial batch ends it: more may come without end
+                    is_far = wanted is TransferFilter.FAR
+                    parameters = (store.read_now() + window,) if is_far else ()
+                    moved = mover.move_batch(wanted, self.plan.version, *parameters)
+                    self._report(ReshardStep.AHEAD, moved)
+
+    def _copy_progress(self, sources: Sequence[Shard], targets: Sequence[Shard]) -> None:
+        """Copy the progress of writers that commit each batch once to the new shards."""
+        recorded: list[WriterProgress] = []
+        for shard in sources:
+            with self._directory.open_progress(shard) as progress:
+                progress.close_gate()
+                recorded.append(progress.read())
+        for shard in targets:
+            with self._directory.open_progress(shard) as progress:
+                progress.replace_and_open(find_common_progress(recorded))
 
     def _switch(self, before: ShardMap, sources: Sequence[Shard], targets: Sequence[Shard]) -> None:
-        self._say(ReshardStep.SWITCH)
+        self._report(ReshardStep.SWITCH)
         others = [shard for shard in before.shards if shard not in sources]
-        # The new shards first: who hears of them from an old one finds everything in its place.
-        for store in self._stores((*targets, *others, *before.retired, *sources)):
-            store.keep_map(self.plan)
-        until = time.monotonic() + self._grace
-        for store in self._stores(sources):
-            while store.is_led() and time.monotonic() < until:
-                time.sleep(POLL_SECONDS)  # a lease that is given back announces itself to nobody
-            store.shut()
-        if self._sites.definition.settings.ordering is TableOrdering.NONE:
-            self._open(targets)
+        # The new shards first: a client that hears of them from an old shard finds them ready.
+        for store in self._get_stores((*targets, *others, *before.retired, *sources)):
+            store.save_map(self.plan)
+        until = time.monotonic() + self._leave_seconds
+        for store in self._get_stores(sources):
+            while store.has_leader() and time.monotonic() < until:
+                time.sleep(POLL_SECONDS)  # no signal says that a lease was released
+            store.close_lease()
+        if self._directory.definition.settings.ordering is TableOrdering.NONE:
+            self._open_leases(targets)
 
     def _drain(self, sources: Sequence[Shard], targets: Sequence[Shard]) -> None:
-        self._say(ReshardStep.DRAIN)
+        self._report(ReshardStep.DRAIN)
         for shard in sources:
-            mover, store = RowMover(self._sites, shard), self._sites.store(shard)
-            last_id = store.last_id()
-            self._say(ReshardStep.DRAIN, mover.drain(self.plan.version))
-            while store.has(TransferFilter.ALL, last_id):
-                time.sleep(
-                    POLL_SECONDS
-                )  # somebody's transaction holds a row: nothing tells when it ends
-                self._say(ReshardStep.DRAIN, mover.drain(self.plan.version))
-        self._open(targets)
+            mover, store = RowMover(self._directory, shard), self._directory.get_store(shard)
+            last_id = store.read_last_id()
+            self._report(ReshardStep.DRAIN, mover.drain(self.plan.version))
+            while store.has_rows(TransferFilter.ALL, last_id):
+                time.sleep(POLL_SECONDS)  # a transaction has locked a row; no signal says it ended
+                self._report(ReshardStep.DRAIN, mover.drain(self.plan.version))
+        self._open_leases(targets)
 
-    def _open(self, targets: Sequence[Shard]) -> None:
-        for store in self._stores(targets):
-            store.open()
+    def _open_leases(self, targets: Sequence[Shard]) -> None:
+        for store in self._get_stores(targets):
+            store.open_lease()
 
-    def _stores(self, shards: Iterable[Shard]) -> list[ShardStore]:
-        return [self._sites.store(shard) for shard in shards]
+    def _get_stores(self, shards: Iterable[Shard]) -> list[ShardStore]:
+        return [self._directory.get_store(shard) for shard in shards]
 
-    def _say(self, step: ReshardStep, moved: int = 0) -> None:
+    def _report(self, step: ReshardStep, moved: int = 0) -> None:
         self._moved += moved
-        log.debug("reshard of %s: %s, %d moved", self._sites.definition.name, step, self._moved)
+        queue = self._directory.definition.name
+        log.debug("table.reshard_step", queue=queue, step=step, moved=self._moved)
         self._tell(ReshardProgress(step, self._moved))
 
 
-def find_plan(sites: ShardDirectory, current: ShardMap) -> ShardMap | None:
-    """The map that an unfinished reshard leads to."""
+def find_plan(directory: ShardDirectory, current: ShardMap) -> ShardMap | None:
+    """Return the map that an unfinished reshard leads to."""
     for shard in (*current.shards, *current.retired):
-        plan = sites.store(shard).plan()
+        plan = directory.get_store(shard).read_plan()
         if plan is not None:
             return plan
     return None

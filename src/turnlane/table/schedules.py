@@ -1,8 +1,8 @@
-"""Schedules as a database keeps them: rows of ``turnlane_schedule``.
+"""Schedules: events that recur. Cron expressions, and the table ``turnlane_schedule``.
 
-A schedule is in the database that has the key of its event. There its manager inserts the event and
-moves the schedule on in one transaction, behind its fence: whoever dies, or is late to notice that
-another leads, no occurrence comes twice.
+A schedule is kept in the database that has the key of its event. There the leader inserts the event
+and sets the schedule's next time in one transaction, behind its fence. So no occurrence comes
+twice, even if a manager dies or notices late that another one leads.
 """
 
 from __future__ import annotations
@@ -16,30 +16,23 @@ from datetime import UTC, date, datetime, timedelta
 from typing import Any, Final, NamedTuple, Self
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
+from turnlane.databases import Dialect, Execute, Row, Session
 from turnlane.errors import SchemaMismatch
 from turnlane.table.definition import check_name, quote_identifier
-from turnlane.table.fenced_writes import EventInserter
-from turnlane.table.row_codec import check_columns, convert_to_portable
-from turnlane.table.sql.dialect import Dialect, Row
-from turnlane.table.sql.session import Execute, Session
+from turnlane.table.rows import EventInserter, check_columns, convert_to_portable
 
-# ── cron ──
-# Cron expressions: when something that recurs is due. Pure.
+# ── cron expressions ─────────────────────────────────────────────────────────────────────────────
 
 NANOSECONDS_PER_SECOND: Final = 1_000_000_000
 DAY: Final = timedelta(days=1)
 MAX_DAYS: Final = 366 * 41
-"""Days within which every expression comes: the 29th of February on a certain day of the week."""
+"""Days within which every expression comes: the 29th of February on a given day of the week."""
 
 _PART: Final = re.compile(r"(?:(\*)|(\w+)(?:-(\w+))?)(?:/(\d{1,4}))?", re.ASCII)
 
 
-def _numbered(words: str, first: int) -> Mapping[str, int]:
-    return {word: at for at, word in enumerate(words.split(), start=first)}
-
-
 class CronField(NamedTuple):
-    """A field of an expression, and what may stand there."""
+    """A field of an expression, and the values that it allows."""
 
     name: str
     first: int
@@ -47,94 +40,106 @@ class CronField(NamedTuple):
     words: Mapping[str, int]
 
     def parse(self, text: str) -> frozenset[int]:
-        """The numbers that it means. Raises ``ValueError``, which names the field."""
-        return frozenset(number for part in text.split(",") for number in self._part(part))
+        """Return the numbers that match. Raises ``ValueError``, which names the field."""
+        return frozenset(number for part in text.split(",") for number in self._parse_part(part))
 
-    def _part(self, text: str) -> range:
+    def _parse_part(self, text: str) -> range:
         match = _PART.fullmatch(text)
         if match is None:
             raise ValueError(f"{self.name}: {text!r} is not *, a number, a range or a step")
         everything, first, last, step = match.groups()
-        start = self.first if everything else self._number(first)
-        end = self._number(last) if last else self.last if everything or step else start
+        start = self.first if everything else self._parse_number(first)
+        end = self._parse_number(last) if last else self.last if everything or step else start
         if start > end or step in {"0", "00", "000", "0000"}:
             raise ValueError(f"{self.name}: {text!r} holds nothing")
         return range(start, end + 1, int(step or 1))
 
-    def _number(self, text: str) -> int:
+    def _parse_number(self, text: str) -> int:
         number = self.words.get(text.upper(), int(text) if text.isdecimal() else -1)
         if not self.first <= number <= self.last:
             raise ValueError(f"{self.name}: {text!r} is not from {self.first} to {self.last}")
         return number
 
 
+def _number_words(words: str, first: int) -> Mapping[str, int]:
+    return {word: at for at, word in enumerate(words.split(), start=first)}
+
+
 CRON_FIELDS: Final = (
     CronField("minute", 0, 59, {}),
     CronField("hour", 0, 23, {}),
     CronField("day of the month", 1, 31, {}),
-    CronField("month", 1, 12, _numbered("JAN FEB MAR APR MAY JUN JUL AUG SEP OCT NOV DEC", 1)),
-    CronField("day of the week", 0, 7, _numbered("SUN MON TUE WED THU FRI SAT", 0)),
+    CronField("month", 1, 12, _number_words("JAN FEB MAR APR MAY JUN JUL AUG SEP OCT NOV DEC", 1)),
+    CronField("day of the week", 0, 7, _number_words("SUN MON TUE WED THU FRI SAT", 0)),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Cron:
-    """An expression of five fields: minute, hour, day of the month, month, day of the week."""
+    """An expression of five fields: minute, hour, day of the month, month, day of the week. Pure.
+
+    An expression with fixed hours comes once on every matching day, also on days on which clocks
+    skip or repeat the hour. An expression for every hour (``*``) follows the elapsed time.
+    """
 
     minutes: frozenset[int]
     hours: frozenset[int]
     days: frozenset[int]
     months: frozenset[int]
     weekdays: frozenset[int]
-    by_clock: bool
-    """Whether it names hours: then it comes once for each, also on days that lack or repeat it."""
-    either_day: bool
-    """Whether it names days of the month and of the week: then it comes on both."""
+    has_fixed_hours: bool
+    matches_either_day: bool
+    """Whether it restricts days of the month and days of the week: then either is enough."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The expression that ``text`` is. Raises ``ValueError``, which names the field."""
+        """Parse an expression. Raises ``ValueError``, which names the field."""
         parts = text.split()
         if len(parts) != len(CRON_FIELDS):
             names = ", ".join(field.name for field in CRON_FIELDS)
             raise ValueError(f"{text!r} has {len(parts)} fields, not five: {names}")
         minutes, hours, days, months, weekdays = map(CronField.parse, CRON_FIELDS, parts)
-        either_day = not parts[2].startswith("*") and not parts[4].startswith("*")
+        matches_either_day = not parts[2].startswith("*") and not parts[4].startswith("*")
         # 2024 was a leap year.
-        there = (_days_of(2024, month) >= min(days) for month in months)
-        if not either_day and not any(there):
+        has_day = any(_count_days(2024, month) >= min(days) for month in months)
+        if not matches_either_day and not has_day:
             raise ValueError(f"day of the month: {parts[2]!r} does not come in month {parts[3]!r}")
-        seven = frozenset(day % 7 for day in weekdays)
-        by_clock = not parts[1].startswith("*")
-        return cls(minutes, hours, days, months, seven, by_clock, either_day)
+        sunday_is_zero = frozenset(day % 7 for day in weekdays)
+        has_fixed_hours = not parts[1].startswith("*")
+        return cls(
+            minutes, hours, days, months, sunday_is_zero, has_fixed_hours, matches_either_day
+        )
 
-    def after(self, moment: int, zone: ZoneInfo) -> int:
-        """When it comes next; both in nanoseconds since the epoch."""
+    def find_next(self, moment: int, zone: ZoneInfo) -> int:
+        """Return the next time after a moment; both in nanoseconds since the epoch."""
         second = moment // NANOSECONDS_PER_SECOND
         day = datetime.fromtimestamp(second, zone).date()
         for _ in range(MAX_DAYS):
-            for hour in sorted(self.hours) if self._falls_on(day) else ():
-                if max(_seconds(day, hour, 59, zone)) <= second:
-                    continue  # which saves the look at each of its minutes
-                later = [at for at in self._within(day, hour, zone) if at > second]
+            for hour in sorted(self.hours) if self._matches_day(day) else ():
+                if max(_find_seconds(day, hour, 59, zone)) <= second:
+                    continue  # the whole hour is over: no need to check each minute
+                later = [at for at in self._list_times(day, hour, zone) if at > second]
                 if later:
                     return min(later) * NANOSECONDS_PER_SECOND
             day += DAY
-        raise AssertionError("parse() takes none that never comes")
+        raise AssertionError("parse() accepts no expression that never comes")
 
-    def _falls_on(self, day: date) -> bool:
-        fits = (day.day in self.days, day.isoweekday() % 7 in self.weekdays)
-        return day.month in self.months and (any(fits) if self.either_day else all(fits))
+    def _matches_day(self, day: date) -> bool:
+        matches = (day.day in self.days, day.isoweekday() % 7 in self.weekdays)
+        return day.month in self.months and (
+            any(matches) if self.matches_either_day else all(matches)
+        )
 
-    def _within(self, day: date, hour: int, zone: ZoneInfo) -> Iterator[int]:
-        """Its moments in an hour of a day, by the clocks of a time zone; seconds.
+    def _list_times(self, day: date, hour: int, zone: ZoneInfo) -> Iterator[int]:
+        """Yield its times in an hour of a day, by the clocks of a time zone, in seconds.
 
-        One that clocks pass over counts as so much later, unless it comes every hour anyway. One
-        that they show twice counts once, or twice if it comes every hour.
+        With fixed hours, a time that clocks skip moves by the skipped time, and a time that they
+        show twice counts once. For every hour, a skipped time does not count, and a repeated time
+        counts twice.
         """
         for minute in self.minutes:
-            first, second = _seconds(day, hour, minute, zone)
-            if self.by_clock:
+            first, second = _find_seconds(day, hour, minute, zone)
+            if self.has_fixed_hours:
                 yield first
                 continue
             for at in {first, second}:
@@ -143,23 +148,22 @@ class Cron:
                     yield at
 
 
-def _seconds(day: date, hour: int, minute: int, zone: ZoneInfo) -> tuple[int, int]:
-    """When clocks show a time first, and last. If they pass over it, each a while beside it."""
+def _find_seconds(day: date, hour: int, minute: int, zone: ZoneInfo) -> tuple[int, int]:
+    """Return when clocks show a time first and last; for a skipped time, values around the gap."""
     wall = datetime(day.year, day.month, day.day, hour, minute, tzinfo=zone)
     return int(wall.timestamp()), int(wall.replace(fold=1).timestamp())
 
 
-def _days_of(year: int, month: int) -> int:
+def _count_days(year: int, month: int) -> int:
     return (date(year + month // 12, month % 12 + 1, 1) - DAY).day
 
 
-# ── schedule ──
-# A schedule: an event that recurs.
+# ── a schedule ───────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What is put into a queue, and when; as text, the statement that makes it."""
+    """An event that recurs; ``str()`` returns the statement that creates it."""
 
     queue: str
     name: str
@@ -167,61 +171,60 @@ class Schedule:
     """A cron expression."""
     time_zone: str = "UTC"
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Of the event."""
+    """The columns of the event."""
     next_at: int = 0
     """When it is due next: nanoseconds since the epoch."""
 
     def check(self) -> None:
-        """Raise ``ValueError`` for what no schedule can be."""
+        """Raise ``ValueError`` if its name, its expression or its values are not allowed."""
         check_name(self.name)
-        self.after(0)
+        self.find_next(0)
         for name in ("fire_at", "event_name"):
             if name in self.columns:
                 raise ValueError(f"a schedule sets {name} by itself")
-        _ = self.stored
+        self.encode_columns()
 
-    def after(self, moment: int) -> int:
-        """When it is due next after a moment."""
-        return Cron.parse(self.every).after(moment, get_time_zone(self.time_zone))
+    def find_next(self, moment: int) -> int:
+        """Return when it is due next after a moment."""
+        return Cron.parse(self.every).find_next(moment, get_time_zone(self.time_zone))
 
-    @property
-    def stored(self) -> str:
-        """The event's columns as the database keeps them."""
+    def encode_columns(self) -> str:
+        """Return the event's columns as JSON. Raises ``ValueError``."""
         values = {name: convert_to_portable(value) for name, value in self.columns.items()}
         try:
             return json.dumps(values, sort_keys=True, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(f"a schedule cannot keep these values: {error}") from None
 
-    @property
-    def event(self) -> dict[str, Any]:
-        """The event that is due next, under a name that no other occurrence has."""
+    def make_event(self) -> dict[str, Any]:
+        """Return the event that is due next, with a name that no other occurrence has."""
         due = datetime.fromtimestamp(self.next_at // NANOSECONDS_PER_SECOND, UTC)
         name = f"{self.name}@{due:%Y-%m-%dT%H:%M:%SZ}"
         return {**self.columns, "fire_at": self.next_at, "event_name": name}
 
     def __str__(self) -> str:
         text = f"CREATE SCHEDULE {quote_identifier(self.name)} ON {quote_identifier(self.queue)} "
-        text += f"EVERY {_literal(self.every)}"
+        text += f"EVERY {_format_literal(self.every)}"
         if self.time_zone != "UTC":
-            text += f" TIME ZONE {_literal(self.time_zone)}"
+            text += f" TIME ZONE {_format_literal(self.time_zone)}"
         if self.columns:
             values = (
-                f"{quote_identifier(name)} = {_literal(of)}" for name, of in self.columns.items()
+                f"{quote_identifier(name)} = {_format_literal(value)}"
+                for name, value in self.columns.items()
             )
             text += f" VALUES ({', '.join(values)})"
         return text
 
 
 def get_time_zone(name: str) -> ZoneInfo:
-    """The time zone of this name. Raises ``ValueError``."""
+    """Return the time zone of this name. Raises ``ValueError``."""
     try:
         return ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError):
         raise ValueError(f"there is no time zone {name!r}") from None
 
 
-def _literal(value: object) -> str:
+def _format_literal(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "NULL" if value is None else str(value).upper()
     if isinstance(value, int | float):
@@ -229,15 +232,17 @@ def _literal(value: object) -> str:
     return quote_identifier(str(value), "'")
 
 
+# ── the table ────────────────────────────────────────────────────────────────────────────────────
+
 _COLUMNS: Final = "queue, name, cron, time_zone, event, next_at"
 
 
-class _Undone(Exception):
-    """Rolls back what was only tried."""
+class _RollBack(Exception):
+    """Rolls a trial back."""
 
 
 def get_schedule_ddl(dialect: Dialect) -> str:
-    """The statement that makes the table, unless it is there."""
+    """Return the statement that creates the table, unless it exists."""
     mysql = dialect.name == "mysql"
     return (
         "CREATE TABLE IF NOT EXISTS turnlane_schedule (queue VARCHAR(64) NOT NULL, "
@@ -249,60 +254,58 @@ def get_schedule_ddl(dialect: Dialect) -> str:
 
 
 class ScheduleTable:
-    """The schedules of one queue in one database. Safe to use from any thread."""
+    """The schedules of one queue in one database. Thread-safe."""
 
-    def __init__(self, session: Session, inserts: EventInserter) -> None:
+    def __init__(self, session: Session, inserter: EventInserter) -> None:
         self._session = session
-        self._inserts = inserts
-        self._queue = inserts.definition.name
+        self._inserter = inserter
+        self._queue = inserter.definition.name
 
-    def all(self) -> list[Schedule]:
-        """All there are, by name."""
-        return [_schedule(row) for row in self.rows()]
+    def list_all(self) -> list[Schedule]:
+        """Return all schedules, by name."""
+        return [_decode_row(row) for row in self.read_rows()]
 
-    def put(self, schedule: Schedule) -> None:
-        """Keep a schedule, in place of another of its name; an equal one stays as it is.
+    def save(self, schedule: Schedule) -> None:
+        """Save a schedule in place of another with its name; an equal one is not changed.
 
         Raises ``SchemaMismatch`` if its event does not fit the queue.
         """
-        check_columns(schedule.columns, self._inserts.definition)
-        wanted = (schedule.every, schedule.time_zone, schedule.stored)
-        self._try_out(json.loads(schedule.stored))
+        check_columns(schedule.columns, self._inserter.definition)
+        encoded = schedule.encode_columns()
+        wanted = (schedule.every, schedule.time_zone, encoded)
+        self._try_insert(json.loads(encoded))
 
         def work(execute: Execute) -> None:
             key = (self._queue, schedule.name)
-            kept = (
+            select = (
                 "SELECT cron, time_zone, event FROM turnlane_schedule "
                 "WHERE queue = %s AND name = %s {lock}"
             )
-            found = execute(self._sql(kept), key).rows()
-            if found == [wanted]:
+            if execute(self._sql(select), key).rows() == [wanted]:
                 return
             now = execute(self._sql("SELECT {now}")).rows()[0][0]
-            self._remove(execute, schedule.name)
-            self._insert(execute, (*key, *wanted, schedule.after(now)))
+            self._delete(execute, schedule.name)
+            self._insert(execute, (*key, *wanted, schedule.find_next(now)))
 
         self._session.transact(work)
 
     def remove(self, name: str) -> bool:
-        """Forget a schedule; false if there is none. Events that it put into the queue stay."""
-        return self._session.transact(lambda execute: self._remove(execute, name))
+        """Delete a schedule; false if there is none. Events that it inserted stay."""
+        return self._session.transact(lambda execute: self._delete(execute, name))
 
-    # ── for the manager ──────────────────────────────────────────────────────────────────────────
-
-    def soon(self, span: float) -> list[tuple[str, int]]:
-        """Names and times of those that are due within so many seconds, the first one first."""
+    def list_due_within(self, seconds: float) -> list[tuple[str, int]]:
+        """Return names and times of schedules that are due within some seconds, by time."""
         found = self._session.query(
             self._sql(
                 "SELECT name, next_at FROM turnlane_schedule "
                 "WHERE queue = %s AND next_at <= {now} + %s ORDER BY next_at"
             ),
-            (self._queue, round(span * 1e9)),
+            (self._queue, round(seconds * 1e9)),
         )
         return [(row[0], row[1]) for row in found]
 
     def fire(self, execute: Execute, name: str) -> None:
-        """Put the event of a schedule into the queue, if it is due, and move it on beyond now."""
+        """Insert the event of a schedule, if it is due, and set its next time after now."""
         due = "WHERE queue = %s AND name = %s AND next_at <= {now} {lock}"
         found = execute(
             self._sql(f"SELECT {_COLUMNS}, {{now}} FROM turnlane_schedule {due}"),
@@ -311,69 +314,70 @@ class ScheduleTable:
         if not found:
             return
         *row, now = found[0]
-        schedule = _schedule(tuple(row))
-        event = schedule.event
-        taken = "SELECT 1 FROM {table} WHERE event_name = %s"
-        if not execute(self._sql(taken), (event["event_name"],)).rows():
-            self._enqueue(execute, event)
+        schedule = _decode_row(tuple(row))
+        event = schedule.make_event()
+        same_name = "SELECT 1 FROM {table} WHERE event_name = %s"
+        if not execute(self._sql(same_name), (event["event_name"],)).rows():
+            self._insert_event(execute, event)
         execute(
             self._sql("UPDATE turnlane_schedule SET next_at = %s WHERE queue = %s AND name = %s"),
-            (schedule.after(now), self._queue, name),
+            (schedule.find_next(now), self._queue, name),
         )
 
     # ── for a reshard ────────────────────────────────────────────────────────────────────────────
 
-    def rows(self) -> list[Row]:
-        """All there are, as they are kept."""
-        listed = f"SELECT {_COLUMNS} FROM turnlane_schedule WHERE queue = %s ORDER BY name"
-        return self._session.query(self._sql(listed), (self._queue,))
+    def read_rows(self) -> list[Row]:
+        """Return the rows of all schedules, by name."""
+        select = f"SELECT {_COLUMNS} FROM turnlane_schedule WHERE queue = %s ORDER BY name"
+        return self._session.query(self._sql(select), (self._queue,))
 
-    def arrive(self, row: Row) -> None:
-        """Keep one that comes from another shard, unless it is here."""
+    def add_row(self, row: Row) -> None:
+        """Add the row of a schedule from another shard, unless one of its name is here."""
         self._session.transact(lambda execute: self._insert(execute, row))
 
-    # ── how ──────────────────────────────────────────────────────────────────────────────────────
+    # ── helpers ──────────────────────────────────────────────────────────────────────────────────
 
-    def _try_out(self, event: Mapping[str, Any]) -> None:
-        """See at once, and not at night, whether the database takes such an event."""
+    def _try_insert(self, event: Mapping[str, Any]) -> None:
+        """Insert the event and roll back: a wrong event fails now, not when it is due."""
 
         def work(execute: Execute) -> None:
-            self._enqueue(execute, event)
-            raise _Undone
+            self._insert_event(execute, event)
+            raise _RollBack
 
         try:
-            with contextlib.suppress(_Undone):
+            with contextlib.suppress(_RollBack):
                 self._session.transact(work)
-        except self._inserts.dialect.error as error:
+        except self._inserter.dialect.error as error:
             raise SchemaMismatch(f"{self._queue!r} takes no such event: {error}") from error
 
-    def _enqueue(self, execute: Execute, event: Mapping[str, Any]) -> None:
-        dialect = self._inserts.dialect
-        names = [dialect.identifier(name) for name in event]
-        execute(self._inserts.statement(names, [dialect.mark] * len(names)), tuple(event.values()))
+    def _insert_event(self, execute: Execute, event: Mapping[str, Any]) -> None:
+        dialect = self._inserter.dialect
+        names = [dialect.quote_name(name) for name in event]
+        statement = self._inserter.build_statement(names, [dialect.placeholder] * len(names))
+        execute(statement, tuple(event.values()))
 
     def _insert(self, execute: Execute, row: Row) -> None:
-        begin, end = self._inserts.dialect.skipping  # if another process was quicker
+        begin, end = self._inserter.dialect.insert_or_ignore  # another process may have inserted it
         marks = ", ".join(["%s"] * len(row))
         execute(self._sql(f"{begin} turnlane_schedule ({_COLUMNS}) VALUES ({marks}) {end}"), row)
 
-    def _remove(self, execute: Execute, name: str) -> bool:
-        gone = "DELETE FROM turnlane_schedule WHERE queue = %s AND name = %s"
-        return execute(self._sql(gone), (self._queue, name)).count > 0
+    def _delete(self, execute: Execute, name: str) -> bool:
+        delete = "DELETE FROM turnlane_schedule WHERE queue = %s AND name = %s"
+        return execute(self._sql(delete), (self._queue, name)).count > 0
 
     def _sql(self, template: str) -> str:
-        dialect = self._inserts.dialect
-        return dialect.sql(template, table=dialect.identifier(self._queue))
+        dialect = self._inserter.dialect
+        return dialect.render(template, table=dialect.quote_name(self._queue))
 
 
-def _schedule(row: Row) -> Schedule:
+def _decode_row(row: Row) -> Schedule:
     queue, name, every, time_zone, event, next_at = row
     return Schedule(queue, name, every, time_zone, json.loads(event), next_at)
 
 
 def get_schedule_key(row: Row, shard_by: str) -> object:
-    """The key of a schedule's event; none if somebody has spoilt it."""
+    """Return the key of a schedule's event; ``None`` if a user made the row invalid."""
     try:
-        return _schedule(row).columns.get(shard_by)
+        return _decode_row(row).columns.get(shard_by)
     except (ValueError, AttributeError):
         return None

@@ -1,267 +1,272 @@
-"""Landing: how events that were fired come down: acked, nacked, late, or given back."""
+"""Settlement: how events in flight end. They are acked, nacked, overdue, or given back.
+
+An event leaves the memory of this module only together with its row: acks are stored first, and a
+retry is written into the table before the event can be sent again. An event whose row another
+transaction has locked stays in flight until the row is free.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from turnlane.databases import Row
 from turnlane.errors import TurnlaneError
 from turnlane.retry import Backoff
 from turnlane.table.definition import MAX_RETRY_SECONDS, TableSettings
 from turnlane.table.event import TableEvent
-from turnlane.table.fetcher import RowFinder
-from turnlane.table.leader_state import LeaderState, ReceiverSlot2
-from turnlane.table.sql.dialect import Row, Verdict
-
-# ── backoff ──
-# When an event that was not acked fires again.
+from turnlane.table.leader_state import LeaderState, ReceiverSlot
+from turnlane.table.queue_sql import RetryDecision
+from turnlane.table.row_finder import RowFinder
 
 JITTER = 0.25
-"""A quarter to either side, so that what failed together does not come back together."""
-
-
-# ── verdicts ──
-# What becomes of an event that was fired and not acked. Pure.
+"""A quarter to either side, so that events that failed together do not come back together."""
 
 MAX_ERROR_CHARACTERS: Final = 4_000
-"""Characters of an error that are kept."""
-
-
-class RetryPolicy:
-    """Decides by a queue's options; ``chance`` gives numbers from 0 up to 1."""
-
-    def __init__(self, settings: TableSettings, chance: Callable[[], float]) -> None:
-        self._settings = settings
-        self._backoff = Backoff.from_jitter(settings.backoff, settings.max_backoff, JITTER)
-        self._chance = chance
-
-    def of(
-        self, event_id: int, attempts: int, delay: float | None, error: str, *, more: bool
-    ) -> Verdict:
-        """Fire it again after ``delay`` seconds or its backoff, unless it had its attempts.
-
-        ``more`` says that the last attempt is not counted in its row yet.
-        """
-        settings = self._settings
-        text = _storable(error)
-        if attempts >= settings.max_attempts:
-            return Verdict(event_id, "dead", 0, int(more), text)
-        if delay is None:
-            delay = self._backoff.get_wait(attempts, self._chance())
-        # In this order, what is no number is nothing.
-        wait = min(MAX_RETRY_SECONDS, max(0.0, delay))
-        return Verdict(event_id, "to_be_fired", round(wait * 1e9), int(more), text)
-
-
-def _storable(error: str) -> str:
-    """What a receiver said, as every database takes it: one text must not stop a whole batch."""
-    return error[:MAX_ERROR_CHARACTERS].replace("\0", "").encode(errors="replace").decode()
-
+"""Characters of an error that are stored."""
 
 LATE_ERROR = "not acked in time"
 
 RETRY_MARGIN = 5_000_000
-"""Nanoseconds added to the time of a retry here, so that it is due in the table as well."""
+"""Nanoseconds added to the time of a retry in memory, so that it is also due in the table."""
+
+
+class RetryPolicy:
+    """Decides about events that were sent and not acked. Pure, apart from ``chance``."""
+
+    def __init__(self, settings: TableSettings, chance: Callable[[], float]) -> None:
+        self._max_attempts = settings.max_attempts
+        self._backoff = Backoff.from_jitter(settings.backoff, settings.max_backoff, JITTER)
+        self._chance = chance
+
+    def decide(
+        self, event_id: int, attempts: int, delay: float | None, error: str, *, is_counted: bool
+    ) -> RetryDecision:
+        """Fire it again after ``delay`` or its backoff; a dead letter after ``max_attempts``.
+
+        ``is_counted`` says whether its row counts the last attempt.
+        """
+        text = _make_storable(error)
+        uncounted = int(not is_counted)
+        if attempts >= self._max_attempts:
+            return RetryDecision(event_id, "dead", 0, uncounted, text)
+        if delay is None:
+            delay = self._backoff.get_wait(attempts, self._chance())
+        # max() comes first: it turns NaN into 0.
+        wait = min(MAX_RETRY_SECONDS, max(0.0, delay))
+        return RetryDecision(event_id, "to_be_fired", round(wait * 1e9), uncounted, text)
+
+
+def _make_storable(error: str) -> str:
+    """Return a receiver's error in a form that every database accepts."""
+    return error[:MAX_ERROR_CHARACTERS].replace("\0", "").encode(errors="replace").decode()
 
 
 class Settlement:
-    """Settles events and retries them. Called by a reign."""
+    """Settles events and retries them. Owned by a leader's term."""
 
-    def __init__(self, realm: LeaderState, chance: Callable[[], float], reader: RowFinder) -> None:
-        self._realm = realm
-        self._stock = realm.stock
-        self._judge = RetryPolicy(realm.settings, chance)
-        self._reader = reader
+    def __init__(self, state: LeaderState, chance: Callable[[], float], finder: RowFinder) -> None:
+        self._state = state
+        self._cache = state.cache
+        self._policy = RetryPolicy(state.settings, chance)
+        self._finder = finder
 
-    # ── what receivers say ───────────────────────────────────────────────────────────────────────
+    # ── requests of receivers ────────────────────────────────────────────────────────────────────
 
     def ack(self, events: Sequence[TableEvent]) -> None:
-        """Take acks of events that were received, in this reign or before."""
-        landed, elsewhere = [], []
+        """Take acks of events that were received, in this term or before."""
+        landed, sent_again = [], []
         for event in events:
-            out = self._land(event.id)
-            if out is None:
-                # Not out any more, and yet it was fired: somebody has the event itself.
-                self._forget(event)
+            current = self._remove_from_flight(event.id)
+            if current is None:
+                # It is not in flight any more, but it was: a receiver has the event itself.
+                self._discard(event)
             else:
-                landed.append(out)
-                if out is not event:
-                    elsewhere.append(out)  # it was fired again in the meantime
-        self._stock.settling.ack(events, self._realm.clock.monotonic())
-        self._stock.over(landed, self._realm.now())
-        self._realm.counts.ack_lag.add(landed, self._realm.now())
-        self._revoke(elsewhere)
+                landed.append(current)
+                if current is not event:
+                    sent_again.append(current)
+        self._cache.ack_buffer.add(events, self._state.clock.monotonic())
+        self._cache.release_keys(landed, self._state.now())
+        self._state.counts.ack_lag.add(landed, self._state.now())
+        self._revoke(sent_again)
 
     def ack_ids(self, ids: Sequence[int]) -> None:
-        """Take acks by id; those of events that were never fired change nothing."""
-        landed = [event for event in map(self._land, ids) if event is not None]
-        self._stock.settling.ack(landed, self._realm.clock.monotonic())
-        self._stock.over(landed, self._realm.now())
+        """Take acks by id; acks of events that were never fired change nothing."""
+        landed = [event for event in map(self._remove_from_flight, ids) if event is not None]
+        self._cache.ack_buffer.add(landed, self._state.clock.monotonic())
+        self._cache.release_keys(landed, self._state.now())
         self._revoke(landed)
         known = {event.id for event in landed}
-        unknown = [each for each in ids if each not in known and self._was_fired(each)]
+        unknown = [each for each in ids if each not in known and self._may_have_fired(each)]
         if unknown:
-            self._stock.settling.ack_unknown(unknown, self._realm.clock.monotonic())
+            self._cache.ack_buffer.add_unconfirmed(unknown, self._state.clock.monotonic())
 
     def nack(self, events: Sequence[TableEvent], delay: float | None, error: str | None) -> None:
-        """Have events fired again that are out."""
-        out = [event for event in events if self._stock.flights.get(event.id) is event]
-        self._retry(out, delay, error or "nacked")
+        """Retry the events that are in flight; ignore the others."""
+        in_flight = [event for event in events if self._cache.in_flight.get(event.id) is event]
+        self._retry(in_flight, delay, error or "nacked")
 
-    def detach(self, place: ReceiverSlot2) -> None:
-        """A receiver is gone: what it never took goes back, what it had is fired again."""
-        held = [event for event in self._stock.flights if event.seat is place]
-        waiting = self._revoke(held)
-        self._offer_again(waiting)
-        self._retry([e for e in held if e not in waiting], 0.0, "the receiver went away")
+    def release_slot(self, slot: ReceiverSlot) -> None:
+        """Take the events of a receiver that is gone: retry the received, give back the others."""
+        held = [event for event in self._cache.in_flight if event.slot is slot]
+        not_taken = self._revoke(held)
+        self._give_back(not_taken)
+        received = [event for event in held if event not in not_taken]
+        self._retry(received, 0.0, "the receiver went away")
 
-    # ── what time says ───────────────────────────────────────────────────────────────────────────
+    # ── periodic work ────────────────────────────────────────────────────────────────────────────
 
-    def store_acks(self, now: float) -> None:
-        """Store the acks that were taken, if it is time to."""
-        due = self._stock.settling.next_time()
+    def store_due_acks(self, now: float) -> None:
+        """Store the buffered acks, if it is time to."""
+        due = self._cache.ack_buffer.get_next_time()
         if due is not None and due <= now:
             self._store_acks()
 
-    def look_after(self, now: float) -> None:
-        """See to events that are out for a while."""
-        late = self._stock.flights.late(now)
-        if late:
-            waiting = self._revoke(late)
-            for event in waiting:
-                if isinstance(event.seat, ReceiverSlot2):
-                    event.seat.stall()
-            self._offer_again(waiting)
-            self._retry([event for event in late if event not in waiting], None, LATE_ERROR)
-        unseen = self._stock.flights.unseen(now)
-        if unseen:
-            self._look_at_rows(unseen)
+    def check_in_flight(self, now: float) -> None:
+        """Retry overdue events, and check the rows of events that are in flight for a while."""
+        overdue = self._cache.in_flight.find_overdue(now)
+        if overdue:
+            not_taken = self._revoke(overdue)
+            for event in not_taken:
+                if isinstance(event.slot, ReceiverSlot):
+                    event.slot.stall()
+            self._give_back(not_taken)
+            received = [event for event in overdue if event not in not_taken]
+            self._retry(received, None, LATE_ERROR)
+        unchecked = self._cache.in_flight.find_unchecked(now)
+        if unchecked:
+            self._check_rows(unchecked)
 
-    def next_time(self) -> float:
-        """When one of these two has something to do; monotonic."""
-        times = (self._stock.settling.next_time(), self._stock.flights.next_time())
-        return min((when for when in times if when is not None), default=float("inf"))
+    def get_next_time(self) -> float:
+        """Return when there are acks to store or events to check, in monotonic seconds."""
+        times = (self._cache.ack_buffer.get_next_time(), self._cache.in_flight.get_next_time())
+        return min((time for time in times if time is not None), default=float("inf"))
 
-    def collected(self, rows: Sequence[Row]) -> None:
-        """Retry events that an earlier manager fired."""
-        verdicts = [self._judge.of(row[0], row[1], None, LATE_ERROR, more=False) for row in rows]
-        self._realm.store.put_back(self._realm.token, verdicts)
-        self._reader.sweep_soon()
+    def retry_forgotten(self, rows: Sequence[Row]) -> None:
+        """Retry events that an earlier manager fired; rows of id and attempts."""
+        decisions = [
+            self._policy.decide(row[0], row[1], None, LATE_ERROR, is_counted=True) for row in rows
+        ]
+        self._state.store.apply_decisions(self._state.token, decisions)
+        self._finder.sweep_soon()
 
-    # ── the end ──────────────────────────────────────────────────────────────────────────────────
+    # ── the end of a term ────────────────────────────────────────────────────────────────────────
 
     def finish(self) -> None:
-        """Store what acks there are and give back what is out, before the lead is given up."""
+        """Store the acks and put the events in flight back, before the lease is released."""
         self._store_acks()
-        events = list(self._stock.flights)
-        waiting = self._revoke(events)
-        self._offer_again(waiting)
-        self._retry([event for event in events if event not in waiting], None, "the manager closed")
+        events = list(self._cache.in_flight)
+        not_taken = self._revoke(events)
+        self._give_back(not_taken)
+        received = [event for event in events if event not in not_taken]
+        self._retry(received, None, "the manager closed")
 
     def abandon(self, error: TurnlaneError) -> None:
-        """The lead is lost: nobody receives what is not received yet, no ack is stored."""
-        self._revoke(list(self._stock.flights))
-        self._stock.settling.abandon(error)
+        """Revoke events and discard acks: the lease is lost, and nothing can be written."""
+        self._revoke(list(self._cache.in_flight))
+        self._cache.ack_buffer.discard(error)
 
-    # ── how ──────────────────────────────────────────────────────────────────────────────────────
+    # ── helpers ──────────────────────────────────────────────────────────────────────────────────
 
     def _store_acks(self) -> None:
-        now = self._realm.clock.monotonic()
-        stored, released = self._stock.settling.store(self._realm.store, self._realm.token, now)
-        self._realm.counts.acked += stored
-        self._reader.ask(released)
+        state = self._state
+        now = state.clock.monotonic()
+        stored, released = self._cache.ack_buffer.store(state.store, state.token, now)
+        state.counts.acked += stored
+        self._finder.request(released)
 
-    def _land(self, event_id: int) -> TableEvent | None:
-        """Take an event out of the air."""
-        event = self._stock.flights.pop(event_id)
-        if event is not None and isinstance(event.seat, ReceiverSlot2):
-            event.seat.load -= 1
+    def _remove_from_flight(self, event_id: int) -> TableEvent | None:
+        event = self._cache.in_flight.pop(event_id)
+        if event is not None and isinstance(event.slot, ReceiverSlot):
+            event.slot.load -= 1
         return event
 
-    def _forget(self, event: TableEvent) -> None:
-        """Let an event that waits for its retry, here or in the table, fire no more."""
-        self._stock.window.discard(event.id)
-        self._stock.over([event], self._realm.now())
+    def _discard(self, event: TableEvent) -> None:
+        """Cancel the retry of an event that waits for it, in memory or in the table."""
+        self._cache.window.discard(event.id)
+        self._cache.release_keys([event], self._state.now())
 
-    def _was_fired(self, event_id: int) -> bool:
-        """Whether an event that is not out may have been; the table knows it for certain."""
-        waiting = self._stock.window.get(event_id)
+    def _may_have_fired(self, event_id: int) -> bool:
+        """Whether an event that is not in flight may have been; the table knows for certain."""
+        waiting = self._cache.window.get(event_id)
         if waiting is None:
             return True
         if waiting.attempts:
-            self._forget(waiting)
+            self._discard(waiting)
         return waiting.attempts > 0
 
-    def _look_at_rows(self, events: list[TableEvent]) -> None:
-        """Mark rows of fired events, and notice those that were acked by plain SQL."""
-        store = self._realm.store
-        unmarked = [event.id for event in events if not event.marked]
-        marked = store.mark(self._realm.token, unmarked) if unmarked else set()
+    def _check_rows(self, events: list[TableEvent]) -> None:
+        """Mark the rows of events in flight, and find events that a user acked by plain SQL."""
+        store = self._state.store
+        unmarked = [event.id for event in events if not event.is_marked]
+        marked = store.mark_fired(self._state.token, unmarked) if unmarked else set()
         others = [event.id for event in events if event.id not in marked]
-        standing = marked | (store.standing(others) if others else set())
-        settled = [event for event in events if event.id not in standing]
+        open_ids = marked | (store.find_open(others) if others else set())
+        settled = [event for event in events if event.id not in open_ids]
         for event in events:
-            event.marked = event.marked or event.id in marked
+            event.is_marked = event.is_marked or event.id in marked
         for event in settled:
-            self._land(event.id)
+            self._remove_from_flight(event.id)
         self._revoke(settled)
-        self._stock.over(settled, self._realm.now())
-        self._realm.counts.acked += len(settled)
+        self._cache.release_keys(settled, self._state.now())
+        self._state.counts.acked += len(settled)
 
-    def _offer_again(self, events: set[TableEvent]) -> None:
-        """Have events that nobody took go to another receiver: it was no attempt."""
-        marked = {event.id for event in events if event.marked}
-        unmarked = self._realm.store.unmark(self._realm.token, list(marked)) if marked else set()
-        held = self._held(marked - unmarked)
-        now = self._realm.now()
+    def _give_back(self, events: set[TableEvent]) -> None:
+        """Put events that no thread took back into the window: this was not an attempt."""
+        marked = {event.id for event in events if event.is_marked}
+        token = self._state.token
+        unmarked = self._state.store.unmark_fired(token, list(marked)) if marked else set()
+        locked = self._find_locked(marked - unmarked)
+        now = self._state.now()
         for event in events:
-            if event.id in held:
+            if event.id in locked:
                 continue
-            self._land(event.id)
-            if event.marked and event.id not in unmarked:
-                self._stock.over([event], now)
+            self._remove_from_flight(event.id)
+            if event.is_marked and event.id not in unmarked:
+                self._cache.release_keys([event], now)
             else:
-                self._stock.window.add([event.moved(event.fire_at, 0)], now)
+                self._cache.window.add([event.copy_for_retry(event.fire_at, 0)], now)
 
     def _retry(self, events: list[TableEvent], delay: float | None, error: str) -> None:
         """Put events back into the table, to fire again or as dead letters."""
         if not events:
             return
-        verdicts = {
-            event.id: self._judge.of(
-                event.id, event.attempts + 1, delay, error, more=not event.marked
+        state = self._state
+        decisions = {
+            event.id: self._policy.decide(
+                event.id, event.attempts + 1, delay, error, is_counted=event.is_marked
             )
             for event in events
         }
-        standing = self._realm.store.put_back(self._realm.token, list(verdicts.values()))
-        held = self._held(set(verdicts) - standing)
-        counts, now, horizon = self._realm.counts, self._realm.now(), self._realm.horizon()
+        open_ids = state.store.apply_decisions(state.token, list(decisions.values()))
+        locked = self._find_locked(set(decisions) - open_ids)
+        now, window_end = state.now(), state.get_window_end()
         for event in events:
-            if event.id in held:
+            if event.id in locked:
                 continue
-            self._land(event.id)
-            verdict = verdicts[event.id]
-            if event.id not in standing or verdict.state == "dead":
-                counts.dead += event.id in standing
-                self._stock.over([event], now)
+            self._remove_from_flight(event.id)
+            decision = decisions[event.id]
+            if event.id not in open_ids or decision.state == "dead":
+                state.counts.dead += event.id in open_ids
+                self._cache.release_keys([event], now)
                 continue
-            counts.retried += 1
-            again = event.moved(now + verdict.delay + RETRY_MARGIN, 1)
-            if again.fire_at <= horizon:
-                self._stock.window.add([again], now)
+            state.counts.retried += 1
+            again = event.copy_for_retry(now + decision.delay + RETRY_MARGIN, 1)
+            if again.fire_at <= window_end:
+                self._cache.window.add([again], now)
 
-    def _held(self, ids: set[int]) -> set[int]:
-        """Those that could not be changed because somebody else is about to: they stay out."""
-        return self._realm.store.standing(list(ids)) if ids else set()
+    def _find_locked(self, ids: set[int]) -> set[int]:
+        """Return the open events among ids that could not be changed: their rows are locked."""
+        return self._state.store.find_open(list(ids)) if ids else set()
 
     def _revoke(self, events: Iterable[TableEvent]) -> set[TableEvent]:
-        """Take back from the receivers what nobody has taken there yet."""
-        by_place: dict[ReceiverSlot2, set[TableEvent]] = {}
+        """Take back from receivers the events that no thread has taken; returns these."""
+        by_slot: dict[ReceiverSlot, set[TableEvent]] = {}
         for event in events:
-            if isinstance(event.seat, ReceiverSlot2):
-                by_place.setdefault(event.seat, set()).add(event)
-        back: set[TableEvent] = set()
-        for place, mine in by_place.items():
-            assert place.receiver is not None
-            back |= place.receiver.revoke(mine)
-        return back
+            if isinstance(event.slot, ReceiverSlot):
+                by_slot.setdefault(event.slot, set()).add(event)
+        revoked: set[TableEvent] = set()
+        for slot, mine in by_slot.items():
+            assert slot.receiver is not None
+            revoked |= slot.receiver.revoke(mine)
+        return revoked

@@ -1,81 +1,91 @@
-"""Sites: the databases of a sharded queue, as one process reaches them."""
+"""The databases of a queue: how a process reaches its shards, and how settings name them.
+
+:class:`ShardDirectory` opens the stores of shards when they are needed. :class:`ShardRouter` finds
+the table of each row, for readers and writers beside the managers. :class:`TableAddress` are the
+settings of inputs and outputs that say where a queue table is.
+"""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Self
-from urllib.parse import quote, urlsplit, urlunsplit
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from turnlane.databases import (
+    URL_EXAMPLES,
+    Dialect,
+    add_password,
+    check_url_setting,
+    get_dialect_name,
+    remove_password,
+)
 from turnlane.errors import ConfigError, DatabaseDown
-from turnlane.runtime import Closing, revealed
+from turnlane.logs import get_logger
+from turnlane.runtime import Closeable, read_secret
+from turnlane.table.batch_commit import ProgressTable
 from turnlane.table.catalog import QueueCatalog
 from turnlane.table.definition import Definition
-from turnlane.table.notes import ProgressTable
+from turnlane.table.queue_sql import load_queue_dialect
 from turnlane.table.shard_store import ShardStore
-from turnlane.table.shards import Shard, ShardMap, ShardSpec, address_of, keyspace_id
-from turnlane.table.sql.dialect import Dialect
-from turnlane.table.url import EXAMPLES, dialect_of
-from turnlane.validation import Contradiction, Problem
+from turnlane.table.shards import Shard, ShardMap, ShardSpec, keyspace_id
+from turnlane.validation import ConfigIssue, ContradictorySettings
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
-class ShardDirectory(Closing):
-    """Stores by address, opened when they are needed. Safe to use from any thread.
+class ShardDirectory(Closeable):
+    """Stores by address, opened when they are needed. Thread-safe.
 
-    ``urls`` are addresses with their passwords: maps are kept without.
+    ``urls`` have their passwords: databases keep maps without passwords.
     """
 
     def __init__(self, definition: Definition, urls: Iterable[str]) -> None:
         self.definition = definition
-        self._urls = {address_of(url): url for url in urls}
+        self._urls = {remove_password(url): url for url in urls}
         self._stores: dict[str, ShardStore] = {}
         self._lock = threading.Lock()
 
-    def learn(self, urls: Iterable[str]) -> None:
-        """Take note of more addresses with their passwords."""
-        self._urls.update({address_of(url): url for url in urls})
+    def add_urls(self, urls: Iterable[str]) -> None:
+        """Add urls with their passwords."""
+        self._urls.update({remove_password(url): url for url in urls})
 
-    def dialect(self, shard: Shard) -> Dialect:
-        """How a shard's database is reached."""
-        return dialect_of(self._urls.get(shard.address, shard.url))
+    def get_dialect(self, shard: Shard) -> Dialect:
+        """Return the dialect of a shard's database."""
+        return load_queue_dialect(self._urls.get(shard.address, shard.url))
 
-    def store(self, shard: Shard) -> ShardStore:
-        """What a shard's database keeps."""
+    def get_store(self, shard: Shard) -> ShardStore:
+        """Return the store of a shard's database."""
         with self._lock:
             store = self._stores.get(shard.address)
             if store is None:
-                store = self._stores[shard.address] = ShardStore(
-                    self.dialect(shard), self.definition
-                )
+                store = ShardStore(self.get_dialect(shard), self.definition)
+                self._stores[shard.address] = store
             return store
 
-    def notes(self, shard: Shard) -> ProgressTable:
-        """What is noted in a shard's database; the caller closes it."""
-        return ProgressTable(self.dialect(shard), self.definition.name)
+    def open_progress(self, shard: Shard) -> ProgressTable:
+        """Open the recorded progress of a shard's writers; the caller closes it."""
+        return ProgressTable(self.get_dialect(shard), self.definition.name)
 
-    def create(self, shard: Shard) -> None:
-        """Make the queue in a shard's database, unless it is there."""
-        with QueueCatalog(self.dialect(shard)) as catalog:
+    def create_queue(self, shard: Shard) -> None:
+        """Create the queue in a shard's database, unless it exists."""
+        with QueueCatalog(self.get_dialect(shard)) as catalog:
             catalog.create(self.definition, if_not_exists=True, first_id=shard.first_id)
 
-    def number(self, shard: Shard) -> None:
-        """Have events get ids of the shard's own, in a table that others may have made."""
-        with QueueCatalog(self.dialect(shard)) as catalog:
-            catalog.number_from(self.definition.name, shard.first_id)
+    def set_first_id(self, shard: Shard) -> None:
+        """Give new events ids of the shard, also in a table that existed before."""
+        with QueueCatalog(self.get_dialect(shard)) as catalog:
+            catalog.set_first_id(self.definition.name, shard.first_id)
 
-    def newest(self, known: ShardMap) -> ShardMap:
-        """The newest map that any database knows; those that do not answer are passed over.
+    def find_newest_map(self, known: ShardMap) -> ShardMap:
+        """Return the newest map of all databases; skips databases that do not answer.
 
-        Raises what the first of them says, usually ``DatabaseDown``, if none answers.
+        If none answers, raises the error of the first one, usually ``DatabaseDown``.
         """
         newest, asked = known, set[str]()
         failures: list[Exception] = []
@@ -84,11 +94,11 @@ class ShardDirectory(Closing):
         ]:
             for shard in waiting:
                 asked.add(shard.address)
-                store = self.store(shard)
+                store = self.get_store(shard)
                 try:
-                    found = store.newest_map()
+                    found = store.read_newest_map()
                 except (DatabaseDown, store.dialect.error) as error:
-                    log.debug("shard %s was not asked: %s", shard, error)
+                    log.debug("table.shard_skipped", shard=shard, error=error)
                     failures.append(error)
                     continue
                 if found is not None and found.version > newest.version:
@@ -104,84 +114,62 @@ class ShardDirectory(Closing):
             store.close()
 
 
-# ── spread ──
-# Where a queue's tables lie: in one database, or in several by key. For reading and writing.
+class ShardRouter(Closeable):
+    """The tables of a queue in one or several databases, by the newest map.
 
-
-class ShardRouter(Closing):
-    """A queue's tables, as they are spread at this moment.
-
-    Raises ``NoSuchQueue``, ``DatabaseDown``, and ``ConfigError`` if shards do not fit.
+    Raises ``NoSuchQueue``, ``DatabaseDown``, and ``ConfigError`` if the shards do not fit.
     """
 
     def __init__(self, shards: Iterable[Shard | ShardSpec], name: str) -> None:
-        self.map = ShardMap.of(shards)
-        with QueueCatalog(dialect_of(self.map.shards[0].url)) as catalog:
-            self.definition = catalog.definition(name)
-        self._sites = ShardDirectory(self.definition, [shard.url for shard in self.map.shards])
+        self.map = ShardMap.from_shards(shards)
+        with QueueCatalog(load_queue_dialect(self.map.shards[0].url)) as catalog:
+            self.definition = catalog.get_definition(name)
+        self._directory = ShardDirectory(self.definition, [each.url for each in self.map.shards])
         if len(self.map.shards) > 1:
             if self.definition.shard_by is None:
                 raise ConfigError("shards", f"{name!r} has no SHARD BY column to choose one by")
-            self.map = self._sites.newest(self.map)
+            self.map = self._directory.find_newest_map(self.map)
         elif self.definition.shard_by is not None:
-            self.map = self._followed()
+            self.map = self._follow_map()
 
-    def _followed(self) -> ShardMap:
-        """The newest map, if the one database that is named was resharded."""
-        store = self._sites.store(self.map.shards[0])
+    def _follow_map(self) -> ShardMap:
+        """Return the newest map, if the one database that is named was resharded."""
+        store = self._directory.get_store(self.map.shards[0])
         try:
-            found = store.kept_map()
+            found = store.read_saved_map()
         except store.dialect.error:
-            return self.map  # nobody has kept a map there: it has no such table
-        return self.map if found is None else self._sites.newest(found)
+            return self.map  # the table of maps does not exist: the queue was never resharded
+        return self.map if found is None else self._directory.find_newest_map(found)
 
-    def dialect(self, shard: Shard) -> Dialect:
-        """How a shard's database is reached."""
-        return self._sites.dialect(shard)
+    def get_dialect(self, shard: Shard) -> Dialect:
+        """Return the dialect of a shard's database."""
+        return self._directory.get_dialect(shard)
 
-    def numbers(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
-        """For each row, the number of the shard that has its key."""
+    def find_shard_indexes(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
+        """Return for each row the index of the shard that has its key."""
         shards, column = self.map.shards, self.definition.shard_by
         if len(shards) == 1 or column is None:
             return np.zeros(batch.num_rows, dtype=np.int64)
-        there = column in batch.schema.names
-        keys = batch.column(column).to_pylist() if there else [None] * batch.num_rows
-        numbers = {shard: at for at, shard in enumerate(shards)}
-        found = [numbers[self.map.shard_of(keyspace_id(key))] for key in keys]
+        has_key = column in batch.schema.names
+        keys = batch.column(column).to_pylist() if has_key else [None] * batch.num_rows
+        indexes = {shard: at for at, shard in enumerate(shards)}
+        found = [indexes[self.map.find_shard(keyspace_id(key))] for key in keys]
         return np.array(found, dtype=np.int64)
 
     def close(self) -> None:
-        self._sites.close()
+        self._directory.close()
 
 
-def with_password(url: str, password: str | None) -> str:
-    """An address with a password in it."""
-    parts = urlsplit(url)
-    if password is None or parts.scheme == "sqlite":
-        return url
-    user, at, host = parts.netloc.rpartition("@")
-    if not at:
-        raise ConfigError("url", "names no user that the password is for: write user@host")
-    name = user.partition(":")[0]
-    return urlunsplit(parts._replace(netloc=f"{name}:{quote(password, safe='')}@{host}"))
+# ── settings ─────────────────────────────────────────────────────────────────────────────────────
 
 
-# ── addresses ──
-# Where a queue table is, as a configuration says it: a database, or several with key ranges.
-
-_SCHEMES = {"sqlite", "postgresql", "postgres", "mysql", "mariadb"}
-
-
-def _checked(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in _SCHEMES:
-        raise ValueError(f"is not an address such as {EXAMPLES}")
-    if parts.password:
-        raise ValueError("holds a password; name it with password_env or password_file")
-    return url
+def _check_url(url: str) -> str:
+    if get_dialect_name(url) is None:
+        raise ValueError(f"is not an address such as {URL_EXAMPLES}")
+    return check_url_setting(url)
 
 
-DatabaseUrl = Annotated[str, AfterValidator(_checked)]
+DatabaseUrl = Annotated[str, AfterValidator(_check_url)]
 
 
 class ShardAddress(BaseModel):
@@ -211,18 +199,21 @@ class TableAddress(BaseModel):
     table: str = Field(min_length=1, description="The queue table, which has to be there.")
 
     @model_validator(mode="after")
-    def _one_place(self) -> Self:
+    def _check_databases(self) -> Self:
         if (self.url is None) == (not self.shards):
-            raise Contradiction([Problem("url", "give either url or shards")])
+            raise ContradictorySettings([ConfigIssue("url", "give either url or shards")])
         if self.shards:
             try:
-                ShardMap.of((each.url, each.range) for each in self.shards)
+                ShardMap.from_shards((each.url, each.range) for each in self.shards)
             except ConfigError as error:
-                raise Contradiction([Problem("shards", str(error))]) from None
+                raise ContradictorySettings([ConfigIssue("shards", str(error))]) from None
         return self
 
     def databases(self) -> list[Shard]:
-        """The databases with their passwords. Raises ``RetryLater`` while those are not there."""
-        password = revealed("password", self.password_env, self.password_file)
-        given = [(each.url, each.range) for each in self.shards] or [(self.url or "", "-")]
-        return [Shard.of((with_password(url, password), range_)) for url, range_ in given]
+        """Return the databases with their passwords. Raises ``RetryLater`` if a secret is missing.
+
+        A queue in one database has one shard with all keys.
+        """
+        password = read_secret("password", self.password_env, self.password_file)
+        specs = [(each.url, each.range) for each in self.shards] or [(self.url or "", "-")]
+        return [Shard.from_spec((add_password(url, password), range_)) for url, range_ in specs]

@@ -1,14 +1,20 @@
-"""Queues with several shards, as their users have them: databases, and queues in all of them."""
+"""Queues in several databases, as users see them.
+
+A :class:`ShardedQueue` has a :class:`TableQueue` for each shard of the newest map. A thread of its
+own looks for a newer map every second, and follows it: it starts managers for new shards, attaches
+the receivers to them, and closes the queues of retired shards. In processes that run managers, the
+thread also moves rows that clients with an old map insert into retired shards.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from turnlane.databases import Connection
 from turnlane.errors import (
     ConfigError,
     DatabaseDown,
@@ -16,23 +22,23 @@ from turnlane.errors import (
     LeadLost,
     ReshardUnderWay,
 )
-from turnlane.runtime import Closing
+from turnlane.logs import get_logger
+from turnlane.runtime import Closeable
 from turnlane.table.event import TableEvent
 from turnlane.table.grammar import ScheduleStatement, parse, run_schedule_statement
 from turnlane.table.manager import Manager
 from turnlane.table.queue import Database, TableQueue
+from turnlane.table.queue_sql import load_queue_dialect
 from turnlane.table.receiver import DEFAULT_PREFETCH, Receiver
-from turnlane.table.reshard import Resharder, ReshardProgress, RowMover, find_plan
+from turnlane.table.reshard import ProgressCallback, Resharder, RowMover, find_plan
 from turnlane.table.schedules import Schedule
 from turnlane.table.shard_directory import ShardDirectory
 from turnlane.table.shards import KeyRange, Shard, ShardMap, ShardSpec, keyspace_id
-from turnlane.table.sql.dialect import Connection
-from turnlane.table.url import dialect_of
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 MAP_REFRESH_SECONDS: Final = 1.0
-"""Seconds between two looks at whether there is a newer map."""
+"""Seconds between two searches for a newer map."""
 
 MAX_INSERT_ROWS: Final = 100_000
 """Events that ``put`` stores in one transaction at most."""
@@ -43,7 +49,7 @@ class ShardTransaction:
 
     def __init__(self, queue: TableQueue, shard: Shard, connection: Connection) -> None:
         self.connection = connection
-        """For whatever else is to be committed with the event."""
+        """For the user's own statements, which are committed with the event."""
         self._queue = queue
         self._shard = shard
 
@@ -53,11 +59,11 @@ class ShardTransaction:
         return self._queue.enqueue(self.connection, row, **options)
 
     def ack(self, event: TableEvent) -> None:
-        """Ack an event together with whatever else is committed here. Its key must lie here too.
+        """Ack an event in this transaction. Its key must lie in this database.
 
-        Raises ``LeadLost`` if it is not here to be acked: it was acked before, or it was moved to
-        this database by a reshard since it was received, and fires again. Then nothing may be
-        committed for it.
+        Raises ``LeadLost`` if the event is not here to be acked: it was acked before, or a reshard
+        moved it to this database since it was received, and it fires again. Then do not commit the
+        work that was done for it.
         """
         self._check_key(event.columns)
         if not self._queue.ack(self.connection, [event.id]):
@@ -69,20 +75,23 @@ class ShardTransaction:
             raise ValueError(f"the key {key!r} does not lie in shard {self._shard}")
 
 
-class ShardedQueue(Closing):
-    """A queue whose events lie in several databases, by key. Safe to use from any thread."""
+class ShardedQueue(Closeable):
+    """A queue whose events lie in several databases, by key. Thread-safe.
 
-    def __init__(self, sites: ShardDirectory, shards: ShardMap) -> None:
-        self.definition = sites.definition
+    One lock guards the map, the queues and the receivers; the follower thread takes it too.
+    """
+
+    def __init__(self, directory: ShardDirectory, shards: ShardMap) -> None:
+        self.definition = directory.definition
         if self.definition.shard_by is None and len(shards.shards) > 1:
             raise ConfigError("shards", f"{self.name!r} has no SHARD BY column to choose one by")
-        self._sites = sites
+        self._directory = directory
         self._lock = threading.RLock()
-        self._map = sites.newest(shards)
+        self._map = directory.find_newest_map(shards)
         self._queues: dict[Shard, TableQueue] = {}
         self._receivers: list[Receiver] = []
-        self._managing = False
-        self._over = threading.Event()
+        self._runs_managers = False
+        self._is_closing = threading.Event()
         self._follower = threading.Thread(
             target=self._follow, name=f"turnlane-shards-{self.name}", daemon=True
         )
@@ -95,16 +104,16 @@ class ShardedQueue(Closing):
 
     @property
     def map(self) -> ShardMap:
-        """The shards, as far as this process knows; it looks for a newer map every second."""
+        """The newest map that this process knows; it looks for a newer one every second."""
         return self._map
 
     # ── enqueueing ───────────────────────────────────────────────────────────────────────────────
 
     @contextlib.contextmanager
     def transaction(self, key: object) -> Iterator[ShardTransaction]:
-        """A transaction in the database that has ``key``: committed at the end of the block."""
-        shard = self._map.shard_of(keyspace_id(key))
-        dialect = self._sites.dialect(shard)
+        """Open a transaction in the database that has ``key``; the end of the block commits it."""
+        shard = self._map.find_shard(keyspace_id(key))
+        dialect = self._directory.get_dialect(shard)
         with (
             contextlib.closing(dialect.connect()) as connection,
             dialect.transaction(connection),
@@ -112,152 +121,82 @@ class ShardedQueue(Closing):
             yield ShardTransaction(self.queue(shard), shard, connection)
 
     def put(self, rows: Iterable[Mapping[str, Any]]) -> int:
-        """Store events, each in the database that has its key; how many.
+        """Store events, each in the database that has its key; returns how many.
 
-        Each database has a transaction of its own. If it raises, some may be stored: name events
-        that must not be there twice.
+        Each database has its own transaction. If this raises, some events may be stored: give a
+        name to events that must not be stored twice.
         """
-        column = self.definition.shard_by or ""  # then there is one shard, for all
-        parts: dict[Shard, list[Mapping[str, Any]]] = {}
+        column = self.definition.shard_by or ""  # without a key there is one shard
+        by_shard: dict[Shard, list[Mapping[str, Any]]] = {}
         for row in rows:
-            shard = self._map.shard_of(keyspace_id(row.get(column)))
-            parts.setdefault(shard, []).append(row)
-        for shard, mine in parts.items():
+            shard = self._map.find_shard(keyspace_id(row.get(column)))
+            by_shard.setdefault(shard, []).append(row)
+        for shard, mine in by_shard.items():
             for at in range(0, len(mine), MAX_INSERT_ROWS):
                 self.queue(shard).insert(mine[at : at + MAX_INSERT_ROWS])
-        return sum(map(len, parts.values()))
+        return sum(map(len, by_shard.values()))
 
     # ── schedules ────────────────────────────────────────────────────────────────────────────────
 
     def schedule(self, name: str, every: str, time_zone: str = "UTC", /, **columns: object) -> None:
-        """Have an event recur, in the shard that has its key; as :meth:`TableQueue.schedule`."""
-        home = self._map.shard_of(keyspace_id(columns.get(self.definition.shard_by or "")))
-        self.queue(home).schedule(name, every, time_zone, **columns)
-        for shard in self._map.shards:  # where one of this name and another key may be
-            if shard != home:
+        """Create a schedule in the shard that has its key; as :meth:`TableQueue.schedule`."""
+        key = columns.get(self.definition.shard_by or "")
+        owner = self._map.find_shard(keyspace_id(key))
+        self.queue(owner).schedule(name, every, time_zone, **columns)
+        for shard in self._map.shards:  # one of this name with another key may be there
+            if shard != owner:
                 self.queue(shard).unschedule(name)
 
     def unschedule(self, name: str) -> bool:
-        """Have it recur no more; false if there is no such schedule."""
+        """Delete a schedule; false if there is none."""
         return sum(self.queue(shard).unschedule(name) for shard in self._map.shards) > 0
 
     def schedules(self) -> list[Schedule]:
-        """What recurs, by name."""
+        """Return the schedules of all shards, by name."""
         found = [each for shard in self._map.shards for each in self.queue(shard).schedules()]
         return sorted(found, key=lambda schedule: schedule.name)
 
     # ── receiving ────────────────────────────────────────────────────────────────────────────────
 
     def receive(self, key_range: str = "-", prefetch: int = DEFAULT_PREFETCH) -> Receiver:
-        """A receiver of the events in a key range, of whichever shards; starts their managers."""
+        """Return a receiver of the events in a key range of all shards; starts their managers."""
         receiver = Receiver(KeyRange.parse(key_range), prefetch)
         with self._lock:
             self._receivers = [each for each in self._receivers if not each.closed]
             self._receivers.append(receiver)
             self.manage()
             for shard in self._map.shards:
-                # All of them: a row may have been inserted into a shard that is not its own.
+                # All shards: a row may have been inserted into a shard that lacks its key.
                 self.queue(shard).manager().attach(receiver)
         return receiver
 
     def manage(self) -> None:
-        """Run a manager for every shard in this process, and move on what comes to retired ones."""
+        """Run a manager for every shard in this process, and empty retired shards."""
         with self._lock:
-            self._managing = True
+            self._runs_managers = True
             for shard in self._map.shards:
                 self.queue(shard).manager()
 
     def managers(self) -> dict[Shard, Manager]:
-        """The managers that run in this process."""
+        """Return the managers that run in this process, by shard."""
         with self._lock:
-            if not self._managing:
+            if not self._runs_managers:
                 return {}
             return {shard: self.queue(shard).manager() for shard in self._map.shards}
 
-    # ── shards ───────────────────────────────────────────────────────────────────────────────────
+    # ── all shards ───────────────────────────────────────────────────────────────────────────────
 
     def queue(self, shard: Shard) -> TableQueue:
-        """The queue's table in one database."""
+        """Return the queue's table in one database."""
         with self._lock:
             queue = self._queues.get(shard)
             if queue is None:
-                queue = TableQueue(self._sites.dialect(shard), self.definition)
+                queue = TableQueue(self._directory.get_dialect(shard), self.definition)
                 self._queues[shard] = queue
             return queue
 
-    def reshard(
-        self,
-        targets: Sequence[Shard | ShardSpec],
-        tell: Callable[[ReshardProgress], None] = lambda _: None,
-    ) -> int:
-        """Split or merge shards: ``targets`` take the place of those that have their keys now.
-
-        Their databases must be new to the queue. Returns how many events were moved. If it is
-        interrupted, the same call, or :meth:`resume_reshard`, goes on where it was.
-        """
-        self.refresh()
-        wanted = [Shard.of(each) for each in targets]
-        moved = Resharder.begin(self._sites, self._map, wanted, tell).run()
-        self.refresh()
-        return moved
-
-    def resume_reshard(
-        self, tell: Callable[[ReshardProgress], None] = lambda _: None
-    ) -> int | None:
-        """Finish a reshard that was interrupted; ``None`` if there is none."""
-        self.refresh()
-        found = Resharder.resume(self._sites, self._map, tell)
-        moved = None if found is None else found.run()
-        self.refresh()
-        return moved
-
-    def forget_retired(self) -> list[Shard]:
-        """Let go of the retired shards, so that their databases can be deleted; returns them.
-
-        What is still there is moved on first. Make sure that nobody inserts there any more.
-        """
-        self.refresh()
-        if find_plan(self._sites, self._map) is not None:
-            raise ReshardUnderWay("a reshard is not finished; resume it first")
-        retired = self._map.retired
-        for shard in retired:
-            self._sites.store(shard).shut()
-            RowMover(self._sites, shard).drain(self._map.version)
-            if self._sites.store(shard).left():
-                raise ReshardUnderWay(f"somebody holds events in {shard}, or inserts them")
-        following = self._map.without_retired()
-        for shard in (*retired, *self._map.shards):
-            self._sites.store(shard).keep_map(following)
-        self.refresh()
-        return list(retired)
-
-    def refresh(self) -> None:
-        """Look whether there is a newer map, and follow it."""
-        newest = self._sites.newest(self._map)
-        with self._lock:
-            if newest.version <= self._map.version:
-                return
-            log.info("queue %s: map %d is in force", self.name, newest.version)
-            self._map = newest
-            if self._managing:
-                self._manage_new()
-            retired = [shard for shard in self._queues if shard not in newest.shards]
-            leaving = [self._queues.pop(shard) for shard in retired]
-        for queue in leaving:
-            queue.close()
-
-    def _manage_new(self) -> None:
-        for shard in self._map.shards:
-            if shard not in self._queues:
-                manager = self.queue(shard).manager()
-                for receiver in self._receivers:
-                    if not receiver.closed:
-                        manager.attach(receiver)
-
-    # ── all shards ───────────────────────────────────────────────────────────────────────────────
-
     def counts(self) -> dict[str, int]:
-        """How many events are in each state, in all shards."""
+        """Return how many events are in each state, in all shards."""
         total: dict[str, int] = {}
         for shard in self._map.shards:
             for state, count in self.queue(shard).counts().items():
@@ -265,64 +204,135 @@ class ShardedQueue(Closing):
         return total
 
     def retry(self) -> int:
-        """Have all dead letters fired again; returns how many."""
+        """Fire all dead letters again; returns how many."""
         return sum(self.queue(shard).retry() for shard in self._map.shards)
 
     def close(self) -> None:
         """Stop the managers that run here. The tables stay."""
-        self._over.set()
+        self._is_closing.set()
         self._follower.join()
         with self._lock:
             queues, self._queues = self._queues, {}
         for queue in queues.values():
             queue.close()
-        self._sites.close()
+        self._directory.close()
 
-    # ── following ────────────────────────────────────────────────────────────────────────────────
+    # ── resharding ───────────────────────────────────────────────────────────────────────────────
+
+    def reshard(
+        self, targets: Sequence[Shard | ShardSpec], tell: ProgressCallback = lambda _: None
+    ) -> int:
+        """Split or merge shards: ``targets`` replace the shards that have their keys now.
+
+        Their databases must be new to the queue. Returns how many events were moved. If it is
+        interrupted, the same call, or :meth:`resume_reshard`, resumes it.
+        """
+        self.refresh()
+        shards = [Shard.from_spec(each) for each in targets]
+        moved = Resharder.begin(self._directory, self._map, shards, tell).run()
+        self.refresh()
+        return moved
+
+    def resume_reshard(self, tell: ProgressCallback = lambda _: None) -> int | None:
+        """Finish a reshard that was interrupted; ``None`` if there is none."""
+        self.refresh()
+        found = Resharder.resume(self._directory, self._map, tell)
+        moved = None if found is None else found.run()
+        self.refresh()
+        return moved
+
+    def forget_retired(self) -> list[Shard]:
+        """Remove the retired shards from the map, so that their databases can be deleted.
+
+        Moves the events that are left there first, and returns the shards. Make sure that no client
+        inserts there any more.
+        """
+        self.refresh()
+        if find_plan(self._directory, self._map) is not None:
+            raise ReshardUnderWay("a reshard is not finished; resume it first")
+        retired = self._map.retired
+        for shard in retired:
+            store = self._directory.get_store(shard)
+            store.close_lease()
+            RowMover(self._directory, shard).drain(self._map.version)
+            if store.count_rows():
+                raise ReshardUnderWay(
+                    f"{shard} is not empty: a client has locked events there, or inserts them"
+                )
+        following = self._map.drop_retired()
+        for shard in (*retired, *self._map.shards):
+            self._directory.get_store(shard).save_map(following)
+        self.refresh()
+        return list(retired)
+
+    # ── following the map ────────────────────────────────────────────────────────────────────────
+
+    def refresh(self) -> None:
+        """Look for a newer map, and follow it."""
+        newest = self._directory.find_newest_map(self._map)
+        with self._lock:
+            if newest.version <= self._map.version:
+                return
+            log.info("table.map_changed", queue=self.name, version=newest.version)
+            self._map = newest
+            if self._runs_managers:
+                self._start_missing_managers()
+            retired = [shard for shard in self._queues if shard not in newest.shards]
+            leaving = [self._queues.pop(shard) for shard in retired]
+        for queue in leaving:
+            queue.close()
+
+    def _start_missing_managers(self) -> None:
+        for shard in self._map.shards:
+            if shard not in self._queues:
+                manager = self.queue(shard).manager()
+                for receiver in self._receivers:
+                    if not receiver.closed:
+                        manager.attach(receiver)
 
     def _follow(self) -> None:
-        while not self._over.wait(MAP_REFRESH_SECONDS):
+        while not self._is_closing.wait(MAP_REFRESH_SECONDS):
             self._try(self.refresh)
-            for shard in self._map.retired if self._managing else ():
-                self._try(functools.partial(self._move_on, shard))
+            for shard in self._map.retired if self._runs_managers else ():
+                self._try(functools.partial(self._empty_retired, shard))
 
     def _try(self, step: Callable[[], None]) -> None:
-        """Another second is another chance, and one shard's trouble is no other's."""
+        """Run a step; a failure is logged and must not stop the others. It runs again soon."""
         try:
             step()
         except (DatabaseDown, DatabaseReadOnly, LeadLost) as error:
-            log.warning("queue %s: %s", self.name, error)
-        except Exception:  # whatever a driver raises
-            log.exception("queue %s: following the shards failed", self.name)
+            log.warning("table.map_refresh_failed", queue=self.name, error=error)
+        except Exception:  # drivers raise errors of any type
+            log.exception("table.map_refresh_failed", queue=self.name)
 
-    def _move_on(self, shard: Shard) -> None:
-        """Move what old clients insert into a retired shard, and finish what nobody finishes."""
-        store = self._sites.store(shard)
-        if store.is_led():
-            return  # its manager is about to notice
-        store.shut()
-        plan = store.plan()
+    def _empty_retired(self, shard: Shard) -> None:
+        """Move rows of clients with an old map away, and finish a reshard whose process died."""
+        store = self._directory.get_store(shard)
+        if store.has_leader():
+            return  # its manager is about to notice the new map
+        store.close_lease()
+        plan = store.read_plan()
         if plan is not None:
-            Resharder(self._sites, plan).run()
-        RowMover(self._sites, shard).drain(self._map.version)
+            Resharder(self._directory, plan).run()
+        RowMover(self._directory, shard).drain(self._map.version)
 
 
-class ShardedDatabase(Closing):
+class ShardedDatabase(Closeable):
     """Several databases with the same queues, each with a part of the keys."""
 
     def __init__(self, shards: ShardMap) -> None:
         self.shards = shards
-        self._databases = [Database(dialect_of(shard.url)) for shard in shards.shards]
+        self._databases = [Database(load_queue_dialect(shard.url)) for shard in shards.shards]
         self._queues: list[ShardedQueue] = []
 
     def sql(self, statement: str) -> list[str]:
-        """Run a statement about queues in every database, one about a schedule where it belongs.
+        """Run a statement about queues in every database, one about a schedule in its shard.
 
-        Returns the names concerned; those of the queues that all of them have.
+        Returns the names concerned; for ``SHOW QUEUES``, the queues that all databases have.
         """
         parsed = parse(statement)
         if isinstance(parsed, ScheduleStatement):
-            return run_schedule_statement(parsed, self._opened, lambda: self.sql("SHOW QUEUES"))
+            return run_schedule_statement(parsed, self._open, lambda: self.sql("SHOW QUEUES"))
         answers = [
             database.sql(statement, shard.first_id)
             for shard, database in zip(self.shards.shards, self._databases, strict=True)
@@ -330,17 +340,17 @@ class ShardedDatabase(Closing):
         return [name for name in answers[0] if all(name in answer for answer in answers)]
 
     def queue(self, name: str) -> ShardedQueue:
-        """The queue of this name. Raises ``NoSuchQueue``, and ``ConfigError`` if shards differ."""
-        queue = self._opened(name)
+        """Open a queue. Raises ``NoSuchQueue``, and ``ConfigError`` if the shards differ."""
+        queue = self._open(name)
         self._queues.append(queue)
         return queue
 
-    def _opened(self, name: str) -> ShardedQueue:
-        definitions = [database.catalog.definition(name) for database in self._databases]
+    def _open(self, name: str) -> ShardedQueue:
+        definitions = [database.catalog.get_definition(name) for database in self._databases]
         if any(str(each) != str(definitions[0]) for each in definitions):
             raise ConfigError("shards", f"the queue {name!r} is not the same in all of them")
-        sites = ShardDirectory(definitions[0], [shard.url for shard in self.shards.shards])
-        return ShardedQueue(sites, self.shards)
+        directory = ShardDirectory(definitions[0], [shard.url for shard in self.shards.shards])
+        return ShardedQueue(directory, self.shards)
 
     def close(self) -> None:
         """Close all queues that were opened here."""
@@ -351,8 +361,8 @@ class ShardedDatabase(Closing):
 
 
 def connect_shards(shards: Iterable[Shard | ShardSpec]) -> ShardedDatabase:
-    """The queue tables of several databases: pairs of a url and a key range.
+    """Return the queue tables of several databases, from pairs of a url and a key range.
 
-    Together the ranges must hold every key exactly once. Raises ``ConfigError``.
+    Together the ranges must have every key exactly once. Raises ``ConfigError``.
     """
-    return ShardedDatabase(ShardMap.of(shards))
+    return ShardedDatabase(ShardMap.from_shards(shards))

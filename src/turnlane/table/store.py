@@ -1,69 +1,315 @@
-"""The table of one queue in one database: all that is read from it and written to it.
+"""The table of one queue in one database: everything that is read from it and written to it.
 
-A manager's writes are *fenced* (see :mod:`turnlane.table.fenced_writes`). What it reads to fire
-from is read under the same condition.
+**The fence.** A manager's writes take effect only while its token is the token of the lease row.
+The transaction first locks the lease row against changes and compares the token. A takeover waits
+for such a transaction; a transaction after a takeover fails with ``LeadLost`` and changes nothing.
+Rows that the manager will fire are read under the same condition.
+
+**Locked rows.** A user's transaction may lock a row for minutes, to ack it or for another reason.
+The manager never waits for it: it skips the row, reports its id, and the caller tries again later.
+
+**Unreadable rows.** A database can hold values that its driver cannot return: invalid text in
+SQLite, a PostgreSQL date after the last year of Python. One such row must not stop a queue: it is
+found by halving the page that it is on, and set aside as a dead letter.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 
-from turnlane.errors import NoSuchQueue
-from turnlane.runtime import Closing
+from turnlane.databases import (
+    Connection,
+    Dialect,
+    Execute,
+    Row,
+    RowsLocked,
+    Session,
+    StatementResult,
+)
+from turnlane.errors import LeadLost, NoSuchQueue
+from turnlane.logs import get_logger
+from turnlane.runtime import Closeable
 from turnlane.table.definition import Definition
 from turnlane.table.event import EVENT_COLUMNS
-from turnlane.table.fenced_writes import (
-    BATCH_SIZE,
-    AckResult,
-    AckWriter,
-    EventInserter,
-    LeaseFence,
-    SkippingReader,
-    split_batches,
-)
-from turnlane.table.id_gaps import TransactionSnapshot
+from turnlane.table.queue_sql import STATES, RetryDecision, get_queue_sql
+from turnlane.table.rows import EventInserter
 from turnlane.table.schedules import ScheduleTable
 from turnlane.table.shards import WHOLE_KEYSPACE, KeyRange
-from turnlane.table.sql.dialect import STATES, Connection, Dialect, Row, Verdict
-from turnlane.table.sql.session import Execute, Executed
-from turnlane.table.statements import FilteredStatement
+from turnlane.table.statements import FilteredStatement, Statements
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+BATCH_SIZE: Final = 1_000
+"""Events per statement. Larger statements hold locks longer and are no faster."""
 
 MAX_PARAMETERS: Final = 30_000
-"""To a statement: what every database takes."""
+"""Parameters per statement that every database accepts."""
 
 Position = tuple[int, int]
-"""A place in the order of events: fire time, then id."""
+"""A position in the order of events: fire time, then id."""
+
+
+def split_batches(items: Sequence[T]) -> Iterable[Sequence[T]]:
+    """Split items into batches of one statement each."""
+    return (items[at : at + BATCH_SIZE] for at in range(0, len(items), BATCH_SIZE))
+
+
+class LeaseFence:
+    """The fence of one queue, and the session behind it."""
+
+    def __init__(self, dialect: Dialect, definition: Definition) -> None:
+        self.dialect = dialect
+        self.session = Session(dialect)
+        self.sql = Statements.from_definition(dialect, definition)
+        self.name = definition.name
+
+    def transact(self, token: int, work: Callable[[Execute], T]) -> T:
+        """Run ``work`` in a transaction while the token is valid. Raises ``LeadLost``."""
+
+        def check_and_work(execute: Execute) -> T:
+            if not execute(self.sql.fence, (self.name, token)).rows():
+                raise self.make_lost_error()
+            return work(execute)
+
+        return self.session.transact(check_and_work)
+
+    def run(
+        self, execute: Execute, statement: FilteredStatement, ids: Sequence[int]
+    ) -> StatementResult:
+        """Run a statement about events by their ids, inside a transaction."""
+        condition, parameters = self.dialect.match_ids(ids)
+        return execute(statement.where(condition), parameters)
+
+    def query(self, statement: FilteredStatement, ids: Sequence[int]) -> list[Row]:
+        """Return the rows of a statement about events by their ids, without the fence."""
+        found: list[Row] = []
+        for batch in split_batches(ids):
+            condition, parameters = self.dialect.match_ids(batch)
+            found += self.session.query(statement.where(condition), parameters)
+        return found
+
+    def make_lost_error(self) -> LeadLost:
+        """Return the error for a token that is not valid any more."""
+        return LeadLost(f"another manager leads {self.name!r}")
+
+
+# ── acks ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class AckResult(NamedTuple):
+    """The result of storing acks."""
+
+    locked: set[int]
+    """Events whose rows another transaction has locked: their acks are not stored."""
+    released: list[int]
+    """Events that waited for a group which is done now."""
+
+
+class AckWriter:
+    """Deletes the rows of settled events, or marks them as acked. Every call is fenced."""
+
+    def __init__(self, fence: LeaseFence, *, keep: bool) -> None:
+        self._fence = fence
+        self._can_fence_in_one = get_queue_sql(fence.dialect).can_fence_in_one
+        self._settle = fence.sql.ack_keep if keep else fence.sql.ack_delete
+        self._fenced_settle = fence.sql.fenced_ack_keep if keep else fence.sql.fenced_ack_delete
+
+    def store(
+        self,
+        token: int,
+        ids: Sequence[int],
+        groups: Iterable[str] = (),
+        *,
+        likely_locked: bool = False,
+    ) -> AckResult:
+        """Settle events, and release the events that waited for the last of their groups.
+
+        With ``likely_locked``, it expects locked rows and skips them from the start.
+        """
+        groups = tuple(groups)
+        in_one = self._can_fence_in_one and not groups and not likely_locked
+        if in_one and self._settle_in_one_statement(token, ids):
+            return AckResult(set(), [])
+
+        def work(execute: Execute) -> tuple[set[int], list[int]]:
+            skipped = {
+                each for batch in split_batches(ids) for each in self._settle_free(execute, batch)
+            }
+            return skipped, self.release_groups(execute, groups)
+
+        skipped, released = self._fence.transact(token, work)
+        unacked = self._fence.query(self._fence.sql.find_unacked, list(skipped)) if skipped else []
+        return AckResult({row[0] for row in unacked}, released)
+
+    def find_fired(self, token: int, ids: Sequence[int]) -> list[Row]:
+        """Return id and group of the events that were fired at some time and are not acked."""
+        sql = self._fence.sql
+
+        def work(execute: Execute) -> list[Row]:
+            return [
+                row
+                for batch in split_batches(ids)
+                for row in self._fence.run(execute, sql.find_fired_before, batch).rows()
+            ]
+
+        return self._fence.transact(token, work)
+
+    def release_groups(self, execute: Execute, groups: Iterable[str]) -> list[int]:
+        """Release the events that wait for groups which are done; returns their ids."""
+        sql = self._fence.sql
+        released: list[int] = []
+        for group in groups:
+            if execute(sql.find_unacked_member, (group,)).rows():
+                continue
+            waiting = [row[0] for row in execute(sql.lock_waiting, (group,)).rows()]
+            if waiting:
+                self._fence.run(execute, sql.release_waiting, waiting)
+            released += waiting
+        return released
+
+    def _settle_free(self, execute: Execute, ids: Sequence[int]) -> set[int]:
+        """Settle the rows that are not locked; returns the other ids, which may also be gone."""
+        if not self._fence.dialect.lock_free:  # SQLite: one writer at a time, no locked rows
+            self._fence.run(execute, self._settle, ids)
+            return set()
+        locked = self._fence.run(execute, self._fence.sql.lock_unacked, ids).rows()
+        free = [row[0] for row in locked]
+        if free:
+            self._fence.run(execute, self._settle, free)
+        return set(ids).difference(free)
+
+    def _settle_in_one_statement(self, token: int, ids: Sequence[int]) -> bool:
+        """Settle events by statements that contain the fence: one round trip per batch.
+
+        False if a row is locked: then the caller settles the rest in a transaction.
+        """
+        for batch in split_batches(ids):
+            condition, parameters = self._fence.dialect.match_ids(batch)
+            statement = self._fenced_settle.where(condition)
+            try:
+                rows = self._fence.session.write(
+                    statement, (self._fence.name, token, *parameters), retry_locked=False
+                )
+            except RowsLocked:
+                return False
+            if not rows:
+                raise self._fence.make_lost_error()
+        return True
+
+
+# ── unreadable rows ──────────────────────────────────────────────────────────────────────────────
+
+
+class SkippingReader:
+    """Reads pages of one queue, and sets rows aside that cannot be read. Every read is fenced."""
+
+    def __init__(
+        self, fence: LeaseFence, apply_decisions: Callable[[int, Sequence[RetryDecision]], set[int]]
+    ) -> None:
+        self._fence = fence
+        self._apply_decisions = apply_decisions
+        self.unreadable = 0
+        """Rows that were set aside."""
+
+    def read(self, token: int, statement: str, parameters: Row) -> list[Row]:
+        """Return the rows of a page, without the rows that cannot be read."""
+        try:
+            return self._fence.session.query(statement, parameters)
+        except self._fence.dialect.error as error:
+            if not self._fence.dialect.is_unreadable(error):
+                raise
+        # The same page, ids only: an id is always readable.
+        id_statement = statement.replace(
+            f"SELECT {self._fence.sql.columns} ", "SELECT event_id ", 1
+        )
+        ids = [row[0] for row in self._fence.session.query(id_statement, parameters)]
+        rows, unreadable = find_unreadable_rows(
+            self._fence.dialect, lambda some: self._read_open(token, some), ids
+        )
+        decisions = [
+            RetryDecision(event_id, "dead", 0, 0, reason) for event_id, reason in unreadable
+        ]
+        set_aside = self._apply_decisions(token, decisions) if decisions else set()
+        for event_id, reason in unreadable:
+            log.error(
+                "table.row_unreadable",
+                queue=self._fence.name,
+                event_id=event_id,
+                error=reason,
+                hint="it becomes a dead letter; correct the row, then retry it",
+            )
+        self.unreadable += len(set_aside)
+        if len(set_aside) == len(decisions):  # the page is readable now, with further rows
+            return self.read(token, statement, parameters)
+        positions = {event_id: at for at, event_id in enumerate(ids)}
+        return sorted(rows, key=lambda row: positions[row[0]])
+
+    def _read_open(self, token: int, ids: Sequence[int]) -> list[Row]:
+        condition, parameters = self._fence.dialect.match_ids(ids)
+        statement = self._fence.sql.read_open.where(condition)
+        return self._fence.session.query(statement, (*parameters, self._fence.name, token))
+
+
+def find_unreadable_rows(
+    dialect: Dialect, read: Callable[[Sequence[int]], list[Row]], ids: Sequence[int]
+) -> tuple[list[Row], list[tuple[int, str]]]:
+    """Return the rows of the ids that can be read, and the other ids with their errors."""
+    try:
+        return read(ids), []
+    except dialect.error as error:
+        if not dialect.is_unreadable(error):
+            raise
+        if len(ids) == 1:
+            return [], [(ids[0], f"cannot be read: {error}")]
+    middle = len(ids) // 2
+    halves = [find_unreadable_rows(dialect, read, half) for half in (ids[:middle], ids[middle:])]
+    return halves[0][0] + halves[1][0], halves[0][1] + halves[1][1]
+
+
+# ── the store ────────────────────────────────────────────────────────────────────────────────────
 
 
 class LeaseGrant(NamedTuple):
-    """A lease that was given."""
+    """A lease that was granted."""
 
     token: int
     now: int
-    """The database's clock when it was given."""
-    clean: bool
-    """Whether the last holder gave the lease back, rather than die with it."""
+    """The database's clock when it was granted."""
+    was_released: bool
+    """Whether the last holder released the lease; otherwise it died with it."""
 
 
-class TableStore(Closing):
-    """One queue's table. Safe to use from any thread; every call blocks on the database.
+class TransactionSnapshot(NamedTuple):
+    """The transaction numbers of a database at one moment."""
 
-    Every call may raise ``DatabaseDown`` or ``DatabaseReadOnly``; the fenced ones, which take a
-    token, also ``LeadLost``. All of them may be repeated.
+    oldest: int
+    """All transactions with lower numbers are over."""
+    next: int
+    """The number of the next transaction to begin."""
+
+
+class TableStore(Closeable):
+    """One queue's table. Thread-safe; every call blocks on the database.
+
+    Every call may raise ``DatabaseDown`` or ``DatabaseReadOnly``; a call with a token is fenced
+    and may also raise ``LeadLost``. Every call may be repeated.
     """
 
     def __init__(self, dialect: Dialect, definition: Definition) -> None:
         self.dialect = dialect
         self.definition = definition
-        self.inserts = EventInserter(dialect, definition)
+        self.inserter = EventInserter(dialect, definition)
         self._fence = LeaseFence(dialect, definition)
-        self._acks = AckWriter(self._fence, keep=definition.settings.retention > 0)
-        self._salvage = SkippingReader(self._fence, self.put_back)
+        self._ack_writer = AckWriter(self._fence, keep=definition.settings.retention > 0)
+        self._reader = SkippingReader(self._fence, self.apply_decisions)
         self.session = self._fence.session
-        self.schedules = ScheduleTable(self.session, self.inserts)
+        self.schedules = ScheduleTable(self.session, self.inserter)
         self._sql = self._fence.sql
+        self._queue_sql = get_queue_sql(dialect)
         self._name = definition.name
 
     def close(self) -> None:
@@ -72,73 +318,73 @@ class TableStore(Closing):
     @property
     def unreadable(self) -> int:
         """How many rows were set aside because they could not be read."""
-        return self._salvage.unreadable
+        return self._reader.unreadable
 
     # ── the lease ────────────────────────────────────────────────────────────────────────────────
 
-    def acquire(self, owner: str, seconds: float) -> LeaseGrant | None:
-        """Take the lease if nobody has it, or its time is over."""
+    def acquire_lease(self, owner: str, seconds: float) -> LeaseGrant | None:
+        """Take the lease if it is free or its time is over. Raises ``NoSuchQueue``."""
 
         def work(execute: Execute) -> LeaseGrant | None:
-            found = execute(self._sql.lease, (self._name,)).rows()
+            found = execute(self._sql.read_lease, (self._name,)).rows()
             if not found:
-                raise self.missing()
+                raise self.make_missing_error()
             holder, token, expires_at, now = found[0]
             if holder is not None and expires_at > now:
                 return None
-            execute(self._sql.take, (owner, now + round(seconds * 1e9), self._name))
+            execute(self._sql.take_lease, (owner, now + round(seconds * 1e9), self._name))
             return LeaseGrant(token + 1, now, holder is None)
 
         return self.session.transact(work)
 
-    def renew(self, token: int, seconds: float) -> int:
-        """Keep the lease for longer; returns the database's clock. Raises ``LeadLost``."""
+    def renew_lease(self, token: int, seconds: float) -> int:
+        """Extend the lease; returns the database's clock. Raises ``LeadLost``."""
         span = round(seconds * 1e9)
-        if not self.session.change(self._sql.renew, (span, self._name, token)):
-            raise self._fence.lost()
-        expires_at: int = self.session.query(self._sql.expiry, (self._name,))[0][0]
+        if not self.session.change(self._sql.renew_lease, (span, self._name, token)):
+            raise self._fence.make_lost_error()
+        expires_at: int = self.session.query(self._sql.read_expiry, (self._name,))[0][0]
         return expires_at - span
 
-    def release(self, token: int) -> None:
-        """Give the lease back, if it is still ours."""
-        self.session.change(self._sql.release, (self._name, token))
+    def release_lease(self, token: int) -> None:
+        """Give the lease back, if the token is still valid."""
+        self.session.change(self._sql.release_lease, (self._name, token))
 
-    def listen(self, token: int, *, on: bool) -> None:
-        """Say whether inserts should wake the manager."""
-        self.session.change(self._sql.listen, (int(on), self._name, token))
+    def set_listening(self, token: int, *, on: bool) -> None:
+        """Set whether inserts wake the manager."""
+        self.session.change(self._sql.set_listening, (int(on), self._name, token))
 
-    # ── what the manager reads ───────────────────────────────────────────────────────────────────
+    # ── reads of the manager ─────────────────────────────────────────────────────────────────────
 
-    def last_id(self) -> int:
-        """The highest id that anybody can see."""
-        found: int = self.session.query(self._sql.last_id)[0][0]
+    def read_last_id(self) -> int:
+        """Return the highest visible id."""
+        found: int = self.session.query(self._sql.read_last_id)[0][0]
         return found
 
-    def defined(self) -> str | None:
-        """The statement that made the queue; none if it was dropped."""
-        found = self.session.query(self._sql.definition, (self._name,))
+    def read_definition(self) -> str | None:
+        """Return the statement that created the queue; ``None`` if it was dropped."""
+        found = self.session.query(self._sql.read_definition, (self._name,))
         return str(found[0][0]) if found else None
 
-    def missing(self) -> NoSuchQueue:
-        """What there is to say when it was dropped."""
+    def make_missing_error(self) -> NoSuchQueue:
+        """Return the error for a queue that was dropped."""
         return NoSuchQueue(f"there is no queue {self._name!r} in this database")
 
-    def running(self) -> TransactionSnapshot | None:
-        """Which transactions are under way in the database, if it says so."""
-        if self.dialect.running is None:
+    def read_transactions(self) -> TransactionSnapshot | None:
+        """Return the transaction numbers of the database, if it has them."""
+        if self.dialect.snapshot_query is None:
             return None
-        return TransactionSnapshot(*self.session.query(self.dialect.running)[0])
+        return TransactionSnapshot(*self.session.query(self.dialect.snapshot_query)[0])
 
     def read_new(self, token: int, after: int, limit: int) -> list[Row]:
-        """Events to be fired with ids above ``after``, in the order of ids."""
+        """Return events to be fired with ids above ``after``, in the order of their ids."""
         parameters = (after, self._name, token, limit)
-        return self._salvage.read(token, self._sql.read_new, parameters)
+        return self._reader.read(token, self._sql.read_new, parameters)
 
     def read_ids(self, token: int, ids: Sequence[int]) -> list[Row]:
-        """Those of the ids that are to be fired."""
-        condition, parameters = self.dialect.ids(ids)
+        """Return the events to be fired among the ids."""
+        condition, parameters = self.dialect.match_ids(ids)
         statement = self._sql.read_ids.where(condition)
-        return self._salvage.read(token, statement, (*parameters, self._name, token))
+        return self._reader.read(token, statement, (*parameters, self._name, token))
 
     def read_due(
         self,
@@ -148,167 +394,174 @@ class TableStore(Closing):
         limit: int,
         ranges: Sequence[KeyRange] = (WHOLE_KEYSPACE,),
     ) -> list[Row]:
-        """Events due up to ``until``, in the order of (fire time, id), after a position.
+        """Return events due up to ``until``, after a position, in the order of positions.
 
-        Only those whose keys lie in the ranges.
+        Only events whose keys lie in the ranges.
         """
-        condition, within = self._within(ranges)
-        parameters = (after[0], *after, until, *within, self._name, token, limit)
-        return self._salvage.read(token, self._sql.read_due.where(condition), parameters)
+        if WHOLE_KEYSPACE in ranges:
+            condition = "1 = 1"
+            bounds: tuple[int, ...] = ()
+        else:
+            keyspace = self._queue_sql.get_keyspace(self.definition)
+            mark = self.dialect.placeholder
+            in_range = f"{keyspace} BETWEEN {mark} AND {mark}"
+            condition = f"({' OR '.join([in_range] * len(ranges))})"
+            bounds = tuple(itertools.chain.from_iterable(each.stored_bounds for each in ranges))
+        parameters = (after[0], *after, until, *bounds, self._name, token, limit)
+        return self._reader.read(token, self._sql.read_due.where(condition), parameters)
 
     def read_retried(self, token: int) -> list[Row]:
-        """Events that were fired before and are not settled, whenever they are due again."""
-        return self._salvage.read(token, self._sql.read_retried, (self._name, token))
+        """Return the open events that were fired before, with any fire time."""
+        return self._reader.read(token, self._sql.read_retried, (self._name, token))
 
-    def standing(self, ids: Sequence[int]) -> set[int]:
-        """Those of the ids that are not settled: nobody acked or deleted their rows."""
-        return {row[0] for row in self._fence.query(self._sql.standing, ids)}
+    def find_open(self, ids: Sequence[int]) -> set[int]:
+        """Return the ids of open events: their rows are there, neither acked nor dead."""
+        return {row[0] for row in self._fence.query(self._sql.find_open, ids)}
 
-    def old_fired(self, since: int, until: int, limit: int) -> list[Row]:
-        """Id and attempts of fired events that were due between two times."""
-        return self.session.query(self._sql.old_fired, (since, until, limit))
+    def read_old_fired(self, since: int, until: int, limit: int) -> list[Row]:
+        """Return id and attempts of fired events that were due between two times."""
+        return self.session.query(self._sql.read_old_fired, (since, until, limit))
 
-    # ── what the manager writes ──────────────────────────────────────────────────────────────────
+    # ── writes of the manager ────────────────────────────────────────────────────────────────────
 
-    def mark(self, token: int, ids: Sequence[int]) -> set[int]:
-        """Mark due events as fired; returns those that were still to be fired.
+    def mark_fired(self, token: int, ids: Sequence[int]) -> set[int]:
+        """Mark due events as fired; returns the ids that were still to be fired.
 
-        Not one that somebody is about to change: it can be marked later, if it is still there.
+        Skips locked rows.
         """
-        return self._mark(token, ids, self._sql.lock_due, self._sql.mark)
+        return self._lock_and_change(token, ids, self._sql.lock_due, self._sql.mark_fired)
 
-    def unmark(self, token: int, ids: Sequence[int]) -> set[int]:
-        """Marked events were not received: they are to be fired as before. Returns which."""
-        return self._mark(token, ids, self._sql.lock_fired, self._sql.unmark)
+    def unmark_fired(self, token: int, ids: Sequence[int]) -> set[int]:
+        """Undo the mark of events that no receiver took; returns the changed ids.
 
-    def ack(
-        self, token: int, ids: Sequence[int], groups: Iterable[str] = (), *, wary: bool = False
+        Skips locked rows.
+        """
+        return self._lock_and_change(token, ids, self._sql.lock_fired, self._sql.unmark_fired)
+
+    def store_acks(
+        self,
+        token: int,
+        ids: Sequence[int],
+        groups: Iterable[str] = (),
+        *,
+        likely_locked: bool = False,
     ) -> AckResult:
-        """Settle events, and let go of what waited for the last of their groups.
+        """Settle events, and release the events that waited for the last of their groups.
 
-        Not those that somebody is about to change; ``wary`` says that it is likely.
+        Skips locked rows; ``likely_locked`` says that some are expected.
         """
-        return self._acks.store(token, ids, groups, wary=wary)
+        return self._ack_writer.store(token, ids, groups, likely_locked=likely_locked)
 
-    def late_ack(self, token: int, ids: Sequence[int]) -> AckResult:
-        """Settle those of the events that were fired at some time."""
-        fired = self._acks.fired(token, ids)
+    def store_late_acks(self, token: int, ids: Sequence[int]) -> AckResult:
+        """Settle the events that were fired at some time; ignore the others."""
+        fired = self._ack_writer.find_fired(token, ids)
         if not fired:
             return AckResult(set(), [])
         groups = {row[1] for row in fired if row[1] is not None}
-        return self._acks.store(token, [row[0] for row in fired], groups)
+        return self._ack_writer.store(token, [row[0] for row in fired], groups)
 
-    def put_back(self, token: int, verdicts: Sequence[Verdict]) -> set[int]:
-        """Apply verdicts; returns the ids of those events that were not settled.
+    def apply_decisions(self, token: int, decisions: Sequence[RetryDecision]) -> set[int]:
+        """Put events back to fire again, or as dead letters; returns the ids that were open.
 
-        Not of one that somebody is about to change: nothing was done to it.
+        Skips locked rows.
         """
 
         def work(execute: Execute) -> set[int]:
-            standing: set[int] = set()
-            for batch in split_batches(verdicts):
-                ids = [verdict.event_id for verdict in batch]
-                locked = self._fence.run(execute, self._sql.lock_standing, ids)
+            changed: set[int] = set()
+            for batch in split_batches(decisions):
+                ids = [decision.event_id for decision in batch]
+                locked = self._fence.run(execute, self._sql.lock_open, ids)
                 free = {row[0] for row in locked.rows()}
                 if free:
-                    applied = [verdict for verdict in batch if verdict.event_id in free]
-                    execute(*self.dialect.put_back(self._sql.table, applied))
-                standing |= free
-            return standing
+                    applied = [decision for decision in batch if decision.event_id in free]
+                    execute(*self._queue_sql.build_retry(self._sql.table, applied))
+                changed |= free
+            return changed
 
         return self._fence.transact(token, work)
 
     def insert_fired(self, token: int, columns: Sequence[str], rows: Sequence[Row]) -> list[int]:
-        """Insert events that are fired as they are written; returns their ids, in order."""
-        names = [*map(self.dialect.identifier, columns), "state", "attempts"]
-        marks = [*[self.dialect.mark] * len(columns), "'fired'", "1"]
-        room = max(1, MAX_PARAMETERS // max(1, len(columns)))
+        """Insert events that are marked as fired; returns their ids, in order."""
+        names = [*map(self.dialect.quote_name, columns), "state", "attempts"]
+        marks = [*[self.dialect.placeholder] * len(columns), "'fired'", "1"]
+        per_statement = max(1, MAX_PARAMETERS // max(1, len(columns)))
 
         def work(execute: Execute) -> list[int]:
             ids: list[int] = []
-            for at in range(0, len(rows), room):
-                batch = rows[at : at + room]
-                statement = self.inserts.statement(names, marks, len(batch))
+            for at in range(0, len(rows), per_statement):
+                batch = rows[at : at + per_statement]
+                statement = self.inserter.build_statement(names, marks, len(batch))
                 executed = execute(statement, tuple(itertools.chain.from_iterable(batch)))
-                ids += self._new_ids(execute, executed, len(batch))
+                ids += self._read_new_ids(execute, executed, len(batch))
             return ids
 
         return self._fence.transact(token, work)
 
     def release_groups(self, token: int) -> int:
-        """Let go of all events whose groups are done; how many."""
+        """Release all events whose groups are done; returns how many."""
 
         def work(execute: Execute) -> int:
-            groups = [row[0] for row in execute(self._sql.done_groups).rows()]
-            return len(self._acks.release(execute, groups))
+            groups = [row[0] for row in execute(self._sql.find_done_groups).rows()]
+            return len(self._ack_writer.release_groups(execute, groups))
 
         return self._fence.transact(token, work)
 
     def fire_schedule(self, token: int, name: str) -> None:
-        """Insert the event of a schedule, if it is due, and move that on."""
+        """Insert the event of a schedule, if it is due, and set its next time."""
         self._fence.transact(token, lambda execute: self.schedules.fire(execute, name))
 
-    def purge(self, token: int, until: int, limit: int = BATCH_SIZE) -> int:
-        """Delete acked events that were due by ``until``; at most ``limit`` of them."""
+    def delete_old_acked(self, token: int, until: int, limit: int = BATCH_SIZE) -> int:
+        """Delete at most ``limit`` acked events that were due by ``until``; returns how many."""
 
         def work(execute: Execute) -> int:
-            old = [row[0] for row in execute(self._sql.old_acked, (until, limit)).rows()]
-            return self._fence.run(execute, self._sql.delete, old).count if old else 0
+            old = [row[0] for row in execute(self._sql.read_old_acked, (until, limit)).rows()]
+            return self._fence.run(execute, self._sql.delete_acked, old).count if old else 0
 
         return self._fence.transact(token, work)
 
-    # ── what users do ────────────────────────────────────────────────────────────────────────────
+    # ── requests of users ────────────────────────────────────────────────────────────────────────
 
-    def ack_in(self, connection: Connection, ids: Sequence[int]) -> int:
-        """Settle events in the transaction that ``connection`` is in; returns how many."""
-        condition, parameters = self.dialect.ids(ids)
+    def ack_in_transaction(self, connection: Connection, ids: Sequence[int]) -> int:
+        """Settle events in the open transaction of ``connection``; returns how many."""
+        condition, parameters = self.dialect.match_ids(ids)
         cursor = connection.cursor()
         cursor.execute(self._sql.ack_keep.where(condition), parameters)
         return int(cursor.rowcount)
 
-    def counts(self) -> dict[str, int]:
-        """How many events are in each state."""
-        found: dict[str, int] = dict(self.session.query(self._sql.counts))
+    def count_by_state(self) -> dict[str, int]:
+        """Return how many events are in each state."""
+        found: dict[str, int] = dict(self.session.query(self._sql.count_by_state))
         return {state: int(found.get(state, 0)) for state in STATES}
 
-    def retry_dead(self, ids: Sequence[int] | None = None) -> int:
-        """Have dead letters fired again, or what is named and was fired; returns how many."""
+    def retry(self, ids: Sequence[int] | None = None) -> int:
+        """Fire all dead letters again, or the dead and fired events among ids; returns how many."""
         if ids is None:
             return self.session.change(self._sql.retry_all)
-        return self._change_ids(self._sql.retry, ids)
+        return self._change_by_ids(self._sql.retry, ids)
 
     def cancel(self, ids: Sequence[int]) -> int:
         """Delete events that were not fired yet; returns how many."""
-        return self._change_ids(self._sql.cancel, ids)
+        return self._change_by_ids(self._sql.cancel, ids)
 
     def peek(self, state: str, limit: int) -> list[dict[str, Any]]:
-        """The first events in a state, by fire time: every column of theirs.
+        """Return the first events in a state by fire time, with every column.
 
-        If one cannot be read, all of them without the columns that hold texts or are the user's.
+        If a row cannot be read, groups and user's columns are ``None`` in all of them.
         """
-        names = (*EVENT_COLUMNS, "last_error", *self.definition.names)
+        names = (*EVENT_COLUMNS, "last_error", *self.definition.column_names)
         try:
             rows = self.session.query(self._sql.peek, (state, limit))
         except self.dialect.error as error:
             if not self.dialect.is_unreadable(error):
                 raise
-            nothing = (None,) * len(self.definition.names)
-            known = self.session.query(self._sql.peek_known, (state, limit))
-            rows = [(*row, *nothing) for row in known]
+            missing = (None,) * len(self.definition.column_names)
+            readable = self.session.query(self._sql.peek_readable, (state, limit))
+            rows = [(*row, *missing) for row in readable]
         return [dict(zip(names, row, strict=True)) for row in rows]
 
-    # ── how ──────────────────────────────────────────────────────────────────────────────────────
+    # ── helpers ──────────────────────────────────────────────────────────────────────────────────
 
-    def _within(self, ranges: Sequence[KeyRange]) -> tuple[str, tuple[int, ...]]:
-        """The condition that an event's key lies in one of the ranges, and its parameters."""
-        if WHOLE_KEYSPACE in ranges:
-            return "1 = 1", ()
-        keyspace, mark = self.dialect.keyspace(self.definition), self.dialect.mark
-        each = f"{keyspace} BETWEEN {mark} AND {mark}"
-        bounds = itertools.chain.from_iterable(span.stored for span in ranges)
-        return f"({' OR '.join([each] * len(ranges))})", tuple(bounds)
-
-    def _mark(
+    def _lock_and_change(
         self, token: int, ids: Sequence[int], lock: FilteredStatement, change: FilteredStatement
     ) -> set[int]:
         def work(execute: Execute) -> set[int]:
@@ -322,14 +575,14 @@ class TableStore(Closing):
 
         return self._fence.transact(token, work)
 
-    def _new_ids(self, execute: Execute, executed: Executed, count: int) -> list[int]:
-        """The ids of rows just inserted: databases give them out in the order of the rows."""
-        if self.dialect.returning:
+    def _read_new_ids(self, execute: Execute, executed: StatementResult, count: int) -> list[int]:
+        """Return the ids of rows just inserted: databases number them in the order of the rows."""
+        if self.dialect.has_returning:
             return sorted(row[0] for row in executed.rows())
         first, step = execute("SELECT LAST_INSERT_ID(), @@auto_increment_increment").rows()[0]
         return list(range(first, first + count * step, step))
 
-    def _change_ids(self, statement: FilteredStatement, ids: Sequence[int]) -> int:
+    def _change_by_ids(self, statement: FilteredStatement, ids: Sequence[int]) -> int:
         def work(execute: Execute) -> int:
             return sum(
                 self._fence.run(execute, statement, batch).count for batch in split_batches(ids)

@@ -1,40 +1,40 @@
-"""The window: events that are due, or soon will be, in the manager's memory."""
+"""The window: events in the manager's memory that are due or soon will be. Pure.
+
+Two structures. The :class:`Window` holds the events that wait to be fired. :class:`RangeBacklogs`
+remembers which parts of the key space have events that were *left in the table*: events that no
+receiver can take must not fill the memory, because then the events of other receivers could not be
+read. They are removed from the window, and read again from the recorded position later.
+"""
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
-from turnlane.table.definition import Definition, TableOrdering
 from turnlane.table.event import TableEvent
-from turnlane.table.in_flight import AckBuffer, InFlightEvents
-from turnlane.table.ordering import KeyOrder
-from turnlane.table.shards import (
-    KEYSPACE_SHIFT,
-    KEYSPACE_SIZE,
-    WHOLE_KEYSPACE,
-    KeyRange,
-    keyspace_id,
-)
-from turnlane.table.sql.dialect import Row
+from turnlane.table.shards import KEYSPACE_SHIFT, KEYSPACE_SIZE, WHOLE_KEYSPACE, KeyRange
 from turnlane.table.store import Position
+
+MAX_FIRE_TIME: Final = 2**63 - 1
 
 
 class Window:
-    """Events that wait to be fired, by id. Pure: the time is passed in, on the database's clock.
+    """Events that wait to be fired, by id. The time is passed in, by the database's clock.
 
-    What is due goes out by priority and then in the order in which it came in; what is not waits
-    in a heap.
+    Due events are taken by priority, then in the order in which they came in. Events that are not
+    due wait in a heap.
     """
 
     def __init__(self) -> None:
         self._events: dict[int, TableEvent] = {}
         self._later: list[tuple[int, int]] = []
+        """A heap of (fire time, id). Entries of removed or rescheduled events stay until popped."""
         self._due: dict[int, deque[int]] = {}
+        """Ids by priority; may also contain ids of removed events."""
 
     def __len__(self) -> int:
         return len(self._events)
@@ -44,21 +44,21 @@ class Window:
 
     @property
     def ids(self) -> Container[int]:
-        """Of all events that wait; a view."""
+        """The ids of all events that wait; a view."""
         return self._events.keys()
 
     def add(self, events: Iterable[TableEvent], now: int) -> None:
-        """Take events in; one whose id is there replaces it."""
+        """Add events; an event replaces another one with its id."""
         for event in events:
             self._events[event.id] = event
             if event.fire_at <= now:
-                self._line(event.priority).append(event.id)
+                self._get_line(event.priority).append(event.id)
             else:
                 heapq.heappush(self._later, (event.fire_at, event.id))
 
     def take(self, most: int, now: int) -> list[TableEvent]:
-        """Take out up to ``most`` events that are due."""
-        self._ripen(now)
+        """Remove and return up to ``most`` due events."""
+        self._move_due(now)
         taken: list[TableEvent] = []
         for priority in sorted(self._due, reverse=True):
             line = self._due[priority]
@@ -66,289 +66,174 @@ class Window:
                 event = self._events.pop(line.popleft(), None)
                 if event is not None and event.fire_at <= now:
                     taken.append(event)
-                elif event is not None:  # it was moved since it got into line
+                elif event is not None:  # it was rescheduled after it became due
                     self._events[event.id] = event
             if not line:
                 del self._due[priority]
         return taken
 
     def put_back(self, events: list[TableEvent]) -> None:
-        """Take back what was taken and did not fire; it goes out first again."""
+        """Add events that were taken and not sent; they are the first to be taken again."""
         for event in reversed(events):
             self._events[event.id] = event
-            self._line(event.priority).appendleft(event.id)
+            self._get_line(event.priority).appendleft(event.id)
 
     def get(self, event_id: int) -> TableEvent | None:
-        """The event of this id, if it waits here."""
+        """Return the event of this id, if it waits here."""
         return self._events.get(event_id)
 
     def discard(self, event_id: int) -> None:
-        """Forget an event."""
+        """Remove an event."""
         self._events.pop(event_id, None)
 
-    def forget(self, events: Iterable[TableEvent]) -> None:
-        """Forget events that are due, and their places in line."""
-        gone = {event.id for event in events}
-        for event_id in gone:
+    def discard_due(self, events: Iterable[TableEvent]) -> None:
+        """Remove due events, also from the lines of their priorities."""
+        ids = {event.id for event in events}
+        for event_id in ids:
             self._events.pop(event_id, None)
         for priority, line in self._due.items():
-            self._due[priority] = deque(each for each in line if each not in gone)
+            self._due[priority] = deque(each for each in line if each not in ids)
 
     def has_due(self, now: int) -> bool:
         """Whether an event is due."""
-        self._ripen(now)
+        self._move_due(now)
         return any(self._due.values())
 
-    def due(self, now: int) -> list[TableEvent]:
-        """All events that are due, in the order in which they would go out."""
-        self._ripen(now)
+    def list_due(self, now: int) -> list[TableEvent]:
+        """Return all due events, in the order in which they would be taken."""
+        self._move_due(now)
         lines = (self._due[priority] for priority in sorted(self._due, reverse=True))
-        found = dict.fromkeys(each for line in lines for each in line)
-        events = (self._events.get(each) for each in found)
+        ids = dict.fromkeys(each for line in lines for each in line)
+        events = (self._events.get(each) for each in ids)
         return [event for event in events if event is not None and event.fire_at <= now]
 
     def count_due(self, now: int) -> int:
-        """How many events are due; those that were discarded since may be counted in."""
-        self._ripen(now)
+        """Return how many events are due; may include some that were removed."""
+        self._move_due(now)
         return sum(map(len, self._due.values()))
 
     def trim(self, most: int) -> int | None:
-        """Forget the latest of more than so many events that are not due; from which time on."""
-        later = sorted({each for each in self._later if self._waits(*each)}, reverse=True)
-        gone = later[: max(0, len(self._events) - most)]
-        for _, event_id in gone:
-            del self._events[event_id]
-        self._later = later[len(gone) :][::-1]  # ascending, as a heap may be
-        return gone[-1][0] if gone else None
+        """Remove the latest events until ``most`` are left; returns the first removed fire time.
 
-    def next_time(self) -> int | None:
-        """When the next event becomes due that is not yet."""
+        Removes no due event.
+        """
+        later = sorted({each for each in self._later if self._is_current(*each)}, reverse=True)
+        removed = later[: max(0, len(self._events) - most)]
+        for _, event_id in removed:
+            del self._events[event_id]
+        self._later = later[len(removed) :][::-1]  # an ascending list is a heap
+        return removed[-1][0] if removed else None
+
+    def get_next_time(self) -> int | None:
+        """Return when the next event becomes due."""
         while self._later:
             fire_at, event_id = self._later[0]
-            if self._waits(fire_at, event_id):
+            if self._is_current(fire_at, event_id):
                 return fire_at
             heapq.heappop(self._later)
         return None
 
-    def _ripen(self, now: int) -> None:
+    def _move_due(self, now: int) -> None:
+        """Move events that became due from the heap to the line of their priority."""
         while self._later and self._later[0][0] <= now:
             fire_at, event_id = heapq.heappop(self._later)
             event = self._events.get(event_id)
             if event is not None and event.fire_at == fire_at:
-                self._line(event.priority).append(event_id)
+                self._get_line(event.priority).append(event_id)
 
-    def _waits(self, fire_at: int, event_id: int) -> bool:
-        """Whether the event is there, and was not moved since."""
+    def _is_current(self, fire_at: int, event_id: int) -> bool:
+        """Whether the event is here, and was not rescheduled."""
         event = self._events.get(event_id)
         return event is not None and event.fire_at == fire_at
 
-    def _line(self, priority: int) -> deque[int]:
+    def _get_line(self, priority: int) -> deque[int]:
         return self._due.setdefault(priority, deque())
 
 
-# ── backlogs ──
-# Backlogs: parts of the key space whose events are left in the table for now.
-#
-# Events that no receiver can take must not fill the memory, or those of other receivers would
-# not be
-# read. So they are forgotten, and it is noted from where on they have to be read again. Pure.
-
-MAX_FIRE_TIME: Final = 2**63 - 1
-"""The last fire time there is."""
-
-
 class RangeBacklogs:
-    """The key space, cut at the bounds of the receivers' key ranges, and what is left of it."""
+    """The key space, cut at the bounds of the receivers' key ranges; each part may have a backlog.
+
+    The backlog of a part is a position: all events of the part after it were left in the table.
+    """
 
     def __init__(self) -> None:
-        self._ranges: frozenset[KeyRange] = frozenset({WHOLE_KEYSPACE})
-        self.spans: Sequence[KeyRange] = (WHOLE_KEYSPACE,)
-        """The parts: whoever takes an event of one may take all of them."""
+        self._receiver_ranges: frozenset[KeyRange] = frozenset({WHOLE_KEYSPACE})
+        self.ranges: Sequence[KeyRange] = (WHOLE_KEYSPACE,)
+        """The parts: a receiver takes all keys of a part, or none."""
         self._starts = [-KEYSPACE_SHIFT]
-        self._left: dict[KeyRange, Position] = {}
-        self._again = MAX_FIRE_TIME
+        self._positions: dict[KeyRange, Position] = {}
+        self._resume_time = MAX_FIRE_TIME
 
-    def cut(self, ranges: Iterable[KeyRange]) -> bool:
-        """Take the receivers' key ranges; if they are others than before, nothing is left."""
+    def set_receiver_ranges(self, ranges: Iterable[KeyRange]) -> bool:
+        """Cut the key space again if the receivers' ranges changed; whether they did.
+
+        A change removes all backlogs: the next sweep starts at the earliest of them.
+        """
         wanted = frozenset(ranges)
-        if wanted == self._ranges:
+        if wanted == self._receiver_ranges:
             return False
-        self._ranges = wanted
-        bounds = sorted({0, KEYSPACE_SIZE, *(b for each in wanted for b in (each.start, each.end))})
-        self.spans = tuple(KeyRange(start, end) for start, end in pairwise(bounds))
-        self._starts = [span.stored[0] for span in self.spans]
-        self._again = min([self._again, *(fire_at for fire_at, _ in self._left.values())])
-        self._left.clear()
+        self._receiver_ranges = wanted
+        bounds = {0, KEYSPACE_SIZE, *(b for each in wanted for b in (each.start, each.end))}
+        self.ranges = tuple(KeyRange(start, end) for start, end in pairwise(sorted(bounds)))
+        self._starts = [part.stored_bounds[0] for part in self.ranges]
+        fire_times = (fire_at for fire_at, _ in self._positions.values())
+        self._resume_time = min([self._resume_time, *fire_times])
+        self._positions.clear()
         return True
 
-    def span(self, keyspace_id: int) -> KeyRange:
-        """The part in which an id lies."""
-        return self.spans[bisect_right(self._starts, keyspace_id) - 1]
+    def take_resume_time(self) -> int:
+        """Return the fire time from which to sweep after a change of ranges, and forget it."""
+        time, self._resume_time = self._resume_time, MAX_FIRE_TIME
+        return time
 
-    def __contains__(self, span: KeyRange) -> bool:
-        return span in self._left
+    def __contains__(self, key_range: KeyRange) -> bool:
+        return key_range in self._positions
 
     def __len__(self) -> int:
-        return len(self._left)
+        return len(self._positions)
 
     def __iter__(self) -> Iterator[KeyRange]:
-        return iter(self._left)
+        return iter(self._positions)
 
     @property
-    def others(self) -> Sequence[KeyRange]:
-        """The parts of which nothing is left."""
-        if not self._left:
+    def ranges_without_backlog(self) -> Sequence[KeyRange]:
+        """The parts of which no event was left in the table."""
+        if not self._positions:
             return (WHOLE_KEYSPACE,)
-        return [span for span in self.spans if span not in self._left]
+        return [part for part in self.ranges if part not in self._positions]
 
-    def leave(self, span: KeyRange, fire_at: int, event_id: int) -> None:
+    def find_range(self, keyspace_id: int) -> KeyRange:
+        """Return the part in which an id lies."""
+        return self.ranges[bisect_right(self._starts, keyspace_id) - 1]
+
+    def find_overlapping(self, key_range: KeyRange) -> list[KeyRange]:
+        """Return the parts that overlap a range."""
+        return [part for part in self.ranges if part.overlaps(key_range)]
+
+    def exclude_from(self, key_range: KeyRange) -> Sequence[KeyRange]:
+        """Return the range of a key, or the whole key space, without the parts with a backlog."""
+        if key_range.is_whole:
+            return self.ranges_without_backlog
+        part = self.find_range(key_range.stored_bounds[0])
+        return () if part in self._positions else (key_range,)
+
+    def leave(self, key_range: KeyRange, fire_at: int, event_id: int) -> None:
         """Leave an event of a part, and all later ones, in the table."""
         position = (fire_at, event_id - 1)
-        self._left[span] = min(self._left.get(span, position), position)
+        self._positions[key_range] = min(self._positions.get(key_range, position), position)
 
-    def overlapping(self, where: KeyRange) -> list[KeyRange]:
-        """The parts that have something in common with a range."""
-        return [span for span in self.spans if span.overlaps(where)]
+    def get_position(self, key_range: KeyRange) -> Position:
+        """Return the position after which events of a part were left in the table."""
+        return self._positions[key_range]
 
-    def outside(self, where: KeyRange) -> Sequence[KeyRange]:
-        """A key's range, or everything, without the parts of which something is left."""
-        if where.is_everything:
-            return self.others
-        return () if self.span(where.stored[0]) in self._left else (where,)
-
-    def lower(self, position: Position) -> None:
-        """Leave nothing out that a sweep would find from a position on."""
-        for span, left in self._left.items():
-            self._left[span] = min(left, position)
-
-    def position(self, span: KeyRange) -> Position:
-        """After which events of a part are left."""
-        return self._left[span]
-
-    def advance(self, span: KeyRange, position: Position | None) -> None:
-        """Events were read up to a position, or all of them."""
+    def advance(self, key_range: KeyRange, position: Position | None) -> None:
+        """Record that events were read up to a position; ``None``: all of them."""
         if position is None:
-            del self._left[span]
+            del self._positions[key_range]
         else:
-            self._left[span] = position
+            self._positions[key_range] = position
 
-    def take_first(self) -> int:
-        """From which fire time on to look for what was left before a cut; it is told once."""
-        first, self._again = self._again, MAX_FIRE_TIME
-        return first
-
-
-# ── stock ──
-# The stock: all events that a manager has in memory, each in one place.
-
-CHECK_AFTER = 1.0
-"""Seconds after which the row of a fired event is marked, or looked at again. Most events are
-acked before, and cost no mark at all."""
-
-
-class EventCache:
-    """What waits, what is out, what is settled but not stored yet; and what is left for now."""
-
-    def __init__(self, definition: Definition) -> None:
-        timeout = definition.settings.ack_timeout
-        self.window = Window()
-        self.flights = InFlightEvents(timeout, min(CHECK_AFTER, timeout / 3))
-        self.settling = AckBuffer()
-        self.order = self._order(definition)
-        self.reach = MAX_FIRE_TIME
-        """The last fire time for which the window has room."""
-        self.backlogs = RangeBacklogs()
-        self._shard_by = definition.shard_by
-
-    @property
-    def parked(self) -> int:
-        """How many events wait behind others of their keys."""
-        return 0 if self.order is None else len(self.order)
-
-    @property
-    def waiting(self) -> int:
-        """How many events wait in memory."""
-        return len(self.window) + self.parked
-
-    def knows(self, event_id: int) -> bool:
-        """Whether a row that was read is in memory already."""
-        return (
-            event_id in self.flights
-            or event_id in self.window
-            or event_id in self.settling
-            or (self.order is not None and event_id in self.order)
-        )
-
-    def unknown(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Those of the rows that were read which are not in memory."""
-        if self.order is not None:
-            return [row for row in rows if not self.knows(row[0])]
-        flights, window, settling = self.flights.ids, self.window.ids, self.settling.ids
-        return [
-            row for row in rows if not (row[0] in flights or row[0] in window or row[0] in settling)
-        ]
-
-    def over(self, events: Iterable[TableEvent], now: int) -> None:
-        """Events are done with: what waited behind them may go."""
-        if self.order is None:
-            return
-        following = map(self.order.settled, events)
-        self.window.add([event for event in following if event is not None], now)
-
-    def away(self) -> list[int]:
-        """Events that keep others waiting and are not in memory: their retries are far off."""
-        out = () if self.order is None else self.order.out
-        return [event_id for event_id in out if not self.knows(event_id)]
-
-    def gone(self, ids: Container[int], now: int) -> None:
-        """Events that were away are settled: what waited behind them may go."""
-        if self.order is not None:
-            self.window.add(self.order.gone(ids), now)
-
-    def passed(self, position: Position) -> Sequence[KeyRange]:
-        """Where nothing has to be read that is due after a position: it would not be kept."""
-        return () if self.order is None else self.order.passed(position, self.knows)
-
-    def leave(self, events: Iterable[TableEvent]) -> None:
-        """Forget events that no receiver can take; they are read again when one can."""
-        for event in events:
-            following, left = ([], None) if self.order is None else self.order.leave(event)
-            for each in (event, *following):
-                self.backlogs.leave(self.span(each), each.fire_at, each.id)
-            if left is not None:
-                for span in self.backlogs.overlapping(left.where):
-                    self.backlogs.leave(span, *left.first)
-
-    def span(self, event: TableEvent) -> KeyRange:
-        """The part of the key space in which an event's key lies."""
-        return self.backlogs.span(self.key(event))
-
-    def key(self, event: TableEvent) -> int:
-        """Where an event's key lies; SQLite leaves that to whoever asks."""
-        found = event.keyspace_id
-        if found is not None:
-            return found
-        return keyspace_id(event.fire_at if self._shard_by is None else event[self._shard_by])
-
-    def _order(self, definition: Definition) -> KeyOrder | None:
-        # Half of the window: the other half is for keys that nothing holds up.
-        most = definition.settings.window_events // 2
-        match definition.settings.ordering:
-            case TableOrdering.NONE:
-                return None
-            case TableOrdering.QUEUE:
-                return KeyOrder(lambda _: None, lambda _: WHOLE_KEYSPACE, most)
-            case TableOrdering.KEY:
-                column = definition.shard_by
-                assert column is not None, "the definition has been checked"
-
-                def key(event: TableEvent) -> Hashable:
-                    found: Hashable = event[column]
-                    return found
-
-                return KeyOrder(key, self._point, most)
-
-    def _point(self, event: TableEvent) -> KeyRange:
-        """The part of the key space that is the event's key, and no other that anybody has met."""
-        start = self.key(event) + KEYSPACE_SHIFT
-        return KeyRange(start, start + 1)
+    def move_back_to(self, position: Position) -> None:
+        """Move every backlog back to the position of a sweep, which may find earlier events."""
+        for key_range, current in self._positions.items():
+            self._positions[key_range] = min(current, position)

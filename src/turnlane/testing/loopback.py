@@ -11,7 +11,7 @@ from turnlane.events import Block
 from turnlane.queues.acks import AckWaiter
 from turnlane.queues.api import AckLevel, Batch, Durability, Progress
 from turnlane.queues.buffered import BufferedQueue
-from turnlane.storage.producer_sequences import Gaps
+from turnlane.storage.producer_sequences import GapPolicy
 
 LOOK_SECONDS = 0.002
 """How often a loopback connection looks for progress: there is nobody to tell it."""
@@ -53,7 +53,7 @@ class LoopbackConnection:
         self._told: Progress | None = None
         self._urge: AckWaiter | None = None
         try:
-            self._producer = far_queue.producer(producer_id=producer_id, gaps=Gaps.FORGET)
+            self._producer = far_queue.producer(producer_id=producer_id, gaps=GapPolicy.FORGET)
         except QueueClosed as error:
             raise TransportDown(f"queue {far_queue.name!r} takes no more events") from error
         self._resume_at = far_queue.known_sequence(producer_id) or 0

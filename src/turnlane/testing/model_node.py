@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from turnlane.errors import NotSupported, TransportDown
-from turnlane.events import Block, values_of
+from turnlane.events import Block, get_values
 from turnlane.queues.api import AckLevel, Durability, Progress
 
 
@@ -113,7 +113,7 @@ class ModelNode:
             self._changed.wait_for(lambda: connection.closed or self._has_room())
             connection.check()
             known = self._sequences[AckLevel.ACCEPTED].get(producer, 0)
-            for at, value in enumerate(values_of([block]), sequence):
+            for at, value in enumerate(get_values([block]), sequence):
                 if at >= known:
                     self._events.append((producer, at, value or b""))
                 else:

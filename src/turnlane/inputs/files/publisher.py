@@ -17,7 +17,7 @@ from turnlane.queues.api import Ack, AckLevel, FullBehavior, Published
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.producer import BufferedProducer
 from turnlane.queues.settings import Kind
-from turnlane.storage.producer_sequences import Gaps
+from turnlane.storage.producer_sequences import GapPolicy
 
 PATIENCE = 0.5
 """Seconds to stand in line at a full queue before looking around."""
@@ -133,7 +133,7 @@ class LinePublisher:
                 on_ack=on_ack,
                 flow=self._settings.flow,
                 producer_id=tail.id,
-                gaps=Gaps.SKIP,
+                gaps=GapPolicy.SKIP,
             )
             self._producers[tail] = (tail.id, producer)
         return producer

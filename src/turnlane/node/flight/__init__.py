@@ -1,1 +1,1 @@
-"""The node's Arrow Flight plane: blocks in, blocks out, acks as metadata."""
+"""The Arrow Flight plane of a node: clients send and receive blocks, acks are metadata."""

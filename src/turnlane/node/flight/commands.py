@@ -1,4 +1,4 @@
-"""The commands of the Flight plane: JSON, checked, every mistake named."""
+"""The commands of the Flight plane: JSON objects, checked strictly, with precise errors."""
 
 from __future__ import annotations
 
@@ -12,94 +12,96 @@ from pydantic_core import from_json
 from turnlane.delivery.destination import SendReport
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import ConfigError
-from turnlane.intervals import MOST_COPIES
-from turnlane.node.commits import foreign
+from turnlane.intervals import MAX_COPY_TARGETS
+from turnlane.node.commits import check_client_producer_id
 from turnlane.queues.api import AckLevel
-from turnlane.validation import config_error
-
-# ── producer_ids ──
-# The names under which clients number what they publish.
+from turnlane.validation import convert_validation_error
 
 _FILES: Final = "files/"
-"""Under such ids the ``files`` input numbers lines."""
+"""The prefix of the producer ids of the ``files`` input."""
 
 
-def checked(producer_id: str) -> str:
-    """A client's producer id. Raises ``ValueError`` for one that the node itself may use."""
+def check_producer_id(producer_id: str) -> str:
+    """Return a client's producer id. Raises ``ValueError`` if it is reserved for the node."""
     if producer_id.startswith(_FILES):
-        raise ValueError(f"producer ids that begin with {_FILES!r} are those of files")
-    return foreign(producer_id)
+        raise ValueError(
+            f"producer ids that begin with {_FILES!r} are reserved for the files input: "
+            f"{producer_id!r}"
+        )
+    return check_client_producer_id(producer_id)
 
 
 MAX_COMMAND = 1 << 20
-"""Bytes: a commit may name many stages, but not endlessly many."""
+"""The most bytes of a command."""
 MAX_WAIT = 300.0
-"""Seconds that a call may wait at most: longer waits are asked for again."""
+"""The most seconds that a call waits. Clients repeat the call for longer waits."""
 MAX_LEASE = 86_400.0
-"""Seconds."""
+"""The most seconds of a lease."""
 MAX_DELAY = 36_500 * 86_400.0
-"""Seconds: a hundred years."""
+"""The most seconds until a nacked event fires again: a hundred years."""
 
 Offset = Annotated[int, Field(ge=0, lt=1 << 62)]
 Spans = list[tuple[Offset, Offset]]
-"""Offsets, each pair a first one and the one after the last."""
+"""Ranges of offsets: the first offset, and the offset after the last."""
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
 Wait = Annotated[float, Field(ge=0, le=MAX_WAIT)]
 LeaseSeconds = Annotated[float, Field(gt=0, le=MAX_LEASE)]
 
 
 class Command(BaseModel):
-    """What a client asks for."""
+    """A request of a client."""
 
     max_bytes: ClassVar[int] = MAX_COMMAND
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Publish(Command):
-    """Blocks into a queue. The stream ends well once all of it is at level ``ack``."""
+class PublishCommand(Command):
+    """Publish blocks to a queue. The stream ends when all events have reached ``ack``."""
 
     publish: Text
-    producer: Annotated[Text, AfterValidator(checked)] | None = None
+    producer: Annotated[Text, AfterValidator(check_producer_id)] | None = None
     ack: Annotated[AckLevel | None, Field(strict=False)] = None
 
 
-class StageBlocks(Command):
-    """Blocks to the node's disk, into no queue yet."""
+class StageCommand(Command):
+    """Stage blocks on the node's disk for a queue."""
 
     stage: Text
     spare: Offset = 0
-    """So many of them may wait in memory if the queue is full when they are committed."""
+    """How many events may wait in memory if the queue is full at the commit."""
     diskless: bool = False
-    """They may do so if the disk is full, or fails, too."""
+    """Whether they may also wait in memory if the disk is full or fails."""
 
 
-class Copy(Command):
-    """Events of a queue to the node's disk, for other queues: by offsets, and a bit for each."""
+class CopyCommand(Command):
+    """Stage events of a queue for other queues, by offsets and one bit for each target."""
 
     copy_: Text = Field(alias="copy")
-    into: Annotated[list[Text], Field(min_length=1, max_length=MOST_COPIES)]
+    into: Annotated[list[Text], Field(min_length=1, max_length=MAX_COPY_TARGETS)]
 
 
-class Numbered(Command):
-    """What goes with a published block: the number of its first event, and whether it is urgent."""
+class BlockMetadata(Command):
+    """The metadata of a published block."""
 
     sequence: Offset | None = None
+    """The sequence number of its first event."""
     urge: bool = False
+    """Whether the node should persist soon all that was sent."""
 
 
-class Read(Command):
-    """Events ``first`` to ``end - 1``, left in the queue."""
+class ReadCommand(Command):
+    """Read the events ``first`` to ``end - 1``, which stay in the queue."""
 
     read: Text
     first: Offset = 0
     end: Offset | None = None
     columns: list[Text] | None = None
-    """Only these, as far as the queue has them; ``PRIORITY`` is made of values."""
+    """Only these columns, as far as the queue has them. ``PRIORITY`` is computed from values."""
 
 
-class Consume(Command):
-    """A batch, to be settled by its lease."""
+class ConsumeCommand(Command):
+    """Take a batch under a lease."""
 
     consume: Text
     max_events: Annotated[int, Field(ge=1)] | None = None
@@ -108,52 +110,53 @@ class Consume(Command):
     holder: Text = "a Flight client"
 
 
-class Receive(Command):
-    """Events of a queue table, as they fire."""
+class ReceiveCommand(Command):
+    """Receive the events of a queue table as they fire."""
 
     receive: Text
     key_range: Text = "-"
     prefetch: Annotated[int, Field(ge=1, le=100_000)] = 1000
-    """So many events may be sent and not settled."""
+    """The most events that are sent and not settled."""
 
 
-class Settle(Command):
-    """What a receiver says of the events it got, by their numbers."""
+class SettleCommand(Command):
+    """Settle received events by their numbers."""
 
     ack: Spans = []
     nack: Spans = []
     delay: Annotated[float, Field(ge=0, le=MAX_DELAY)] | None = None
-    """Seconds until those that were nacked fire again; by default their backoff."""
+    """Seconds until the nacked events fire again; default: their backoff."""
     error: Annotated[str, Field(max_length=4096)] | None = None
     flush: Offset | None = None
-    """Say this number when all acks so far are stored."""
+    """Ask for an answer with this number when all acks so far are stored."""
 
 
-class Nothing(Command):
-    """An action that needs nothing."""
+class EmptyCommand(Command):
+    """A command without values."""
 
 
-class OfQueue(Command):
-    """An action on a queue."""
+class QueueCommand(Command):
+    """A command about a queue."""
 
     queue: Text
 
 
-class OfQueues(Command):
-    """An action on a queue, or on all."""
+class OptionalQueueCommand(Command):
+    """A command about a queue, or about all queues."""
 
     queue: Text | None = None
 
 
-class Create(Command):
-    """A new queue with these knobs; for an action, if a pipeline asks."""
+class CreateCommand(Command):
+    """Create a queue with these settings."""
 
     queue: Text
     knobs: dict[str, Any] = {}
     by_pipeline: bool = False
+    """Whether a pipeline creates it for an action."""
 
 
-class WaitBeyond(Command):
+class WaitCommand(Command):
     """Wait until a queue's end is beyond an offset."""
 
     queue: Text
@@ -161,58 +164,58 @@ class WaitBeyond(Command):
     timeout: Wait = 0.0
 
 
-class OfLease(Command):
-    """An action on a lease."""
+class LeaseCommand(Command):
+    """A command about a lease."""
 
     lease: Text
 
 
-class Extend(OfLease):
-    """Keep a lease for so long from now."""
+class ExtendCommand(LeaseCommand):
+    """Extend a lease, counted from now."""
 
     seconds: LeaseSeconds | None = None
 
 
-class Span(Command):
-    """Offsets of a queue."""
+class QueueSpan(Command):
+    """A range of offsets of a queue."""
 
     queue: Text
     first: Offset
     end: Offset
 
 
-class SettleSpan(Span):
-    """Offsets of a queue that were read."""
+class SettleSpanCommand(QueueSpan):
+    """Settle offsets of a queue that were read."""
 
     queue_id: Text | None = None
-    """Only if it is this one, and no other of its name."""
+    """Settle only if the queue has this id."""
 
 
-class CommitStages(Command):
-    """Publish stages and settle ranges, all or nothing."""
+class CommitCommand(Command):
+    """Publish stages and settle ranges atomically."""
 
     stages: list[Text] = []
-    ranges: list[Span] = []
+    ranges: list[QueueSpan] = []
     writer: Text | None = None
     epoch: Offset = 0
     lane: Text | None = None
-    """Settle what this lane was planned to read, too."""
+    """Also settle the offsets of this lane's last plan."""
     run: Text = "-"
     kept: Spans = []
-    """But not these offsets of it,"""
+    """Offsets of the plan that are not settled."""
     dead: Spans = []
-    """and these as undeliverable."""
+    """Offsets of the plan that are settled as undeliverable."""
     batch: Offset | None = None
-    """Only if it is this batch that was planned last."""
+    """Settle the plan only if it is the plan of this batch."""
     exact: bool = False
-    """Not if some of the ranges are settled already."""
+    """Refuse the commit if some of the ranges are settled already."""
 
     max_bytes: ClassVar[int] = 64 * MAX_COMMAND
-    # What an output has refused here and there may be half of a large batch, event by event.
+    # The refused events of an output can be half of a large batch, each a range of its own.
 
 
-class Unsettled(OfQueue):
-    """Which offsets of a queue are not settled; waits until some are not."""
+class UnsettledCommand(QueueCommand):
+    """Ask for the unsettled offsets of a queue, and wait until there are some."""
 
     events: Annotated[int, Field(ge=1)]
     newest: Offset = 0
@@ -220,51 +223,51 @@ class Unsettled(OfQueue):
     timeout: Wait = 0.0
     lane: Text | None = None
     into: list[Text] = []
-    """Where the lane's commits go: no more events are named than there is room for."""
+    """The target queues of the lane. The answer has at most as many events as they have room."""
 
 
-class OfRun(Command):
-    """A question about a run of a lane."""
+class LaneRunCommand(Command):
+    """A command about a run of a lane."""
 
     lane: Text
     run: Text
 
 
-class Plan(OfRun):
-    """A run of a lane reads these offsets now."""
+class PlanCommand(LaneRunCommand):
+    """Store the offsets that a run of a lane reads now."""
 
     queue: Text
     spans: Spans
     batch: Offset = 0
 
 
-class Purge(OfQueue):
-    """Throw events away, which is written down."""
+class PurgeCommand(QueueCommand):
+    """Throw events away, with an entry in the audit log."""
 
     spans: Spans
     why: Annotated[str, Field(max_length=4096)] = ""
 
 
-class OfRoom(Command):
-    """A question about the room in queues."""
+class FullCommand(Command):
+    """Ask which queues are full."""
 
     queues: list[Text]
 
 
-class OfBreakers(Command):
-    """A question about the breakers of these actions, or of all."""
+class BreakersCommand(Command):
+    """Ask for the breakers of these actions, or of all."""
 
     actions: list[Text] | None = None
 
 
-class OfBreaker(Command):
-    """An action on a breaker."""
+class BreakerCommand(Command):
+    """A command about the breaker of an action."""
 
     action: Text
 
 
-class AskPermit(OfBreaker):
-    """A task asks what an action may send."""
+class PermitCommand(BreakerCommand):
+    """Ask what a task of an action may send."""
 
     queue: Text
     task: Text
@@ -272,62 +275,62 @@ class AskPermit(OfBreaker):
     preparing: Offset = 0
     sending: Offset = 0
     probe: Text | None = None
-    """The probe that it has under way."""
+    """The id of the probe that the task is sending."""
     workers: Offset = 0
-    """How many tasks its lane may have at a time."""
+    """How many tasks the lane may run at a time."""
 
 
-class GiveReport(AskPermit):
-    """A task tells how its sends went, and whether it has ended."""
+class ReportCommand(PermitCommand):
+    """Report the results of a task's sends, and whether the task has ended."""
 
     report: SendReport = SendReport()
     ended: bool = False
 
 
-class ClaimRate(AskPermit):
-    """A task wants to send so many events, of what the rate of its action allows."""
+class ClaimCommand(PermitCommand):
+    """Claim events of the rate limit of an action."""
 
     count: Annotated[int, Field(ge=1)]
     within: Annotated[float, Field(ge=0)]
 
 
-class AbortStages(Command):
-    """Give stages up."""
+class AbortCommand(Command):
+    """Discard stages."""
 
     stages: list[Text]
 
 
-class OfWriter(Command):
-    """A question about a writer."""
+class WriterCommand(Command):
+    """A command about a writer."""
 
     writer: Text
 
 
-Any_ = TypeVar("Any_", bound=Command)
+AnyCommand = TypeVar("AnyCommand", bound=Command)
 
 
-def one_of(kinds: Mapping[str, type[Command]], data: bytes | None) -> Command:
-    """A command of the kind whose name stands in it. Raises ``ConfigError``."""
+def parse_one_of(kinds: Mapping[str, type[Command]], data: bytes | None) -> Command:
+    """Parse a command; its kind is the first of ``kinds`` that is a key. ``ConfigError``."""
     _check_size(len(data or b""))
     try:
         values = from_json(data or b"{}")
     except ValueError as error:
-        raise ConfigError("command", f"is not JSON: {error}") from None
+        raise ConfigError("command", f"not valid JSON: {error}") from None
     for name, kind in kinds.items():
         if isinstance(values, dict) and name in values:
-            return parsed(kind, data)
-    raise ConfigError("command", f"is to be a JSON object with one of {', '.join(kinds)}")
+            return parse_command(kind, data)
+    raise ConfigError("command", f"must be a JSON object with one of {', '.join(kinds)}")
 
 
-def parsed(kind: type[Any_], data: bytes | pa.Buffer | None) -> Any_:
-    """A command from JSON. Raises ``ConfigError``, which names what is wrong."""
+def parse_command(kind: type[AnyCommand], data: bytes | pa.Buffer | None) -> AnyCommand:
+    """Parse a command. Raises ``ConfigError`` with the wrong field."""
     if data is not None:
         _check_size(data.size if isinstance(data, pa.Buffer) else len(data), kind.max_bytes)
     text = b"" if data is None else bytes(data)
     try:
         return kind.model_validate_json(text or b"{}")
     except ValidationError as error:
-        raise config_error(error, kind.model_fields) from None
+        raise convert_validation_error(error, kind.model_fields) from None
 
 
 def _check_size(size: int, most: int = MAX_COMMAND) -> None:

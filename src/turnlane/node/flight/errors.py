@@ -1,16 +1,15 @@
-"""Errors on their way over Arrow Flight: the class goes along, so that the client raises it again.
+"""Errors and limits of the Flight plane.
 
-Flight has few kinds of error and no room for ours, so that every message begins with
-``turnlane:QueueFull:``, and the same stands as JSON in the error's extra information. Kinds are
-chosen for clients that know nothing of turnlane: *unavailable* is worth another try, *server
-error* is not.
+Arrow Flight has only a few kinds of errors. So every message begins with the class of the error,
+such as ``turnlane:QueueFull:``, and the extra information has the same as JSON: a turnlane client
+raises the same class again. Other clients go by the kind: *unavailable* is worth another attempt,
+*server error* is not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -20,24 +19,25 @@ from pyarrow import flight
 from pydantic import BaseModel, ConfigDict, Field
 
 from turnlane.errors import Bug, ConfigError, NotAllowed, QueueClosed, RetryLater, TurnlaneError
+from turnlane.logs import get_logger
 from turnlane.memory_limit import memory_limit
 from turnlane.node.flight.commands import MAX_WAIT
 from turnlane.units import Duration, Size
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 MAX_MESSAGE = 2000
-"""Characters: gRPC sends messages in headers, which must not grow beyond 8 KiB."""
+"""The most characters of a message: gRPC sends it in headers, which are limited to 8 KiB."""
 
 
-def flight_error(error: Exception) -> flight.FlightError:
-    """The error as Flight sends it."""
+def build_flight_error(error: Exception) -> flight.FlightError:
+    """Return the error that Flight sends."""
     name = type(error).__name__ if isinstance(error, TurnlaneError) else ValueError.__name__
     text = str(error)[:MAX_MESSAGE]
     details: dict[str, object] = {"error": name, "message": text}
     if isinstance(error, RetryLater) and error.after is not None:
         details["after"] = error.after
-    kind: Any = _kind_of(error)  # its stubs know of no arguments
+    kind: Any = _kind_of(error)  # the stubs lack the arguments
     made: flight.FlightError = kind(
         f"turnlane:{name}: {text}", extra_info=json.dumps(details).encode()
     )
@@ -48,32 +48,29 @@ def _kind_of(error: Exception) -> type[flight.FlightError]:
     if isinstance(error, NotAllowed):
         known = error.known
         return flight.FlightUnauthorizedError if known else flight.FlightUnauthenticatedError
-    # A queue is closed because its node is being stopped: that one comes back.
+    # A queue is closed because the node is stopping; the node will start again.
     if isinstance(error, RetryLater | QueueClosed):
         return flight.FlightUnavailableError
     if isinstance(error, Bug):
         return flight.FlightInternalError
-    # Not ArrowInvalid, which would be INVALID_ARGUMENT: pyarrow sends a traceback along with it,
-    # and with that the paths of this machine.
+    # Not ArrowInvalid (INVALID_ARGUMENT): pyarrow adds a traceback to it, which shows the paths of
+    # this machine.
     return flight.FlightServerError
 
 
 @contextlib.contextmanager
-def translated() -> Iterator[None]:
-    """Whatever is raised within goes to the client in a form it understands."""
+def translate_errors() -> Iterator[None]:
+    """Convert every error of the block to an error that Flight sends to the client."""
     try:
         yield
     except flight.FlightError:
         raise
     except (TurnlaneError, ValueError, pa.ArrowException) as error:
-        raise flight_error(error) from None
+        raise build_flight_error(error) from None
     except Exception:
-        log.exception("a Flight call failed")
-        raise flight_error(Bug("the node failed; its log says why")) from None
+        log.exception("flight.call_failed")
+        raise build_flight_error(Bug("the node failed; its log says why")) from None
 
-
-# ── flight_limits ──
-# What the Flight plane puts up with.
 
 _SHARE_OF_MEMORY = 0.75
 
@@ -103,10 +100,10 @@ class FlightLimits(BaseModel):
     )
 
     def memory(self) -> int:
-        """``max_memory`` in bytes."""
+        """Return ``max_memory`` in bytes, or its default."""
         if self.max_memory is not None:
             return self.max_memory
         try:
             return int(memory_limit() * _SHARE_OF_MEMORY)
         except ConfigError:
-            return sys.maxsize  # the system does not say what there is
+            return sys.maxsize  # the system does not report its memory

@@ -1,15 +1,19 @@
-"""A publishing stream: blocks in, and on the same stream back how far they have come.
+"""Publishing streams: a client sends blocks, and the node reports progress on the same stream.
 
-One thread reads blocks and publishes them, waiting for as long as the queue is full, so that Flight
-holds the client back. Another, the *teller*, reports positions whenever they change; it never
-waits for the first one, nor the first for it.
+One thread reads blocks and publishes them. It waits while the queue is full, and Flight then slows
+the client down. Another thread, the *reporter*, sends the progress whenever it changes. The two
+threads never wait for each other.
+
+A queue knows how far its offsets are persisted and delivered; a producer counts its own events. A
+:class:`SequenceMap` remembers pairs of both. Each pair says that all events below a sequence number
+are below an offset of the queue. So an ack can come late but never early, even if others publish to
+the queue or the producer sends events again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import threading
 import time
 from bisect import bisect_right
@@ -21,58 +25,68 @@ from pyarrow import flight
 
 from turnlane.errors import EventTooLarge, NotAllowed, QueueClosed, QueueFull, TransportDown
 from turnlane.events import Block
-from turnlane.node.flight.commands import Numbered, Publish, parsed
+from turnlane.logs import get_logger
+from turnlane.node.flight.commands import BlockMetadata, PublishCommand, parse_command
 from turnlane.queues.acks import AckWaiter
 from turnlane.queues.api import AckLevel, Progress
 from turnlane.queues.buffered import BufferedQueue
-from turnlane.storage.producer_sequences import Gaps
+from turnlane.storage.producer_sequences import GapPolicy
 
-# ── flight_blocks ──
-# Blocks as they come over Flight, none of them too large or damaged.
+log = get_logger(__name__)
+
+LOOK_SECONDS = 0.5
+"""How often the reporter checks whether the client is still there."""
+MAX_SEQUENCE_MAPS = 10_000
+"""How many maps without a stream are remembered. A forgotten map only causes late acks."""
+MAX_PAIRS = 4096
+NO_OFFSET = 1 << 63
+SYNC_REQUEST_BYTES = 16 << 20
+"""After this many bytes a stream requests a sync, regardless of the queue's interval: clients keep
+events until they are persisted, and have to wait when they keep too many."""
 
 Chunks = Iterator[tuple[Block | None, pa.Buffer | None]]
 
 EVENT_BYTES: Final = 64
-"""What an event costs beside its contents, about: columns that a client left out are filled in,
-and those it sends may take no room at all, as a column of type null does."""
+"""The approximate cost of an event besides its content. Missing columns are filled in, and columns
+of type null have no size of their own."""
 
 
-def chunks_of(reader: flight.MetadataRecordBatchReader, most: int) -> Chunks:
-    """What a client sends until it has no more; each block within ``most`` bytes.
+def read_chunks(reader: flight.MetadataRecordBatchReader, most: int) -> Chunks:
+    """Yield the blocks and metadata of a client; each block has at most ``most`` bytes.
 
-    Arrow has unpacked a block by the time that it can be judged here.
+    The size is checked after Arrow has unpacked the block.
     """
     while True:
         try:
-            with _readable():
+            with _convert_arrow_errors():
                 chunk = reader.read_chunk()
         except StopIteration:
             return
         if chunk.data is not None:
             _check_size(chunk.data, most)
-            # Offsets that point elsewhere, text that is none: nobody has looked at it so far, and
-            # whoever reads it later must not fall over it.
+            # Arrow has not checked the content. Invalid offsets or invalid text would crash the
+            # process that reads the block later.
             chunk.data.validate(full=True)
         yield chunk.data, chunk.app_metadata
 
 
-def columns_of(reader: flight.MetadataRecordBatchReader) -> pa.Schema:
-    """The schema of all blocks that a client will send."""
-    with _readable():
+def read_schema(reader: flight.MetadataRecordBatchReader) -> pa.Schema:
+    """Return the schema of the blocks that a client will send."""
+    with _convert_arrow_errors():
         return reader.schema
 
 
 @contextlib.contextmanager
-def _readable() -> Iterator[None]:
-    """What Arrow cannot make sense of is the client's fault, though to Arrow it is one of I/O."""
+def _convert_arrow_errors() -> Iterator[None]:
+    """Convert the I/O errors of invalid Arrow data, an error of the client, to ``ValueError``."""
     try:
         yield
     except OSError as error:
-        raise ValueError(f"what was sent is not Arrow data: {error}") from None
+        raise ValueError(f"the data of the stream is not valid Arrow data: {error}") from None
 
 
 def _check_size(block: Block, most: int) -> None:
-    # Not nbytes, which follows offsets that nobody has checked so far.
+    # Not nbytes: it follows offsets that are not checked yet.
     size = block.get_total_buffer_size() + EVENT_BYTES * block.num_rows
     if size > most:
         raise EventTooLarge(
@@ -81,39 +95,22 @@ def _check_size(block: Block, most: int) -> None:
         )
 
 
-# ── routes ──
-# Routes: where the numbers of a producer lie in a queue, so that its acks are in its own
-# numbers.
-#
-# A queue knows how far its offsets are persisted and delivered; a producer counts its own
-# events. A
-# route remembers pairs of both, each of which says: all events below this number lie below that
-# offset. So what it reports may come late, never early, whoever else publishes, and however
-# often
-# the producer sends something again.
-
-MAX_ROUTES = 10_000
-"""Routes without a stream that are remembered; a forgotten one costs a late ack, no more."""
-MAX_PAIRS = 4096
-NEVER = 1 << 63
-
-
-class Route:
-    """One producer's way into one queue. Safe to use from any thread."""
+class SequenceMap:
+    """Maps offsets of a queue to the sequence numbers of one producer. Thread-safe."""
 
     def __init__(self, queue: BufferedQueue) -> None:
         self.queue = queue
-        self.turn = threading.Lock()
-        """Held by whoever publishes; a new stream waits here for the one before."""
+        self.publish_lock = threading.Lock()
+        """Held while a stream publishes; a new stream waits here for the stream before."""
         self.leave: Callable[[], None] | None = None
-        """Has the present stream end."""
+        """Ends the present stream; ``None`` without a stream."""
         self._lock = threading.Lock()
         self._numbers = [0]
         self._offsets = [0]
-        self._wake_at = NEVER
+        self._wake_at = NO_OFFSET
 
-    def reached(self, number: int) -> None:
-        """All below ``number`` is in the queue, and so below its end at this moment."""
+    def record(self, number: int) -> None:
+        """Record that all events below ``number`` are in the queue, below its present end."""
         with self._lock:
             if number > self._numbers[-1]:
                 self._numbers.append(number)
@@ -121,10 +118,10 @@ class Route:
                 if len(self._numbers) > MAX_PAIRS:
                     self._thin_out()
 
-    def progress(self) -> Progress:
-        """How far the producer's events have come."""
+    def get_progress(self) -> Progress:
+        """Return the progress in sequence numbers of the producer."""
         positions = None
-        # Until nothing moves between a look at the positions and has_news() knowing of it.
+        # Repeated until no watermark moves between reading the positions and setting _wake_at.
         while positions != (positions := self.queue.ack_positions()):
             persisted, delivered = positions
             with self._lock:
@@ -135,8 +132,8 @@ class Route:
                 self._wake_at = min(self._next_above(persisted), self._next_above(delivered))
         return progress
 
-    def has_news(self, position: int) -> bool:
-        """Whether a watermark's move to ``position`` may matter. Under the queue's lock."""
+    def has_progress(self, position: int) -> bool:
+        """Whether a watermark at ``position`` may change the progress. Needs the queue's lock."""
         return position >= self._wake_at
 
     def _below(self, offset: int) -> int:
@@ -144,93 +141,87 @@ class Route:
 
     def _next_above(self, offset: int) -> int:
         index = bisect_right(self._offsets, offset)
-        return self._offsets[index] if index < len(self._offsets) else NEVER
+        return self._offsets[index] if index < len(self._offsets) else NO_OFFSET
 
     def _forget_below(self, delivered: int) -> None:
-        """Only the last pair of what is delivered is still needed."""
+        """Forget the pairs of delivered events except the last, which is still needed."""
         passed = self._numbers.index(delivered)
         del self._numbers[:passed], self._offsets[:passed]
 
     def _thin_out(self) -> None:
-        """Drop every other pair of the older half: their acks come with the next pair's."""
+        """Drop every other pair of the older half: their acks come with the next pair."""
         half = len(self._numbers) // 2
         for pairs in (self._numbers, self._offsets):
             del pairs[1:half:2]
 
 
-class Routes:
-    """The routes of all producers of a node that have told their names."""
+class SequenceMaps:
+    """The sequence maps of all named producers of a node."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._routes: dict[tuple[str, str], Route] = {}
+        self._maps: dict[tuple[str, str], SequenceMap] = {}
 
-    def of(self, queue: BufferedQueue, producer: str) -> Route:
-        """The route of a producer into a queue."""
+    def get(self, queue: BufferedQueue, producer: str) -> SequenceMap:
+        """Return the map of a producer and a queue."""
         key = queue.name, producer
         with self._lock:
-            route = self._routes.pop(key, None)
-            if route is None or route.queue is not queue:  # dropped, and made anew
-                route = Route(queue)
-            self._routes[key] = route
-            if len(self._routes) > MAX_ROUTES:
+            found = self._maps.pop(key, None)
+            if found is None or found.queue is not queue:  # dropped and created again
+                found = SequenceMap(queue)
+            self._maps[key] = found
+            if len(self._maps) > MAX_SEQUENCE_MAPS:
                 self._forget_oldest()
-            return route
+            return found
 
     def _forget_oldest(self) -> None:
-        for key, route in self._routes.items():
-            if route.leave is None:
-                del self._routes[key]
+        for key, found in self._maps.items():
+            if found.leave is None:
+                del self._maps[key]
                 return
 
 
-log = logging.getLogger(__name__)
-
-LOOK_SECONDS = 0.5
-"""How often the teller looks whether the client is still there while nothing happens."""
-
-
-URGE_BYTES = 16 << 20
-"""After so many bytes a stream asks for a sync, whatever the queue's interval: clients keep what is
-not persisted to send it again, and have to wait once that is too much for them."""
-
-
 class Peer(NamedTuple):
-    """The client at the other end of a stream, however Flight names its parts."""
+    """The client of a stream, independent of the kind of Flight call."""
 
     chunks: Iterator[tuple[Block | None, pa.Buffer | None]]
-    tell: Callable[[bytes], None]
+    send: Callable[[bytes], None]
     is_gone: Callable[[], bool]
     check: Callable[[], None] = lambda: None
-    """Raises ``NotAllowed`` once the client may do no more of what it does."""
+    """Raises ``NotAllowed`` once the client has lost its right."""
 
 
 class PublishStream:
-    """One client's publishing into one queue. ``run()`` is its whole life."""
+    """One stream of a client that publishes to a queue; ``run()`` serves it until it ends."""
 
     def __init__(
-        self, instance: str, queue: BufferedQueue, command: Publish, routes: Routes, peer: Peer
+        self,
+        instance: str,
+        queue: BufferedQueue,
+        command: PublishCommand,
+        maps: SequenceMaps,
+        peer: Peer,
     ) -> None:
         self._instance = instance
         self._queue = queue
         self._peer = peer
         self._name = command.producer
         self._level = command.ack or queue.usual_level
-        self._route = Route(queue) if self._name is None else routes.of(queue, self._name)
-        # A client may drop events and leave their numbers out, for as long as it lives.
-        self._producer = queue.producer(producer_id=self._name, gaps=Gaps.FORGET)
-        patience = queue.settings.full_timeout
-        self._patience = None if patience is None else max(patience, LOOK_SECONDS)
-        """How long to stand in line at a time: to be refused at once would be to ask for ever."""
+        self._sequences = SequenceMap(queue) if self._name is None else maps.get(queue, self._name)
+        # A client may drop events and skip their numbers at any time.
+        self._producer = queue.producer(producer_id=self._name, gaps=GapPolicy.FORGET)
+        timeout = queue.settings.full_timeout
+        self._full_timeout = None if timeout is None else max(timeout, LOOK_SECONDS)
+        """How long one attempt waits for room. With 0 the stream would retry without a pause."""
         self._next = 0
-        """The number of the event that comes next."""
+        """The sequence number of the next event."""
         self._highest = 0
-        """The highest number that was reported as accepted."""
+        """The highest sequence number that was reported as accepted."""
         self._late_end = 0
-        """The offset after the last event whose number is lower than one reported before."""
+        """The offset after the last event whose number is below an earlier reported one."""
         self._unsynced = 0
         self._waiter: AckWaiter | None = None
-        self._told: Progress | None = None
+        self._reported: Progress | None = None
         self._news = threading.Condition()
         self._is_news = True
         self._looked = time.monotonic()
@@ -238,13 +229,13 @@ class PublishStream:
         self._why = ""
 
     def run(self) -> None:
-        """Serve the client until it has no more, or is gone. Raises what ended it early."""
+        """Serve the client until it has sent everything. Raises the error that ends it early."""
         self._take_over()
-        teller = threading.Thread(target=self._tell_all, name="turnlane-teller", daemon=True)
+        reporter = threading.Thread(target=self._report_all, name="turnlane-reporter", daemon=True)
         self._queue.observe_acks(self._moved)
         try:
             self._greet()
-            teller.start()
+            reporter.start()
             for block, metadata in self._peer.chunks:
                 self._take(block, metadata)
             self._await_level()
@@ -252,27 +243,30 @@ class PublishStream:
             self._queue.unobserve_acks(self._moved)
             self._queue.cancel_urge(self._waiter)
             self._end("")
-            if teller.ident is not None:
-                teller.join()
+            if reporter.ident is not None:
+                reporter.join()
             self._hand_over()
 
     def leave(self, why: str) -> None:
-        """Have the stream end soon, whatever it is doing, unless it waits for its client."""
+        """Make the stream end soon, also if it waits for room in the queue.
+
+        A stream that waits for data of its client ends when the next data arrives.
+        """
         self._end(why)
         self._producer.abort()
 
-    # ── one stream at a time ─────────────────────────────────────────────────────────────────────
+    # ── one stream at a time ──────────────────────────────────────────────────────────────────────
 
     def _take_over(self) -> None:
-        """End earlier streams of this producer: they carry numbers that this one gives anew."""
-        route = self._route
+        """End the earlier streams of this producer: this stream repeats their numbers."""
+        sequences = self._sequences
         while True:
-            leave = route.leave
+            leave = sequences.leave
             if leave is not None:
                 leave()
-            with route.turn:
-                if route.leave in (leave, None):
-                    route.leave = self._superseded
+            with sequences.publish_lock:
+                if sequences.leave in (leave, None):
+                    sequences.leave = self._leave_to_newer
                     self._resume()
                     return
 
@@ -280,23 +274,23 @@ class PublishStream:
         if self._name is not None:
             self._next = self._queue.known_sequence(self._name) or 0
         self._highest = self._next
-        self._route.reached(self._next)
+        self._sequences.record(self._next)
 
-    def _superseded(self) -> None:
+    def _leave_to_newer(self) -> None:
         self.leave("a newer stream of this producer has taken over")
 
     def _hand_over(self) -> None:
-        with self._route.turn:
-            if self._route.leave == self._superseded:
-                self._route.leave = None
+        with self._sequences.publish_lock:
+            if self._sequences.leave == self._leave_to_newer:
+                self._sequences.leave = None
 
-    # ── in ───────────────────────────────────────────────────────────────────────────────────────
+    # ── publishing ────────────────────────────────────────────────────────────────────────────────
 
     def _take(self, block: Block | None, metadata: pa.Buffer | None) -> None:
-        about = parsed(Numbered, metadata)
+        about = parse_command(BlockMetadata, metadata)
         number = about.sequence
         if number is not None and self._name is None:
-            raise ValueError("a sequence needs a producer: name one in the command")
+            raise ValueError("a block with a sequence needs a producer: name one in the command")
         if number is not None:
             self._next = number
         if block is not None and block.num_rows:
@@ -307,31 +301,33 @@ class PublishStream:
     def _publish(self, block: Block) -> None:
         size = block.nbytes
         while block.num_rows:
-            with self._route.turn:
+            with self._sequences.publish_lock:
                 self._check()
                 done = self._publish_some(block)
                 self._next += done
                 self._highest = max(self._highest, self._next)
-                self._route.reached(self._next)
+                self._sequences.record(self._next)
             self._changed()
             block = block.slice(done)
         self._unsynced += size
-        if self._unsynced >= URGE_BYTES:
+        if self._unsynced >= SYNC_REQUEST_BYTES:
             self._urge()
 
     def _urge(self) -> None:
-        """Have the queue sync all that it has by now, as for a publisher that waits."""
+        """Request a sync of all present events, as for a publisher that waits for it."""
         self._unsynced = 0
         if self._queue.usual_level is not AckLevel.PERSISTED:
-            return  # no other kind persists by itself
+            return  # other kinds do not persist
         self._queue.cancel_urge(self._waiter)
         self._waiter = self._queue.urge(AckLevel.PERSISTED, self._queue.end)
 
     def _publish_some(self, block: Block) -> int:
-        """Publish the block, or what goes in before the queue's own patience is over."""
+        """Publish a block; return how many events the queue took within its full timeout."""
         number = None if self._name is None else self._next
         try:
-            published = self._producer.publish_block(block, sequence=number, timeout=self._patience)
+            published = self._producer.publish_block(
+                block, sequence=number, timeout=self._full_timeout
+            )
         except QueueFull as error:
             if error.accepted:
                 self._note_late()
@@ -351,9 +347,9 @@ class PublishStream:
 
     def _check(self) -> None:
         if self._over:
-            raise TransportDown(self._why or "the stream is at an end")
+            raise TransportDown(self._why or "the stream has ended")
 
-    # ── back ─────────────────────────────────────────────────────────────────────────────────────
+    # ── reporting ─────────────────────────────────────────────────────────────────────────────────
 
     def _greet(self) -> None:
         first = {
@@ -361,11 +357,11 @@ class PublishStream:
             "resume_at": self._next,
             "durability": self._queue.durability,
         }
-        self._peer.tell(json.dumps(first).encode())
+        self._peer.send(json.dumps(first).encode())
 
     def _moved(self, position: int) -> None:
-        """A watermark of the queue has moved. Under the queue's lock."""
-        if self._route.has_news(position):
+        """Wake the reporter after a watermark has moved. The caller holds the queue's lock."""
+        if self._sequences.has_progress(position):
             self._changed()
 
     def _changed(self) -> None:
@@ -379,18 +375,18 @@ class PublishStream:
             self._over = True
             self._news.notify_all()
 
-    def _tell_all(self) -> None:
+    def _report_all(self) -> None:
         try:
             while self._await_news():
-                self._tell()
+                self._report()
             if self._why:
-                self._peer.tell(json.dumps({"ended": self._why}).encode())
-        except Exception as error:  # noqa: BLE001 - whatever Flight raises: the client is gone
-            log.debug("queue %s: a client is gone: %r", self._queue.name, error)
-            self.leave("the client is gone")
+                self._peer.send(json.dumps({"ended": self._why}).encode())
+        except Exception as error:  # noqa: BLE001 - any error of Flight: the client has left
+            log.debug("flight.publisher_left", queue=self._queue.name, error=error)
+            self.leave("the client has left")
 
     def _await_news(self) -> bool:
-        """Wait until there may be something to tell; false once the stream is over."""
+        """Wait until there may be progress to report; false once the stream has ended."""
         while True:
             with self._news:
                 self._news.wait_for(lambda: self._is_news or self._over, LOOK_SECONDS)
@@ -401,35 +397,38 @@ class PublishStream:
                 return not self._over
 
     def _look(self) -> None:
-        """Leave if there is no more point in the stream, or no more right to it."""
+        """End the stream if the client has left or lost its right, or the queue is closed."""
         self._looked = time.monotonic()
         try:
             self._peer.check()
         except NotAllowed as error:
             self.leave(str(error))
         if self._peer.is_gone():
-            self.leave("the client is gone")
+            self.leave("the client has left")
         elif self._queue.closed:
             self.leave(f"queue {self._queue.name!r} was closed")
 
-    def _tell(self) -> None:
-        progress = self._route.progress()
-        if progress != self._told:
-            self._peer.tell(json.dumps(progress._asdict()).encode())
+    def _report(self) -> None:
+        progress = self._sequences.get_progress()
+        if progress != self._reported:
+            self._peer.send(json.dumps(progress._asdict()).encode())
             with self._news:
-                self._told = progress
+                self._reported = progress
                 self._news.notify_all()
 
     def _await_level(self) -> None:
-        """The client has no more: stay until all of it is where the client wants it."""
+        """Wait, at the end of the data, until all events have reached the requested level."""
         index = list(AckLevel).index(self._level)
         if self._level is AckLevel.PERSISTED:
             self._urge()
         with self._news:
             self._news.wait_for(
-                lambda: self._over or (self._told is not None and self._told[index] >= self._next)
+                lambda: (
+                    self._over
+                    or (self._reported is not None and self._reported[index] >= self._next)
+                )
             )
-        # What came late lies behind the offsets that the reports go by.
+        # Late events have higher offsets than the pairs of the sequence map.
         while self._late_end and self._level is not AckLevel.ACCEPTED and not self._over:
             if self._queue.wait_level(self._level, self._late_end, LOOK_SECONDS):
                 break

@@ -1,10 +1,14 @@
-"""Reading streams: a range of offsets, or a batch under a lease."""
+"""Reading streams: a range of offsets, a batch under a lease, or the events of a queue table.
+
+A client receives the events of a table and sends acks on the same stream. One thread reads the
+acks; another, the *sender*, waits for events and sends them. When the stream ends, for any reason,
+the receiver is closed, and its unsettled events fire again for others.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,31 +20,43 @@ from pyarrow import flight
 
 from turnlane.delivery.settings import PRIORITY
 from turnlane.errors import LeadLost, NoSuchLease, QueueClosed, QueueEmpty, TransportDown
-from turnlane.events import BASE_SCHEMA, Block, conform, gathered
+from turnlane.events import BASE_SCHEMA, Block, conform_block, join_consecutive
 from turnlane.formats.syslog import priorities
-from turnlane.node.event_refs import READ_EVENTS, read
-from turnlane.node.flight.commands import Consume, Read, Receive, Settle, parsed
-from turnlane.node.flight.errors import translated
-from turnlane.node.leases import Lease, Leases
+from turnlane.logs import get_logger
+from turnlane.node.event_refs import READ_EVENTS, read_range
+from turnlane.node.flight.commands import (
+    ConsumeCommand,
+    ReadCommand,
+    ReceiveCommand,
+    SettleCommand,
+    parse_command,
+)
+from turnlane.node.flight.errors import translate_errors
+from turnlane.node.leases import BatchLease, Leases
 from turnlane.node.tables import Tables, TableStream
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.table.shards import KeyRange
 
+log = get_logger(__name__)
+
 LOOK_SECONDS = 0.5
-"""How often a call that waits looks whether anybody still wants its answer."""
+"""How often a call that waits checks whether its client still wants the answer."""
 
-Piece = tuple[Block, pa.Buffer]
+FLUSH_SECONDS: Final = 300.0
+"""How long a flush may take, for example while the database is down."""
+
+BlockWithMetadata = tuple[Block, pa.Buffer]
 
 
-class Patience:
-    """How long a call may wait, in slices short enough to notice that it is in vain."""
+class AbortableWait:
+    """The time that a call may wait, in slices short enough to notice that its client left."""
 
     def __init__(self, seconds: float, in_vain: Callable[[], bool]) -> None:
         self._until = time.monotonic() + seconds
         self._in_vain = in_vain
 
     def slices(self) -> Iterator[float]:
-        """Seconds to wait, again and again; at least once. Raises ``TransportDown`` if in vain."""
+        """Yield the seconds to wait next, at least once. Raises like :meth:`check`."""
         while True:
             left = self._until - time.monotonic()
             yield min(LOOK_SECONDS, max(0.0, left))
@@ -49,54 +65,60 @@ class Patience:
             self.check()
 
     def check(self) -> None:
-        """Raise ``TransportDown`` if nobody wants the answer any more."""
+        """Raise ``TransportDown`` if the client has left or the node is stopping."""
         if self._in_vain():
-            raise TransportDown("the node is stopping, or the client is gone")
+            raise TransportDown("the node is stopping, or the client has left")
 
 
-def schema_of(queue: BufferedQueue) -> pa.Schema:
-    """All columns that a queue has seen: the base columns first."""
+def get_queue_schema(queue: BufferedQueue) -> pa.Schema:
+    """Return all columns that a queue has had: the base columns first."""
     seen = queue.columns()
     extra = [pa.field(name, kind) for name, kind in seen.items() if name not in BASE_SCHEMA.names]
     return pa.schema([*BASE_SCHEMA, *extra])
 
 
-def read_stream(queue: BufferedQueue, command: Read, call: ExitStack) -> flight.FlightDataStream:
-    """Blocks of a range, all of one schema. The call ends with the stream."""
+def read_stream(
+    queue: BufferedQueue, command: ReadCommand, call: ExitStack
+) -> flight.FlightDataStream:
+    """Return the stream of a range, with one schema. The call ends with the stream."""
     end = queue.end if command.end is None else command.end
-    schema = schema_of(queue)
-    blocks = read(queue, command.first, end)
+    schema = get_queue_schema(queue)
+    blocks = read_range(queue, command.first, end)
     if command.columns is None:
-        return _stream(schema, _whole(blocks, schema), call)
-    chosen = _chosen(schema, command.columns)
-    return _stream(chosen, _pieces(blocks, chosen), call)
+        return _stream(schema, _read_all_columns(blocks, schema), call)
+    chosen = _select_columns(schema, command.columns)
+    return _stream(chosen, _read_some_columns(blocks, chosen), call)
 
 
-def _whole(blocks: Iterator[tuple[int, Block]], schema: pa.Schema) -> Iterator[Piece]:
+def _read_all_columns(
+    blocks: Iterator[tuple[int, Block]], schema: pa.Schema
+) -> Iterator[BlockWithMetadata]:
     known = set(schema.names)
-    with translated():
+    with translate_errors():
         for first, block in blocks:
             if not known.issuperset(block.schema.names):
-                return  # a column has come since; the client asks again, and gets it
-            yield conform(block, schema), _json(first=first)
+                return  # the queue has a new column; the client asks again and gets it
+            yield conform_block(block, schema), _json(first=first)
 
 
-def _pieces(blocks: Iterator[tuple[int, Block]], schema: pa.Schema) -> Iterator[Piece]:
-    """Only some columns: small, so that many blocks are sent as one."""
-    some = ((first, _cut_down(block, schema)) for first, block in blocks)
-    with translated():
-        for first, block in gathered(some, READ_EVENTS):
+def _read_some_columns(
+    blocks: Iterator[tuple[int, Block]], schema: pa.Schema
+) -> Iterator[BlockWithMetadata]:
+    """Yield only some columns. They are small, so many blocks are joined."""
+    some = ((first, _project_block(block, schema)) for first, block in blocks)
+    with translate_errors():
+        for first, block in join_consecutive(some, READ_EVENTS):
             yield block, _json(first=first)
 
 
-def _chosen(schema: pa.Schema, names: list[str]) -> pa.Schema:
+def _select_columns(schema: pa.Schema, names: list[str]) -> pa.Schema:
     known = {field.name: field for field in schema} | {PRIORITY: pa.field(PRIORITY, pa.int16())}
     chosen = [known[name] for name in names if name in known]
-    # A block without columns would have no rows either, and nobody would know of its events.
+    # A block without columns has no rows, so the client would not see its events.
     return pa.schema(chosen or [known["severity"]])
 
 
-def _cut_down(block: Block, schema: pa.Schema) -> Block:
+def _project_block(block: Block, schema: pa.Schema) -> Block:
     names = set(block.schema.names)
     arrays: list[pa.Array[Any]] = []
     for field in schema:
@@ -111,44 +133,50 @@ def _cut_down(block: Block, schema: pa.Schema) -> Block:
 
 
 def consume_stream(
-    leases: Leases, queue: BufferedQueue, command: Consume, patience: Patience, call: ExitStack
+    leases: Leases,
+    queue: BufferedQueue,
+    command: ConsumeCommand,
+    wait: AbortableWait,
+    call: ExitStack,
 ) -> flight.FlightDataStream:
-    """The blocks of a batch, which is the client's until its lease runs out.
+    """Return the stream of a batch, which the client holds until its lease expires.
 
-    The call ends with the stream, and with it the lease of a client that has not got all of it.
+    The call ends with the stream. If the client did not get all blocks, the lease ends too.
     """
-    lease = _taken(leases, queue, command, patience)
+    lease = _take_lease(leases, queue, command, wait)
     if lease is None:
         return _stream(BASE_SCHEMA, iter(()), call)
-    handing = _HandingOut(leases, lease)
-    call.callback(handing.end)
-    patience.check()  # it may have left while it waited
+    transfer = _BatchTransfer(leases, lease)
+    call.callback(transfer.end)
+    wait.check()  # the client may have left during the wait
     blocks = list(lease.batch.blocks)
     schema = pa.unify_schemas([block.schema for block in blocks])
-    return _stream(schema, handing.pieces([conform(each, schema) for each in blocks]), call)
+    return _stream(
+        schema, transfer.read_blocks([conform_block(each, schema) for each in blocks]), call
+    )
 
 
-def _taken(
-    leases: Leases, queue: BufferedQueue, command: Consume, patience: Patience
-) -> Lease | None:
-    for wait in patience.slices():
+def _take_lease(
+    leases: Leases, queue: BufferedQueue, command: ConsumeCommand, wait: AbortableWait
+) -> BatchLease | None:
+    for seconds in wait.slices():
         try:
-            return leases.take(queue, command.max_events, wait, command.lease, command.holder)
+            return leases.take(queue, command.max_events, seconds, command.lease, command.holder)
         except QueueEmpty:
             continue
     return None
 
 
-class _HandingOut:
-    """A batch on its way to a client."""
+class _BatchTransfer:
+    """The transfer of a batch to a client."""
 
-    def __init__(self, leases: Leases, lease: Lease) -> None:
+    def __init__(self, leases: Leases, lease: BatchLease) -> None:
         self._leases = leases
         self._lease = lease
         self._complete = False
 
-    def pieces(self, blocks: list[Block]) -> Iterator[Piece]:
-        """Its blocks, with what the client has to know of them."""
+    def read_blocks(self, blocks: list[Block]) -> Iterator[BlockWithMetadata]:
+        """Yield the blocks with their metadata."""
         lease, first = self._lease, self._lease.batch.place.first
         for block in blocks:
             yield block, _json(lease=lease.id, first=first, attempt=lease.batch.attempt)
@@ -156,22 +184,28 @@ class _HandingOut:
         self._complete = True
 
     def end(self) -> None:
-        """Give the batch back if the client has left before it knew all of it."""
+        """Release the batch if the client has left before it got all blocks."""
         if not self._complete:
-            with contextlib.suppress(NoSuchLease):  # it has run out
+            with contextlib.suppress(NoSuchLease):  # it has expired
                 self._leases.release(self._lease.id)
 
 
-def _stream(schema: pa.Schema, pieces: Iterator[Piece], call: ExitStack) -> flight.FlightDataStream:
-    begun = _within(call, pieces)
-    next(begun)  # so that Flight, which may never ask for a piece, ends the call when it lets go
-    stream: Any = flight.GeneratorStream  # its stubs know of no metadata
+def _stream(
+    schema: pa.Schema, pieces: Iterator[BlockWithMetadata], call: ExitStack
+) -> flight.FlightDataStream:
+    begun = _keep_call_open(call, pieces)
+    # Start the generator: Flight may never ask for a block, and only a started generator ends the
+    # call when Flight closes it.
+    next(begun)
+    stream: Any = flight.GeneratorStream  # the stubs lack the metadata
     made: flight.FlightDataStream = stream(schema, begun)
     return made
 
 
-def _within(call: ExitStack, pieces: Iterator[Piece]) -> Iterator[Piece | None]:
-    """Nothing, and then the pieces; the call is over when they are, or nobody wants them."""
+def _keep_call_open(
+    call: ExitStack, pieces: Iterator[BlockWithMetadata]
+) -> Iterator[BlockWithMetadata | None]:
+    """Yield ``None``, then the blocks; end the call after the last one or when closed."""
     with call.pop_all():
         yield None
         yield from pieces
@@ -181,27 +215,13 @@ def _json(**values: object) -> pa.Buffer:
     return pa.py_buffer(json.dumps(values).encode())
 
 
-# ── flight_table ──
-# Receiving over Flight: events one way, acks the other, on one stream.
-#
-# One thread reads what the client settles; another, the *sender*, waits for events and writes
-# them.
-# The stream's end, however it comes, is the receiver's end: what it did not settle fires
-# elsewhere.
-
-log = logging.getLogger(__name__)
-
-FLIGHT_TABLE_LOOK_SECONDS: Final = 0.5
-"""How often the sender looks whether it is over while no event comes."""
-
-FLUSH_SECONDS: Final = 300.0
-"""How long a flush may take, such as while the database is away."""
+# ── queue tables ─────────────────────────────────────────────────────────────────────────────────
 
 Chunks = Iterator[tuple[Block | None, pa.Buffer | None]]
 
 
 class ReceiveStream:
-    """One client's receiving from one table. ``run()`` is its whole life."""
+    """One client that receives from one table; ``run()`` serves it until it leaves."""
 
     def __init__(
         self,
@@ -218,19 +238,19 @@ class ReceiveStream:
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Serve the client until it leaves. Raises what it sent wrongly."""
+        """Serve the client until it leaves. Raises errors of its messages."""
         self._writer.begin(self._stream.schema)
         self._tell(stream=self._stream.id)
         sender = threading.Thread(target=self._send_all, name="turnlane-sender", daemon=True)
         sender.start()
         try:
             for _, metadata in self._chunks:
-                self._settle(parsed(Settle, metadata))
+                self._settle(parse_command(SettleCommand, metadata))
         finally:
             self._over.set()
             sender.join()
 
-    def _settle(self, command: Settle) -> None:
+    def _settle(self, command: SettleCommand) -> None:
         self._stream.ack(command.ack)
         self._stream.nack(command.nack, command.delay, command.error)
         if command.flush is None:
@@ -247,14 +267,14 @@ class ReceiveStream:
                 if self._is_stopping():
                     self._tell(ended="the node is stopping, or the token has expired")
                     return
-                for first, block in self._stream.take(FLIGHT_TABLE_LOOK_SECONDS):
+                for first, block in self._stream.take(LOOK_SECONDS):
                     self._send(first, block)
         except QueueClosed:
-            self._tell(ended="the table is served no more")
+            self._tell(ended="the node does not serve the table any more")
         except pa.ArrowException as error:
-            log.debug("a receiver of %s is gone: %s", self._stream.table, error)
+            log.debug("flight.receiver_left", table=self._stream.table, error=error)
         except Exception:
-            log.exception("sending events of %s failed", self._stream.table)
+            log.exception("flight.send_failed", table=self._stream.table)
             self._tell(ended="the node failed; its log says why")
 
     def _send(self, first: int, block: Block) -> None:
@@ -267,14 +287,14 @@ class ReceiveStream:
             self._writer.write_metadata(pa.py_buffer(json.dumps(words).encode()))
 
 
-def receive(
+def serve_receiver(
     tables: Tables,
-    command: Receive,
+    command: ReceiveCommand,
     chunks: Chunks,
     writer: flight.MetadataRecordBatchWriter,
     is_stopping: Callable[[], bool],
 ) -> None:
-    """Serve a receiver."""
+    """Serve a client that receives events of a table."""
     key_range = KeyRange.parse(command.key_range)
     with tables.stream(command.receive, key_range, command.prefetch) as stream:
         ReceiveStream(stream, chunks, writer, is_stopping).run()

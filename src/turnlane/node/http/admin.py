@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated, Any, Final
 
 from pydantic import Field, GetJsonSchemaHandler, RootModel, with_config
@@ -13,6 +12,7 @@ from typing_extensions import TypedDict
 
 from turnlane.delivery.breaker import BreakerState
 from turnlane.errors import ConfigError
+from turnlane.logs import get_logger
 from turnlane.node.http.consume import EndJson, LowJson
 from turnlane.node.http.events import STRICT
 from turnlane.node.http.request import (
@@ -34,7 +34,7 @@ from turnlane.queues.settings import QueueSettings
 from turnlane.serving.auth import Right
 from turnlane.validation import suggest
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 CountJson = Annotated[int, Field(ge=0, le=LARGEST)]
 
@@ -245,5 +245,5 @@ class BreakerRoutes:
         breaker = self._context.node.breakers.of(action)
         call.check_right(breaker.queue)
         breaker.gate.reset()
-        log.info("breaker.reset action=%s", action)
+        log.info("breaker.reset", action=action)
         return json_response(breaker.as_dict())

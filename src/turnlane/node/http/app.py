@@ -47,7 +47,7 @@ from turnlane.runtime import Closeable
 from turnlane.serving.address import Address
 from turnlane.serving.auth import Authority, Right
 from turnlane.serving.http_body import PROBLEM_HANDLERS, RETRY_AFTER
-from turnlane.serving.web import WebServer, WebSettings
+from turnlane.serving.http_server import WebServer, WebSettings
 
 _FOREIGN: Final = frozenset({"cross-site", "same-site"})
 """Values of ``Sec-Fetch-Site`` in requests of pages that are not the node's own."""

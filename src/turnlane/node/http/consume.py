@@ -30,10 +30,10 @@ from turnlane.node.http.request import (
     json_response,
     whole_number,
 )
-from turnlane.node.leases import Lease
+from turnlane.node.leases import BatchLease
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.serving.auth import Right
-from turnlane.serving.threads import Threads
+from turnlane.serving.threads import ThreadLimiter
 
 POLLS: Final = 256
 """Requests at a time that wait for events, each on a thread."""
@@ -143,7 +143,7 @@ class ConsumeRoutes:
 
     def __init__(self, context: RequestContext) -> None:
         self._context = context
-        self._polls = Threads(POLLS)
+        self._polls = ThreadLimiter(POLLS)
 
     @endpoint(
         "GET",
@@ -184,7 +184,7 @@ class ConsumeRoutes:
 
     def _take(
         self, queue: BufferedQueue, most: int, wait: float, seconds: float, holder: str
-    ) -> tuple[Lease, bytes] | None:
+    ) -> tuple[BatchLease, bytes] | None:
         try:
             lease = self._context.node.leases.take(queue, most, wait, seconds, holder)
         except QueueEmpty:
@@ -282,7 +282,7 @@ def _peek(queue: BufferedQueue, first: int, most: int) -> bytes:
     return encode_json(answer)
 
 
-def _describe_lease(lease: Lease) -> LeasedJson:
+def _describe_lease(lease: BatchLease) -> LeasedJson:
     place = lease.batch.place
     return {
         "lease": lease.id,

@@ -28,7 +28,7 @@ from turnlane.errors import (
     TransportDown,
 )
 from turnlane.events import Block
-from turnlane.node.flight.commands import checked
+from turnlane.node.flight.commands import check_producer_id
 from turnlane.node.http.events import (
     STRICT,
     NewEvent,
@@ -58,7 +58,7 @@ from turnlane.node.http.request import (
 from turnlane.queues.api import Ack, AckLevel, Published
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.serving.auth import Right
-from turnlane.serving.threads import ThreadsByQueue
+from turnlane.serving.threads import ThreadLimiterByQueue
 from turnlane.storage.producer_sequences import GapPolicy
 
 LONGEST_TIMEOUT: Final = 60.0
@@ -81,7 +81,7 @@ _HEADER_PREFIX: Final = b"x-turnlane-"
 def _check_producer_id(text: str) -> str:
     if len(text) > LONGEST_ID:
         raise ValueError(f"longer than {LONGEST_ID} characters")
-    return checked(text)
+    return check_producer_id(text)
 
 
 def _parse_gap_policy(text: str) -> GapPolicy:
@@ -233,7 +233,7 @@ class PublishRoutes:
         producer, sequence = call.parameters.producer_id, call.parameters.sequence
         if producer is None or sequence is None:
             return None
-        name = self._context.authority.own(call.bearer, producer)
+        name = self._context.authority.qualify_name(call.bearer, producer)
         return Numbered(name, sequence, call.parameters.sequence_gaps or GapPolicy.KEEP)
 
 
@@ -303,7 +303,7 @@ class Publishing:
     """Publishes blocks as a whole or not at all. Only the event loop uses it."""
 
     def __init__(self) -> None:
-        self._threads = ThreadsByQueue(THREADS)
+        self._threads = ThreadLimiterByQueue(THREADS)
         self._followers: dict[tuple[str, AckLevel], _Follower] = {}
 
     async def publish(
@@ -327,7 +327,7 @@ class Publishing:
         # One that may drop older events writes that down at once.
         if numbered is not None or not queue.blocks_when_full:
             threads = self._threads.of(queue.name)
-            if threads.exhausted:
+            if threads.is_exhausted:
                 raise TransportDown("the queue has too many such requests at a time", after=1.0)
             return await threads.run(_publish, queue, block, level, deadline, numbered)
         follower = self._follower(queue, level)
@@ -342,7 +342,7 @@ class Publishing:
         self, queue: BufferedQueue, block: Block, level: AckLevel, deadline: float
     ) -> Published:
         threads = self._threads.of(queue.name)
-        if threads.exhausted:  # the line is long enough
+        if threads.is_exhausted:  # the line is long enough
             raise no_room(queue)
         return await threads.run(_publish, queue, block, level, deadline)
 

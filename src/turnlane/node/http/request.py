@@ -29,9 +29,9 @@ from typing_extensions import TypeVar
 from turnlane.node.http.events import parse_object
 from turnlane.node.node import Node
 from turnlane.queues.buffered import BufferedQueue
-from turnlane.serving.auth import Authority, Right, bearer_of
+from turnlane.serving.auth import Authority, Right, parse_bearer
 from turnlane.serving.http_body import BodyLimits, read_body
-from turnlane.serving.threads import Threads
+from turnlane.serving.threads import ThreadLimiter
 from turnlane.units import parse_duration
 
 THREADS: Final = 32
@@ -347,7 +347,7 @@ class RequestContext:
         self.node = node
         self.authority = authority
         self.limits = limits
-        self.threads = Threads(THREADS)
+        self.threads = ThreadLimiter(THREADS)
         self.stopping = False
         """Set when the server stops: requests that wait for events then return."""
 
@@ -463,7 +463,7 @@ def _explain_body(model: type[BaseModel], error: ValidationError) -> str:
 
 def find_token(request: Request) -> str | None:
     """Return the bearer token of a request, ``None`` if it has none."""
-    return bearer_of(request.headers.get("authorization"))
+    return parse_bearer(request.headers.get("authorization"))
 
 
 def json_response(content: object, status: int = 200) -> Response:

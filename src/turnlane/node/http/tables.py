@@ -28,9 +28,9 @@ from turnlane.node.http.request import (
     json_response,
     whole_number,
 )
-from turnlane.node.tables import ServedTable, Tables, TableStream, rows_of
+from turnlane.node.tables import ServedTable, Tables, TableStream, convert_rows_to_json
 from turnlane.serving.auth import Right
-from turnlane.serving.threads import Threads
+from turnlane.serving.threads import ThreadLimiter
 from turnlane.table.shards import KeyRange
 
 STREAMS: Final = 256
@@ -144,7 +144,7 @@ class TableRoutes:
     def __init__(self, context: RequestContext, tables: Tables) -> None:
         self._context = context
         self._tables = tables
-        self._threads = Threads(STREAMS)
+        self._threads = ThreadLimiter(STREAMS)
 
     @endpoint(
         "GET",
@@ -184,7 +184,7 @@ class TableRoutes:
         """Receive events of a queue table as they fire, until the client leaves."""
         name: str = call.request.path_params["table"]
         _ = self._tables.table(name).queue  # raises the error that the client gets, if any
-        if self._threads.exhausted:
+        if self._threads.is_exhausted:
             raise TransportDown("the node has too many receivers at a time", after=1.0)
         asked = call.parameters
         return StreamingResponse(
@@ -207,7 +207,7 @@ class TableRoutes:
                 except QueueClosed:
                     return
                 for first, block in blocks:
-                    yield _encode_line({"first": first, "rows": rows_of(block)})
+                    yield _encode_line({"first": first, "rows": convert_rows_to_json(block)})
                 if not blocks and time.monotonic() - said >= _BEAT:
                     yield b"\n"
                 elif not blocks:
@@ -247,14 +247,14 @@ class TableRoutes:
     ) -> TableStream:
         name: str = call.request.path_params["table"]
         self._tables.table(name)
-        return self._tables.stream_of(name, call.request.path_params["stream"])
+        return self._tables.find_stream(name, call.request.path_params["stream"])
 
 
 def _describe_table(table: ServedTable) -> TableJson:
     if not table.is_open:
         return {"name": table.name, "open": False, "shards": []}
     shards: list[ShardJson] = [
-        {"range": str(shard.key_range), "leads": manager.fires}
+        {"range": str(shard.key_range), "leads": manager.can_fire}
         for shard, manager in table.queue.managers().items()
     ]
     return {"name": table.name, "open": True, "shards": shards}

@@ -1,0 +1,114 @@
+"""A dropped queue: does anything bring back what was in it?"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.contract.harness import PATIENCE
+from turnlane.errors import NoSuchQueue, StorageFailed
+from turnlane.node.node import Node
+from turnlane.testing import FaultyDisk
+
+
+def fill(node: Node, *, kind: str = "disk") -> None:
+    node.create("orders", kind=kind).producer().publish(b"old")
+
+
+def names(data: Path) -> list[str]:
+    return sorted(path.name for path in (data / "queues").iterdir())
+
+
+def test_dropped_queue_whose_directory_cannot_be_deleted_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: Path) -> None:
+        raise OSError(16, "busy")
+
+    with Node(tmp_path) as node:
+        fill(node)
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", refuse)
+            node.drop("orders")
+        assert len(names(tmp_path)) == 1
+        assert node.create("orders").end == 0
+    caplog.clear()
+    with Node(tmp_path) as node:
+        assert names(tmp_path) == ["orders"]
+        assert node.queue("orders").end == 0
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("queues", [{}, {"orders": {}}], ids=["made anew", "configured"])
+def test_dropped_queue_that_was_not_renamed_does_not_come_back(
+    queues: dict[str, dict[str, object]], tmp_path: Path
+) -> None:
+    """The node ended, or its disk failed, between the two steps of a drop."""
+    disk = FaultyDisk()
+    with Node(tmp_path, disk=disk) as node:
+        fill(node)
+        disk.fail("rename", match=".dropped", times=2)
+        with pytest.raises(StorageFailed, match="put"):
+            node.drop("orders")
+        with pytest.raises(NoSuchQueue):
+            node.queue("orders")
+        with pytest.raises(StorageFailed, match="put"):
+            node.create("orders")
+        assert names(tmp_path) == ["orders"]
+    with Node(tmp_path, queues) as node:
+        assert node.create("orders").end == 0
+        fill(node)
+    with Node(tmp_path, queues) as node:
+        assert node.create("orders").end == 1, "the new queue went, too"
+
+
+def test_drop_can_be_repeated_once_the_disk_works(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    with Node(tmp_path, disk=disk) as node:
+        fill(node)
+        disk.fail("rename", match=".dropped")
+        with pytest.raises(StorageFailed):
+            node.drop("orders")
+        assert node.create("orders").end == 0
+        assert names(tmp_path) == ["orders"]
+    with Node(tmp_path) as node:
+        assert node.queue("orders").end == 0
+
+
+def test_slow_deletion_does_not_block_other_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleting, over = threading.Event(), threading.Event()
+    delete = shutil.rmtree
+
+    def slowly(path: Path) -> None:
+        deleting.set()
+        assert over.wait(PATIENCE)
+        delete(path)
+
+    monkeypatch.setattr(shutil, "rmtree", slowly)
+    with Node(tmp_path) as node, ThreadPoolExecutor(2) as threads:
+        fill(node)
+        dropping = threads.submit(node.drop, "orders")
+        assert deleting.wait(PATIENCE)
+        try:
+            assert threads.submit(node.queues).result(PATIENCE) == {}
+            assert threads.submit(node.create, "orders").result(PATIENCE).end == 0
+        finally:
+            over.set()
+        dropping.result(PATIENCE)
+        assert names(tmp_path) == ["orders"]
+
+
+def test_drop_of_a_memory_queue_keeps_a_directory_of_its_name(tmp_path: Path) -> None:
+    with Node(tmp_path, {"orders": {}}) as node:
+        node.queue("orders").producer(ack="persisted").publish(b"still wanted")
+    with Node(tmp_path) as node:
+        fill(node, kind="memory")
+        node.drop("orders")
+    with Node(tmp_path, {"orders": {}}) as node:
+        assert node.queue("orders").end == 1
