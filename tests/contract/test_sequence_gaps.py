@@ -21,7 +21,7 @@ from turnlane.queues import open_queue
 from turnlane.queues.api import Producer, Published
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.producer import hash_producer_id
-from turnlane.storage.producer_sequences import MAX_RUNS, AcceptedSequences
+from turnlane.storage.producer_sequences import MAX_RUNS, AcceptedSequences, GapPolicy
 
 
 def publish(producer: Producer, first: int, end: int, timeout: float | None = None) -> Published:
