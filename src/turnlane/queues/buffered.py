@@ -313,8 +313,9 @@ class BufferedQueue(Queue):
 
     def known_sequence(self, producer_id: str) -> int | None:
         """Return one more than the highest number of a producer; ``None`` if there is none."""
-        accepted = self._state.sequences.get(hash_producer_id(producer_id))
-        return None if accepted is None else accepted.end
+        with self._state.lock:
+            accepted = self._state.sequences.get(hash_producer_id(producer_id))
+            return None if accepted is None else accepted.end
 
     @property
     def has_numbered_producers(self) -> bool:

@@ -373,14 +373,14 @@ class LogStorage(Storage):
         return self._writer.is_alive() and not self._is_stopping and not is_failing
 
     def sync_settled(self, *, now: bool = False) -> None:
-        if self.durability is Durability.ALWAYS:
+        if now:
+            self._sync_acks()
+        elif self.durability is Durability.ALWAYS:
             try:
                 self.store.journal.sync()
             except OSError:
                 self._has_unsynced_acks = True  # the writer tries again
                 raise
-        elif now:
-            self._sync_acks()
 
     def give_back(self, returned: BlockRange) -> None:
         try:

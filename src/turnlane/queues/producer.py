@@ -428,7 +428,7 @@ class BufferedProducer(Producer):
         self._limits = FastPathLimits(-1, -1)
 
     def abort(self) -> None:
-        """Close, and refuse what still waits in line: its publishers get ``QueueClosed``."""
+        """Close, and refuse the requests in line: their publish calls return with nothing taken."""
         self.close()
         with self._lock:
             self._admission.refuse_waiting(self)
