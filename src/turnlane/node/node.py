@@ -43,7 +43,7 @@ from turnlane.node.event_refs import can_stage_references
 from turnlane.node.lanes import Lanes
 from turnlane.node.leases import Leases
 from turnlane.node.staging import Stage, StageContents, Staging
-from turnlane.queues import open_queue
+from turnlane.queues import open_buffered_queue
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.settings import ON_DISK, Kind, QueueSettings
 from turnlane.runtime import Closeable, release_free_memory
@@ -434,8 +434,7 @@ class Node(Closeable):
     def _open(self, settings: QueueSettings) -> BufferedQueue:
         if settings.kind not in (Kind.MEMORY, *ON_DISK):
             raise ConfigError("kind", f"a node cannot have {settings.kind} queues")
-        queue = open_queue(settings, clock=self._clock, disk=self._disk)
-        assert isinstance(queue, BufferedQueue)
+        queue = open_buffered_queue(settings, clock=self._clock, disk=self._disk)
         self._queues[settings.name] = queue
         return queue
 
