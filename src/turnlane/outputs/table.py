@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field, model_validator
 
+from turnlane.clock import get_nanoseconds
 from turnlane.databases import (
     Dialect,
     StatementResult,
@@ -77,7 +78,7 @@ class ShardWriter(Closeable):
             self._record = DeliveryRecord(ranges, self._transaction, f" {dialect.lock}")
 
     def write(self, rows: TableRows, numbers: Offsets) -> None:
-        """Schedule the rows with these numbers, except those that were delivered before.
+        """Schedule the rows with these numbers, except rows that were delivered before.
 
         The record gets all rows, also of other shards, because it needs fewer ranges then.
         """
@@ -194,7 +195,9 @@ class _ShardWriters:
 
     def __init__(self, settings: TableOutputSettings) -> None:
         with ExitStack() as opened:
-            self._router = opened.enter_context(ShardRouter(settings.databases(), settings.table))
+            self._router = opened.enter_context(
+                ShardRouter(settings.list_databases(), settings.table)
+            )
             self.definition = self._router.definition
             check_columns(settings.columns, self.definition)
             delivered_as = settings.get_delivery_name(settings.table)
@@ -204,7 +207,7 @@ class _ShardWriters:
                         self._router.get_dialect(shard),
                         self.definition,
                         delivered_as,
-                        _nanoseconds(settings.delay),
+                        get_nanoseconds(settings.delay),
                     )
                 )
                 for shard in self._router.map.shards
@@ -270,9 +273,5 @@ class TableOutput(Output):
         at = batch.schema.get_field_index(FIRE_AT_COLUMN)
         if at < 0 or not self.settings.delay:
             return batch
-        delayed: Any = pc.add(batch.column(at), _nanoseconds(self.settings.delay))
+        delayed: Any = pc.add(batch.column(at), get_nanoseconds(self.settings.delay))
         return batch.set_column(at, FIRE_AT_COLUMN, delayed)
-
-
-def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)
