@@ -128,7 +128,7 @@ def _close(queue: BufferedQueue) -> None:
     assert queue.stats().ledger.adds_up, queue.stats().ledger
 
 
-def values_in(block: Block) -> list[bytes]:
+def get_block_values(block: Block) -> list[bytes]:
     """The values of a block."""
     return [value for value in block.column("value").to_pylist() if value is not None]
 
@@ -138,16 +138,16 @@ def take(queue: BufferedQueue, count: int) -> list[bytes]:
     found: list[bytes] = []
     while len(found) < count:
         with queue.get(count - len(found), timeout=PATIENCE) as batch:
-            found += values_in(batch.block)
+            found += get_block_values(batch.block)
     return found
 
 
-def drained(queue: BufferedQueue) -> list[bytes]:
+def drain_queue(queue: BufferedQueue) -> list[bytes]:
     """All that is left, settled; the queue takes no more."""
     queue.finish()
     found: list[bytes] = []
     with contextlib.suppress(QueueClosed):
         while True:
             with queue.get(timeout=PATIENCE) as batch:
-                found += values_in(batch.block)
+                found += get_block_values(batch.block)
     return found

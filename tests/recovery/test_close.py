@@ -12,7 +12,7 @@ from turnlane.queues.settings import QueueSettings
 from turnlane.testing import FaultyDisk
 
 
-def test_is_what_was_being_written_at_close_synced_as_well(tmp_path: Path) -> None:
+def test_close_syncs_events_that_are_being_written(tmp_path: Path) -> None:
     """A job begun before the close leaves nothing unsynced behind."""
     disk = FaultyDisk()
     settings = QueueSettings.of(

@@ -61,7 +61,7 @@ def _settle_and_check(queue: BufferedQueue, node: ModelNode, publishers: list[Pu
 @pytest.mark.parametrize("crash", [False, True], ids=["connection", "node"])
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("step", list(Step))
-def test_does_a_death_at_any_step_lose_double_or_ack_early(
+def test_death_at_any_step_neither_loses_nor_doubles_nor_acks_early(
     step: Step, nth: int, crash: bool
 ) -> None:
     """Whether the connection dies alone or with its node, all arrives once and in order."""
@@ -84,7 +84,7 @@ def test_does_a_death_at_any_step_lose_double_or_ack_early(
     _settle_and_check(queue, node, publishers)
 
 
-def test_is_what_a_node_had_only_accepted_sent_again() -> None:
+def test_events_only_accepted_by_a_crashed_node_are_sent_again() -> None:
     """Contents given up by the queue are still there to be sent again to a node that crashed."""
     node = ModelNode()
     queue = open_proxy(node, batches=1)
@@ -99,7 +99,7 @@ def test_is_what_a_node_had_only_accepted_sent_again() -> None:
     _settle_and_check(queue, node, publishers)
 
 
-def test_are_repeats_dropped_where_batches_overlap() -> None:
+def test_overlapping_batches_drop_repeats() -> None:
     """A node that took half of a block takes the other half, and only that, the next time."""
     node = ModelNode()
     transport = FlakyTransport(node)
@@ -114,7 +114,7 @@ def test_are_repeats_dropped_where_batches_overlap() -> None:
     _settle_and_check(queue, node, [publisher])
 
 
-def test_is_nothing_sent_again_that_was_persisted() -> None:
+def test_persisted_events_are_not_sent_again() -> None:
     """A connection that breaks after everything was persisted costs no repeats."""
     node = ModelNode(eager=AckLevel.PERSISTED)
     transport = FlakyTransport(node)
@@ -142,7 +142,7 @@ ACTIONS = st.one_of(
 
 @settings(max_examples=4 * settings().max_examples)
 @given(actions=st.lists(ACTIONS, max_size=30))
-def test_does_any_sequence_of_deaths_lose_double_or_ack_early(
+def test_any_sequence_of_deaths_neither_loses_nor_doubles_nor_acks_early(
     actions: list[tuple[str, object, object]],
 ) -> None:
     """Publishing, persisting, delivering and dying in any order ends with everything in place."""
@@ -174,7 +174,7 @@ def _far_queue(path: Path, disk: Disk | None = None, **knobs: object) -> Buffere
     )
 
 
-def test_does_a_real_node_that_was_killed_get_everything_again(tmp_path: Path) -> None:
+def test_killed_real_node_gets_everything_again(tmp_path: Path) -> None:
     """A disk queue whose process dies loses its write buffer; the proxy fills it up again."""
     far = [_far_queue(tmp_path / "0", sync_interval="1000h", stale_flush="1000h")]
     far[0].producer(ack="persisted").publish(b"before")
@@ -214,7 +214,7 @@ def test_does_a_real_node_that_was_killed_get_everything_again(tmp_path: Path) -
 LAZY: dict[str, Any] = {"sync_interval": "1000h", "stale_flush": "1000h"}
 
 
-def test_is_the_node_urged_once_it_has_all_that_is_waited_for(tmp_path: Path) -> None:
+def test_node_is_urged_once_it_has_all_awaited_events(tmp_path: Path) -> None:
     """Though it has been busy since the first of several batches, with that one alone."""
     disk = HookedDisk()
     far = _far_queue(tmp_path, disk, **LAZY)
@@ -230,7 +230,7 @@ def test_is_the_node_urged_once_it_has_all_that_is_waited_for(tmp_path: Path) ->
         assert flushing.result()
 
 
-def test_is_a_node_that_comes_back_urged_again(tmp_path: Path) -> None:
+def test_returning_node_is_urged_again(tmp_path: Path) -> None:
     """What the one before it was told died with it."""
     disk = HookedDisk()
     dead = _far_queue(tmp_path / "0", disk, **LAZY)

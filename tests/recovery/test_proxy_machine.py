@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.conftest import IN_CI
 from tests.contract.harness import PATIENCE, Acks, wait_until
 from tests.queue_internals import remote_storage_of
-from tests.recovery.hooked_disk import values_in
+from tests.recovery.hooked_disk import get_block_values
 from tests.recovery.proxy_harness import impatience, open_proxy
 from tests.recovery.still_disk import StillDisk
 from turnlane.events import block_of
@@ -86,7 +86,7 @@ class ProxyMachine(RuleBasedStateMachine):
 
     def waiting(self) -> list[bytes]:
         """What was not settled and is in no consumer's hands."""
-        held = {value for batch in self.out for value in values_in(batch.block)}
+        held = {value for batch in self.out for value in get_block_values(batch.block)}
         return [value for value in self.events if value not in self.settled | self.lost | held]
 
     def low(self) -> int:
@@ -125,7 +125,7 @@ class ProxyMachine(RuleBasedStateMachine):
         expected = self.waiting()
         if expected:
             batch = self.queue.get(limit, timeout=PATIENCE)
-            found = values_in(batch.block)
+            found = get_block_values(batch.block)
             assert found == expected[: len(found)]
             self.out.append(batch)
 
@@ -133,7 +133,7 @@ class ProxyMachine(RuleBasedStateMachine):
     def done(self, which: int) -> None:
         if self.out:
             batch = self.out.pop(which % len(self.out))
-            values = values_in(batch.block)
+            values = get_block_values(batch.block)
             batch.done()
             self.settled.update(values)
 

@@ -23,7 +23,7 @@ from tests.contract.harness import (
     wait_until,
 )
 from tests.queue_internals import state_of, store_of
-from tests.recovery.hooked_disk import HookedDisk, Once, Opener, drained, take, values_in
+from tests.recovery.hooked_disk import HookedDisk, Once, Opener, drain_queue, get_block_values, take
 from turnlane.errors import EventsLost, QueueClosed, QueueFull, StorageFailed
 from turnlane.events import block_of
 from turnlane.ledger import Outcome
@@ -54,7 +54,7 @@ def publish(queue: BufferedQueue, values: list[bytes]) -> None:
         assert producer.publish(value)
 
 
-def stored_blocks(opener: Opener, path: Path, count: int, **knobs: Any) -> list[bytes]:
+def store_blocks(opener: Opener, path: Path, count: int, **knobs: Any) -> list[bytes]:
     """Leave blocks of ten events in a directory, each a frame of its own; returns the values."""
     queue = opener.stored("disk", path, compression="none", **knobs)
     values: list[bytes] = []
@@ -78,7 +78,7 @@ def forbid_deleting(path: Path, disk: HookedDisk) -> None:
 
 
 @pytest.mark.parametrize("trouble", [lose_first_chunk, forbid_deleting])
-def test_does_a_queue_go_on_when_a_settled_chunk_cannot_be_deleted(
+def test_queue_continues_when_a_settled_chunk_cannot_be_deleted(
     opener: Opener, tmp_path: Path, disk: HookedDisk, trouble: Callable[[Path, HookedDisk], None]
 ) -> None:
     """A file that somebody else deleted, or that stays, keeps no event out and closing quick."""
@@ -98,7 +98,7 @@ def test_does_a_queue_go_on_when_a_settled_chunk_cannot_be_deleted(
 # Publishers that wait
 
 
-def slowed_down(opener: Opener, flow: str) -> BufferedProducer:
+def delay_producer(opener: Opener, flow: str) -> BufferedProducer:
     """A producer that flow control slows down for longer than any test lasts."""
     mark = {"light_delay": PATIENCE * 2, "light_delay_mark": "97%"}
     queue = opener("memory", size=100, **mark)
@@ -108,9 +108,9 @@ def slowed_down(opener: Opener, flow: str) -> BufferedProducer:
     return producer
 
 
-def test_does_flow_control_keep_to_the_timeout(opener: Opener) -> None:
+def test_flow_control_respects_the_timeout(opener: Opener) -> None:
     """A producer that waits as long as needed waits no longer than its caller allows."""
-    producer = slowed_down(opener, "full")
+    producer = delay_producer(opener, "full")
     with pytest.raises(QueueFull):
         Task(lambda: producer.publish(b"late", timeout=0.01)).result()
     with pytest.raises(QueueFull):
@@ -118,9 +118,9 @@ def test_does_flow_control_keep_to_the_timeout(opener: Opener) -> None:
     assert producer.state.describe().ledger.accepted == 97
 
 
-def test_is_a_slight_delay_cut_short_by_the_timeout(opener: Opener) -> None:
+def test_light_delay_ends_at_the_timeout(opener: Opener) -> None:
     """A producer that is only slowed down comes in, or is told, when its time is over."""
-    producer = slowed_down(opener, "light")
+    producer = delay_producer(opener, "light")
     entered = 0
     with contextlib.suppress(QueueFull):
         entered += Task(lambda: producer.publish(b"late", timeout=0.01)).result()
@@ -130,11 +130,11 @@ def test_is_a_slight_delay_cut_short_by_the_timeout(opener: Opener) -> None:
 # Reading
 
 
-def test_do_events_come_again_after_running_out_of_memory(
+def test_events_come_again_after_a_memory_error(
     opener: Opener, tmp_path: Path, disk: HookedDisk
 ) -> None:
     """Whatever goes wrong while reading, nothing of it is left out or lost track of."""
-    values = stored_blocks(opener, tmp_path, 3)
+    values = store_blocks(opener, tmp_path, 3)
     queue = opener.stored("disk", tmp_path, disk=disk, dequeue_batch_size=10)
     disk.on("read", Once(MemoryError("no memory")), match=".chunk")
     with pytest.raises((MemoryError, StorageFailed)):
@@ -147,11 +147,11 @@ def test_do_events_come_again_after_running_out_of_memory(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_is_a_reader_told_that_the_queue_was_closed(
+def test_waiting_reader_gets_queue_closed(
     opener: Opener, tmp_path: Path, disk: HookedDisk, late: bool
 ) -> None:
     """A consumer that reads the disk while the queue is closed hears just that, at any moment."""
-    values = stored_blocks(opener, tmp_path, 3)
+    values = store_blocks(opener, tmp_path, 3)
     queue = opener.stored("disk", tmp_path, disk=disk)
     pause = disk.pause("read", match=".chunk")
     getting = Task(queue.get)
@@ -165,12 +165,10 @@ def test_is_a_reader_told_that_the_queue_was_closed(
         getting.result()
     closing.result()
     assert disk.open_files == set()
-    assert drained(opener.stored("disk", tmp_path)) == values
+    assert drain_queue(opener.stored("disk", tmp_path)) == values
 
 
-def test_is_what_is_in_memory_delivered_when_the_chunk_is_gone(
-    opener: Opener, tmp_path: Path
-) -> None:
+def test_events_in_memory_are_delivered_without_their_chunk(opener: Opener, tmp_path: Path) -> None:
     """A file that somebody deleted costs what was only there."""
     knobs = {**SMALL, "chunk_size": "1Mi", "memory_bytes": "8Ki"}
     queue = opener.stored("disk", tmp_path, **knobs)
@@ -179,7 +177,7 @@ def test_is_what_is_in_memory_delivered_when_the_chunk_is_gone(
     assert 0 < in_memory < 35
     [chunk] = tmp_path.glob("*.chunk")
     chunk.unlink()
-    assert drained(queue) == long_values(in_memory, 40)
+    assert drain_queue(queue) == long_values(in_memory, 40)
     stats = queue.stats()
     assert stats.ledger.dropped == {"missing": in_memory}
     assert (stats.size, stats.bytes) == (0, 0)
@@ -204,7 +202,7 @@ class BadSector(HookedDisk):
         return super().read(fd, length, at)
 
 
-def insistently(queue: BufferedQueue) -> list[bytes]:
+def drain_despite_errors(queue: BufferedQueue) -> list[bytes]:
     """All that is left, settled, whatever reading raises."""
     found: list[bytes] = []
 
@@ -212,7 +210,7 @@ def insistently(queue: BufferedQueue) -> list[bytes]:
         with contextlib.suppress(QueueClosed):
             while True:
                 with contextlib.suppress(StorageFailed), queue.get(timeout=PATIENCE) as batch:
-                    found.extend(values_in(batch.block))
+                    found.extend(get_block_values(batch.block))
 
     queue.finish()
     Task(take_all).result()
@@ -220,15 +218,15 @@ def insistently(queue: BufferedQueue) -> list[bytes]:
 
 
 @pytest.mark.parametrize("first_byte", [0, 1000])
-def test_is_what_cannot_be_read_given_up_at_last(
+def test_unreadable_events_are_given_up_after_some_attempts(
     opener: Opener, tmp_path: Path, first_byte: int
 ) -> None:
     """A bad sector is tried a few times; then its frame counts as corrupt and the rest comes."""
-    values = stored_blocks(opener, tmp_path, 4, chunk_size="8Ki", write_buffer="4Ki")
+    values = store_blocks(opener, tmp_path, 4, chunk_size="8Ki", write_buffer="4Ki")
     disk = BadSector(first_byte)
     queue = opener.stored("disk", tmp_path, disk=disk, dequeue_batch_size=5)
     disk.bad = True
-    assert insistently(queue) == values[10:]
+    assert drain_despite_errors(queue) == values[10:]
     assert disk.failed > 1
     ledger = queue.stats().ledger
     assert ledger.dropped == {"corrupt": 10}
@@ -238,18 +236,18 @@ def test_is_what_cannot_be_read_given_up_at_last(
     assert (again.stats().ledger.delivered, again.stats().ledger.pending) == (30, 0)
 
 
-def test_is_an_error_that_passes_no_loss(opener: Opener, tmp_path: Path) -> None:
+def test_temporary_read_error_loses_nothing(opener: Opener, tmp_path: Path) -> None:
     """A read that fails once is told and costs nothing."""
-    values = stored_blocks(opener, tmp_path, 4, chunk_size="8Ki", write_buffer="4Ki")
+    values = store_blocks(opener, tmp_path, 4, chunk_size="8Ki", write_buffer="4Ki")
     disk = BadSector(0, times=1)
     queue = opener.stored("disk", tmp_path, disk=disk, dequeue_batch_size=5)
     disk.bad = True
-    assert insistently(queue) == values
+    assert drain_despite_errors(queue) == values
     assert disk.failed == 1
     assert queue.stats().ledger.dropped == {}
 
 
-def by_offset(queue: BufferedQueue) -> list[bytes]:
+def read_by_offset(queue: BufferedQueue) -> list[bytes]:
     """All that a reader without leases finds, whatever reading raises."""
     found: list[bytes] = []
     at = 0
@@ -258,18 +256,18 @@ def by_offset(queue: BufferedQueue) -> list[bytes]:
             read = queue.read(at, 5)
             if read is None:
                 break
-            found += values_in(read[1])
+            found += get_block_values(read[1])
             at = read[0] + read[1].num_rows
     return found
 
 
-def test_do_readers_by_offset_pass_a_bad_sector(opener: Opener, tmp_path: Path) -> None:
+def test_readers_by_offset_skip_a_bad_sector(opener: Opener, tmp_path: Path) -> None:
     """A lane would wait for it for ever, and all behind it."""
-    values = stored_blocks(opener, tmp_path, 4, chunk_size="8Ki", write_buffer="4Ki")
+    values = store_blocks(opener, tmp_path, 4, chunk_size="8Ki", write_buffer="4Ki")
     disk = BadSector(1000)
     queue = opener.stored("disk", tmp_path, disk=disk)
     disk.bad = True
-    assert by_offset(queue) == values[10:]
+    assert read_by_offset(queue) == values[10:]
     assert queue.stats().ledger.dropped == {"corrupt": 10}
     assert queue.find_unsettled(100).spans == [(10, 40)]
 
@@ -299,7 +297,7 @@ def watch_idling(rounds: list[WriteJob]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
-def test_does_a_chunk_without_events_keep_the_writer_busy(
+def test_chunk_without_events_does_not_keep_the_writer_busy(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """A process that was killed between a chunk's making and its first event leaves no riddle."""
@@ -327,7 +325,7 @@ def test_does_a_chunk_without_events_keep_the_writer_busy(
 
 
 @pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
-def test_does_a_drained_queue_come_to_rest(
+def test_drained_queue_becomes_idle(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """When all that was on disk is settled, there is nothing more to write or delete."""
@@ -357,7 +355,7 @@ class Slow(Acks):
 
 
 @pytest.mark.parametrize("level", ["accepted", "persisted", "delivered"])
-def test_do_acks_wait_in_bounded_room_for_a_callback_that_hangs(opener: Opener, level: str) -> None:
+def test_hanging_callback_keeps_a_bounded_number_of_acks(opener: Opener, level: str) -> None:
     """Acks that wait for the same follower are merged, so each hears few, and all of them."""
     queue = opener("memory", size=1000)
     slow, others = Slow(), [Acks(), Acks()]
@@ -384,7 +382,7 @@ def test_do_acks_wait_in_bounded_room_for_a_callback_that_hangs(opener: Opener, 
 # A line in front of a queue that closes
 
 
-def test_is_the_line_sent_away_when_the_disk_never_recovers(
+def test_waiting_publishers_fail_when_the_disk_never_recovers(
     opener: Opener, tmp_path: Path, disk: HookedDisk
 ) -> None:
     """Closing a queue whose disk is full ends the waiting of its publishers, and itself."""
@@ -404,9 +402,7 @@ def test_is_the_line_sent_away_when_the_disk_never_recovers(
 # Acks that are synced
 
 
-def test_do_acks_at_the_same_time_share_a_sync(
-    opener: Opener, tmp_path: Path, disk: HookedDisk
-) -> None:
+def test_concurrent_acks_share_a_sync(opener: Opener, tmp_path: Path, disk: HookedDisk) -> None:
     """While one is synced the others gather, and one more sync is enough for all of them."""
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, durability="always")
     publish(queue, numbered(0, 8))
@@ -424,9 +420,7 @@ def test_do_acks_at_the_same_time_share_a_sync(
     assert queue.stats().ledger.delivered == 8
 
 
-def test_does_nobody_wait_while_dropped_events_are_synced(
-    opener: Opener, tmp_path: Path, disk: HookedDisk
-) -> None:
+def test_syncing_drops_blocks_no_caller(opener: Opener, tmp_path: Path, disk: HookedDisk) -> None:
     """Who has to drop the oldest events waits for that sync; others get on."""
     knobs = {"size": 4, "full_behavior": "drop_oldest", "durability": "always"}
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, **knobs)
@@ -435,15 +429,13 @@ def test_does_nobody_wait_while_dropped_events_are_synced(
     dropping = Task(lambda: queue.producer().publish(b"004"))
     pause.await_reached()
     assert Task(queue.stats).result().ledger.dropped == {"oldest": 1}
-    assert values_in(Task(queue.get).result().block) == [*numbered(1, 4), b"004"]
+    assert get_block_values(Task(queue.get).result().block) == [*numbered(1, 4), b"004"]
     assert dropping.running
     pause.end()
     assert dropping.result()
 
 
-def test_are_drops_synced_later_if_that_fails_at_first(
-    opener: Opener, tmp_path: Path, disk: HookedDisk
-) -> None:
+def test_failed_sync_of_drops_is_repeated(opener: Opener, tmp_path: Path, disk: HookedDisk) -> None:
     """The newcomer is in, whatever becomes of the sync."""
     knobs = {"size": 4, "full_behavior": "drop_oldest", "durability": "always"}
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, **knobs)
@@ -454,7 +446,7 @@ def test_are_drops_synced_later_if_that_fails_at_first(
     wait_until(lambda: queue.stats().meta_syncs > before, "the next attempt")
 
 
-def test_does_the_writer_rest_until_it_is_time_to_tidy_up(
+def test_writer_is_idle_until_the_next_housekeeping(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Events dropped at the door are noted once a second, not asked for all the time."""
@@ -474,7 +466,7 @@ def test_does_the_writer_rest_until_it_is_time_to_tidy_up(
 
 
 @pytest.mark.parametrize("timeout", [None, PATIENCE])
-def test_is_everybody_told_what_the_writer_died_of(
+def test_dead_writer_raises_its_error_in_all_callers(
     opener: Opener, tmp_path: Path, disk: HookedDisk, timeout: float | None
 ) -> None:
     """Publishers get an error that names it, and so does whoever looks at the queue."""
@@ -492,7 +484,7 @@ def test_is_everybody_told_what_the_writer_died_of(
     assert take(queue, 1) == [b"000"]
 
 
-def test_is_a_lack_of_memory_survived_as_a_lack_of_space_is(
+def test_memory_error_is_survived_like_a_full_disk(
     opener: Opener, tmp_path: Path, disk: HookedDisk
 ) -> None:
     """The writer tries again."""
@@ -505,7 +497,7 @@ def test_is_a_lack_of_memory_survived_as_a_lack_of_space_is(
     assert take(queue, 3) == numbered(0, 3)
 
 
-def test_does_a_close_leave_a_disk_that_hangs(
+def test_close_gives_up_a_hanging_disk(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says what is not written, and returns."""
@@ -520,7 +512,7 @@ def test_does_a_close_leave_a_disk_that_hangs(
     pause.end()
 
 
-def test_does_a_close_wait_for_a_disk_that_is_slow(
+def test_close_waits_for_a_slow_disk(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as it gets any further, nothing is given up."""
@@ -533,4 +525,4 @@ def test_does_a_close_wait_for_a_disk_that_is_slow(
         queue.producer().publish(value)
     queue.close()
     disk.clear()
-    assert drained(opener.stored("disk", tmp_path / "queue")) == values
+    assert drain_queue(opener.stored("disk", tmp_path / "queue")) == values

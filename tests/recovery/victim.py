@@ -202,7 +202,7 @@ class Life:
     def run(self) -> None:
         """Publish and consume at once."""
         started = time.perf_counter()
-        self.queue = opened(self.orders)
+        self.queue = open_with_faults(self.orders)
         self.reporter.tell(Opened.by(self.queue, started))
         work = [self.singles, self.blocks, self.numbered]
         if self.queue.settings.kind is Kind.DISK:
@@ -351,7 +351,7 @@ class FailingThenKillingDisk(FaultyDisk):
             raise
 
 
-def opened(orders: Orders) -> BufferedQueue:
+def open_with_faults(orders: Orders) -> BufferedQueue:
     """The queue, on a disk with the planned faults."""
     disk = FailingThenKillingDisk()
     for method, arguments in orders.plan:
