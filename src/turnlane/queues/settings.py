@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -586,52 +586,26 @@ def _find_misplaced(settings: QueueSettings) -> Iterator[ConfigIssue]:
 
 def _compute_defaults(settings: QueueSettings) -> None:
     """Compute the defaults in this order: later ones depend on earlier ones."""
-    for setting, default in _DEFAULTS.items():
-        if setting not in settings.explicit:
+    explicit, kind = settings.explicit, settings.kind
+
+    def set_default(knob: str, value: int | None) -> None:
+        if knob not in explicit:
             # Around the freeze, and not counted as set, so that replace() computes it again.
-            settings.__dict__[setting] = default(settings)
+            settings.__dict__[knob] = value
 
-
-def _size(settings: QueueSettings) -> int | None:
-    if settings.kind is Kind.PROXY:
-        return settings.batches * settings.batch_size
-    return SIZES.get(settings.kind)
-
-
-def _max_bytes(settings: QueueSettings) -> int | None:
-    if settings.memory_percent is not None:
-        return max(1, settings.memory_percent.of(memory_limit()))
-    return MAX_BYTES.get(settings.kind)
-
-
-def _worker_minimum_events(settings: QueueSettings) -> int:
-    if settings.size is None:
-        return settings.dequeue_batch_size
-    return max(1, settings.size // settings.workers)
-
-
-def _dequeue_batch_size(settings: QueueSettings) -> int:
-    """Return the size of the batches that a proxy takes to send them, or the default."""
-    proxy = settings.kind is Kind.PROXY
-    return settings.batch_size if proxy else settings.dequeue_batch_size
-
-
-def _max_event_bytes(settings: QueueSettings) -> int:
-    return min([settings.max_event_bytes, *_event_bounds(settings).values()])
-
-
-def _write_buffer(settings: QueueSettings) -> int:
-    return min(settings.write_buffer, settings.chunk_size)
-
-
-_DEFAULTS: Final[dict[str, Callable[[QueueSettings], int | None]]] = {
-    "size": _size,
-    "max_bytes": _max_bytes,
-    "dequeue_batch_size": _dequeue_batch_size,
-    "worker_minimum_events": _worker_minimum_events,
-    "max_event_bytes": _max_event_bytes,
-    "write_buffer": _write_buffer,
-}
+    is_proxy, percent = kind is Kind.PROXY, settings.memory_percent
+    batches = settings.batches * settings.batch_size
+    set_default("size", batches if is_proxy else SIZES.get(kind))
+    max_bytes = None if percent is None else max(1, percent.of(memory_limit()))
+    set_default("max_bytes", max_bytes or MAX_BYTES.get(kind))
+    if is_proxy:  # it takes its batches itself, to send them
+        set_default("dequeue_batch_size", settings.batch_size)
+    size = settings.size
+    share = settings.dequeue_batch_size if size is None else max(1, size // settings.workers)
+    set_default("worker_minimum_events", share)
+    largest = min([settings.max_event_bytes, *_event_bounds(settings).values()])
+    set_default("max_event_bytes", largest)
+    set_default("write_buffer", min(settings.write_buffer, settings.chunk_size))
 
 
 def _event_bounds(settings: QueueSettings) -> dict[str, int]:
@@ -651,10 +625,8 @@ def _find_contradictions(settings: QueueSettings) -> Iterator[ConfigIssue]:
 def _find_unpaired(settings: QueueSettings) -> Iterator[ConfigIssue]:
     """Find knobs that need another knob, or another value of it."""
     explicit = settings.explicit
-    for one, other in (
-        ("discard_mark", "discard_severity"),
-        ("discard_severity", "discard_mark"),
-    ):
+    pair = ("discard_mark", "discard_severity")
+    for one, other in (pair, pair[::-1]):
         if one in explicit and other not in explicit:
             yield ConfigIssue(other, f"is required with {one}; set both or neither")
     if "full_timeout" in explicit and settings.full_behavior is not FullBehavior.BLOCK:
